@@ -1,0 +1,36 @@
+"""The sharded engine: the only place that imports deepspeed and torch.distributed."""
+
+from . import distributed  # first: it prepares the process for importing deepspeed
+from .direction import Direction, probe_direction
+from .export import save_hugging_face
+from .forward_mode import forward_mode, losses_and_utilities
+from .loading import sharded_loading
+from .optimizer import build_optimizer
+from .perturb import perturbed
+from .utilities import (
+    FiniteDifferenceUtilities,
+    JvpUtilities,
+    finite_difference_utilities,
+    jvp_utilities,
+    signal_to_noise,
+)
+from .zero3 import Engine, NonFiniteGradient
+
+__all__ = [
+    "Direction",
+    "Engine",
+    "FiniteDifferenceUtilities",
+    "JvpUtilities",
+    "NonFiniteGradient",
+    "build_optimizer",
+    "distributed",
+    "finite_difference_utilities",
+    "forward_mode",
+    "jvp_utilities",
+    "losses_and_utilities",
+    "perturbed",
+    "probe_direction",
+    "save_hugging_face",
+    "sharded_loading",
+    "signal_to_noise",
+]

@@ -1,0 +1,129 @@
+"""The probe direction: a gradient kept as this rank's ZeRO-3 shards, in the parameter dtype."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..data import Batch
+from ..method import GlobalCounts, segment_sum, sequence_shares, token_coefficients, uniform_weights
+from ..method.objective import Normalization
+from . import distributed
+from .zero3 import Engine
+
+
+class Direction:
+    """`v`, one flat buffer per gather group: this rank's shards of a vector shaped like the trainable parameters.
+
+    This is all that VCORE keeps between the passes of a step: one shard in the parameter dtype.
+
+    A gather group is what is made whole at a time in forward mode: the trainable parameters of one decoder layer, or of
+    one module outside the layers. One collective per layer instead of one per weight.
+    """
+
+    def __init__(self, engine: Engine):
+        self.groups: list[tuple[nn.Module, list[nn.Parameter]]] = _gather_groups(engine)
+        self.buffers: list[Tensor] = []
+        self._shards: dict[int, Tensor] = {}
+        for _, parameters in self.groups:
+            shard_numels = [parameter.ds_tensor.numel() for parameter in parameters]
+            buffer = torch.zeros(sum(shard_numels), dtype=parameters[0].dtype, device=engine.device)
+            self.buffers.append(buffer)
+            self._shards.update(zip(map(id, parameters), buffer.split(shard_numels), strict=True))
+
+    def shard(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's shard for `parameter`, flat, padded like `parameter.ds_tensor`; a view."""
+        return self._shards[id(parameter)]
+
+    @property
+    def persistent_bytes(self) -> int:
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
+
+    def start_gather(self, group: int) -> tuple[Tensor, torch.distributed.Work]:
+        """Begins to gather one group from all ranks; `finish_gather` waits for it. A collective."""
+        buffer = self.buffers[group]
+        gathered = buffer.new_empty(distributed.world_size() * buffer.numel())
+        return gathered, torch.distributed.all_gather_into_tensor(gathered, buffer, async_op=True)
+
+    def finish_gather(self, group: int, gathered: Tensor, work: torch.distributed.Work) -> dict[int, Tensor]:
+        """The whole tensors of a group by `id(parameter)`."""
+        work.wait()
+        per_rank = gathered.view(distributed.world_size(), -1)
+        whole, offset = {}, 0
+        for parameter in self.groups[group][1]:
+            end = offset + parameter.ds_tensor.numel()
+            flat = per_rank[:, offset:end].reshape(-1)
+            whole[id(parameter)] = flat[: parameter.ds_numel].view(parameter.ds_shape)
+            offset = end
+        return whole
+
+
+def _gather_groups(engine: Engine) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+    """(module whose forward needs the group, its trainable parameters), in the model's order.
+
+    Tied embeddings are listed once; the second module that uses them asks for the same group.
+    """
+    trainable = {id(parameter) for _, parameter in engine.trainable}
+    grouped: set[int] = set()
+    groups: list[tuple[nn.Module, list[nn.Parameter]]] = []
+
+    def add(module: nn.Module, recurse: bool) -> None:
+        parameters = [p for p in module.parameters(recurse) if id(p) in trainable and id(p) not in grouped]
+        if parameters:
+            grouped.update(map(id, parameters))
+            groups.append((module, parameters))
+
+    layers = next((m for m in engine.module.decoder.modules() if isinstance(m, nn.ModuleList)), [])
+    in_layers = {id(module) for layer in layers for module in layer.modules()}
+    first_layer = id(layers[0]) if len(layers) else None
+    for module in engine.module.modules():
+        if id(module) == first_layer:
+            for layer in layers:
+                add(layer, recurse=True)
+        if id(module) not in in_layers:
+            add(module, recurse=False)
+    return groups
+
+
+def probe_direction(
+    engine: Engine,
+    batches: Sequence[Batch],
+    direction: Direction,
+    *,
+    normalization: Normalization,
+    clip: float | None,
+) -> tuple[float, float]:
+    """Writes the gradient of the uniform loss over the probe batch `B'` into `direction` (Algorithm 1, lines 2-3).
+
+    Leaves parameters, optimizer state, schedule and step counters as they are, and the next accumulation unaware. Runs without dropout.
+
+    Args:
+        batches: this rank's part of the probe batch; as many on every rank, idle ones included.
+        clip: bound on the global norm of the direction, None for none.
+
+    Returns:
+        The probe loss (nats) and the norm of its gradient before clipping, both global.
+    """
+    num_tokens = [batch.num_supervised_tokens() for batch in batches]
+    counted = distributed.sum_over_ranks(
+        [float(sum(int((n > 0).sum()) for n in num_tokens)), float(sum(int(n.sum()) for n in num_tokens))]
+    )
+    counts = GlobalCounts(int(counted[0]), int(counted[1]))
+    loss_local = 0.0
+    with engine.without_dropout(), engine.accumulation(len(batches)):
+        for batch in batches:
+            losses = engine.token_losses(batch)
+            index = batch.sequence_index().to(losses.device)
+            n_i = segment_sum(torch.ones_like(losses), index, batch.num_rows)
+            coefficients = token_coefficients(
+                uniform_weights(index, batch.num_rows), index, sequence_shares(n_i, counts, normalization)
+            )
+            loss = (coefficients * losses).sum()
+            engine.backward(loss)
+            loss_local += float(loss.detach())
+    norm = engine.gradient_norm()
+    factor = 1.0 if clip is None or norm <= clip else clip / norm
+    for _, parameter in engine.trainable:
+        gradient = engine.local_gradient(parameter)
+        direction.shard(parameter)[: gradient.numel()].copy_(gradient if factor == 1.0 else gradient * factor)
+    return distributed.sum_over_ranks([loss_local])[0], norm

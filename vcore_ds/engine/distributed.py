@@ -1,0 +1,100 @@
+"""Process group: start, ranks, and the few reductions the training step needs."""
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    # Read by deepspeed when it is imported; without it a machine without GPUs is probed for minutes.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+# zero.Init patches torch.Tensor constructors; if torch._dynamo is first imported after that (transformers does it
+# lazily), it meets the patched signatures and dies with a TypeError.
+import torch._dynamo  # noqa: F401
+import deepspeed  # noqa: E402
+import deepspeed.comm as dist  # noqa: E402
+from deepspeed.accelerator import get_accelerator  # noqa: E402
+
+
+def start_process_group(timeout_minutes: float) -> None:
+    """Joins the process group the launcher's environment describes, or makes one of a single process.
+
+    Works under `deepspeed`, `torchrun` and `srun` + `torchrun`, and alone. Does nothing where a group exists.
+
+    Args:
+        timeout_minutes: a collective that takes longer ends the run with an error instead of hanging.
+    """
+    deepspeed.utils.logger.setLevel("WARNING")
+    if get_accelerator().device_name() == "cpu":
+        # Compiled at first use (minutes) and used for inference only; gloo serves everything here.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        share_cores_among_ranks()
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    deepspeed.init_distributed(timeout=timedelta(minutes=timeout_minutes), auto_mpi_discovery=False, verbose=False)
+
+
+def share_cores_among_ranks() -> None:
+    """Gives each CPU rank its share of the cores; the default, all cores for every rank, is several times slower."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local_ranks))
+
+
+def stop_process_group() -> None:
+    if dist.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    return dist.get_world_size()
+
+
+def device() -> torch.device:
+    return torch.device(get_accelerator().current_device_name())
+
+
+def sum_over_ranks(values: list[float]) -> list[float]:
+    """Element-wise sum over all ranks, in fp64. A collective."""
+    total = torch.tensor(values, dtype=torch.float64, device=device())
+    torch.distributed.all_reduce(total)
+    return total.tolist()
+
+
+def max_over_ranks(values: list[float]) -> list[float]:
+    """Element-wise maximum over all ranks, in fp64. A collective."""
+    highest = torch.tensor(values, dtype=torch.float64, device=device())
+    torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX)
+    return highest.tolist()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """`value` of every rank, on every rank. A collective."""
+    gathered: list[Any] = [None] * world_size()
+    torch.distributed.all_gather_object(gathered, value)
+    return gathered
+
+
+def peak_memory_bytes() -> int:
+    """Highest memory this rank has used: allocated on the GPU, or resident on a CPU-only machine."""
+    if get_accelerator().device_name() == "cpu":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return get_accelerator().max_memory_allocated()

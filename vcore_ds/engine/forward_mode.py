@@ -1,0 +1,120 @@
+"""Exact utilities: forward-mode differentiation through a model whose parameters and tangents are ZeRO-3 shards.
+
+Every trainable parameter becomes a dual number whose tangent is the gathered probe direction; the tangent of a token's
+loss is its utility, `s[i,t] = <v, grad l[i,t]>`, with no step size and nothing to restore.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor, nn
+
+from ..data import Batch
+from ..models import FORWARD_MODE_ATTENTION
+from .direction import Direction
+from .zero3 import Engine
+
+
+@contextmanager
+def forward_mode(engine: Engine, direction: Direction) -> Iterator[None]:
+    """Inside, `losses_and_utilities` differentiates along `direction`. No model code is changed; all hooks are removed."""
+    config = engine.module.base.config
+    attention_before = config._attn_implementation
+    _give_deepspeed_hooks_a_tangent_rule(engine.module)
+    tangents = _TangentGatherer(direction)
+    with engine.without_gradient():
+        config._attn_implementation = FORWARD_MODE_ATTENTION
+        try:
+            tangents.attach(engine)
+            yield
+        finally:
+            tangents.detach()
+            config._attn_implementation = attention_before
+
+
+def losses_and_utilities(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Losses and utilities of the supervised tokens of `batch`, both fp32 `[N]`; within `forward_mode`. A collective."""
+    with forward_ad.dual_level():
+        losses, utilities = forward_ad.unpack_dual(engine.token_losses(batch))
+    if utilities is None:  # no tokens here, so nothing carried a tangent to the end
+        utilities = torch.zeros_like(losses)
+    return losses, utilities
+
+
+def _give_deepspeed_hooks_a_tangent_rule(model: nn.Module) -> None:
+    """ZeRO-3 wraps inputs and outputs of every module in autograd Functions of its own that have no `jvp`. They are identities."""
+    for module in model.modules():
+        for name in ("pre_bwd_fn", "post_bwd_fn"):
+            function = module.__dict__.get(name)
+            if function is not None and "jvp" not in function.__dict__:
+                # view_as, because the Function returns a view of its input and PyTorch insists on the same of the tangent.
+                function.jvp = staticmethod(lambda ctx, tangent: tangent.view_as(tangent))
+
+
+class _TangentGatherer:
+    """Makes parameters dual as the forward reaches them: at most two groups of tangents are whole at a time."""
+
+    def __init__(self, direction: Direction):
+        self._direction = direction
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._dual_modules: list[nn.Module] = []
+        self._whole: dict[int, Tensor] = {}
+        self._in_flight: dict[int, tuple[Tensor, torch.distributed.Work]] = {}
+
+    def attach(self, engine: Engine) -> None:
+        """Hooks run in the order of registration: ZeRO-3's, which gathers a module's parameters, is older than ours."""
+        groups = self._direction.groups
+        group_of = {id(p): number for number, (_, parameters) in enumerate(groups) for p in parameters}
+        owned = {id(owner): number for number, (owner, _) in enumerate(groups)}
+        covered = {(id(module), number) for number, (owner, _) in enumerate(groups) for module in owner.modules()}
+        for module in engine.module.modules():
+            own = [group_of[id(p)] for p in module.parameters(recurse=False) if id(p) in group_of]
+            gathered_here = [owned[id(module)]] if id(module) in owned else []
+            # A tied weight's second user lies outside the module that owns the group: it gathers for itself.
+            gathered_here += [number for number in own if (id(module), number) not in covered]
+            for number in gathered_here:
+                prefetch = number + 1 if number == owned.get(id(module)) and number + 1 < len(groups) else None
+                self._handles.append(module.register_forward_pre_hook(self._gather_hook(number, prefetch)))
+            if own:
+                self._dual_modules.append(module)
+                self._handles.append(module.register_forward_pre_hook(self._make_dual))
+                self._handles.append(module.register_forward_hook(self._drop_dual))
+            for number in gathered_here:
+                self._handles.append(module.register_forward_hook(self._release_hook(number)))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module in self._dual_modules:  # the forward may have raised between the hooks
+            self._drop_dual(module)
+        for _, work in self._in_flight.values():
+            work.wait()  # started on every rank, so it ends; a pending collective would meet the next one
+        self._handles, self._dual_modules, self._in_flight, self._whole = [], [], {}, {}
+
+    def _gather_hook(self, number: int, prefetch: int | None):
+        def gather(module: nn.Module, _: object) -> None:
+            started = self._in_flight.pop(number, None) or self._direction.start_gather(number)
+            self._whole.update(self._direction.finish_gather(number, *started))
+            if prefetch is not None and prefetch not in self._in_flight:
+                self._in_flight[prefetch] = self._direction.start_gather(prefetch)
+
+        return gather
+
+    def _release_hook(self, number: int):
+        def release(module: nn.Module, *_: object) -> None:
+            for parameter in self._direction.groups[number][1]:
+                self._whole.pop(id(parameter), None)
+
+        return release
+
+    def _make_dual(self, module: nn.Module, _: object) -> None:
+        # An attribute of the instance hides the parameter of the same name: nn.Module looks there first.
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in self._whole:
+                module.__dict__[name] = forward_ad.make_dual(parameter.data, self._whole[id(parameter)])
+
+    def _drop_dual(self, module: nn.Module, *_: object) -> None:
+        for name in module._parameters:
+            module.__dict__.pop(name, None)

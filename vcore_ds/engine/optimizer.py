@@ -1,0 +1,30 @@
+"""The optimizer over what is trained, before DeepSpeed shards it."""
+
+import torch
+from torch import nn
+
+from ..config.schema import OptimizerConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW, or SGD without momentum, over the trainable parameters; weight decay on matrices only.
+
+    One kernel for all tensors (`fused`) where PyTorch has it: under ZeRO-3 the update works on a few large shards.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if _num_axes(parameter) >= 2]
+    vectors = [parameter for parameter in trainable if _num_axes(parameter) < 2]
+    groups = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in ((matrices, config.weight_decay), (vectors, 0.0))
+        if parameters
+    ]
+    if config.weight_decay == 0.0:
+        groups = [{"params": trainable, "weight_decay": 0.0}]  # fewer shards to update
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _num_axes(parameter: nn.Parameter) -> int:
+    return len(getattr(parameter, "ds_shape", parameter.shape))  # a sharded parameter looks empty

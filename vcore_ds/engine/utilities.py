@@ -1,0 +1,119 @@
+"""The two estimators of the utilities `s[i,t] = <v, grad l[i,t]>` of a batch.
+
+Both run without gradient and without dropout, so utilities belong to the deterministic model, and both
+may take several micro-batches in one pass (`batches_per_pass`, from `utility.micro_batch_size_per_rank`), because no activations are kept: every
+merged pass saves a gather of all parameters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..data import Batch, merge_batches
+from . import distributed
+from .direction import Direction
+from .forward_mode import forward_mode, losses_and_utilities
+from .perturb import perturbed
+from .zero3 import Engine
+
+
+@dataclass
+class JvpUtilities:
+    """Exact: `utilities[k]` are those of micro-batch k."""
+
+    utilities: list[Tensor]
+
+    def of(self, k: int, losses: Tensor) -> Tensor:
+        return self.utilities[k]
+
+
+@dataclass
+class FiniteDifferenceUtilities:
+    """`(l(theta) - l(theta - epsilon v)) / epsilon`, waiting for `l(theta)`."""
+
+    epsilon: float
+    perturbed_losses: list[Tensor]
+    base_losses: list[Tensor] | None
+    """`l(theta)` without dropout; None where the training forward has no dropout and gives it for free."""
+    changed_fraction: float
+    signal_to_noise: float | None = None
+    """See `signal_to_noise`; measured on request."""
+
+    def of(self, k: int, losses: Tensor) -> Tensor:
+        """Utilities of micro-batch k, given the losses `l(theta)` of its training forward."""
+        base = losses if self.base_losses is None else self.base_losses[k]
+        return (base - self.perturbed_losses[k]) / self.epsilon
+
+
+def jvp_utilities(engine: Engine, direction: Direction, batches: Sequence[Batch], batches_per_pass: int) -> JvpUtilities:
+    """Utilities of this rank's micro-batches by forward-mode differentiation. A collective."""
+    utilities: list[Tensor] = []
+    with forward_mode(engine, direction):
+        for merged, sizes in _passes(batches, batches_per_pass):
+            utilities += losses_and_utilities(engine, merged)[1].split(sizes)
+    return JvpUtilities(utilities)
+
+
+def finite_difference_utilities(
+    engine: Engine,
+    direction: Direction,
+    batches: Sequence[Batch],
+    batches_per_pass: int,
+    *,
+    epsilon: float,
+    measure_noise: bool,
+) -> FiniteDifferenceUtilities:
+    """The paper's one-backward estimator (Section "One-Backward Trick"). A collective.
+
+    Args:
+        measure_noise: also measure `signal_to_noise`; costs two more forwards of the batch.
+    """
+    with perturbed(engine, direction, epsilon) as perturbation:
+        below = _losses(engine, batches, batches_per_pass)
+    result = FiniteDifferenceUtilities(epsilon, below, None, perturbation.changed_fraction)
+    if engine.has_dropout or measure_noise:
+        base = _losses(engine, batches, batches_per_pass)
+        result.base_losses = base if engine.has_dropout else None
+        if measure_noise:
+            with perturbed(engine, direction, -epsilon):
+                above = _losses(engine, batches, batches_per_pass)
+            result.signal_to_noise = signal_to_noise(torch.cat(below), torch.cat(base), torch.cat(above))
+    return result
+
+
+def signal_to_noise(below: Tensor, base: Tensor, above: Tensor) -> float:
+    """How far the loss change that a finite difference divides by epsilon stands clear of rounding.
+
+    From the losses `[N]` of this rank's tokens at `theta - eps v`, `theta` and `theta + eps v`: a smooth loss changes
+    antisymmetrically, `(above - below) / 2`, and what is symmetric, `above + below - 2 base`, is rounding (or, at a large
+    epsilon, curvature: an error all the same). With independent rounding of variance r^2 the symmetric part has
+    variance 6 r^2, the antisymmetric part carries r^2 / 2 beside the signal, and the difference `base - below` that is
+    used carries 2 r^2. Returns rms(signal) / sqrt(2 r^2), over all ranks: well above 1 is a measurement, below 1 is noise. A collective.
+    """
+    antisymmetric, symmetric = (above - below) / 2, above + below - 2 * base
+    squares = distributed.sum_over_ranks([float(antisymmetric.square().sum()), float(symmetric.square().sum())])
+    rounding = squares[1] / 6
+    signal = max(0.0, squares[0] - rounding / 2)
+    return (signal / (2 * rounding)) ** 0.5 if rounding > 0 else float("inf") if signal > 0 else 0.0
+
+
+def _losses(engine: Engine, batches: Sequence[Batch], batches_per_pass: int) -> list[Tensor]:
+    losses: list[Tensor] = []
+    with engine.without_gradient():
+        for merged, sizes in _passes(batches, batches_per_pass):
+            losses += engine.token_losses(merged).split(sizes)
+    return losses
+
+
+def _passes(batches: Sequence[Batch], batches_per_pass: int) -> list[tuple[Batch, list[int]]]:
+    """Consecutive micro-batches merged into passes, with the number of supervised tokens of each.
+
+    The number of passes depends on numbers that all ranks share, never on what a batch holds: each pass is a collective.
+    """
+    merged = []
+    for start in range(0, len(batches), batches_per_pass):
+        part = list(batches[start : start + batches_per_pass])
+        merged.append((merge_batches(part), [int(batch.num_supervised_tokens().sum()) for batch in part]))
+    return merged

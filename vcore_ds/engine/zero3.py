@@ -1,0 +1,171 @@
+"""One wrapper over `deepspeed.initialize` with ZeRO-3.
+
+The gradient accounting is kept in our hands: the caller divides by global counts before the first backward, so here
+nothing is averaged over micro-batches, and DeepSpeed's division by the number of ranks is undone.
+
+docs/zero3.md lists the DeepSpeed internals this package relies on.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_grad, safe_set_local_grad
+from torch import Tensor, nn
+
+from ..data import Batch
+from ..models import TokenLossModel
+from . import distributed
+
+
+class NonFiniteGradient(RuntimeError):
+    """The gradient of the batch holds inf or nan. The optimizer was not stepped."""
+
+
+class Engine:
+    """A model under ZeRO-3: per-token losses, backward, local shards, optimizer step.
+
+    Attributes:
+        module: the wrapped `TokenLossModel`.
+        trainable: name and parameter of everything that is trained, in the model's order (the same on every rank).
+    """
+
+    def __init__(
+        self,
+        model: TokenLossModel,
+        optimizer: torch.optim.Optimizer,
+        deepspeed_config: dict[str, Any],
+        *,
+        coalesce_gradient_reduction: bool = False,
+    ):
+        """Args:
+        optimizer: over the model's trainable parameters; DeepSpeed replaces its tensors by fp32 shards.
+        deepspeed_config: resolved (`vcore_ds.config.deepspeed_config`).
+        coalesce_gradient_reduction: reduce gradients once per optimizer step instead of once per
+            micro-batch. Costs one unsharded gradient buffer per rank.
+        """
+        self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=deepspeed_config, dist_init_required=False
+        )
+        self.module: TokenLossModel = model
+        self.trainable: list[tuple[str, nn.Parameter]] = [
+            (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+        ]
+        self.device = distributed.device()
+        self._coalesce = coalesce_gradient_reduction
+        self._num_backwards_left = 0
+        self._dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0]
+
+    # ---- passes over the model -------------------------------------------------------------------------------------
+
+    def token_losses(self, batch: Batch) -> Tensor:
+        """Loss in nats of each supervised token of `batch`, fp32 `[N]`, row-major; with a graph unless under no_grad.
+
+        A collective: every rank must call it as often as the others, with an idle batch if it has nothing.
+        """
+        return self.deepspeed(input_ids=batch.input_ids.to(self.device), labels=batch.labels.to(self.device))
+
+    @contextmanager
+    def accumulation(self, num_backwards: int) -> Iterator[None]:
+        """Around all `backward` calls of one gradient: the first overwrites what the shards hold, the others add.
+
+        DeepSpeed counts micro-steps by itself, and a probe inside a step would put that count wrong: the
+        boundary is set by hand here, and the counter behind "overwrite or add" is put back to its start.
+        """
+        self.optimizer.zero_grad()
+        self._num_backwards_left = num_backwards
+        with self.deepspeed.coalesce_grad_reduction() if self._coalesce else nullcontext():
+            yield
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of this rank's `loss` to the accumulation: ranks' gradients are summed, not averaged.
+
+        A collective; a rank without tokens passes the (zero) sum of its empty losses, which keeps the graph.
+        """
+        self._num_backwards_left -= 1
+        self.deepspeed.set_gradient_accumulation_boundary(self._num_backwards_left == 0)
+        self.deepspeed.backward(loss * distributed.world_size(), scale_wrt_gas=False)
+
+    @contextmanager
+    def without_gradient(self) -> Iterator[None]:
+        """No graph, no dropout, no activation checkpointing: for passes that only measure."""
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.module.train(was_training)
+
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """Training mode, so that activation checkpointing stays on, but with dropout off."""
+        for dropout in self._dropouts:
+            dropout.eval()
+        try:
+            yield
+        finally:
+            for dropout in self._dropouts:
+                dropout.train(self.module.training)
+
+    @property
+    def has_dropout(self) -> bool:
+        return bool(self._dropouts)
+
+    # ---- this rank's shards ----------------------------------------------------------------------------------------
+
+    def local_gradient(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's shard of the reduced gradient, fp32, flat, without the padding of the last rank."""
+        return safe_get_local_grad(parameter).view(-1)[: self.local_numel(parameter)]
+
+    def local_master(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's shard of the fp32 parameter the optimizer updates, flat, without padding."""
+        return safe_get_local_fp32_param(parameter).view(-1)[: self.local_numel(parameter)]
+
+    @staticmethod
+    def local_numel(parameter: nn.Parameter) -> int:
+        """Elements of `parameter` that are this rank's; the last rank's shard may be filled up with padding."""
+        shard_numel = parameter.ds_tensor.numel()
+        return max(0, min(shard_numel, parameter.ds_numel - distributed.rank() * shard_numel))
+
+    def gradient_norm(self) -> float:
+        """Global L2 norm of the gradient that stands in the shards. A collective."""
+        norms = [
+            torch.linalg.vector_norm(self.local_gradient(parameter), dtype=torch.float64)
+            for _, parameter in self.trainable
+        ]
+        return distributed.sum_over_ranks([float(torch.stack(norms).square().sum())])[0] ** 0.5
+
+    def scale_gradient(self, factor: float) -> None:
+        """Multiplies the reduced gradient in the shards, before it is clipped."""
+        for _, parameter in self.trainable:
+            gradient = safe_get_local_grad(parameter)
+            safe_set_local_grad(parameter, gradient.view(-1) * factor)
+
+    def forget_gathered_parameters(self) -> None:
+        """Must follow every change of a shard: ZeRO-3 keeps gathered parameters alive between passes (small
+        ones always, others within the reuse distance), and a forward would silently read the old values."""
+        self.deepspeed.empty_partition_cache()
+
+    # ---- the update ------------------------------------------------------------------------------------------------
+
+    def step(self, learning_rate: float) -> float:
+        """Clips, updates the parameters and returns the gradient norm before clipping.
+
+        Raises:
+            NonFiniteGradient: on all ranks alike; nothing was updated.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.deepspeed.step()
+        # DeepSpeed skips the update where the global norm is not finite; it does not say so in fp32 and bf16.
+        if self.optimizer.overflow:
+            raise NonFiniteGradient("the gradient is not finite")
+        return float(self.deepspeed.get_global_grad_norm())
+
+    def close(self) -> None:
+        """Frees what DeepSpeed attached to the model; a second engine in one process needs it."""
+        self.deepspeed.destroy()

@@ -1,0 +1,46 @@
+"""The paper's mathematics on plain tensors. Knows no recipe, no engine, no process group.
+
+Notation (see docs/method.md for the map from equations to functions to tests):
+
+| symbol | here | shape |
+|---|---|---|
+| `i` | a sequence of the batch; a token's sequence is `sequence_index` | `[N]` |
+| `n_i` | `num_tokens`, supervised tokens of a sequence | `[num_sequences]` |
+| `l[i,t]` | `losses`, nats, fp32 | `[N]` |
+| `s[i,t]` | `utilities`, directional derivative of `l` along the probe direction | `[N]` |
+| `q[i,t]` | `weights`, sum to 1 over a sequence | `[N]` |
+| `tau` | `temperature`, multiplies utilities | `[num_sequences]` |
+| `alpha` | `alpha`, variance-control factor | scalar |
+
+Ragged: N counts the supervised tokens of all sequences in a micro-batch, in row-major order.
+"""
+
+from .objective import (
+    GlobalCounts,
+    effective_sample_size,
+    loss_ratio_alpha,
+    sequence_shares,
+    token_coefficients,
+)
+from .token_loss import token_loss
+from .weights import (
+    GibbsWeights,
+    gibbs_weights,
+    gibbs_weights_for_budget,
+    segment_sum,
+    uniform_weights,
+)
+
+__all__ = [
+    "GibbsWeights",
+    "GlobalCounts",
+    "effective_sample_size",
+    "gibbs_weights",
+    "gibbs_weights_for_budget",
+    "loss_ratio_alpha",
+    "segment_sum",
+    "sequence_shares",
+    "token_coefficients",
+    "token_loss",
+    "uniform_weights",
+]

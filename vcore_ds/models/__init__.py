@@ -1,0 +1,15 @@
+"""Models: loading, low-rank adapters, per-token losses, attention with a tangent. No process groups."""
+
+from .attention import FORWARD_MODE_ATTENTION, block_attention
+from .causal_lm import TokenLossHead, TokenLossModel, load_causal_lm, load_tokenizer
+from .lora import add_lora
+
+__all__ = [
+    "FORWARD_MODE_ATTENTION",
+    "TokenLossHead",
+    "TokenLossModel",
+    "add_lora",
+    "block_attention",
+    "load_causal_lm",
+    "load_tokenizer",
+]

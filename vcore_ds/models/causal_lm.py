@@ -1,0 +1,129 @@
+"""A Hugging Face causal language model that returns the loss of every supervised token."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..data import IGNORED_LABEL
+from ..errors import UserError
+from ..method import token_loss
+
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Config fields of architectures that transform logits after the head (Gemma 2, Cohere, Granite, Falcon-H1)."""
+
+
+class TokenLossHead(nn.Module):
+    """The output embedding, giving losses instead of logits.
+
+    It must be a module that *owns* the weight: ZeRO-3 gathers a weight when the module that owns it runs, once for the
+    forward and once for the backward, and an outside function would be handed an empty tensor. For tied embeddings
+    the weight is the same `Parameter` as the input embedding's.
+    """
+
+    def __init__(self, output_embedding: nn.Linear):
+        super().__init__()
+        self.weight = output_embedding.weight
+        self.bias = output_embedding.bias
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Losses `[N]` of `targets [N]` given `hidden [N, H]`; logits `[..., V]` where no targets are given."""
+        if targets is None:
+            return nn.functional.linear(hidden, self.weight, self.bias)
+        return token_loss(hidden, self.weight, targets, self.bias)
+
+
+class TokenLossModel(nn.Module):
+    """Wraps a (possibly LoRA-adapted) causal LM; `forward` gives the loss of each supervised token.
+
+    Logits are computed at supervised positions only. `causal_lm` is a `PreTrainedModel` or a `PeftModel` around one.
+    """
+
+    def __init__(self, causal_lm: nn.Module):
+        super().__init__()
+        self.causal_lm = causal_lm
+        base = self.base
+        transforms = [name for name in LOGIT_TRANSFORMS if getattr(base.config, name, None) not in (None, 1.0)]
+        if transforms:
+            raise UserError(
+                f"{base.config.model_type}: this architecture changes its logits after the output embedding "
+                f"({', '.join(transforms)}), which the token loss does not; choose a model without it"
+            )
+        head = base.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise UserError(
+                f"{base.config.model_type}: the output embedding is a {type(head).__name__}, expected a plain linear layer "
+                "(LoRA on the output embedding is not supported)"
+            )
+        base.set_output_embeddings(TokenLossHead(head))
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The Hugging Face model without the adapter's wrapper."""
+        return self.causal_lm.get_base_model() if hasattr(self.causal_lm, "get_base_model") else self.causal_lm
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The model without its head: token ids to hidden states."""
+        return getattr(self.base, self.base.base_model_prefix)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Losses in nats, fp32, `[N]`: the supervised tokens in row-major order.
+
+        Args:
+            input_ids: `[b, T]`, right-padded. No attention mask: under causal attention no real token sees the
+                padding behind it, and without a mask the fastest kernels serve.
+            labels: `[b, T]`, not shifted; `IGNORED_LABEL` where a token is not supervised. Column 0 is never predicted.
+        """
+        hidden = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        targets = labels[:, 1:]
+        supervised = targets != IGNORED_LABEL
+        return self.base.get_output_embeddings()(hidden[:, :-1][supervised], targets[supervised])
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Raises UserError where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: {path}: no tokenizer can be loaded from there: {_first_line(error)}") from None
+
+
+def check_model_folder(path: str) -> None:
+    """Raises UserError where a local folder cannot hold a model; names that are not folders are hub ids."""
+    folder = Path(path)
+    if not folder.exists():
+        if path.startswith((".", "/", "~")) or path.count("/") != 1:
+            raise UserError(f"model.path: {path}: no such folder, and not a hub id (owner/name)")
+        return
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.path: {path}: no config.json there; expected a Hugging Face model folder")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+        raise UserError(
+            f"model.path: {path}: has a config.json but no weights (*.safetensors); the download or copy is not complete"
+        )
+
+
+def load_causal_lm(path: str, *, dtype: torch.dtype, attention: str, gradient_checkpointing: bool) -> PreTrainedModel:
+    """The pretrained model, ready to train. Under ZeRO-3 loading each rank keeps its shards only.
+
+    Raises UserError where the folder holds no model that can be used.
+    """
+    check_model_folder(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        if getattr(config, "attention_dropout", 0.0):
+            # Utilities are those of the model without dropout, and attention reads its rate where no hook can reach it.
+            config.attention_dropout = 0.0
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"model.path: {path}: no causal language model can be loaded: {_first_line(error)}") from None
+    model.config.use_cache = False
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,33 @@
+"""Low-rank adapters (peft) on a causal language model."""
+
+from collections.abc import Sequence
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+
+from ..errors import UserError
+
+
+def add_lora(
+    model: PreTrainedModel, *, rank: int, alpha: float, dropout: float, target_modules: str | Sequence[str]
+) -> PeftModel:
+    """Freezes the model and adds trainable adapters, in place.
+
+    Args:
+        target_modules: "all-linear" (every linear layer but the output embedding), or names of layers.
+
+    Raises UserError where no layer of the model has one of the names.
+    """
+    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM", bias="none"
+    )
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"lora.target_modules: {target_modules!r}: {error}") from None
+    if model.is_gradient_checkpointing:
+        # The input of the first checkpointed layer comes out of a frozen embedding; without this
+        # nothing in the layer would require a gradient and the adapters would get none.
+        adapted.enable_input_require_grads()
+    return adapted

@@ -1,0 +1,1 @@
+"""What is written down and printed about a run."""

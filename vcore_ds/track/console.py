@@ -1,0 +1,87 @@
+"""What a person sees: a progress bar on a terminal, plain lines in a log file; rank 0 only."""
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from .step_metrics import TokenWeights
+
+
+class Console:
+    """Prints on the rank that is told to, and nothing on the others."""
+
+    def __init__(self, enabled: bool):
+        self.enabled = enabled
+        self._bar: tqdm | None = None
+
+    def say(self, text: str = "") -> None:
+        if not self.enabled:
+            return
+        if self._bar is not None:
+            self._bar.write(text)
+        else:
+            print(text, flush=True)
+
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
+
+    def start_steps(self, num_steps: int) -> None:
+        if self.enabled and sys.stdout.isatty():
+            self._bar = tqdm(total=num_steps, unit="step", file=sys.stdout, dynamic_ncols=True)
+
+    def step(self, number: int, num_steps: int, values: dict[str, Any], seconds_left: float, log: bool) -> None:
+        """`number` counts from 1; `log` says whether this step gets a line in a log file."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(_short(values))
+            self._bar.update()
+        elif log:
+            self.say(f"step {number}/{num_steps}  {_short(values)}  {_duration(seconds_left)} left")
+
+    def end_steps(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _short(values: dict[str, Any]) -> str:
+    parts = [f"loss {values['loss']:.4f}"]
+    if values["probe_loss"] is not None:
+        parts += [
+            f"alpha {values['alpha']:.3f}",
+            f"tau {values['tau']:.3g}",
+            f"kl {values['kl']:.3f}",
+            f"s {values['utility_mean']:.2g}±{values['utility_std']:.2g}",
+        ]
+    parts += [
+        f"|g| {values['grad_norm']:.3g}",
+        f"lr {values['learning_rate']:.2e}",
+        f"{values['tokens_per_second']:.0f} tok/s",
+        f"{values['peak_memory_bytes'] / 2**30:.1f} GiB",
+    ]
+    return "  ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def describe_token_weights(example: TokenWeights, tokenizer: PreTrainedTokenizerBase, num_shown: int = 5) -> str:
+    """The most and the least weighted tokens of one trace, each with the words before it."""
+    order = example.weights.argsort(descending=True, stable=True).tolist()
+    uniform = 1.0 / len(order)
+    lines = [f"Token weights in trace {example.sequence_id} ({len(order)} supervised tokens; 1.00 is the uniform weight):"]
+    for title, positions in (("most", order[:num_shown]), ("least", order[::-1][:num_shown])):
+        lines.append(f"  {title} weighted    weight   utility      loss   token, after")
+        for t in positions:
+            before = tokenizer.decode(example.token_ids[max(0, t - 8) : t])[-40:]
+            token = tokenizer.decode(example.token_ids[t])
+            utility = f"{float(example.utilities[t]):9.3g}" if example.utilities is not None else "        -"
+            lines.append(
+                f"{'':16}{float(example.weights[t]) / uniform:9.2f} {utility} {float(example.losses[t]):9.3f}"
+                f"   {token!r}, after {before!r}"
+            )
+    return "\n".join(lines)
