@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .config import MethodConfig, Recipe
+from .config import Recipe
+from .config.schema import MethodConfig
 from .data import Batch
 from .engine import (
     Direction,

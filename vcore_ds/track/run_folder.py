@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from .. import __version__
 from ..config import Recipe, dump_recipe
 from ..errors import UserError
 
-PACKAGES = ("torch", "deepspeed", "transformers", "peft", "vcore_ds")
+PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 
 
 def refuse_used_folder(folder: Path) -> None:
@@ -51,7 +52,7 @@ def environment(world_size: int) -> dict[str, Any]:
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "packages": {name: version(name) for name in PACKAGES},
+        "packages": {"vcore_ds": __version__, **{name: version(name) for name in PACKAGES}},
         "git_commit": _git_commit(),
         "host": platform.node(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or [platform.machine()],

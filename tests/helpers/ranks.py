@@ -1,0 +1,88 @@
+"""`run_ranks(function, world_size)`: a function on several CPU ranks, with an end in every case."""
+
+import os
+import pickle
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as multiprocessing
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 300) -> list[Any]:
+    """Runs `function(*arguments)` once per rank, in fresh processes with a gloo process group, and returns their results by rank.
+
+    A file store instead of a port, so that no two tests meet. The first rank that fails ends all of them, and its traceback
+    is the message; so does the timeout. `function` must be importable (defined at the top level of a module).
+
+    Starting costs 10 s or more, nearly all of it imports: put many checks into one function.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="ranks_"))
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_run_rank, args=(function, rank, world_size, str(folder), arguments), daemon=True)
+        for rank in range(world_size)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        _wait(processes, folder, timeout_seconds)
+        return [pickle.loads((folder / f"result_{rank}").read_bytes()) for rank in range(world_size)]
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait(processes: list[Any], folder: Path, timeout_seconds: float) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while any(process.is_alive() for process in processes):
+        failed = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
+        if failed:
+            time.sleep(1.0)  # the rank at fault may be another one that is still writing its traceback
+            raise AssertionError(_first_failure(folder) or f"rank {failed[0]} died without a traceback")
+        if time.monotonic() > deadline:
+            alive = [rank for rank, process in enumerate(processes) if process.is_alive()]
+            raise AssertionError(f"timeout after {timeout_seconds} s; still running: ranks {alive}")
+        time.sleep(0.05)
+    message = _first_failure(folder)
+    if message is not None or any(process.exitcode != 0 for process in processes):
+        raise AssertionError(message or "a rank died without a traceback")
+
+
+def _first_failure(folder: Path) -> str | None:
+    """The traceback that was written first: later ones are usually its consequence (a lost connection)."""
+    written = sorted(folder.glob("failure_*"), key=lambda path: path.stat().st_mtime_ns)
+    return f"rank {written[0].name.removeprefix('failure_')} failed:\n{written[0].read_text()}" if written else None
+
+
+def _run_rank(function: Callable[..., Any], rank: int, world_size: int, folder: str, arguments: tuple[Any, ...]) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    try:
+        from vcore_ds.engine import distributed  # prepares the process for deepspeed, so it comes before torch.distributed
+
+        import torch
+
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=120),
+        )
+        distributed.start_process_group(timeout_minutes=2)
+        result = function(*arguments)
+        Path(folder, f"result_{rank}").write_bytes(pickle.dumps(result))
+    except BaseException:
+        Path(folder, f"failure_{rank}").write_text(traceback.format_exc())
+        os._exit(1)  # the other ranks may be waiting in a collective; nothing here must wait for them
+    os._exit(0)  # gloo's threads can keep a finished process alive

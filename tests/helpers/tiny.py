@@ -1,0 +1,72 @@
+"""Tiny random models and batches, made in memory; no hub, no files."""
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from vcore_ds.data import Batch
+from vcore_ds.models import TokenLossModel, add_lora
+
+VOCABULARY = 128
+
+
+def qwen3(*, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: int) -> PreTrainedModel:
+    """A Qwen3 of two layers with grouped-query heads (4 query, 2 key/value heads)."""
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    config = Qwen3Config(
+        **{**sizes, "vocab_size": VOCABULARY, "head_dim": 8, **changes}, tie_word_embeddings=tied, use_cache=False
+    )
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def with_lora(model: PreTrainedModel, *, dropout: float = 0.0, seed: int = 1):
+    """Adapters off their initial point, where B = 0 and half of the gradients vanish."""
+    torch.manual_seed(seed)
+    adapted = add_lora(model, rank=4, alpha=8, dropout=dropout, target_modules="all-linear")
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return adapted
+
+
+def token_loss_model(*, lora: bool = False, tied: bool = False, checkpointing: bool = False, **kwargs) -> TokenLossModel:
+    model = qwen3(tied=tied, **kwargs)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    wrapped = TokenLossModel(with_lora(model) if lora else model)
+    wrapped.train()
+    return wrapped
+
+
+def rows(num_rows: int, num_tokens: int = 24, seed: int = 3) -> Batch:
+    """Random sequences of different lengths, right-padded, with prompts of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(0, VOCABULARY, (num_rows, num_tokens), generator=generator)
+    labels = input_ids.clone()
+    for row in range(num_rows):
+        labels[row, : 3 + row % 4] = -100
+        length = num_tokens - (row * 3) % 11
+        input_ids[row, length:] = 0
+        labels[row, length:] = -100
+    return Batch(list(range(num_rows)), input_ids, labels)
+
+
+def take(batch: Batch, indices: list[int]) -> Batch:
+    return Batch([batch.sequence_ids[i] for i in indices], batch.input_ids[indices], batch.labels[indices])
+
+
+def deepspeed_config(*, bf16: bool = False, gradient_clipping: float = 0.0, persistence_threshold: int = 0) -> dict:
+    """Clipping off by default, so that a wrong scale cannot hide behind it."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": bf16},
+        "gradient_clipping": gradient_clipping,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 3,
+            "memory_efficient_linear": False,
+            "stage3_param_persistence_threshold": persistence_threshold,
+        },
+    }

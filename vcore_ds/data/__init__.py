@@ -1,0 +1,24 @@
+"""Chat data: reading, tokens with supervision, the training order, batches. No collectives; the same on all ranks."""
+
+from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate, idle_batch, merge_batches
+from vcore_ds.data.conversations import Conversation, Message, read_conversations
+from vcore_ds.data.order import MainOrder, ProbeStream, split_batch
+from vcore_ds.data.tokenization import Dataset, TokenizationReport, TokenizedSequence, tokenize_conversations
+
+__all__ = [
+    "IGNORED_LABEL",
+    "Batch",
+    "Conversation",
+    "Dataset",
+    "MainOrder",
+    "Message",
+    "ProbeStream",
+    "TokenizationReport",
+    "TokenizedSequence",
+    "collate",
+    "idle_batch",
+    "merge_batches",
+    "read_conversations",
+    "split_batch",
+    "tokenize_conversations",
+]

@@ -1,0 +1,229 @@
+"""Conversations to tokens, with the tokens that the assistant would have had to generate marked as targets."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from jinja2 import TemplateError
+
+from vcore_ds.data.conversations import Conversation, Message
+from vcore_ds.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Conversations tokenized in one call: enough for the tokenizer's threads, while all offsets at once take gigabytes.
+_CHUNK = 256
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizedSequence:
+    """One conversation as tokens."""
+
+    sequence_id: int
+    """Row of the conversation in its file, from 0."""
+    input_ids: np.ndarray
+    """int32 [n]"""
+    supervised: np.ndarray
+    """bool [n]; supervised[t]: token t is a target, predicted from the tokens before it. Token 0 never is."""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True)
+class TokenizationReport:
+    """What became of the conversations. Tokens are counted over the sequences that are kept."""
+
+    cutoff_length: int
+    """tokens per sequence"""
+    num_read: int
+    """conversations"""
+    num_dropped_overlong: int
+    """conversations left out because they have more than `cutoff_length` tokens"""
+    num_truncated: int
+    """kept sequences that lost their tokens after the first `cutoff_length`"""
+    num_without_supervision: int
+    """conversations left out because none of their tokens (after truncation) is a target"""
+    num_unsupervised_turns: int
+    """turns of the assistant that are context only: the chat template renders them differently once others follow"""
+    num_tokens: int
+    num_supervised_tokens: int
+    min_length: int
+    """tokens of the shortest sequence"""
+    median_length: int
+    max_length: int
+
+    @property
+    def num_kept(self) -> int:
+        """sequences"""
+        return self.num_read - self.num_dropped_overlong - self.num_without_supervision
+
+    def describe(self) -> str:
+        """A line on what is kept, and one for each thing that a user should know about."""
+        lines = [f"{self.num_kept:,} of {self.num_read:,} conversations kept"]
+        if self.num_kept:
+            lines[0] += (
+                f": {self.num_tokens:,} tokens, {self.num_supervised_tokens:,} of them supervised; "
+                f"{self.min_length:,} to {self.max_length:,} tokens a sequence, median {self.median_length:,}"
+            )
+        if self.num_dropped_overlong:
+            lines.append(f"{self.num_dropped_overlong:,} dropped: longer than {self.cutoff_length:,} tokens")
+        if self.num_truncated:
+            lines.append(f"{self.num_truncated:,} truncated to their first {self.cutoff_length:,} tokens")
+        if self.num_without_supervision:
+            lines.append(f"{self.num_without_supervision:,} dropped: no supervised token")
+        if self.num_unsupervised_turns:
+            lines.append(
+                f"{self.num_unsupervised_turns:,} assistant turns not supervised: the chat template renders them "
+                "differently from what the model would have generated"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The sequences of one file."""
+
+    sequences: list[TokenizedSequence]
+    report: TokenizationReport
+
+
+def tokenize_conversations(
+    conversations: Sequence[Conversation],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    cutoff_length: int,
+    overlong: Literal["drop", "truncate"],
+) -> Dataset:
+    """Render each conversation with the tokenizer's chat template and mark the tokens of its assistant turns.
+
+    A turn is supervised from the end of the generation prompt up to and including the end-of-turn token.
+    A sequence of more than `cutoff_length` tokens is dropped or truncated to its first `cutoff_length` tokens.
+
+    Raises `UserError` for a tokenizer without chat template or without character offsets, for a conversation
+    that the template refuses, and if no sequence is left.
+    """
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"The tokenizer of {tokenizer.name_or_path} has no chat template, so conversations cannot be rendered. "
+            "Use an instruction-tuned model, or save a chat template with the tokenizer (chat_template.jinja)."
+        )
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"The tokenizer of {tokenizer.name_or_path} ({type(tokenizer).__name__}) gives no character offsets, which "
+            "tell the assistant's tokens. Expected a fast tokenizer: a model folder with tokenizer.json."
+        )
+
+    sequences: list[TokenizedSequence] = []
+    num_dropped_overlong = num_truncated = num_without_supervision = num_unsupervised_turns = 0
+    for sequence, num_turns_without_span in _tokenize(conversations, tokenizer):
+        num_unsupervised_turns += num_turns_without_span
+        is_overlong = len(sequence) > cutoff_length
+        if is_overlong and overlong == "drop":
+            num_dropped_overlong += 1
+            continue
+        # Copies, or each kept head would hold on to its whole sequence.
+        input_ids, supervised = sequence.input_ids[:cutoff_length].copy(), sequence.supervised[:cutoff_length].copy()
+        if not supervised.any():
+            num_without_supervision += 1
+            continue
+        num_truncated += is_overlong
+        sequences.append(TokenizedSequence(sequence.sequence_id, input_ids, supervised))
+
+    lengths = sorted(len(sequence) for sequence in sequences) or [0]
+    report = TokenizationReport(
+        cutoff_length=cutoff_length,
+        num_read=len(conversations),
+        num_dropped_overlong=num_dropped_overlong,
+        num_truncated=num_truncated,
+        num_without_supervision=num_without_supervision,
+        num_unsupervised_turns=num_unsupervised_turns,
+        num_tokens=sum(lengths),
+        num_supervised_tokens=sum(int(sequence.supervised.sum()) for sequence in sequences),
+        min_length=lengths[0],
+        median_length=lengths[len(lengths) // 2],
+        max_length=lengths[-1],
+    )
+    if not sequences:
+        source = conversations[0].path if conversations else "no file"
+        raise UserError(f"No sequence is left to learn from ({source}).\n{report.describe()}")
+    return Dataset(sequences, report)
+
+
+def _tokenize(
+    conversations: Sequence[Conversation], tokenizer: "PreTrainedTokenizerBase"
+) -> Iterator[tuple[TokenizedSequence, int]]:
+    """Whole sequences, each with the number of assistant turns that have no span."""
+    for start in range(0, len(conversations), _CHUNK):
+        chunk = conversations[start : start + _CHUNK]
+        rendered = [_render_with_spans(conversation, tokenizer) for conversation in chunk]
+        # The template writes the special tokens itself.
+        encoded = tokenizer(
+            [text for text, _ in rendered],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        for conversation, (_, spans), ids, offsets in zip(
+            chunk, rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
+        ):
+            found_spans = [span for span in spans if span is not None]
+            supervised = _tokens_within(found_spans, np.array(offsets, dtype=np.int64).reshape(-1, 2))
+            supervised[:1] = False
+            sequence = TokenizedSequence(conversation.row - 1, np.array(ids, dtype=np.int32), supervised)
+            yield sequence, spans.count(None)
+
+
+def _render_with_spans(
+    conversation: Conversation, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[str, list[tuple[int, int] | None]]:
+    """The conversation as text, and for each assistant turn the range of characters that the model generates.
+
+    A range is None where what the model sees and generates turn by turn is no beginning of the whole text: templates
+    may rewrite earlier turns (Qwen3 removes their thinking) or the turn itself.
+    """
+
+    def render(messages: list[Message], *, add_generation_prompt: bool) -> str:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+    messages = conversation.messages
+    try:
+        text = render(messages, add_generation_prompt=False)
+    except TemplateError as error:
+        raise UserError(
+            f"{conversation.location}: the chat template of {tokenizer.name_or_path} refuses this conversation "
+            f"(roles {', '.join(message['role'] for message in messages)}): {error}."
+        ) from None
+
+    def span(turn: int) -> tuple[int, int] | None:
+        try:
+            prompt = render(messages[:turn], add_generation_prompt=True)
+            prompt_and_turn = render(messages[: turn + 1], add_generation_prompt=False)
+        except TemplateError:  # fine as a whole, refused in part: no prompt leads to this turn
+            return None
+        if not (text.startswith(prompt_and_turn) and prompt_and_turn.startswith(prompt)):
+            return None
+        # Templates end a turn with its end-of-turn token and a newline that no model ever generates.
+        return len(prompt), len(prompt_and_turn.rstrip())
+
+    # A first turn without any prompt has nothing to be predicted from.
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    return text, [span(turn) if turn > 0 else None for turn in turns]
+
+
+def _tokens_within(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:
+    """bool [n]: which of the tokens with character `offsets` [n, 2] lie within one of the `spans`.
+
+    Tokens across the border of a span do not: the model never generates them after the prompt. Some tokenizers give
+    white space empty offsets; such tokens count where they stand between tokens of the span.
+    """
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    supervised = np.zeros(len(offsets), dtype=np.bool_)
+    for start, end in spans:
+        within = np.flatnonzero((starts >= start) & (ends <= end) & (starts < ends))
+        if len(within):
+            supervised[within[0] : within[-1] + 1] = True
+    return supervised

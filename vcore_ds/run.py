@@ -1,0 +1,336 @@
+"""A run from start to end: read the data, build the engine, train step by step, save the result."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from .config import BatchPlan, Recipe, deepspeed_config, dump_recipe, plan_batch
+from .data import (
+    Batch,
+    Dataset,
+    MainOrder,
+    ProbeStream,
+    collate,
+    idle_batch,
+    read_conversations,
+    split_batch,
+    tokenize_conversations,
+)
+from .engine import (
+    Direction,
+    Engine,
+    NonFiniteGradient,
+    build_optimizer,
+    distributed,
+    save_hugging_face,
+    sharded_loading,
+)
+from .errors import UserError
+from .models import TokenLossModel, add_lora, check_model_folder, load_causal_lm, load_tokenizer
+from .step import NonFiniteLoss, StepBatches, train_step
+from .track.console import Console, describe_token_weights
+from .track.run_folder import RunFolder, refuse_used_folder
+from .track.step_metrics import StepMetrics
+
+RELIABLE_SIGNAL_TO_NOISE = 3.0
+"""Below this, a finite difference orders tokens by rounding as much as by utility (Spearman under about 0.9)."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    folder: Path
+    export_folder: Path
+    validation_loss_before: float | None
+    validation_loss_after: float | None
+    last_step: StepMetrics
+
+
+@dataclass(frozen=True)
+class Feed:
+    """From a step number to this rank's batches; the same sequences at any number of ranks."""
+
+    dataset: Dataset
+    plan: BatchPlan
+    main_order: MainOrder
+    probe_stream: ProbeStream | None
+    pad_token_id: int
+
+    def step(self, k: int) -> StepBatches:
+        """Batches of optimizer step k, from 0."""
+        probe = [] if self.probe_stream is None else self.batches(self.probe_stream.step(k))
+        return StepBatches(main=self.batches(self.main_order.step(k)), probe=probe)
+
+    def batches(self, ids: Sequence[int]) -> list[Batch]:
+        """This rank's micro-batches of the global batch `ids`, as many as every other rank has."""
+        sequences = self.dataset.sequences
+        split = split_batch(
+            ids,
+            [len(sequences[i]) for i in ids],
+            rank=distributed.rank(),
+            data_parallel_size=self.plan.data_parallel_size,
+            micro_batch_size=self.plan.micro_batch_size_per_rank,
+        )
+        return [
+            collate([sequences[i] for i in part], self.pad_token_id) if part else idle_batch(self.pad_token_id)
+            for part in split
+        ]
+
+
+def train(recipe: Recipe) -> RunResult:
+    """Runs a recipe. Every rank of the job calls it.
+
+    Raises:
+        UserError: before anything is written, for whatever the user can mend.
+        NonFiniteLoss, NonFiniteGradient: with step, rank and sequence ids; the parameters are those of the last good step.
+    """
+    folder = Path(recipe.run.output_dir)
+    refuse_used_folder(folder)
+    check_model_folder(recipe.model.path)
+    distributed.start_process_group(recipe.engine.timeout_minutes)
+    console = Console(enabled=distributed.rank() == 0)
+    plan = plan_batch(recipe, distributed.world_size())
+    ds_config = deepspeed_config(recipe, plan)
+    console.say(f"Batch: {plan.describe()}")
+
+    tokenizer = load_tokenizer(recipe.model.path)
+    training = read_dataset(recipe, recipe.data.train_path, tokenizer, console)
+    validation = None
+    if recipe.data.validation_path is not None:
+        validation = read_dataset(recipe, recipe.data.validation_path, tokenizer, console)
+    feed = build_feed(recipe, plan, training, tokenizer)
+    num_steps = count_steps(recipe, len(training.sequences))
+
+    engine = build_engine(recipe, ds_config)
+    direction = Direction(engine) if recipe.method.name == "vcore" else None
+    console.say(describe_engine(recipe, engine, direction))
+
+    run_folder = RunFolder(folder, recipe, distributed.world_size()) if distributed.rank() == 0 else None
+    console.say(f"Run: {num_steps} steps, written to {folder}\n")
+    before = validate(engine, feed, validation)
+    if before is not None:
+        console.say(f"held-out loss before training: {before:.4f}")
+    last_step = run_steps(recipe, engine, feed, direction, num_steps, run_folder, console, validation)
+    after = validate(engine, feed, validation)
+
+    export_folder = folder / ("adapter" if recipe.lora is not None else "model")
+    save_hugging_face(engine, tokenizer, export_folder)
+    if run_folder is not None:
+        run_folder.close()
+    result = RunResult(folder, export_folder, before, after, last_step)
+    console.say(summarize(result, tokenizer))
+    engine.close()
+    return result
+
+
+def read_dataset(recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBase, console: Console) -> Dataset:
+    dataset = tokenize_conversations(
+        read_conversations(path), tokenizer, cutoff_length=recipe.data.cutoff_length, overlong=recipe.data.overlong
+    )
+    console.say(f"Data: {path}: {dataset.report.describe()}")
+    return dataset
+
+
+def build_feed(recipe: Recipe, plan: BatchPlan, dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Feed:
+    num_sequences, seed = len(dataset.sequences), recipe.run.seed
+    probe_stream = None
+    if recipe.method.name == "vcore":
+        probe_stream = ProbeStream(num_sequences, plan.probe_batch_size_global, seed)
+    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    return Feed(dataset, plan, MainOrder(num_sequences, plan.global_batch_size, seed), probe_stream, pad_token_id)
+
+
+def count_steps(recipe: Recipe, num_sequences: int) -> int:
+    """Optimizer steps of the run; an epoch that ends within a step is rounded up to whole steps."""
+    if recipe.schedule.num_steps is not None:
+        return recipe.schedule.num_steps
+    assert recipe.schedule.num_epochs is not None  # the recipe's rules
+    return max(1, math.ceil(recipe.schedule.num_epochs * num_sequences / recipe.batch.global_size))
+
+
+def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
+    """Model, adapters, optimizer and ZeRO-3, from the recipe. A collective."""
+    # The same on every rank: adapters are initialised before they are sharded.
+    torch.manual_seed(recipe.run.seed)
+    with sharded_loading(ds_config):
+        causal_lm = load_causal_lm(
+            recipe.model.path,
+            dtype=torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32,
+            attention=recipe.model.attention,
+            gradient_checkpointing=recipe.model.gradient_checkpointing,
+        )
+    if recipe.lora is not None:
+        causal_lm = add_lora(
+            causal_lm,
+            rank=recipe.lora.rank,
+            alpha=recipe.lora.alpha,
+            dropout=recipe.lora.dropout,
+            target_modules=recipe.lora.target_modules,
+        )
+    model = TokenLossModel(causal_lm)
+    model.train()
+    engine = Engine(
+        model,
+        build_optimizer(model, recipe.optimizer),
+        ds_config,
+        coalesce_gradient_reduction=recipe.engine.coalesce_gradient_reduction,
+    )
+    # Different on every rank, so that dropout is independent between ranks.
+    torch.manual_seed(recipe.run.seed + 1 + distributed.rank())
+    return engine
+
+
+def learning_rate_at(recipe: Recipe, k: int, num_steps: int) -> float:
+    """Of optimizer step k, from 0: linear warm-up that reaches the peak, then half a cosine to 0 (or constant)."""
+    peak = recipe.optimizer.learning_rate
+    num_warmup_steps = math.ceil(recipe.schedule.warmup_ratio * num_steps)
+    if k < num_warmup_steps:
+        return peak * (k + 1) / num_warmup_steps
+    if recipe.schedule.kind == "constant":
+        return peak
+    progress = (k - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
+    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def run_steps(
+    recipe: Recipe,
+    engine: Engine,
+    feed: Feed,
+    direction: Direction | None,
+    num_steps: int,
+    run_folder: RunFolder | None,
+    console: Console,
+    validation: Dataset | None,
+) -> StepMetrics:
+    """The loop. Returns the last step's metrics."""
+    console.start_steps(num_steps)
+    started = time.perf_counter()
+    metrics = None
+    for k in range(num_steps):
+        batches = feed.step(k)
+        first_difference = k == 0 and recipe.method.name == "vcore" and recipe.utility.estimator == "finite_difference"
+        try:
+            metrics = train_step(
+                engine,
+                recipe,
+                batches,
+                direction,
+                learning_rate=learning_rate_at(recipe, k, num_steps),
+                batches_per_utility_pass=max(
+                    1, feed.plan.utility_micro_batch_size_per_rank // feed.plan.micro_batch_size_per_rank
+                ),
+                measure_noise=first_difference,
+            )
+        except (NonFiniteLoss, NonFiniteGradient) as error:
+            raise type(error)(f"step {k + 1}: {describe_fault(error, batches)}") from None
+        if first_difference:
+            warn_of_noise(recipe, metrics, console)
+        epoch = (k + 1) * feed.plan.global_batch_size / len(feed.dataset.sequences)
+        line = {"step": k + 1, "epoch": epoch, **metrics.values}
+        done = k + 1
+        if recipe.run.validate_every is not None and done % recipe.run.validate_every == 0 and done < num_steps:
+            line["validation_loss"] = validate(engine, feed, validation)
+        if run_folder is not None:
+            run_folder.write_metrics(line)
+        seconds_left = (time.perf_counter() - started) / done * (num_steps - done)
+        log = done % recipe.run.log_every == 0 or done == num_steps
+        console.step(done, num_steps, metrics.values, seconds_left, log)
+    console.end_steps()
+    assert metrics is not None  # num_steps is at least 1
+    return metrics
+
+
+def describe_fault(error: Exception, batches: StepBatches) -> str:
+    """The message of a non-finite loss or gradient, with the sequences of this step where the error names none."""
+    if isinstance(error, NonFiniteLoss):
+        return f"{error}. The parameters were not updated."
+    per_rank = distributed.gather_objects([i for batch in batches.main for i in batch.sequence_ids])
+    ids = "; ".join(f"rank {rank}: sequence ids {found}" for rank, found in enumerate(per_rank))
+    return f"{error}; it is summed over {ids}. The parameters were not updated."
+
+
+def warn_of_noise(recipe: Recipe, metrics: StepMetrics, console: Console) -> None:
+    """Says with the measured numbers when a finite difference divides rounding by epsilon."""
+    snr, changed = metrics.values["signal_to_noise"], metrics.values["changed_fraction"]
+    assert snr is not None and changed is not None  # measured in the first step
+    if snr < RELIABLE_SIGNAL_TO_NOISE:
+        console.warn(
+            f"utility.epsilon {recipe.utility.epsilon:g} is below the resolution of {recipe.model.precision}: the perturbation "
+            f"changed {changed:.1%} of the trainable parameters, and the loss change it made is {snr:.2f} times its rounding noise "
+            f"(at least {RELIABLE_SIGNAL_TO_NOISE:g} is needed). The weights of this run are mostly noise. "
+            "Use utility.estimator=jvp, which has no epsilon and is right in this precision."
+        )
+
+
+def validate(engine: Engine, feed: Feed, dataset: Dataset | None) -> float | None:
+    """Mean over held-out sequences of the mean token loss, nats; None without held-out data. A collective."""
+    if dataset is None:
+        return None
+    held_out = Feed(dataset, feed.plan, feed.main_order, None, feed.pad_token_id)
+    total = num_sequences = 0.0
+    with engine.without_gradient():
+        for batch in held_out.batches(range(len(dataset.sequences))):
+            losses = engine.token_losses(batch).cpu()
+            num_tokens = batch.num_supervised_tokens()
+            sums = torch.zeros(batch.num_rows).index_add_(0, batch.sequence_index(), losses)
+            total += float((sums / num_tokens.clamp_min(1)).sum())
+            num_sequences += float((num_tokens > 0).sum())
+    total, num_sequences = distributed.sum_over_ranks([total, num_sequences])
+    return total / num_sequences
+
+
+def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None) -> str:
+    num_all = sum(parameter.ds_numel for parameter in engine.module.parameters())
+    num_trainable = sum(parameter.ds_numel for _, parameter in engine.trainable)
+    kind = f"LoRA rank {recipe.lora.rank}" if recipe.lora is not None else "full-parameter"
+    lines = [
+        f"Model: {recipe.model.path}: {num_all:,} parameters, {num_trainable:,} trained ({kind}), {recipe.model.precision}, "
+        f"ZeRO-3 over {distributed.world_size()} rank(s) on {engine.device.type}"
+    ]
+    if direction is None:
+        return "\n".join([*lines, f"Method: {recipe.method.name}"])
+    strength = (
+        f"kl_budget {recipe.method.kl_budget:g} nats"
+        if recipe.method.kl_budget is not None
+        else f"temperature {recipe.method.temperature:g}"
+    )
+    epsilon = f", epsilon {recipe.utility.epsilon:g}" if recipe.utility.epsilon is not None else ""
+    lines.append(
+        f"Method: vcore, {strength}, alpha {recipe.method.alpha}, utilities by {recipe.utility.estimator}{epsilon}; "
+        f"the direction keeps {direction.persistent_bytes / 2**20:.1f} MiB a rank"
+    )
+    if recipe.utility.estimator == "finite_difference" and engine.has_dropout:
+        lines.append(
+            "LoRA dropout is on, so the training forward cannot serve as l(theta): finite differences take one more forward a step"
+        )
+    return "\n".join(lines)
+
+
+def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:
+    lines = []
+    if result.validation_loss_before is not None and result.validation_loss_after is not None:
+        lines.append(
+            f"\nheld-out loss: {result.validation_loss_before:.4f} before, {result.validation_loss_after:.4f} after training"
+        )
+    if result.last_step.example is not None and result.last_step.example.utilities is not None:
+        lines.append("\n" + describe_token_weights(result.last_step.example, tokenizer))
+    lines.append(f"\nResult: {result.export_folder} (Hugging Face format)\nMetrics: {result.folder / 'metrics.jsonl'}")
+    return "\n".join(lines)
+
+
+def describe_recipe(recipe: Recipe, num_ranks: int) -> str:
+    """What `check` prints: the resolved recipe and the batch arithmetic.
+
+    Raises UserError for impossible arithmetic, a contradiction with the DeepSpeed JSON, or a used output folder.
+    """
+    plan = plan_batch(recipe, num_ranks)
+    deepspeed_config(recipe, plan)
+    refuse_used_folder(Path(recipe.run.output_dir))
+    return f"{dump_recipe(recipe).rstrip()}\n\nBatch: {plan.describe()}"
+
+
+__all__ = ["RunResult", "UserError", "describe_recipe", "train"]
