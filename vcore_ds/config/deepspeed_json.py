@@ -1,0 +1,160 @@
+"""The DeepSpeed JSON and the recipe become one configuration; where they contradict, neither wins.
+
+The JSON says how ZeRO-3 moves and keeps data. The recipe owns what decides the result: batch sizes, precision,
+clipping, optimizer and learning rate.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vcore_ds.config.batch_plan import BatchPlan
+from vcore_ds.config.problems import RecipeError, show
+from vcore_ds.config.schema import Recipe
+
+_MISSING = object()
+
+
+def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
+    """The dictionary for `deepspeed.initialize`: the JSON plus the recipe's keys.
+
+    Raises RecipeError with all contradictions (JSON file, JSON key, both values, remedy) at once.
+    """
+    file = recipe.engine.deepspeed_config
+    config = _read_json(file)
+    owned = _owned_by_recipe(recipe, plan)
+    problems = [
+        *_auto_problems(config),
+        *_shape_problems(config),
+        *_owned_problems(config, owned),
+        *_zero_problems(config, recipe),
+    ]
+    if problems:
+        raise RecipeError(f"{file}: {problem}" for problem in problems)
+    for key, (value, _) in owned.items():
+        _set(config, key, value)
+    _set(config, "data_types.grad_accum_dtype", "fp32")
+    return config
+
+
+def _owned_by_recipe(recipe: Recipe, plan: BatchPlan) -> dict[str, tuple[Any, str]]:
+    """JSON key -> (the recipe's value, the recipe's key)."""
+    is_bf16 = recipe.model.precision == "bf16"
+    return {
+        "train_micro_batch_size_per_gpu": (plan.micro_batch_size_per_rank, "batch.micro_batch_size_per_rank"),
+        "gradient_accumulation_steps": (plan.num_micro_batches_per_rank, "batch.global_size and the number of ranks"),
+        "train_batch_size": (plan.global_batch_size, "batch.global_size"),
+        "bf16.enabled": (is_bf16, "model.precision"),
+        "fp16.enabled": (False, "model.precision"),
+        "gradient_clipping": (recipe.optimizer.gradient_clipping or 0.0, "optimizer.gradient_clipping"),
+    }
+
+
+def _shape_problems(config: dict[str, Any]) -> Iterator[str]:
+    for section in ("zero_optimization", "data_types", "bf16", "fp16"):
+        if section in config and not isinstance(config[section], dict):
+            yield f"{section}: found {show(config[section])}; expected an object"
+
+
+def _owned_problems(config: dict[str, Any], owned: dict[str, tuple[Any, str]]) -> Iterator[str]:
+    for key, (value, recipe_key) in owned.items():
+        found = _get(config, key)
+        if found not in (_MISSING, value, "auto"):
+            yield (
+                f"{key}: found {show(found)}, but the recipe's {recipe_key} gives {show(value)}; "
+                f"expected no such key in the JSON (remove it, and set {recipe_key} in the recipe)"
+            )
+    for section, recipe_section in (("optimizer", "optimizer"), ("scheduler", "schedule")):
+        if section in config:
+            yield (
+                f"{section}: found {show(config[section])}, but the recipe has its own section {recipe_section}; "
+                f"expected no such section in the JSON (remove it, and set {recipe_section}.* in the recipe)"
+            )
+
+
+def _zero_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+    uses_vcore = recipe.method.name == "vcore"
+    stage = _get(config, "zero_optimization.stage")
+    if stage != 3:
+        yield f"zero_optimization.stage: {_found(stage)}; expected 3 (shards of parameters are what the probe works on)"
+    hpz = _get(config, "zero_optimization.zero_hpz_partition_size")
+    if uses_vcore and hpz not in (_MISSING, 1, "auto"):
+        yield (
+            f"zero_optimization.zero_hpz_partition_size: {_found(hpz)} together with the recipe's method.name vcore; "
+            "expected 1 (it keeps a second copy of the shards, which a perturbation would not reach)"
+        )
+    if uses_vcore and recipe.utility.estimator == "jvp":
+        linear = _get(config, "zero_optimization.memory_efficient_linear")
+        if linear is not False:
+            yield (
+                f"zero_optimization.memory_efficient_linear: {_found(linear)} together with the recipe's "
+                "utility.estimator jvp; expected false (DeepSpeed's default is true, and that function has no "
+                "forward-mode derivative)"
+            )
+    accumulation = _get(config, "data_types.grad_accum_dtype")
+    if accumulation not in (_MISSING, "fp32", "auto"):
+        yield (
+            f"data_types.grad_accum_dtype: {_found(accumulation)}; expected fp32 "
+            "(16-bit accumulation rounds the gradients of late micro-batches away)"
+        )
+    for offload in ("offload_param", "offload_optimizer"):
+        if _get(config, f"zero_optimization.{offload}.device") == "nvme":
+            yield (
+                f'zero_optimization.{offload}.device: found "nvme"; expected "cpu" or "none" '
+                "(the probe and the perturbation read and write the shards in memory)"
+            )
+
+
+def _auto_problems(value: Any, key: str = "") -> Iterator[str]:
+    """Hugging Face's placeholder "auto", anywhere."""
+    if value == "auto":
+        yield (
+            f'{key}: found "auto"; expected a value, or no such key '
+            '("auto" is filled in by the Hugging Face Trainer, which does not run here)'
+        )
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, child in children:
+        yield from _auto_problems(child, f"{key}.{name}" if key else str(name))
+
+
+def _read_json(file: str) -> dict[str, Any]:
+    duplicates: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        duplicates.extend(sorted({name for name in names if names.count(name) > 1}))
+        return dict(pairs)
+
+    try:
+        config = json.loads(Path(file).read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        where = f"{file}:{error.lineno}:{error.colno}"
+        raise RecipeError([f"{where}: found text that is not JSON: {error.msg}; expected a DeepSpeed JSON"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError([f"{file}: cannot be read: {error}; expected a DeepSpeed JSON"]) from None
+    if not isinstance(config, dict):
+        raise RecipeError([f"{file}: found {show(config)}; expected a JSON object with DeepSpeed's settings"])
+    if duplicates:
+        raise RecipeError(f"{file}: {name}: found twice in one object; expected once" for name in duplicates)
+    return config
+
+
+def _get(config: dict[str, Any], dotted: str) -> Any:
+    value: Any = config
+    for name in dotted.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return _MISSING
+        value = value[name]
+    return value
+
+
+def _set(config: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, name = dotted.split(".")
+    for parent in parents:
+        config = config.setdefault(parent, {})
+    config[name] = value
+
+
+def _found(value: Any) -> str:
+    return "found nothing" if value is _MISSING else f"found {show(value)}"

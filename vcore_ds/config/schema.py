@@ -1,0 +1,204 @@
+"""What a recipe may say: one class per section, one documented field per key.
+
+Every name that counts something says over what: `global` is over all ranks and micro-batches, `per_rank` is on
+one data-parallel rank. Rules that look at more than one key stand in `rules.py`.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+
+from vcore_ds.config.rules import broken_rules
+
+Text = Annotated[str, Field(min_length=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A section: unknown keys and silent conversions ("4" for 4, true for 1) are refused."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class MethodConfig(Section):
+    """How tokens are weighted (paper, sections "Reweighting" and "Variance-Controlled Descent Scaling")."""
+
+    name: Literal["vcore", "sft"] = "vcore"
+    """`vcore` weights tokens by their utility; `sft` weights them equally."""
+    normalization: Literal["sequence", "token"] = "sequence"
+    """Weight of a sequence in the loss: `sequence` 1/|B| (the paper), `token` its share of the supervised tokens."""
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    """tau of the weights softmax(tau * s) within a sequence; 0 is uniform. It multiplies; it does not divide."""
+    kl_budget: Annotated[float, Field(gt=0)] | None = None
+    """KL(weights || uniform) within each sequence, in nats; tau is solved for it. Free of the utilities' scale."""
+    alpha: Literal["loss_ratio", "none"] = "loss_ratio"
+    """Variance-control factor of the step: `loss_ratio` uniform loss / weighted loss (Algorithm 1), `none` 1."""
+    alpha_cap: Annotated[float, Field(gt=0)] | None = 1.0
+    """Upper bound of alpha; null removes it."""
+
+
+class UtilityConfig(Section):
+    """How a token's utility s, the directional derivative of its loss along the probe gradient, is computed."""
+
+    estimator: Literal["jvp", "finite_difference"] = "jvp"
+    """`jvp` exact, by forward-mode differentiation; `finite_difference` (l(theta) - l(theta - eps*g)) / eps."""
+    epsilon: Annotated[float, Field(gt=0)] | None = None
+    """Step eps of the finite difference, in units of the probe gradient; null with `jvp`."""
+    micro_batch_size_per_rank: Annotated[int, Field(ge=1)] | None = None
+    """Sequences per rank in one gradient-free forward; null takes batch.micro_batch_size_per_rank."""
+
+
+class ProbeConfig(Section):
+    """The probe batch B', whose gradient is the direction of the utilities; drawn by its own generator."""
+
+    batch_size: Annotated[int, Field(ge=1)] = 4
+    """|B'|, sequences over all ranks."""
+    clip: Annotated[float, Field(gt=0)] | None = None
+    """Bound on the 2-norm of the probe gradient over all trainable parameters; null leaves it as it is."""
+    round_up: bool = True
+    """Round batch_size up to a multiple of the data-parallel size, since an idle rank costs the same wall time."""
+
+
+class ModelConfig(Section):
+    """The pretrained causal language model."""
+
+    path: Text
+    """Folder with a Hugging Face model (relative to the working directory), or its id on the hub."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Data type of the parameters in forward and backward; the master copy and the accumulated gradients are fp32."""
+    attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
+    """Attention kernel of the main and probe passes; the forward-mode pass has its own."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward: memory per token falls, a step takes about a third longer."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters; `lora: null` trains all parameters."""
+
+    rank: Annotated[int, Field(ge=1)]
+    """Rank r of every adapter."""
+    alpha: Annotated[float, Field(gt=0)]
+    """Adapters are scaled by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout probability on the adapters' input."""
+    target_modules: Literal["all-linear"] | Annotated[tuple[Text, ...], Strict(False), Field(min_length=1)] = (
+        "all-linear"
+    )
+    """`all-linear` (every linear layer but the output head), or a list of module names such as [q_proj, v_proj]."""
+
+
+class DataConfig(Section):
+    """Chat data: one {"messages": [{"role", "content"}, ...]} per row, .jsonl, .json (lines) or .parquet."""
+
+    train_path: Text
+    """Training conversations; a relative path is relative to the working directory."""
+    validation_path: Text | None = None
+    """Held-out conversations for the loss before, during and after the run; null for none."""
+    cutoff_length: Annotated[int, Field(ge=2)] = 16384
+    """Longest sequence, in tokens."""
+    overlong: Literal["drop", "truncate"] = "drop"
+    """A sequence longer than cutoff_length is left out, or cut at its end."""
+
+
+class BatchConfig(Section):
+    """The main batch B."""
+
+    global_size: Annotated[int, Field(ge=1)] = 32
+    """|B|, sequences per optimizer step over all ranks and micro-batches."""
+    micro_batch_size_per_rank: Annotated[int, Field(ge=1)] = 1
+    """Sequences per rank in one forward and backward."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer over the trainable parameters."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """`adamw`, or `sgd` without momentum."""
+    learning_rate: Annotated[float, Field(gt=0)]
+    """Peak learning rate, reached after the warm-up."""
+    betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's term in the denominator."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decay per step, times the learning rate (decoupled for AdamW)."""
+    gradient_clipping: Annotated[float, Field(gt=0)] | None = 1.0
+    """Bound on the 2-norm of the step's gradient over all trainable parameters and ranks; null for none."""
+
+
+class ScheduleConfig(Section):
+    """How long, and the learning rate over the run."""
+
+    num_steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps; or give num_epochs."""
+    num_epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training data; or give num_steps."""
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of the steps in which the learning rate rises linearly from 0."""
+    kind: Literal["cosine", "constant"] = "cosine"
+    """After the warm-up: `cosine` to 0 at the last step, or `constant`."""
+
+
+class RunConfig(Section):
+    """The run itself."""
+
+    output_dir: Text
+    """The run's folder; a relative path is relative to the working directory. It may not hold another run."""
+    seed: Annotated[int, Field(ge=0)] = 42
+    """Seed of the data order, the probe stream, dropout and the adapters."""
+    log_every: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps between two printed lines; metrics.jsonl has every step."""
+    validate_every: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps between two validations; null validates before the first and after the last step only."""
+
+
+class EngineConfig(Section):
+    """DeepSpeed."""
+
+    deepspeed_config: Text
+    """DeepSpeed JSON (ZeRO-3). Looked up from the recipe's folder, the working directory, this package's repository."""
+    coalesce_gradient_reduction: bool = False
+    """Reduce gradients once a step instead of once a micro-batch; costs one unsharded gradient buffer per rank."""
+    timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
+    """Minutes a collective may wait for the slowest rank before the run is given up."""
+
+
+class Recipe(Section):
+    """A run, completely: same recipe, same data, same run."""
+
+    method: MethodConfig = Field(default_factory=MethodConfig)
+    utility: UtilityConfig = Field(default_factory=UtilityConfig)
+    probe: ProbeConfig = Field(default_factory=ProbeConfig)
+    model: ModelConfig
+    lora: LoraConfig | None = None
+    data: DataConfig
+    batch: BatchConfig = Field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    run: RunConfig
+    engine: EngineConfig
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        broken = [f"{rule.keys[0]}: found {rule.found}; expected {rule.expected}" for rule in broken_rules(self)]
+        if broken:
+            raise ValueError("\n".join(broken))
+        return self
+
+
+# Section name -> its class, in the order of the schema; lora's is inside `LoraConfig | None`.
+SECTIONS: dict[str, type[Section]] = {
+    "method": MethodConfig,
+    "utility": UtilityConfig,
+    "probe": ProbeConfig,
+    "model": ModelConfig,
+    "lora": LoraConfig,
+    "data": DataConfig,
+    "batch": BatchConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "run": RunConfig,
+    "engine": EngineConfig,
+}
