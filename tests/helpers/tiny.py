@@ -68,5 +68,7 @@ def deepspeed_config(*, bf16: bool = False, gradient_clipping: float = 0.0, pers
             "stage": 3,
             "memory_efficient_linear": False,
             "stage3_param_persistence_threshold": persistence_threshold,
+            "reduce_bucket_size": 500_000,  # the default reserves 2 GB
+            "stage3_prefetch_bucket_size": 500_000,
         },
     }

@@ -123,7 +123,7 @@ class Engine:
 
     def local_master(self, parameter: nn.Parameter) -> Tensor:
         """This rank's shard of the fp32 parameter the optimizer updates, flat, without padding."""
-        return safe_get_local_fp32_param(parameter).view(-1)[: self.local_numel(parameter)]
+        return safe_get_local_fp32_param(parameter).detach().view(-1)[: self.local_numel(parameter)]
 
     @staticmethod
     def local_numel(parameter: nn.Parameter) -> int:

@@ -1,0 +1,230 @@
+"""What must not change: shards after a perturbation, frozen weights, the optimizer behind a probe, the result of another layout."""
+
+import gc
+
+import pytest
+import torch
+from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+from tests.helpers import step_runs, tiny
+from tests.helpers.ranks import run_ranks
+from vcore_ds.engine import Direction, distributed, jvp_utilities, perturbed, probe_direction
+from vcore_ds.step import StepBatches, train_step
+
+pytestmark = pytest.mark.dist
+
+
+def shard_bytes(engine) -> bytes:
+    """Of every parameter here, frozen ones included."""
+    shards = [p.ds_tensor.data.contiguous().view(torch.uint8) for p in engine.module.parameters()]
+    return torch.cat([shard.flatten() for shard in shards]).numpy().tobytes()
+
+
+def optimizer_bytes(engine) -> bytes:
+    """Master parameters, both moments, and step counters."""
+    parts = []
+    for _, parameter in engine.trainable:
+        parts.append(safe_get_local_fp32_param(parameter).detach().numpy().tobytes())
+        parts += [safe_get_local_optimizer_state(parameter, key).numpy().tobytes() for key in ("exp_avg", "exp_avg_sq")]
+    steps = [state.get("step") for state in engine.optimizer.optimizer.state.values()]
+    return b"".join(parts) + repr((steps, engine.deepspeed.global_steps, engine.deepspeed.micro_steps)).encode()
+
+
+def a_step(engine, recipe, direction, seed: int = 7, learning_rate: float = 1e-3, **kwargs):
+    main, probe = tiny.rows(8, seed=seed), tiny.rows(4, seed=seed + 100)
+    batches = StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2) if direction is not None else [])
+    return train_step(engine, recipe, batches, direction, learning_rate=learning_rate, **kwargs)
+
+
+def check_perturbation(bf16: bool, lora: bool) -> dict[str, object]:
+    recipe = step_runs.recipe(model={"path": "none", "precision": "bf16" if bf16 else "fp32"})
+    engine = step_runs.make_engine(tiny.token_loss_model(lora=lora), recipe, persistence_threshold=500)
+    direction = Direction(engine)
+    a_step(engine, recipe, direction)  # masters that are no longer values of the parameter dtype
+    batch = step_runs.deal(tiny.rows(4), 2)[0]
+    before = shard_bytes(engine)
+    with engine.without_gradient():
+        losses_before = engine.token_losses(batch)
+        with perturbed(engine, direction, 0.5) as perturbation:
+            losses_inside = engine.token_losses(batch)
+            bytes_inside = shard_bytes(engine)
+        losses_after = engine.token_losses(batch)
+    raised = False
+    try:
+        with perturbed(engine, direction, 0.5):
+            raise KeyError("the body fails")
+    except KeyError:
+        raised = True
+    result = dict(
+        restored=shard_bytes(engine) == before,
+        was_moved=bytes_inside != before and not torch.equal(losses_inside, losses_before),
+        same_losses=torch.equal(losses_after, losses_before),
+        raised=raised,
+        changed_fraction=perturbation.changed_fraction,
+    )
+    engine.close()
+    return result
+
+
+def check_probe_leaves_the_engine_alone() -> dict[str, bool]:
+    """An engine with a probe and forward-mode passes in its steps goes through the same states as one without."""
+    recipe = step_runs.recipe(method={"name": "sft"})
+    results = {}
+    for coalesce in (False, True):
+        states = []
+        for with_probe in (False, True):
+            engine = step_runs.make_engine(tiny.token_loss_model(), recipe, coalesce=coalesce)
+            direction = Direction(engine)
+            for k in range(3):
+                if with_probe:
+                    probe = step_runs.deal(tiny.rows(4, seed=60 + k), 2)
+                    before = optimizer_bytes(engine) if k else b""
+                    probe_direction(engine, probe, direction, normalization="sequence", clip=None)
+                    jvp_utilities(engine, direction, probe, 1)
+                    with perturbed(engine, direction, 1e-2), engine.without_gradient():
+                        engine.token_losses(probe[0])
+                    if k:
+                        results[f"optimizer untouched, coalesce={coalesce}, step {k}"] = before == optimizer_bytes(engine)
+                a_step(engine, recipe, None, seed=k)
+            states.append(optimizer_bytes(engine) + shard_bytes(engine))
+            engine.close()
+        results[f"same run with and without probe, coalesce={coalesce}"] = states[0] == states[1]
+    return results
+
+
+def check_lora_base() -> dict[str, bool]:
+    recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"})
+    engine = step_runs.make_engine(tiny.token_loss_model(lora=True), recipe)
+    trained = {id(p) for _, p in engine.trainable}
+
+    def split() -> tuple[list[bytes], list[bytes]]:
+        halves: tuple[list[bytes], list[bytes]] = ([], [])
+        for parameter in engine.module.parameters():
+            halves[id(parameter) in trained].append(parameter.ds_tensor.data.view(torch.uint8).numpy().tobytes())
+        return halves
+
+    base_before, adapters_before = split()
+    for k in range(3):
+        a_step(engine, recipe, Direction(engine), seed=k)
+    base_after, adapters_after = split()
+    engine.close()
+    return dict(base_same=base_before == base_after, adapters_moved=adapters_before != adapters_after)
+
+
+def check_zero_temperature_is_sft() -> dict[str, bool]:
+    results = {}
+    for normalization in ("sequence", "token"):
+        states = []
+        for method in ({"name": "sft"}, {"temperature": 0.0, "alpha": "none"}):
+            recipe = step_runs.recipe(method={**method, "normalization": normalization})
+            engine = step_runs.make_engine(tiny.token_loss_model(), recipe)
+            direction = None if method.get("name") == "sft" else Direction(engine)
+            losses = [a_step(engine, recipe, direction, seed=k).values["loss"] for k in range(3)]
+            states.append((shard_bytes(engine), losses))
+            engine.close()
+        results[normalization] = states[0] == states[1]
+    return results
+
+
+def live_tensor_bytes() -> int:
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def check_persistent_bytes(bf16: bool) -> dict[str, int]:
+    """Two steps of SFT, then two of VCORE, on the same engine; what stays alive between steps."""
+    precision = {"path": "none", "precision": "bf16" if bf16 else "fp32"}
+    sft, vcore = step_runs.recipe(model=precision, method={"name": "sft"}), step_runs.recipe(model=precision)
+    model = tiny.token_loss_model(hidden_size=64, intermediate_size=256)
+    engine = step_runs.make_engine(model, sft)
+    for k in range(2):
+        a_step(engine, sft, None, seed=k)
+    of_sft = live_tensor_bytes()
+    direction = Direction(engine)
+    for k in range(2):
+        a_step(engine, vcore, direction, seed=k)
+    of_vcore = live_tensor_bytes()
+    shard = sum(p.ds_tensor.numel() * p.ds_tensor.element_size() for _, p in engine.trainable)
+    result = dict(extra=of_vcore - of_sft, one_shard=shard, direction=direction.persistent_bytes, sft=of_sft)
+    engine.close()
+    return result
+
+
+def check_everything() -> dict[str, object]:
+    return {
+        "perturbation": {
+            (bf16, lora): check_perturbation(bf16, lora) for bf16 in (False, True) for lora in (False, True)
+        },
+        "probe": check_probe_leaves_the_engine_alone(),
+        "lora": check_lora_base(),
+        "zero_temperature": check_zero_temperature_is_sft(),
+        "bytes": {bf16: check_persistent_bytes(bf16) for bf16 in (False, True)},
+    }
+
+
+@pytest.fixture(scope="module")
+def checks() -> list[dict]:
+    return run_ranks(check_everything, 2, timeout_seconds=400)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_a_perturbation_is_taken_back_bit_for_bit(checks, bf16, lora):
+    for of_rank in checks:
+        found = of_rank["perturbation"][bf16, lora]
+        assert found["was_moved"] and found["raised"]
+        assert found["restored"] and found["same_losses"]
+        assert 0.2 < found["changed_fraction"] <= 1.0
+
+
+def test_a_probe_touches_neither_optimizer_nor_counters_nor_the_next_gradient(checks):
+    for of_rank in checks:
+        assert all(of_rank["probe"].values()), of_rank["probe"]
+
+
+def test_base_weights_are_the_same_bytes_after_a_lora_run(checks):
+    for of_rank in checks:
+        assert of_rank["lora"] == dict(base_same=True, adapters_moved=True)
+
+
+def test_zero_temperature_without_alpha_is_sft_bit_for_bit(checks):
+    for of_rank in checks:
+        assert of_rank["zero_temperature"] == {"sequence": True, "token": True}
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_vcore_keeps_at_most_one_shard_more_than_sft(checks, bf16):
+    for rank, of_rank in enumerate(checks):
+        found = of_rank["bytes"][bf16]
+        print(f"rank {rank}: {found}")
+        assert found["direction"] <= found["one_shard"]
+        assert 0 < found["extra"] <= found["one_shard"]
+
+
+def train_in_layout(micro_batch_size: int) -> dict[str, torch.Tensor]:
+    """Three VCORE steps over the same global batches of 4 sequences; returns the parameters."""
+    recipe = step_runs.recipe(optimizer={"learning_rate": 1e-3})
+    engine = step_runs.make_engine(tiny.token_loss_model(tied=True), recipe)
+    direction = Direction(engine)
+    for k in range(3):
+        main, probe = tiny.rows(4, seed=k), tiny.rows(4, seed=200 + k)
+        batches = StepBatches(step_runs.deal(main, micro_batch_size), step_runs.deal(probe, micro_batch_size))
+        assert len(batches.main) == 4 // distributed.world_size()
+        train_step(engine, recipe, batches, direction, learning_rate=1e-4)
+    parameters = step_runs.whole_parameters(engine)
+    engine.close()
+    return parameters
+
+
+def test_the_layout_of_a_global_batch_does_not_matter():
+    """1 rank x 4 micro-batches, 2 x 2, 4 x 1."""
+    by_layout = {world_size: run_ranks(train_in_layout, world_size, 1)[0] for world_size in (1, 2, 4)}
+    for world_size in (2, 4):
+        for name, parameter in by_layout[world_size].items():
+            deviation = float((parameter - by_layout[1][name]).abs().max())
+            assert deviation < 1e-6, f"{world_size} ranks: {name} differs by {deviation}"

@@ -1,0 +1,129 @@
+"""Steps of the real engine on this rank, with everything inside them recorded; run through `run_ranks`."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+import vcore_ds.step as step_module
+from tests.helpers import tiny
+from tests.reference import Reference
+from vcore_ds.config import Recipe
+from vcore_ds.data import Batch, idle_batch
+from vcore_ds.engine import Direction, Engine, build_optimizer, distributed
+
+LEARNING_RATE = 1e-4
+"""Within the paper's range, 2e-5 to 2e-4. Adam divides by the gradient's size, so where a gradient is near zero its rounding moves
+the parameter by a good part of the learning rate."""
+
+
+def recipe(**sections: dict[str, Any]) -> Recipe:
+    """A recipe whose files are never read; sections replace the defaults below."""
+    base: dict[str, Any] = {
+        "model": {"path": "none", "precision": "fp32"},
+        "data": {"train_path": "none"},
+        "optimizer": {"learning_rate": LEARNING_RATE},
+        "schedule": {"num_steps": 1},
+        "run": {"output_dir": "none"},
+        "engine": {"deepspeed_config": "none"},
+        "method": {"kl_budget": 0.05},
+    }
+    return Recipe(**{**base, **sections})
+
+
+def make_engine(model, recipe: Recipe, *, persistence_threshold: int = 0, coalesce: bool = False) -> Engine:
+    config = tiny.deepspeed_config(
+        bf16=recipe.model.precision == "bf16",
+        gradient_clipping=recipe.optimizer.gradient_clipping or 0.0,
+        persistence_threshold=persistence_threshold,
+    )
+    return Engine(model, build_optimizer(model, recipe.optimizer), config, coalesce_gradient_reduction=coalesce)
+
+
+def deal(batch: Batch, micro_batch_size: int) -> list[Batch]:
+    """This rank's micro-batches of a global batch: rows dealt out one by one, an idle one where rows run out."""
+    own = list(range(distributed.rank(), batch.num_rows, distributed.world_size()))
+    most = -(-batch.num_rows // distributed.world_size())
+    parts = [own[start : start + micro_batch_size] for start in range(0, most, micro_batch_size)]
+    return [tiny.take(batch, part) if part else idle_batch(0) for part in parts]
+
+
+class Recorder:
+    """Keeps what a step computes on its way: utilities and weights by sequence, the gradient before clipping."""
+
+    def __init__(self, engine: Engine):
+        self.tokens: list[tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]] = []
+        self.gradient: dict[str, torch.Tensor] = {}
+        self._engine = engine
+
+    def __enter__(self) -> "Recorder":
+        self._token_weights, self._step = step_module.token_weights, self._engine.step
+
+        def token_weights(method, utilities, index, num_rows):
+            q = self._token_weights(method, utilities, index, num_rows)
+            self.tokens.append((utilities, q.weights, index))
+            return q
+
+        def step(learning_rate):
+            self.gradient = {
+                name.removeprefix("causal_lm."): safe_get_full_grad(parameter).clone()
+                for name, parameter in self._engine.trainable
+            }
+            return self._step(learning_rate)
+
+        step_module.token_weights, self._engine.step = token_weights, step
+        return self
+
+    def __exit__(self, *_) -> None:
+        step_module.token_weights = self._token_weights
+        del self._engine.step
+
+    def by_sequence(self, batches: Sequence[Batch]) -> dict[int, tuple[torch.Tensor | None, torch.Tensor]]:
+        """Of this rank: sequence id -> (utilities, weights)."""
+        found = {}
+        for batch, (utilities, weights, index) in zip(batches, self.tokens, strict=True):
+            for row, sequence_id in enumerate(batch.sequence_ids):
+                own = index == row
+                found[sequence_id] = (None if utilities is None else utilities[own], weights[own])
+        return found
+
+
+def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
+    """A collective."""
+    return {
+        name.removeprefix("causal_lm."): safe_get_full_fp32_param(parameter).clone()
+        for name, parameter in engine.trainable
+    }
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+def reference_of(model, recipe: Recipe) -> Reference:
+    """The same parameters in one process, with whole tensors and eager attention."""
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        if hasattr(module, "config") and hasattr(module.config, "_attn_implementation"):
+            module.config._attn_implementation = "eager"
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    if recipe.optimizer.name == "sgd":
+        optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
+    else:
+        optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
+    return Reference(plain, optimizer)
+
+
+def reference_options(recipe: Recipe) -> dict[str, Any]:
+    return dict(
+        method=recipe.method.name,
+        temperature=recipe.method.temperature,
+        kl_budget=recipe.method.kl_budget,
+        normalization=recipe.method.normalization,
+        alpha=recipe.method.alpha,
+        cap=recipe.method.alpha_cap,
+        clip=recipe.optimizer.gradient_clipping,
+        epsilon=recipe.utility.epsilon,
+    )
