@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from . import __version__
 from .config import load_recipe
@@ -22,6 +22,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error)
 
 
+def launch(
+    recipe: str,
+    arguments: Sequence[str],
+    *,
+    before: Callable[[], Sequence[str]] | None = None,
+    after: Callable[[], None] | None = None,
+) -> int:
+    """What a script in launch_scripts/ runs as one rank: `train` with a recipe of its own.
+
+    Args:
+        arguments: overrides, `--recipe FILE`, and what the launcher adds (`--local_rank`).
+        before: runs first; returns overrides to add.
+        after: runs when the training is done.
+    """
+    parser = argparse.ArgumentParser(description=f"Train {recipe}; arguments are overrides.")
+    parser.add_argument("--recipe", default=recipe, help="another recipe (YAML)")
+    _add_train_arguments(parser)
+    parsed = parser.parse_intermixed_args(arguments)
+    try:
+        if before is not None:
+            parsed.overrides = [*parsed.overrides, *before()]
+        code = _train(parsed)
+        if after is not None:
+            after()
+        return code
+    except UserError as error:
+        return _report(error)
+
+
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="vcore-ds",
@@ -34,11 +63,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "train",
         help="run a recipe",
         description="Run a recipe: alone it is one process; under deepspeed, torchrun or srun, one per rank.",
-        epilog="Several ranks: deepspeed --num_gpus 8 --module vcore_ds.cli train RECIPE, or one of launch_scripts/.",
+        epilog="Several ranks: deepspeed --module vcore_ds.cli train RECIPE, or a script of launch_scripts/.",
     )
     train.add_argument("recipe", help="YAML file, see launch_scripts/recipes/")
-    train.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDE_HELP)
-    train.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher
+    _add_train_arguments(train)
     train.set_defaults(command=_train)
 
     check = commands.add_parser(
@@ -52,6 +80,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     check.set_defaults(command=_check)
 
     return parser.parse_args(argv)
+
+
+def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDE_HELP)
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -62,10 +62,12 @@ class Feed:
 
     def step(self, k: int) -> StepBatches:
         """Batches of optimizer step k, from 0."""
-        probe = [] if self.probe_stream is None else self.batches(self.probe_stream.step(k))
-        return StepBatches(main=self.batches(self.main_order.step(k)), probe=probe)
+        main = self.batches(self.main_order.step(k), self.plan.micro_batch_size_per_rank)
+        if self.probe_stream is None:
+            return StepBatches(main, probe=[])
+        return StepBatches(main, self.batches(self.probe_stream.step(k), self.plan.probe_micro_batch_size_per_rank))
 
-    def batches(self, ids: Sequence[int]) -> list[Batch]:
+    def batches(self, ids: Sequence[int], micro_batch_size: int) -> list[Batch]:
         """This rank's micro-batches of the global batch `ids`, as many as every other rank has."""
         sequences = self.dataset.sequences
         split = split_batch(
@@ -73,7 +75,7 @@ class Feed:
             [len(sequences[i]) for i in ids],
             rank=distributed.rank(),
             data_parallel_size=self.plan.data_parallel_size,
-            micro_batch_size=self.plan.micro_batch_size_per_rank,
+            micro_batch_size=micro_batch_size,
         )
         return [
             collate([sequences[i] for i in part], self.pad_token_id) if part else idle_batch(self.pad_token_id)
@@ -273,7 +275,7 @@ def validate(engine: Engine, feed: Feed, dataset: Dataset | None) -> float | Non
     held_out = Feed(dataset, feed.plan, feed.main_order, None, feed.pad_token_id)
     total = num_sequences = 0.0
     with engine.without_gradient():
-        for batch in held_out.batches(range(len(dataset.sequences))):
+        for batch in held_out.batches(range(len(dataset.sequences)), feed.plan.utility_micro_batch_size_per_rank):
             losses = engine.token_losses(batch).cpu()
             num_tokens = batch.num_supervised_tokens()
             sums = torch.zeros(batch.num_rows).index_add_(0, batch.sequence_index(), losses)

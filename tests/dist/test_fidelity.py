@@ -1,10 +1,14 @@
 """How true the two estimators are in bf16 on a real pretrained model, through the real engine.
 
 The reference is the derivative of the plain Hugging Face model in fp64 along the direction that the engine holds, so
-that the estimator alone is compared. The table (`pytest -s`) also has the correlation with the utilities along the fp64
-model's own probe gradient, which adds the error of the engine's bf16 probe.
+that the estimator alone is compared; for full parameters also along the exact model's own probe gradient, which adds
+the error of the engine's bf16 probe. `pytest -s` prints the table.
+
+What is left between forward mode and the reference is the bf16 model itself: its rounding moves the losses, by up to a
+nat at single tokens after a large first step, and with them the derivative. In fp32 the correlation is 1.0000.
 """
 
+import copy
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +44,8 @@ class Fidelity:
     """Standard deviation of the exact utilities."""
     jvp: float
     jvp_relative_error: float
-    jvp_along_exact_gradient: float
-    """Both the direction and the derivative of the reference are fp64."""
+    jvp_along_exact_gradient: float | None
+    """With the utilities along the reference's own probe gradient; None where it was not computed."""
     finite_difference: dict[float, float]
     """By epsilon."""
     changed_fraction: dict[float, float]
@@ -58,21 +62,27 @@ def model_folder() -> Path:
 @pytest.fixture(scope="session")
 def fidelity(model_folder: Path) -> dict[str, Fidelity]:
     (measured,) = run_ranks(measure_all, 1, str(model_folder), timeout_seconds=500)
-    print(f"\n{'Spearman with the exact utilities':34s}{'jvp':>8s}{'jvp*':>8s}" + "".join(f"{e:>18g}" for e in EPSILONS))
+    print(f"\n{'Spearman with the exact utilities':34s}{'jvp':>8s}" + "".join(f"{f'eps {e:g}':>18s}" for e in EPSILONS))
     for setting, found in measured.items():
         differences = [f"{found.finite_difference[e]:.3f} ({found.changed_fraction[e]:.2%})" for e in EPSILONS]
+        print(f"{setting:34s}{found.jvp:8.4f}" + "".join(f"{difference:>18s}" for difference in differences))
         print(
-            f"{setting:34s}{found.jvp:8.4f}{found.jvp_along_exact_gradient:8.4f}" + "".join(f"{d:>18s}" for d in differences)
-            + f"   {found.num_tokens} tokens, spread {found.exact_spread:.3g}, relative error of jvp {found.jvp_relative_error:.3f}"
+            f"    {found.num_tokens} tokens, spread {found.exact_spread:.3g}, relative error of jvp "
+            f"{found.jvp_relative_error:.3f}, jvp along the exact gradient {found.jvp_along_exact_gradient}"
         )
-    print("jvp*: against the derivative along the reference's own probe gradient; in brackets: share of parameters changed")
+    print("in brackets: share of the trainable parameters that the perturbation changed")
     return measured
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_forward_mode_orders_the_tokens_as_the_exact_derivative_does(fidelity: dict[str, Fidelity], setting: str) -> None:
+def test_forward_mode_orders_tokens_as_the_exact_derivative_does(fidelity: dict[str, Fidelity], setting: str) -> None:
     assert fidelity[setting].exact_spread > 0
     assert fidelity[setting].jvp >= 0.99
+
+
+def test_the_bf16_probe_gradient_is_as_good_as_the_exact_one(fidelity: dict[str, Fidelity]) -> None:
+    along_exact_gradient = fidelity["full"].jvp_along_exact_gradient
+    assert along_exact_gradient is not None and along_exact_gradient >= 0.99
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -92,23 +102,18 @@ def measure_all(model_folder: str) -> dict[str, Fidelity]:
     tokenizer = load_tokenizer(model_folder)
     measured = {}
     for lora in (False, True):
-        recipe = load_recipe(
-            REPOSITORY / "launch_scripts" / "recipes" / "quickstart.yaml",
-            [
-                f"model.path={model_folder}",
-                f"lora={'{rank: 8, alpha: 16}' if lora else 'null'}",
-            ],
-        )
+        adapters = "{rank: 8, alpha: 16}" if lora else "null"
+        quickstart = REPOSITORY / "launch_scripts" / "recipes" / "quickstart.yaml"
+        recipe = load_recipe(quickstart, [f"model.path={model_folder}", f"lora={adapters}"])
         engine = build_engine(recipe, deepspeed_config(recipe, plan_batch(recipe, 1)))
         direction = Direction(engine)
         reference = exact_model(model_folder, lora)
         measured["lora at init" if lora else "full"] = measure(engine, direction, reference, tokenizer)
         if lora:
-            for step in range(3):
-                # The uniform gradient stands in the shards; a step takes the adapters off B = 0.
-                batch = arithmetic(tokenizer, range(200 + 8 * step, 208 + 8 * step))
+            for step in range(3):  # off B = 0, where A has no gradient
+                batch = arithmetic(tokenizer, range(200 + 4 * step, 204 + 4 * step))
                 probe_direction(engine, [batch], direction, normalization="sequence", clip=None)
-                engine.step(recipe.optimizer.learning_rate)
+                engine.step(recipe.optimizer.learning_rate * (step + 1) / 3)
             measured["lora after 3 steps"] = measure(engine, direction, reference, tokenizer)
         engine.close()
     return measured
@@ -127,13 +132,15 @@ def measure(engine: Engine, direction: Direction, reference: nn.Module, tokenize
 
     copy_trained_parameters(engine, reference)
     exact = exact_utilities(reference, whole_direction(engine, direction), main)
-    along_exact_gradient = exact_utilities(reference, exact_gradient(reference, probe), main)
+    along_exact_gradient = None
+    if not hasattr(reference, "peft_config"):  # one setting is enough, it costs as much as all the rest
+        along_exact_gradient = spearman(jvp, exact_utilities(reference, exact_gradient(reference, probe), main))
     return Fidelity(
         num_tokens=len(exact),
         exact_spread=float(exact.std()),
         jvp=spearman(jvp, exact),
         jvp_relative_error=float((jvp - exact).norm() / exact.norm()),
-        jvp_along_exact_gradient=spearman(jvp, along_exact_gradient),
+        jvp_along_exact_gradient=along_exact_gradient,
         finite_difference={epsilon: spearman(found, exact) for epsilon, found in differences.items()},
         changed_fraction=changed,
     )
@@ -161,7 +168,7 @@ def arithmetic(tokenizer: PreTrainedTokenizerBase, seeds: range) -> Batch:
     return collate(dataset.sequences, pad_token_id=tokenizer.pad_token_id)
 
 
-# ---- the reference: Hugging Face's model alone, in fp64 ---------------------------------------------------------------
+# ---- the reference: Hugging Face's model alone, in fp64 ------------------------------------------------------------
 
 
 def exact_model(model_folder: str, lora: bool) -> nn.Module:
@@ -206,7 +213,8 @@ def exact_utilities(model: nn.Module, direction: dict[str, Tensor], batch: Batch
 
 
 def exact_gradient(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Of the mean over sequences of the mean token loss."""
+    """Of the mean over sequences of the mean token loss; in fp32, which is exact enough beside bf16 and sooner done."""
+    model = copy.deepcopy(model).float()
     parameters = trained(model)
     losses, index = exact_losses(model, dict(parameters), batch), batch.sequence_index()
     loss = (losses / batch.num_supervised_tokens()[index]).sum() / batch.num_rows

@@ -14,7 +14,7 @@ LAYERS = (
     {"method", "data", "models", "plan"},
     {"engine", "track"},
     {"step", "run", "evaluation", "quickstart_data"},
-    {"cli", "__main__"},
+    {"cli", "quickstart", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 NEEDS_DEEPSPEED = {"engine"}

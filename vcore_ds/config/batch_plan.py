@@ -21,6 +21,8 @@ class BatchPlan:
     """|B'|: over all ranks, after rounding up; 0 for a method without a probe."""
     probe_batch_size_per_rank: int
     """Of the rank with the most; other ranks may have fewer, or none."""
+    probe_micro_batch_size_per_rank: int
+    """Sequences of B' per rank in one forward and backward."""
     utility_micro_batch_size_per_rank: int
     """Sequences per rank in one gradient-free forward."""
 
@@ -58,6 +60,7 @@ def plan_batch(recipe: Recipe, data_parallel_size: int) -> BatchPlan:
         num_micro_batches_per_rank=global_size // (data_parallel_size * micro),
         probe_batch_size_global=probe,
         probe_batch_size_per_rank=math.ceil(probe / data_parallel_size),
+        probe_micro_batch_size_per_rank=recipe.probe.micro_batch_size_per_rank or micro,
         utility_micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank or micro,
     )
 

@@ -73,9 +73,9 @@ def _gather_groups(engine: Engine) -> list[tuple[nn.Module, list[nn.Parameter]]]
             grouped.update(map(id, parameters))
             groups.append((module, parameters))
 
-    layers = next((m for m in engine.module.decoder.modules() if isinstance(m, nn.ModuleList)), [])
+    layers = engine.module.layers
     in_layers = {id(module) for layer in layers for module in layer.modules()}
-    first_layer = id(layers[0]) if len(layers) else None
+    first_layer = id(layers[0]) if layers else None
     for module in engine.module.modules():
         if id(module) == first_layer:
             for layer in layers:

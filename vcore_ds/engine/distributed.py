@@ -2,6 +2,7 @@
 
 import os
 import socket
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +29,8 @@ def start_process_group(timeout_minutes: float) -> None:
         timeout_minutes: a collective that takes longer ends the run with an error instead of hanging.
     """
     deepspeed.utils.logger.setLevel("WARNING")
+    # torch 2.13 renames collectives that DeepSpeed 0.19 calls by their old names, many times a step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
     if get_accelerator().device_name() == "cpu":
         # Compiled at first use (minutes) and used for inference only; gloo serves everything here.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

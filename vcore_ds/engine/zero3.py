@@ -12,7 +12,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_grad, safe_set_local_grad
+from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_grad, safe_set_local_grad, set_z3_leaf_modules
 from torch import Tensor, nn
 
 from ..data import Batch
@@ -46,6 +46,11 @@ class Engine:
         coalesce_gradient_reduction: reduce gradients once per optimizer step instead of once per
             micro-batch. Costs one unsharded gradient buffer per rank.
         """
+        layers = model.layers
+        if layers:
+            # One gather, one release and one pair of hooks per decoder layer instead of per weight: hooks and small
+            # collectives are a good part of a pass.
+            set_z3_leaf_modules(model, [type(layers[0])])
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=deepspeed_config, dist_init_required=False
         )
@@ -147,8 +152,12 @@ class Engine:
 
     def forget_gathered_parameters(self) -> None:
         """Must follow every change of a shard: ZeRO-3 keeps gathered parameters alive between passes (small
-        ones always, others within the reuse distance), and a forward would silently read the old values."""
-        self.deepspeed.empty_partition_cache()
+        ones always, others within the reuse distance), and a forward would silently read the old values.
+
+        Not `engine.empty_partition_cache()`: that also runs Python's garbage collector (half a second) and
+        empties the accelerator's memory cache, twice a step.
+        """
+        self.optimizer.empty_partition_cache()
 
     # ---- the update ------------------------------------------------------------------------------------------------
 

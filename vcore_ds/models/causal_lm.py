@@ -68,6 +68,11 @@ class TokenLossModel(nn.Module):
         """The model without its head: token ids to hidden states."""
         return getattr(self.base, self.base.base_model_prefix)
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in order; empty where the architecture keeps them in no list."""
+        return list(next((m for m in self.decoder.modules() if isinstance(m, nn.ModuleList)), []))
+
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Losses in nats, fp32, `[N]`: the supervised tokens in row-major order.
 

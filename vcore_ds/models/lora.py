@@ -26,8 +26,7 @@ def add_lora(
         adapted = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"lora.target_modules: {target_modules!r}: {error}") from None
-    if model.is_gradient_checkpointing:
-        # The input of the first checkpointed layer comes out of a frozen embedding; without this
-        # nothing in the layer would require a gradient and the adapters would get none.
-        adapted.enable_input_require_grads()
+    # The first layer's input comes out of a frozen embedding. Unless it requires a gradient, an activation checkpoint
+    # around that layer passes none to the adapters, and ZeRO-3's backward hook on it runs before they have theirs.
+    adapted.enable_input_require_grads()
     return adapted

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+''':'
+# Trains SmolLM2-135M on real reasoning traces with VCORE, on all GPUs, or on two CPU processes. Three ways to start it:
+#   bash launch_scripts/quickstart.sh        deepspeed launch_scripts/quickstart.sh
+#   torchrun --nproc_per_node 2 launch_scripts/quickstart.sh
+# Arguments are overrides: ... schedule.num_epochs=2 run.output_dir=runs/longer
+# This file is bash and Python at once: bash reads this part, the launchers run the part below with Python.
+set -euo pipefail
+repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+export PATH="$repository/.venv/bin:$PATH"
+port=$(python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
+ranks=(--num_accelerators 2)
+if nvidia-smi -L >/dev/null 2>&1; then ranks=(); else export DS_ACCELERATOR=cpu; fi
+exec deepspeed --master_port "$port" "${ranks[@]}" "$repository/launch_scripts/quickstart.sh" "$@"
+'''
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from vcore_ds.quickstart import main  # noqa: E402
+
+sys.exit(main(sys.argv[1:]))

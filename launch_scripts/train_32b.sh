@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+''':'
+# Trains Qwen3-32B with VCORE, full-parameter, on the GPUs of this machine (or of a hostfile). Three ways to start it:
+#   deepspeed launch_scripts/train_32b.sh    deepspeed --hostfile HOSTS launch_scripts/train_32b.sh
+#   bash launch_scripts/train_32b.sh
+#   torchrun --nproc_per_node 8 launch_scripts/train_32b.sh
+# Arguments are overrides, and --recipe FILE is another recipe:
+#   deepspeed launch_scripts/train_32b.sh --recipe launch_scripts/recipes/qwen3_32b_lora.yaml data.train_path=my.jsonl
+# This file is bash and Python at once: bash reads this part, the launchers run the part below with Python.
+set -euo pipefail
+repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+export PATH="$repository/.venv/bin:$PATH"
+port=$(python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
+exec deepspeed --master_port "$port" "$repository/launch_scripts/train_32b.sh" "$@"
+'''
+import os
+import sys
+
+repository = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, repository)
+from vcore_ds.cli import launch  # noqa: E402
+
+sys.exit(launch(os.path.join(repository, "launch_scripts", "recipes", "qwen3_32b_full.yaml"), sys.argv[1:]))

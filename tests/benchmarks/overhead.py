@@ -1,0 +1,155 @@
+"""What a VCORE step costs over an SFT step, and an SFT step over a bare DeepSpeed loop.
+
+    python -m tests.benchmarks.overhead [--rounds 7] [--output FILE.json]
+
+Four engines in the same two processes take turns, step by step over the same batches, so that the machine's moods meet all
+of them: the numbers to quote are the ratios, taken round by round. |B| = 32, |B'| = 4, a Qwen3 of 16.9M parameters, bf16.
+
+The bare loop is `deepspeed.initialize` around the Hugging Face model, tuned as well as ours: the same ZeRO-3 buckets, the same
+fused AdamW, one gradient reduction per step, the loss over the supervised tokens of the whole batch.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import deepspeed
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.helpers import step_runs, tiny
+from tests.helpers.ranks import run_ranks
+from vcore_ds.data import Batch, TokenizedSequence, collate, split_batch
+from vcore_ds.engine import Direction, Engine, build_optimizer, distributed
+from vcore_ds.step import StepBatches, train_step
+
+MODEL = dict(
+    vocab_size=8192, hidden_size=384, intermediate_size=1152, num_hidden_layers=8, num_attention_heads=6, head_dim=64
+)
+NUM_MAIN, NUM_PROBE, MICRO_BATCH_SIZE = 32, 4, 4
+BUCKET_NUMEL = 50_000_000
+VARIANTS = {
+    "sft": dict(method={"name": "sft"}),
+    "finite_difference": dict(utility={"estimator": "finite_difference", "epsilon": 1e-2}),
+    "jvp": dict(),
+}
+
+
+def sequences(num: int, seed: int) -> list[TokenizedSequence]:
+    """Lengths as long-tailed as reasoning traces are (median 200, up to 512 tokens); a fifth of each is the prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(num):
+        length = int((200 * torch.exp(0.5 * torch.randn((), generator=generator))).clamp(32, 512))
+        ids = torch.randint(0, MODEL["vocab_size"], (length,), generator=generator).int().numpy()
+        supervised = torch.arange(length).ge(length // 5).numpy()
+        made.append(TokenizedSequence(i, ids, supervised))
+    return made
+
+
+def own_batches(num: int, seed: int, micro_batch_size: int) -> list[Batch]:
+    made = sequences(num, seed)
+    split = split_batch(
+        range(num),
+        [len(sequence) for sequence in made],
+        rank=distributed.rank(),
+        data_parallel_size=distributed.world_size(),
+        micro_batch_size=micro_batch_size,
+    )
+    return [collate([made[i] for i in part], 0) for part in split]
+
+
+def deepspeed_config() -> dict:
+    config = tiny.deepspeed_config(bf16=True, gradient_clipping=1.0, persistence_threshold=100_000)
+    config["zero_optimization"] |= dict(reduce_bucket_size=BUCKET_NUMEL, stage3_prefetch_bucket_size=BUCKET_NUMEL)
+    return config
+
+
+class BareLoop:
+    """What a careful user of DeepSpeed writes without us."""
+
+    def __init__(self):
+        model = tiny.qwen3(tied=True, **MODEL)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config())
+
+    def step(self, main: list[Batch]) -> None:
+        tokens = sum(int(batch.num_supervised_tokens().sum()) for batch in main)
+        num_tokens_global = distributed.sum_over_ranks([tokens])[0]
+        self.engine.set_gradient_accumulation_boundary(True)
+        with self.engine.coalesce_grad_reduction():
+            for batch in main:
+                logits = self.engine(input_ids=batch.input_ids).logits[:, :-1]
+                losses = cross_entropy(logits.flatten(0, 1).float(), batch.labels[:, 1:].flatten(), reduction="sum")
+                self.engine.backward(
+                    losses / num_tokens_global * distributed.world_size(), scale_wrt_gas=False
+                )
+        self.engine.step()
+
+
+class OurLoop:
+    def __init__(self, sections: dict):
+        self.recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"}, **sections)
+        model = tiny.token_loss_model(tied=True, **MODEL)
+        optimizer = build_optimizer(model, self.recipe.optimizer)
+        self.engine = Engine(model, optimizer, deepspeed_config(), coalesce_gradient_reduction=True)
+        self.direction = None if self.recipe.method.name == "sft" else Direction(self.engine)
+
+    def step(self, main: list[Batch], probe: list[Batch], batches_per_pass: int) -> dict:
+        batches = StepBatches(main, [] if self.direction is None else probe)
+        return train_step(
+            self.engine, self.recipe, batches, self.direction, learning_rate=1e-4, batches_per_utility_pass=batches_per_pass
+        ).values
+
+
+def measure(num_rounds: int, batches_per_utility_pass: int) -> dict:
+    loops = {"bare": BareLoop(), **{name: OurLoop(sections) for name, sections in VARIANTS.items()}}
+    num_parameters = sum(p.ds_numel for p in loops["bare"].engine.module.parameters())
+    seconds = {name: [] for name in loops}
+    parts = {name: [] for name in VARIANTS}
+    for k in range(num_rounds + 1):
+        main = own_batches(NUM_MAIN, k, MICRO_BATCH_SIZE)
+        probe = own_batches(NUM_PROBE, 1000 + k, 1)  # four sequences drawn at random would mostly be padding in one batch
+        names = list(loops)
+        for name in names[k % 4 :] + names[: k % 4]:
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            values = loops[name].step(main) if name == "bare" else loops[name].step(main, probe, batches_per_utility_pass)
+            torch.distributed.barrier()
+            if k > 0:  # the first round allocates, and records ZeRO-3's trace
+                seconds[name].append(time.perf_counter() - start)
+                if values:
+                    parts[name].append({key: values[key] for key in values if key.startswith("seconds_")})
+    return dict(num_parameters=num_parameters, seconds=seconds, parts=parts)
+
+
+def ratio(above: list[float], below: list[float]) -> dict[str, float]:
+    ratios = sorted(a / b for a, b in zip(above, below, strict=True))
+    return dict(min=ratios[0], median=statistics.median(ratios), max=ratios[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7, help="counted rounds of the four loops")
+    parser.add_argument("--batches-per-utility-pass", type=int, default=1, help="micro-batches in one gradient-free pass")
+    parser.add_argument("--output", help="write the numbers as JSON")
+    arguments = parser.parse_args()
+    measured = run_ranks(measure, 2, arguments.rounds, arguments.batches_per_utility_pass, timeout_seconds=3600)[0]
+    seconds = measured["seconds"]
+    print(f"{measured['num_parameters']:,} parameters, 2 ranks, |B| = {NUM_MAIN}, |B'| = {NUM_PROBE}, {arguments.rounds} rounds")
+    for name, times in seconds.items():
+        print(f"  {name:18} median {statistics.median(times):6.2f} s a step")
+        for part in measured["parts"].get(name, [{}])[0]:
+            print(f"      {part:16} {statistics.median(step[part] for step in measured['parts'][name]):6.2f} s")
+    bounds = {"sft / bare": 1.05, "finite_difference / sft": 1.50, "jvp / sft": 2.20}
+    ratios = {pair: ratio(*(seconds[name] for name in pair.split(" / "))) for pair in bounds}
+    for pair, found in ratios.items():
+        print(f"{pair:26} min {found['min']:.3f}  median {found['median']:.3f}  max {found['max']:.3f}  (bound {bounds[pair]})")
+    if arguments.output:
+        with open(arguments.output, "w") as file:
+            json.dump({**measured, "ratios": ratios}, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

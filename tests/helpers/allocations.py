@@ -1,0 +1,36 @@
+"""What a piece of code allocates, counted tensor by tensor: the same on every machine, unlike a process's size."""
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the tensors that operations inside make. Views and results written in place make none.
+
+    Attributes:
+        peak_bytes: highest sum over the tensors made inside that were alive at a time.
+        largest_numel: elements of the largest of them.
+        shapes: of all of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = self.largest_numel = 0
+        self.shapes: set[tuple[int, ...]] = set()
+        self._live: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        known = {StorageWeakRef(tensor.untyped_storage()) for tensor in inputs}
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor) or StorageWeakRef(tensor.untyped_storage()) in known:
+                continue
+            self._live[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+            self.largest_numel = max(self.largest_numel, tensor.untyped_storage().nbytes() // tensor.element_size())
+            self.shapes.add(tuple(tensor.shape))
+        self._live = {storage: nbytes for storage, nbytes in self._live.items() if not storage.expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
+        return result

@@ -1,0 +1,151 @@
+"""What the two estimators measure, on a tiny model in fp64 and one process: the derivative of each token's loss."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+from tests.helpers import tiny
+from tests.helpers.ranks import run_ranks
+from vcore_ds.data import IGNORED_LABEL, Batch
+from vcore_ds.models import FORWARD_MODE_ATTENTION, TokenLossModel
+
+EPSILONS = (1e-2, 1e-3, 1e-4, 1e-5)
+Parameters = dict[str, Tensor]
+
+
+@pytest.fixture(params=["full", "full, tied", "lora", "lora, tied"])
+def model(request: pytest.FixtureRequest) -> TokenLossModel:
+    lora, tied = "lora" in request.param, "tied" in request.param
+    model = tiny.token_loss_model(lora=lora, tied=tied, dtype=torch.float64).double().eval()
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3RMSNorm":
+            # Hugging Face's computes in fp32 whatever the model's dtype is: too coarse for a difference of 1e-5.
+            module.forward = exact_rms_norm(module)
+    return model
+
+
+def exact_rms_norm(norm: nn.Module):
+    return lambda x: norm.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+
+
+def trained(model: nn.Module) -> Parameters:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def losses_at(model: TokenLossModel, parameters: Parameters, batch: Batch) -> Tensor:
+    return torch.func.functional_call(model, parameters, (batch.input_ids, batch.labels))
+
+
+def uniform_gradient(model: TokenLossModel, batch: Batch) -> Parameters:
+    """The probe direction: gradient of the mean over sequences of the mean token loss."""
+    parameters = trained(model)
+    losses, index = model(batch.input_ids, batch.labels), batch.sequence_index()
+    loss = (losses / batch.num_supervised_tokens()[index]).sum() / batch.num_rows
+    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+
+
+def forward_mode(model: TokenLossModel, direction: Parameters, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(losses, utilities) as the engine takes them: dual parameters, attention that carries a tangent."""
+    config = model.base.config
+    before, config._attn_implementation = config._attn_implementation, FORWARD_MODE_ATTENTION
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(p.detach(), direction[name]) for name, p in trained(model).items()}
+        losses, utilities = forward_ad.unpack_dual(losses_at(model, duals, batch))
+    config._attn_implementation = before
+    return losses, utilities
+
+
+def token_gradients(model: TokenLossModel, batch: Batch) -> Iterator[tuple[float, list[Tensor]]]:
+    """Loss of one token after the other and its gradient, from logits: no code of ours but the model's weights."""
+    hidden = model.decoder(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+    logits = nn.functional.linear(hidden, model.base.get_output_embeddings().weight)
+    for row, column in (batch.labels[:, 1:] != IGNORED_LABEL).nonzero().tolist():
+        loss = nn.functional.cross_entropy(logits[row, column], batch.labels[row, column + 1])
+        yield float(loss.detach()), list(torch.autograd.grad(loss, list(trained(model).values()), retain_graph=True))
+
+
+def test_forward_mode_is_the_direction_times_each_tokens_gradient(model: TokenLossModel) -> None:
+    batch = tiny.rows(3, num_tokens=16)
+    direction = uniform_gradient(model, tiny.rows(4, seed=8))
+    losses, utilities = forward_mode(model, direction, batch)
+    model.base.config._attn_implementation = "eager"
+    found = list(token_gradients(model, batch))
+    expected = [
+        sum(float((v * g).sum()) for v, g in zip(direction.values(), gradients, strict=True)) for _, gradients in found
+    ]
+    assert losses.tolist() == pytest.approx([loss for loss, _ in found], rel=1e-6)
+    # Hugging Face's eager attention rounds its softmax to fp32, so not to the last digit.
+    assert utilities.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6 * float(utilities.abs().max()))
+    assert float(utilities.std()) > 0
+
+
+def test_the_finite_difference_converges_linearly_to_forward_mode(model: TokenLossModel) -> None:
+    batch = tiny.rows(4)
+    direction = uniform_gradient(model, tiny.rows(4, seed=8))
+    losses, utilities = forward_mode(model, direction, batch)
+    model.base.config._attn_implementation = FORWARD_MODE_ATTENTION  # for the losses too: it is fp64 throughout
+    errors, correlations = [], []
+    with torch.no_grad():
+        assert torch.equal(losses_at(model, trained(model), batch), losses)
+        for epsilon in EPSILONS:
+            shifted = {name: p - epsilon * direction[name] for name, p in trained(model).items()}
+            difference = (losses - losses_at(model, shifted, batch)) / epsilon
+            errors.append(float((difference - utilities).norm() / utilities.norm()))
+            correlations.append(float(spearmanr(difference, utilities).statistic))
+    print("\nrelative error", [f"{error:.2e}" for error in errors], "Spearman", [f"{c:.6f}" for c in correlations])
+    ratios = [before / after for before, after in zip(errors, errors[1:], strict=False)]
+    assert ratios == pytest.approx([10.0] * 3, rel=0.2)
+    assert errors[-1] < 1e-4
+    assert correlations[EPSILONS.index(1e-4)] >= 0.9999
+
+
+def test_a_step_against_the_direction_lowers_tokens_of_positive_utility(model: TokenLossModel) -> None:
+    batch = tiny.rows(4)
+    direction = uniform_gradient(model, tiny.rows(4, seed=8))
+    losses, utilities = forward_mode(model, direction, batch)
+    with torch.no_grad():
+        stepped = losses_at(model, {name: p - 1e-4 * direction[name] for name, p in trained(model).items()}, batch)
+    clear = utilities.abs() > 0.05 * utilities.abs().max()
+    assert (utilities[clear] > 0).any() and (utilities[clear] < 0).any()
+    assert torch.equal((losses - stepped)[clear] > 0, utilities[clear] > 0)
+
+
+# ---- signal to noise -----------------------------------------------------------------------------------------------
+
+CLEAR, NOISE, EXACT, NOTHING, CURVED = range(5)
+
+
+def signal_to_noise_of_synthetic_losses() -> list[float]:
+    """Losses of 20,000 tokens a rank whose change and rounding are known."""
+    from vcore_ds.engine import distributed, signal_to_noise
+
+    generator = torch.Generator().manual_seed(distributed.rank())
+
+    def losses(signal: float, rounding: float, curvature: float = 0.0) -> list[Tensor]:
+        base = torch.full((20_000,), 2.0, dtype=torch.float64)
+        change = signal * (1 + 2 * distributed.rank()) * torch.randn(20_000, generator=generator, dtype=torch.float64)
+        exact = [base - change + curvature, base, base + change + curvature]
+        return [x + rounding * torch.randn(20_000, generator=generator, dtype=torch.float64) for x in exact]
+
+    cases = [(0.3, 0.01), (0.0, 0.05), (0.25, 0.0), (0.0, 0.0), (0.25, 0.0, 0.5)]
+    return [signal_to_noise(*losses(*case)) for case in cases]
+
+
+@pytest.mark.dist
+def test_signal_to_noise_of_known_losses_over_all_ranks() -> None:
+    first, second = run_ranks(signal_to_noise_of_synthetic_losses, 2)
+    assert first == second
+    # The second rank's signal is three times the first's: rms over both is sqrt((1 + 9) / 2) times the first's.
+    rms = 5**0.5
+    assert first[CLEAR] == pytest.approx(rms * 0.3 / (2**0.5 * 0.01), rel=0.02)
+    assert first[NOISE] < 0.1
+    # Losses of 2 +- 0.25 times a normal number are rounded at 1e-16: as good as exact.
+    assert first[EXACT] > 1e12
+    assert first[NOTHING] == 0.0
+    # A symmetric change counts as error: (2 * 0.5)^2 / 6 is taken for the rounding's variance.
+    signal = 5 * 0.25**2 - 1 / 12
+    assert first[CURVED] == pytest.approx((signal / (2 / 6)) ** 0.5, rel=0.02)

@@ -1,0 +1,124 @@
+"""From weights to the loss of a step: shares, alpha, and one weighted loss worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vcore_ds.method import (
+    GlobalCounts,
+    effective_sample_size,
+    gibbs_weights,
+    loss_ratio_alpha,
+    sequence_shares,
+    token_coefficients,
+    uniform_weights,
+)
+
+LOG2, LOG3 = math.log(2), math.log(3)
+
+
+def index_of(lengths: list[int]) -> torch.Tensor:
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+
+# ---- shares --------------------------------------------------------------------------------------------------------
+
+
+def test_shares_by_hand() -> None:
+    # This rank holds sequences of 3, 0 and 5 tokens of a global batch of 4 sequences with tokens, 16 tokens in all.
+    num_tokens = torch.tensor([3.0, 0.0, 5.0])
+    counts = GlobalCounts(num_sequences_global=4, num_supervised_tokens_global=16)
+    assert sequence_shares(num_tokens, counts, "sequence").tolist() == [0.25, 0.0, 0.25]
+    assert sequence_shares(num_tokens, counts, "token").tolist() == [3 / 16, 0.0, 5 / 16]
+
+
+@pytest.mark.parametrize("normalization", ["sequence", "token"])
+def test_shares_of_a_batch_without_tokens_are_zero(normalization) -> None:
+    shares = sequence_shares(torch.zeros(2), GlobalCounts(0, 0), normalization)
+    assert shares.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("normalization", ["sequence", "token"])
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=4), min_size=1, max_size=5), st.floats(0, 3))
+def test_the_coefficients_of_all_micro_batches_sum_to_one(normalization, micro_batches, temperature: float) -> None:
+    lengths = [n for batch in micro_batches for n in batch]
+    counts = GlobalCounts(sum(n > 0 for n in lengths), sum(lengths))
+    total = 0.0
+    for k, batch in enumerate(micro_batches):
+        index = index_of(batch)
+        utilities = torch.randn(len(index), generator=torch.Generator().manual_seed(k))
+        weights = gibbs_weights(utilities, index, len(batch), temperature).weights.requires_grad_()
+        coefficients = token_coefficients(weights, index, sequence_shares(torch.tensor(batch), counts, normalization))
+        assert not coefficients.requires_grad
+        total += float(coefficients.double().sum())
+    assert total == pytest.approx(1.0 if sum(lengths) else 0.0, abs=1e-5)
+
+
+def test_uniform_weights_give_the_mean_of_means_or_the_mean_over_tokens() -> None:
+    lengths, losses = [3, 5], torch.arange(1.0, 9.0)
+    counts, index = GlobalCounts(2, 8), index_of([3, 5])
+    for normalization, mean in (("sequence", (2.0 + 6.0) / 2), ("token", 36 / 8)):
+        shares = sequence_shares(torch.tensor(lengths), counts, normalization)
+        loss = (token_coefficients(uniform_weights(index, 2), index, shares) * losses).sum()
+        assert float(loss) == pytest.approx(mean, rel=1e-6)
+
+
+# ---- alpha ---------------------------------------------------------------------------------------------------------
+
+
+def test_alpha_is_the_uniform_over_the_weighted_loss() -> None:
+    assert loss_ratio_alpha(1.5, 2.0, cap=None) == loss_ratio_alpha(1.5, 2.0, cap=1.0) == 0.75
+    assert loss_ratio_alpha(3.0, 2.0, cap=None) == 1.5
+    assert loss_ratio_alpha(3.0, 2.0, cap=1.0) == 1.0
+    assert loss_ratio_alpha(3.0, 2.0, cap=1.25) == 1.25
+
+
+@pytest.mark.parametrize("cap", [None, 0.5, 1.0])
+def test_alpha_of_a_weighted_loss_of_zero_is_one(cap: float | None) -> None:
+    assert loss_ratio_alpha(0.0, 0.0, cap) == loss_ratio_alpha(2.0, 0.0, cap) == 1.0
+
+
+def test_alpha_of_a_uniform_loss_of_zero_is_zero() -> None:
+    assert loss_ratio_alpha(0.0, 2.0, 1.0) == 0.0
+
+
+# ---- effective sample size -----------------------------------------------------------------------------------------
+
+
+def test_effective_sample_size_by_hand() -> None:
+    # Uniform over 4; one of 3; 1/6, 2/6, 3/6 -> 36 / (1 + 4 + 9); no tokens.
+    weights = torch.tensor([0.25] * 4 + [0.0, 1.0, 0.0] + [1 / 6, 2 / 6, 3 / 6])
+    size = effective_sample_size(weights, index_of([4, 3, 3, 0]), 4)
+    assert size.tolist() == pytest.approx([4.0, 1.0, 36 / 14, 0.0], rel=1e-6)
+
+
+# ---- all of it -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("normalization", "uniform", "weighted"),
+    [
+        # q = 1/6, 2/6, 3/6 and 1/4, 3/4; losses 6, 3, 2 and 4, 8: sum_t q l = 3 and 7, means 11/3 and 6.
+        ("sequence", (11 / 3 + 6) / 2, (3 + 7) / 2),
+        ("token", 23 / 5, 3 / 5 * 3 + 2 / 5 * 7),
+    ],
+)
+def test_the_weighted_loss_and_its_gradient_by_hand(normalization, uniform: float, weighted: float) -> None:
+    losses = torch.tensor([6.0, 3.0, 2.0, 4.0, 8.0], requires_grad=True)
+    utilities, index = torch.tensor([0.0, LOG2, LOG3, 1.0, 1.0 + LOG3]), index_of([3, 2])
+    weights = gibbs_weights(utilities, index, 2, 1.0).weights
+    shares = sequence_shares(torch.tensor([3, 2]), GlobalCounts(2, 5), normalization)
+    weighted_loss = (token_coefficients(weights, index, shares) * losses).sum()
+    uniform_loss = (token_coefficients(uniform_weights(index, 2), index, shares) * losses).sum()
+    assert (uniform_loss.item(), weighted_loss.item()) == pytest.approx((uniform, weighted), rel=1e-6)
+
+    alpha = loss_ratio_alpha(uniform_loss.item(), weighted_loss.item(), cap=1.0)
+    assert alpha == pytest.approx(min(1.0, uniform / weighted), rel=1e-6)
+    (alpha * weighted_loss).backward()
+    w = {"sequence": (1 / 2, 1 / 2), "token": (3 / 5, 2 / 5)}[normalization]
+    expected = [w[0] / 6, w[0] * 2 / 6, w[0] * 3 / 6, w[1] / 4, w[1] * 3 / 4]
+    assert losses.grad.tolist() == pytest.approx([alpha * x for x in expected], rel=1e-6)

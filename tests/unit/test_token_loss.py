@@ -1,0 +1,220 @@
+"""The token loss against PyTorch's cross-entropy in fp64, in reverse and forward mode, and what it allocates."""
+
+import importlib
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from tests.helpers.allocations import Allocations
+from vcore_ds.method import token_loss
+
+# The package exports a function of the module's name, which hides the module from an ordinary import.
+module = importlib.import_module("vcore_ds.method.token_loss")
+
+NUM_TOKENS, HIDDEN, VOCABULARY = 23, 7, 11
+
+
+@pytest.fixture(params=[23, 8, 1], ids=lambda size: f"{size} tokens a block")
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """One block that holds all tokens, several of which the last is smaller, and one a token."""
+    set_block(monkeypatch, request.param, VOCABULARY)
+    return request.param
+
+
+def set_block(monkeypatch: pytest.MonkeyPatch, num_tokens: int, vocabulary: int) -> None:
+    monkeypatch.setattr(module, "BLOCK_LOGITS_BYTES", 4 * vocabulary * num_tokens + 3)
+
+
+def inputs(seed: int = 0, num_tokens: int = NUM_TOKENS, vocabulary: int = VOCABULARY, hidden: int = HIDDEN):
+    """(hidden, weight, bias, targets) in fp64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    targets = torch.randint(0, vocabulary, (num_tokens,), generator=generator)
+    # The bias makes all logits negative, which no loss may depend on.
+    return normal(num_tokens, hidden), normal(vocabulary, hidden), normal(vocabulary) - 30, targets
+
+
+def reference(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+    return cross_entropy(linear(hidden, weight, bias), targets, reduction="none")
+
+
+def upstream(kind: str) -> Tensor:
+    gradient = torch.randn(NUM_TOKENS, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return {
+        "both signs, some zero": torch.where(torch.arange(NUM_TOKENS) % 3 == 0, 0.0, gradient),
+        "negative": -gradient.abs(),
+        "one token": torch.zeros(NUM_TOKENS, dtype=torch.float64).index_fill_(0, torch.tensor([NUM_TOKENS - 2]), 5.0),
+        "zero": torch.zeros(NUM_TOKENS, dtype=torch.float64),
+    }[kind]
+
+
+# ---- reverse mode --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("kind", ["both signs, some zero", "negative", "one token", "zero"])
+def test_losses_and_gradients_for_any_gradient_of_each_token(block: int, kind: str, with_bias: bool) -> None:
+    *tensors, targets = inputs()
+    tensors = [t.requires_grad_() for t in (tensors if with_bias else tensors[:2])]
+    hidden, weight, bias = (*tensors, None)[:3]
+    losses, expected = token_loss(hidden, weight, targets, bias), reference(hidden, weight, bias, targets)
+    torch.testing.assert_close(losses, expected, rtol=1e-13, atol=1e-13)
+    gradients = torch.autograd.grad(losses, tensors, upstream(kind))
+    for gradient, right in zip(gradients, torch.autograd.grad(expected, tensors, upstream(kind)), strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_against_differences_of_losses(block: int) -> None:
+    hidden, weight, bias, targets = inputs()
+    tensors = [t.requires_grad_() for t in (hidden, weight, bias)]
+    assert torch.autograd.gradcheck(lambda h, w, b: token_loss(h, w, targets, b), tensors)
+
+
+def test_huge_logits_stay_finite(block: int) -> None:
+    hidden, weight, bias, targets = inputs()
+    hidden = (hidden * 1e4).requires_grad_()
+    losses = token_loss(hidden, weight, targets, bias)
+    torch.testing.assert_close(losses, reference(hidden, weight, bias, targets))
+    losses.sum().backward()
+    assert losses.isfinite().all() and hidden.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
+def test_what_is_frozen_costs_no_gradient(frozen: str) -> None:
+    # Few tokens, so that a tensor shaped like the weight or the bias can be nothing but its gradient.
+    hidden, weight, bias, targets = inputs(num_tokens=5)
+    named = {"hidden": hidden, "weight": weight, "bias": bias}
+    for name, tensor in named.items():
+        tensor.requires_grad_(name != frozen)
+    losses = token_loss(hidden, weight, targets, bias)
+    with Allocations() as backward:
+        losses.sum().backward()
+    for name, tensor in named.items():
+        assert (tensor.grad is None) == (name == frozen)
+        assert (tuple(tensor.shape) in backward.shapes) == (name != frozen)
+
+
+def test_no_tokens(block: int) -> None:
+    *tensors, targets = inputs(num_tokens=0)
+    losses = token_loss(*(t.requires_grad_() for t in tensors[:2]), targets, tensors[2].requires_grad_())
+    assert losses.shape == (0,)
+    losses.sum().backward()
+    assert [t.grad.shape for t in tensors] == [t.shape for t in tensors]
+    assert not any(t.grad.any() for t in tensors)
+
+
+# ---- forward mode --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moving", ["hidden", "weight", "bias", "hidden weight", "hidden weight bias"])
+def test_tangents(block: int, moving: str) -> None:
+    *tensors, targets = inputs()
+    directions = inputs(seed=1)[:3]
+    moves = [name in moving.split() for name in ("hidden", "weight", "bias")]
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = [
+            forward_ad.make_dual(t, d) if moved else t for t, d, moved in zip(tensors, directions, moves, strict=True)
+        ]
+        losses, tangents = forward_ad.unpack_dual(token_loss(duals[0], duals[1], targets, duals[2]))
+    full = tuple(d if moved else torch.zeros_like(d) for d, moved in zip(directions, moves, strict=True))
+    expected = torch.func.jvp(lambda h, w, b: reference(h, w, b, targets), tuple(tensors), full)
+    torch.testing.assert_close(losses, expected[0], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(tangents, expected[1], rtol=1e-12, atol=1e-12)
+
+
+def test_tangents_without_a_bias_and_without_tokens(block: int) -> None:
+    for num_tokens in (NUM_TOKENS, 0):
+        hidden, weight, _, targets = inputs(num_tokens=num_tokens)
+        d_hidden, d_weight, *_ = inputs(seed=1, num_tokens=num_tokens)
+        with torch.no_grad(), forward_ad.dual_level():
+            dual = token_loss(forward_ad.make_dual(hidden, d_hidden), forward_ad.make_dual(weight, d_weight), targets)
+            losses, tangents = forward_ad.unpack_dual(dual)
+        expected = torch.func.jvp(lambda h, w: reference(h, w, None, targets), (hidden, weight), (d_hidden, d_weight))  # noqa: B023
+        torch.testing.assert_close((losses, tangents), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_plain_inputs_in_forward_mode_give_a_plain_result() -> None:
+    hidden, weight, bias, targets = inputs()
+    with torch.no_grad(), forward_ad.dual_level():
+        losses, tangents = forward_ad.unpack_dual(token_loss(hidden, weight, targets, bias))
+    assert tangents is None
+    torch.testing.assert_close(losses, reference(hidden, weight, bias, targets))
+
+
+# ---- half precision ------------------------------------------------------------------------------------------------
+
+
+def test_bf16_losses_gradients_and_tangents_are_within_its_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_block(monkeypatch, 50, 300)
+    exact = inputs(num_tokens=120, vocabulary=300, hidden=16)
+    directions = inputs(seed=1, num_tokens=120, vocabulary=300, hidden=16)[:2]
+    hidden, weight = (t.bfloat16().requires_grad_() for t in exact[:2])
+    targets, gradient = exact[3], torch.randn(120, generator=torch.Generator().manual_seed(2))
+    losses = token_loss(hidden, weight, targets)
+    assert losses.dtype == torch.float32
+    losses.backward(gradient)
+    assert (hidden.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+    with torch.no_grad(), forward_ad.dual_level():
+        dual_hidden = forward_ad.make_dual(hidden.detach(), directions[0].bfloat16())
+        dual_weight = forward_ad.make_dual(weight.detach(), directions[1].bfloat16())
+        tangents = forward_ad.unpack_dual(token_loss(dual_hidden, dual_weight, targets)).tangent
+    assert tangents.dtype == torch.float32
+
+    same = [t.detach().double().requires_grad_() for t in (hidden, weight)]  # what bf16 holds, in fp64
+    expected = reference(*same, None, targets)
+    expected.backward(gradient.double())
+    primals, same_directions = tuple(t.detach() for t in same), tuple(d.bfloat16().double() for d in directions)
+    moved = torch.func.jvp(lambda h, w: reference(h, w, None, targets), primals, same_directions)[1]
+    # Where there are no products with fp32 results, two logits are rounded by half an ulp.
+    largest_logit = float((primals[0] @ primals[1].t()).abs().max())
+    assert float((losses - expected).detach().abs().max()) < 2 * 2**-9 * largest_logit
+    for found, right in [(hidden.grad, same[0].grad), (weight.grad, same[1].grad), (tangents, moved)]:
+        assert float((found - right).norm() / right.norm()) < 0.01
+
+
+def test_the_bf16_gradient_of_the_weight_is_summed_over_blocks_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 600 equal addends, one a block: a bf16 sum stops growing at 256 times the addend.
+    set_block(monkeypatch, 1, 2)
+    hidden, weight = torch.ones(600, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16).requires_grad_()
+    bias = torch.zeros(2, dtype=torch.bfloat16).requires_grad_()
+    token_loss(hidden, weight, torch.zeros(600, dtype=torch.int64), bias).sum().backward()
+    assert weight.grad.flatten().tolist() == bias.grad.tolist() == [-300.0, 300.0]
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+def measure_allocations(num_tokens: int, vocabulary: int) -> tuple[Allocations, Allocations]:
+    """Of forward + backward, and of the tangent pass, everything moving."""
+    tensors = [t.float() for t in inputs(num_tokens=num_tokens, vocabulary=vocabulary, hidden=4)[:3]]
+    targets = torch.zeros(num_tokens, dtype=torch.int64)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    with Allocations() as reverse:
+        token_loss(leaves[0], leaves[1], targets, leaves[2]).sum().backward()
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = [forward_ad.make_dual(t, torch.ones_like(t)) for t in tensors]
+        with Allocations() as forward:
+            token_loss(duals[0], duals[1], targets, duals[2])
+    return reverse, forward
+
+
+def test_logits_exist_for_a_block_of_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    block_tokens, vocabulary = 8, 2000
+    set_block(monkeypatch, block_tokens, vocabulary)
+    block_numel = block_tokens * vocabulary
+    few = measure_allocations(64, vocabulary)
+    many = measure_allocations(512, vocabulary)
+    for passes in (few, many):
+        for allocations in passes:
+            assert allocations.largest_numel == block_numel
+    # Beside a handful of blocks and the gradients of the weight, only a few numbers a token.
+    for small, large in zip(few, many, strict=True):
+        print(f"peak {small.peak_bytes / (4 * block_numel):.2f} and {large.peak_bytes / (4 * block_numel):.2f} blocks")
+        assert large.peak_bytes < 6 * 4 * block_numel
+        assert large.peak_bytes - small.peak_bytes <= (512 - 64) * 4 * (4 + 8)

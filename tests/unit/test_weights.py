@@ -1,0 +1,262 @@
+"""Utilities to weights: numbers worked out by hand, and what holds for every input."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vcore_ds.method import gibbs_weights, gibbs_weights_for_budget, segment_sum, uniform_weights
+
+LOG2, LOG3 = math.log(2), math.log(3)
+KL_ACCURACY = 1e-6  # nats, what is promised
+
+
+def index_of(lengths: list[int]) -> Tensor:
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+
+def kl_to_uniform(weights: Tensor, index: Tensor, num_sequences: int) -> Tensor:
+    """From the weights alone: `sum q log(n q)`."""
+    num_tokens = torch.bincount(index, minlength=num_sequences).to(weights)
+    terms = torch.special.xlogy(weights, weights * num_tokens[index])
+    return segment_sum(terms, index, num_sequences)
+
+
+@st.composite
+def ragged(draw: st.DrawFn, min_length: int = 0, scales: tuple[float, float] = (-8, 6)) -> tuple[Tensor, Tensor, int]:
+    """(utilities fp64, sequence index, number of sequences), tokens in a shuffled order, utilities of any magnitude."""
+    lengths = draw(st.lists(st.integers(min_length, 40), min_size=1, max_size=6))
+    seed = draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    index = index_of(lengths)
+    index = index[torch.randperm(len(index), generator=generator)]
+    scale = 10.0 ** torch.empty(len(lengths), dtype=torch.float64).uniform_(*scales, generator=generator)
+    offset = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
+    kind = draw(st.sampled_from(["normal", "heavy", "ties"]))
+    values = torch.randn(len(index), generator=generator, dtype=torch.float64)
+    if kind == "heavy":
+        values = values**5
+    if kind == "ties":
+        values = values.round()
+    return (values + offset[index]) * scale[index], index, len(lengths)
+
+
+# ---- by hand -------------------------------------------------------------------------------------------------------
+
+
+def test_weights_and_divergence_by_hand() -> None:
+    # exp(1 * [0, log 2, log 3]) = 1, 2, 3 and exp(0.5 * [-2 log 3, 0]) = 1/3, 1, and one token alone.
+    utilities = torch.tensor([0.0, LOG2, LOG3, -2 * LOG3, 0.0, 7.0], dtype=torch.float64)
+    found = gibbs_weights(utilities, index_of([3, 2, 1]), 3, torch.tensor([1.0, 0.5, 4.0], dtype=torch.float64))
+    right = [1 / 6, 2 / 6, 3 / 6, 1 / 4, 3 / 4, 1.0]
+    torch.testing.assert_close(found.weights, torch.tensor(right, dtype=torch.float64), rtol=1e-14, atol=0)
+    # 1/6 log(1/2) + 1/3 log 1 + 1/2 log(3/2) and 1/4 log(1/2) + 3/4 log(3/2)
+    kl = [0.5 * math.log(1.5) - LOG2 / 6, 0.75 * math.log(1.5) - LOG2 / 4, 0.0]
+    assert kl[:2] == pytest.approx([0.087208, 0.130812], abs=1e-6)
+    torch.testing.assert_close(found.kl, torch.tensor(kl, dtype=torch.float64), rtol=1e-13, atol=1e-15)
+    assert found.temperature.tolist() == [1.0, 0.5, 4.0]
+    assert found.saturated.tolist() == [False] * 3
+
+
+def test_the_papers_temperature_and_the_released_codes_are_2e7_apart() -> None:
+    # Utilities of 1 to 100, as measured; 5e3 multiplies in the paper and divides in the released code.
+    utilities, index = torch.tensor([1.0, 100.0]), index_of([2])
+    assert gibbs_weights(utilities, index, 1, 5e3).weights.tolist() == [0.0, 1.0]
+    low = 1 / (1 + math.exp(99 / 5e3))
+    assert gibbs_weights(utilities, index, 1, 1 / 5e3).weights.tolist() == pytest.approx([low, 1 - low], rel=1e-6)
+    assert low == pytest.approx(0.49505, abs=1e-5)
+
+
+def test_a_budget_by_hand() -> None:
+    # The temperature that gives 1/6, 2/6, 3/6 is 1, and its divergence is known.
+    utilities = torch.tensor([0.0, LOG2, LOG3, 5.0, 5.0 + LOG3], dtype=torch.float64)
+    for sequence, kl in [(0, 0.5 * math.log(1.5) - LOG2 / 6), (1, 0.75 * math.log(1.5) - LOG2 / 4)]:
+        found = gibbs_weights_for_budget(utilities, index_of([3, 2]), 2, kl)
+        assert float(found.temperature[sequence]) == pytest.approx(1.0, abs=1e-5)
+        of_sequence = found.weights[index_of([3, 2]) == sequence].tolist()
+        assert of_sequence == pytest.approx([[1 / 6, 2 / 6, 3 / 6], [1 / 4, 3 / 4]][sequence], abs=1e-5)
+
+
+# ---- fixed temperature ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_temperature_zero_is_uniform_bit_for_bit(dtype: torch.dtype) -> None:
+    index = index_of([1, 7, 0, 300, 49])[torch.randperm(357, generator=torch.Generator().manual_seed(0))]
+    utilities = torch.randn(357, generator=torch.Generator().manual_seed(1), dtype=dtype) * 1e4
+    found = gibbs_weights(utilities, index, 5, 0.0)
+    uniform = uniform_weights(index, 5, dtype)
+    assert torch.equal(found.weights, uniform)
+    assert torch.equal(uniform, (1.0 / torch.tensor([1, 7, 1, 300, 49], dtype=dtype))[index])
+    assert float(found.kl.max()) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [5e3, 1e12])
+def test_a_huge_temperature_is_finite_and_one_hot(temperature: float, dtype: torch.dtype) -> None:
+    utilities = torch.linspace(1, 100, 64, dtype=dtype).flip(0)
+    found = gibbs_weights(torch.cat([utilities, -utilities * 1e20]), index_of([64, 64]), 2, temperature)
+    assert found.weights.tolist() == [1.0] + [0.0] * 126 + [1.0]
+    assert found.kl.tolist() == pytest.approx([math.log(64)] * 2, rel=1e-6)
+
+
+def test_sequences_without_tokens_and_of_one_token() -> None:
+    utilities, index = torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1, 4, 4])
+    for found in (gibbs_weights(utilities, index, 6, 2.0), gibbs_weights_for_budget(utilities, index, 6, 0.1)):
+        assert found.weights[0] == 1.0
+        for values in (found.weights, found.temperature, found.kl):
+            assert values.isfinite().all()
+        assert found.kl[[0, 1, 2, 3, 5]].tolist() == [0.0] * 5
+        assert found.kl[4] > 0.09
+        assert not found.saturated.any()
+
+
+def test_no_tokens_at_all() -> None:
+    nothing, index = torch.empty(0), torch.empty(0, dtype=torch.int64)
+    for found in (gibbs_weights(nothing, index, 2, 1.0), gibbs_weights_for_budget(nothing, index, 2, 0.1)):
+        assert found.weights.shape == (0,)
+        assert found.kl.tolist() == [0.0, 0.0]
+    assert uniform_weights(index, 2).shape == (0,)
+
+
+@settings(deadline=None)
+@given(ragged(min_length=1, scales=(-3, 1)), st.floats(0.01, 50))
+def test_each_sequence_sums_to_one_and_its_divergence_is_that_of_its_weights(drawn, temperature: float) -> None:
+    utilities, index, num_sequences = drawn
+    found = gibbs_weights(utilities, index, num_sequences, temperature)
+    torch.testing.assert_close(segment_sum(found.weights, index, num_sequences), torch.ones(num_sequences).double())
+    torch.testing.assert_close(found.kl, kl_to_uniform(found.weights, index, num_sequences), rtol=1e-9, atol=1e-12)
+
+
+@settings(deadline=None)
+@given(ragged(min_length=1, scales=(-2, 2)), st.floats(1e-3, 1e3))
+def test_the_tilt_raises_the_expected_utility(drawn, temperature: float) -> None:
+    """The paper's appendix: `E_q[s] >= E_u[s]` for tau > 0, with equality only for constant utilities."""
+    utilities, index, num_sequences = drawn
+    weights = gibbs_weights(utilities, index, num_sequences, temperature).weights
+    uniform = segment_sum(uniform_weights(index, num_sequences, torch.float64) * utilities, index, num_sequences)
+    tilted = segment_sum(weights * utilities, index, num_sequences)
+    for sequence in range(num_sequences):
+        mine = utilities[index == sequence]
+        rounding = 1e-13 * float(mine.abs().max())
+        assert tilted[sequence] >= uniform[sequence] - rounding
+        # The gain is at least of first order, tau * variance, or of the order of the spread where the tilt is strong.
+        variance, spread = float(mine.var(correction=0)), float(mine.max() - mine.min())
+        if temperature * variance > 1e6 * rounding and spread > 1e6 * rounding:
+            assert tilted[sequence] > uniform[sequence] + rounding
+
+
+@settings(deadline=None)
+@given(ragged(min_length=1, scales=(-2, 2)), st.floats(-1e4, 1e4), st.floats(0.01, 10))
+def test_a_shift_of_the_utilities_changes_nothing(drawn, shift: float, temperature: float) -> None:
+    utilities, index, num_sequences = drawn
+    shifted = utilities + shift
+    for solve, strength in ((gibbs_weights, temperature), (gibbs_weights_for_budget, 0.05)):
+        before = solve(utilities, index, num_sequences, strength).weights
+        after = solve(shifted, index, num_sequences, strength).weights
+        # The shift itself rounds utilities, by 1e-16 of its size: relative to the smallest gap for a budget.
+        gap = min_spread(utilities, index, num_sequences) if solve is gibbs_weights_for_budget else 1 / temperature
+        assume(gap > 1e-6)
+        torch.testing.assert_close(before, after, rtol=0, atol=1e-5)
+
+
+def min_spread(utilities: Tensor, index: Tensor, num_sequences: int) -> float:
+    """Smallest difference between two utilities of a sequence that differ."""
+    gaps = [utilities[index == i].unique().diff() for i in range(num_sequences)]
+    return float(torch.cat([torch.tensor([1.0], dtype=torch.float64), *gaps]).min())
+
+
+# ---- a budget ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(ragged(), st.floats(1e-4, 3.0))
+def test_the_budget_is_met_whatever_the_scale(drawn, budget: float) -> None:
+    utilities, index, num_sequences = drawn
+    found = gibbs_weights_for_budget(utilities, index, num_sequences, budget)
+    kl = kl_to_uniform(found.weights, index, num_sequences)
+    for sequence in range(num_sequences):
+        mine = utilities[index == sequence]
+        if mine.numel() == 0 or float(mine.max()) == float(mine.min()):
+            assert float(found.kl[sequence]) == 0.0 and not found.saturated[sequence]
+            continue
+        reachable = math.log(len(mine) / int((mine == mine.max()).sum()))
+        if budget >= reachable + 2 * KL_ACCURACY:
+            assert found.saturated[sequence]
+            assert float(kl[sequence]) == pytest.approx(reachable, abs=KL_ACCURACY)
+        elif budget <= reachable - 2 * KL_ACCURACY:
+            assert not found.saturated[sequence]
+            assert float(kl[sequence]) == pytest.approx(budget, abs=KL_ACCURACY)
+            assert float(found.kl[sequence]) == pytest.approx(budget, abs=KL_ACCURACY)
+
+
+@settings(deadline=None)
+@given(ragged(min_length=1), st.floats(0.001, 1.0))
+def test_a_budgets_weights_are_those_of_its_temperature(drawn, budget: float) -> None:
+    utilities, index, num_sequences = drawn
+    found = gibbs_weights_for_budget(utilities, index, num_sequences, budget)
+    again = gibbs_weights(utilities, index, num_sequences, found.temperature)
+    torch.testing.assert_close(found.weights, again.weights, rtol=0, atol=1e-7)
+
+
+def test_fp32_utilities_meet_the_budget_and_keep_their_dtype() -> None:
+    generator = torch.Generator().manual_seed(0)
+    index = index_of([16_000, 500, 3])
+    for scale in (1e-8, 1.0, 1e6):
+        utilities = torch.randn(16_503, generator=generator) ** 3 * scale
+        found = gibbs_weights_for_budget(utilities, index, 3, 0.05)
+        assert found.weights.dtype == found.temperature.dtype == found.kl.dtype == torch.float32
+        kl = kl_to_uniform(found.weights.double(), index, 3)
+        assert kl.tolist() == pytest.approx([0.05] * 3, abs=KL_ACCURACY)
+
+
+def test_constant_utilities_get_uniform_weights() -> None:
+    for value in (0.0, 0.1, -3e7):
+        index = index_of([3, 7, 1])
+        found = gibbs_weights_for_budget(torch.full((11,), value), index, 3, 0.3)
+        assert torch.equal(found.weights, uniform_weights(index, 3))
+        assert (found.temperature.tolist(), found.kl.tolist()) == ([0.0] * 3, [0.0] * 3)
+        assert not found.saturated.any()
+
+
+@pytest.mark.parametrize("num_highest", [1, 2, 3])
+def test_a_budget_out_of_reach_saturates(num_highest: int) -> None:
+    # m of n = 4 tokens share the maximum: the divergence stays below log(4 / m).
+    utilities = torch.tensor([2.0] * num_highest + [1.0] * (4 - num_highest) + [0.0, 1.0, 2.0, 3.0])
+    bound = math.log(4 / num_highest)
+    for budget in (bound + 1e-5, 10.0):
+        found = gibbs_weights_for_budget(utilities, index_of([4, 4]), 2, budget)
+        assert found.saturated.tolist() == [True, budget == 10.0 or num_highest == 1]
+        expected = [1 / num_highest] * num_highest + [0.0] * (4 - num_highest)
+        assert found.weights[:4].tolist() == pytest.approx(expected, abs=1e-6)
+        assert found.weights.isfinite().all()
+    inside = gibbs_weights_for_budget(utilities, index_of([4, 4]), 2, bound - 1e-3)
+    assert not inside.saturated.any()
+    assert inside.kl.tolist() == pytest.approx([bound - 1e-3] * 2, abs=KL_ACCURACY)
+
+
+@settings(deadline=None)
+@given(ragged(min_length=2, scales=(-1, 1)), st.floats(1e-6, 1e6), st.floats(0.001, 0.5))
+def test_scaled_utilities_have_the_same_weights_and_an_inversely_scaled_temperature(
+    drawn, scale: float, budget: float
+) -> None:
+    utilities, index, num_sequences = drawn
+    before = gibbs_weights_for_budget(utilities, index, num_sequences, budget)
+    after = gibbs_weights_for_budget(utilities * scale, index, num_sequences, budget)
+    torch.testing.assert_close(before.weights, after.weights, rtol=0, atol=1e-5)
+    torch.testing.assert_close(before.temperature, after.temperature * scale, rtol=1e-4, atol=0)
+
+
+@settings(deadline=None)
+@given(ragged(min_length=1), st.floats(0.001, 1.0))
+def test_sequences_do_not_see_each_other(drawn, budget: float) -> None:
+    utilities, index, num_sequences = drawn
+    together = gibbs_weights_for_budget(utilities, index, num_sequences, budget)
+    for sequence in range(num_sequences):
+        mine = index == sequence
+        alone = gibbs_weights_for_budget(utilities[mine], torch.zeros_like(index[mine]), 1, budget)
+        torch.testing.assert_close(together.weights[mine], alone.weights, rtol=0, atol=1e-5)
+        assert bool(together.saturated[sequence]) == bool(alone.saturated)

@@ -1,0 +1,64 @@
+"""The quickstart: a real pretrained model learns from real reasoning traces, everything prepared on the way."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .cli import launch
+from .config import load_recipe
+from .engine import distributed
+from .errors import UserError
+from .quickstart_data import prepare_quickstart_data
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "quickstart.yaml"
+SCRIPT = "launch_scripts/quickstart.sh"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One rank of the quickstart. `arguments` are overrides (and what a launcher adds). Returns the exit code."""
+    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    return launch(str(RECIPE), arguments, before=lambda: _prepare(overrides), after=_say_how_to_go_on)
+
+
+def _prepare(overrides: Sequence[str]) -> list[str]:
+    """Model and data, made by rank 0 while the others wait; returns overrides with their places and a free output folder."""
+    recipe = load_recipe(RECIPE, overrides)
+    distributed.start_process_group(recipe.engine.timeout_minutes)
+    problem, found = None, {}
+    if distributed.rank() == 0:
+        try:
+            model, training, validation = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
+            found = {"model.path": model, "data.train_path": training, "data.validation_path": validation}
+        except UserError as error:
+            problem = str(error)
+        found["run.output_dir"] = _free_folder(REPOSITORY / recipe.run.output_dir)
+    # Every rank hears whether it worked; one that only waited would wait for the timeout.
+    problem, found = distributed.gather_objects((problem, found))[0]
+    if problem is not None:
+        raise UserError(problem)
+    chosen = {override.partition("=")[0] for override in overrides}  # what the user chose is checked, not changed
+    return [f"{key}={value}" for key, value in found.items() if key not in chosen]
+
+
+def _free_folder(folder: Path) -> Path:
+    """`folder`, or the first of folder_2, folder_3, ... that is not there yet."""
+    candidate, number = folder, 2
+    while candidate.exists():
+        candidate = folder.with_name(f"{folder.name}_{number}")
+        number += 1
+    return candidate
+
+
+def _say_how_to_go_on() -> None:
+    if distributed.rank() == 0:
+        print(
+            f"\nTrain longer:   bash {SCRIPT} schedule.num_epochs=3\n"
+            f"Compare to SFT: bash {SCRIPT} method.name=sft method.kl_budget=null\n"
+            f"Your own data:  bash {SCRIPT} data.train_path=FILE.jsonl  (lines of {{\"messages\": [...]}})",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
