@@ -18,6 +18,10 @@ class Reference:
         self.model, self.optimizer = model, optimizer
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
+    @staticmethod
+    def rows(batch):
+        return list(zip(batch.input_ids, batch.labels, strict=True))
+
     def losses(self, row, labels, parameters=None):
         """Loss of each supervised token of one row, `[n_i]`."""
         inputs = dict(input_ids=row[None])
@@ -39,11 +43,11 @@ class Reference:
         with torch.no_grad():
             if epsilon is not None:
                 shifted = {name: p - epsilon * direction[name] for name, p in self.trained.items()}
-                both = [(self.losses(x, y), self.losses(x, y, shifted)) for x, y in zip(batch.input_ids, batch.labels)]
+                both = [(self.losses(x, y), self.losses(x, y, shifted)) for x, y in self.rows(batch)]
                 return [(at - below) / epsilon for at, below in both]
             with forward_ad.dual_level():
                 dual = {name: forward_ad.make_dual(p.detach(), direction[name]) for name, p in self.trained.items()}
-                out = [self.losses(x, y, dual) for x, y in zip(batch.input_ids, batch.labels)]
+                out = [self.losses(x, y, dual) for x, y in self.rows(batch)]
                 return [torch.zeros_like(s) if (t := forward_ad.unpack_dual(s).tangent) is None else t for s in out]
 
     def step(self, main, probe, *, method="vcore", temperature=None, kl_budget=None, normalization="sequence",
@@ -61,9 +65,9 @@ class Reference:
             utilities = self.utilities(main, direction, epsilon)
             weights = [torch.softmax((temperature or tau(s, kl_budget)) * s, 0) if len(s) else s for s in utilities]
         with torch.no_grad():
-            losses = [self.losses(x, y) for x, y in zip(main.input_ids, main.labels)]
-            plain = sum(w * l.mean() for w, l in zip(shares(main), losses) if len(l))
-            tilted = sum(w * (q * l).sum() for w, q, l in zip(shares(main), weights, losses))
+            losses = [self.losses(x, y) for x, y in self.rows(main)]
+            plain = sum(w * loss.mean() for w, loss in zip(shares(main), losses, strict=True) if len(loss))
+            tilted = sum(w * (q * loss).sum() for w, q, loss in zip(shares(main), weights, losses, strict=True))
         factor = min(float(plain / tilted), cap or math.inf) if method == "vcore" and alpha == "loss_ratio" else 1.0
         gradient = self.gradient(main, weights, [factor * w for w in shares(main)])
         if clip is not None:

@@ -54,7 +54,7 @@ def launch(
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="vcore-ds",
-        description="Fine-tune language models on long reasoning traces, every token weighted by what learning it is worth.",
+        description="Fine-tune language models on reasoning traces, tokens weighted by what learning them is worth.",
     )
     parser.add_argument("--version", action="version", version=f"vcore-ds {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

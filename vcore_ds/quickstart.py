@@ -22,7 +22,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _prepare(overrides: Sequence[str]) -> list[str]:
-    """Model and data, made by rank 0 while the others wait; returns overrides with their places and a free output folder."""
+    """Model and data, made by rank 0 while the others wait; returns overrides with their places and a free output
+    folder."""
     recipe = load_recipe(RECIPE, overrides)
     distributed.start_process_group(recipe.engine.timeout_minutes)
     problem, found = None, {}
@@ -55,7 +56,7 @@ def _say_how_to_go_on() -> None:
         print(
             f"\nTrain longer:   bash {SCRIPT} schedule.num_epochs=3\n"
             f"Compare to SFT: bash {SCRIPT} method.name=sft method.kl_budget=null\n"
-            f"Your own data:  bash {SCRIPT} data.train_path=FILE.jsonl  (lines of {{\"messages\": [...]}})",
+            f'Your own data:  bash {SCRIPT} data.train_path=FILE.jsonl  (lines of {{"messages": [...]}})',
             flush=True,
         )
 

@@ -88,7 +88,8 @@ def train(recipe: Recipe) -> RunResult:
 
     Raises:
         UserError: before anything is written, for whatever the user can mend.
-        NonFiniteLoss, NonFiniteGradient: with step, rank and sequence ids; the parameters are those of the last good step.
+        NonFiniteLoss, NonFiniteGradient: with step, rank and sequence ids; the parameters are those of the last good
+        step.
     """
     folder = Path(recipe.run.output_dir)
     refuse_used_folder(folder)
@@ -261,9 +262,10 @@ def warn_of_noise(recipe: Recipe, metrics: StepMetrics, console: Console) -> Non
     assert snr is not None and changed is not None  # measured in the first step
     if snr < RELIABLE_SIGNAL_TO_NOISE:
         console.warn(
-            f"utility.epsilon {recipe.utility.epsilon:g} is below the resolution of {recipe.model.precision}: the perturbation "
-            f"changed {changed:.1%} of the trainable parameters, and the loss change it made is {snr:.2f} times its rounding noise "
-            f"(at least {RELIABLE_SIGNAL_TO_NOISE:g} is needed). The weights of this run are mostly noise. "
+            f"utility.epsilon {recipe.utility.epsilon:g} is below the resolution of {recipe.model.precision}: the "
+            f"perturbation changed {changed:.1%} of the trainable parameters, and the loss change it made is {snr:.2f} "
+            f"times its rounding noise (at least {RELIABLE_SIGNAL_TO_NOISE:g} is needed). The weights of this run are "
+            "mostly noise. "
             "Use utility.estimator=jvp, which has no epsilon and is right in this precision."
         )
 
@@ -290,8 +292,8 @@ def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None)
     num_trainable = sum(parameter.ds_numel for _, parameter in engine.trainable)
     kind = f"LoRA rank {recipe.lora.rank}" if recipe.lora is not None else "full-parameter"
     lines = [
-        f"Model: {recipe.model.path}: {num_all:,} parameters, {num_trainable:,} trained ({kind}), {recipe.model.precision}, "
-        f"ZeRO-3 over {distributed.world_size()} rank(s) on {engine.device.type}"
+        f"Model: {recipe.model.path}: {num_all:,} parameters, {num_trainable:,} trained ({kind}), "
+        f"{recipe.model.precision}, ZeRO-3 over {distributed.world_size()} rank(s) on {engine.device.type}"
     ]
     if direction is None:
         return "\n".join([*lines, f"Method: {recipe.method.name}"])
@@ -307,7 +309,8 @@ def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None)
     )
     if recipe.utility.estimator == "finite_difference" and engine.has_dropout:
         lines.append(
-            "LoRA dropout is on, so the training forward cannot serve as l(theta): finite differences take one more forward a step"
+            "LoRA dropout is on, so the training forward cannot serve as l(theta): "
+            "finite differences take one more forward a step"
         )
     return "\n".join(lines)
 
@@ -316,7 +319,8 @@ def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:
     lines = []
     if result.validation_loss_before is not None and result.validation_loss_after is not None:
         lines.append(
-            f"\nheld-out loss: {result.validation_loss_before:.4f} before, {result.validation_loss_after:.4f} after training"
+            f"\nheld-out loss: {result.validation_loss_before:.4f} before, "
+            f"{result.validation_loss_after:.4f} after training"
         )
     if result.last_step.example is not None and result.last_step.example.utilities is not None:
         lines.append("\n" + describe_token_weights(result.last_step.example, tokenizer))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -23,7 +24,7 @@ from tests.helpers.ranks import run_ranks
 from vcore_ds.config import deepspeed_config, load_recipe, plan_batch
 from vcore_ds.data import IGNORED_LABEL, Batch, Conversation, collate, tokenize_conversations
 from vcore_ds.engine import Direction, Engine, finite_difference_utilities, jvp_utilities, probe_direction
-from vcore_ds.models import add_lora, load_tokenizer
+from vcore_ds.models import load_tokenizer
 from vcore_ds.quickstart_data import prepare_quickstart_data
 from vcore_ds.run import build_engine
 
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.dist
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EPSILONS = (1e-2, 1e-4)
-LORA = dict(rank=8, alpha=16.0, dropout=0.0, target_modules="all-linear")
+LORA = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
 SETTINGS = ("full", "lora at init", "lora after 3 steps")
 
 
@@ -173,7 +174,7 @@ def arithmetic(tokenizer: PreTrainedTokenizerBase, seeds: range) -> Batch:
 
 def exact_model(model_folder: str, lora: bool) -> nn.Module:
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64, attn_implementation="eager")
-    return (add_lora(model, **LORA) if lora else model).double().eval()
+    return (get_peft_model(model, LORA) if lora else model).double().eval()
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -14,11 +14,14 @@ from typing import Any
 import torch.multiprocessing as multiprocessing
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 300) -> list[Any]:
-    """Runs `function(*arguments)` once per rank, in fresh processes with a gloo process group, and returns their results by rank.
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 300
+) -> list[Any]:
+    """Runs `function(*arguments)` once per rank, in fresh processes with a gloo process group, and returns their
+    results by rank.
 
-    A file store instead of a port, so that no two tests meet. The first rank that fails ends all of them, and its traceback
-    is the message; so does the timeout. `function` must be importable (defined at the top level of a module).
+    A file store instead of a port, so that no two tests meet. The first rank that fails ends all of them, and its
+    traceback is the message; so does the timeout. `function` must be importable (defined at the top level of a module).
 
     Starting costs 10 s or more, nearly all of it imports: put many checks into one function.
     """
@@ -63,14 +66,17 @@ def _first_failure(folder: Path) -> str | None:
     return f"rank {written[0].name.removeprefix('failure_')} failed:\n{written[0].read_text()}" if written else None
 
 
-def _run_rank(function: Callable[..., Any], rank: int, world_size: int, folder: str, arguments: tuple[Any, ...]) -> None:
+def _run_rank(
+    function: Callable[..., Any], rank: int, world_size: int, folder: str, arguments: tuple[Any, ...]
+) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
     try:
-        from vcore_ds.engine import distributed  # prepares the process for deepspeed, so it comes before torch.distributed
-
         import torch
+
+        # Before torch.distributed: it prepares the process for deepspeed.
+        from vcore_ds.engine import distributed
 
         torch.distributed.init_process_group(
             "gloo",

@@ -12,11 +12,11 @@ from tests.helpers import tiny
 from tests.reference import Reference
 from vcore_ds.config import Recipe
 from vcore_ds.data import Batch, idle_batch
-from vcore_ds.engine import Direction, Engine, build_optimizer, distributed
+from vcore_ds.engine import Engine, build_optimizer, distributed
 
 LEARNING_RATE = 1e-4
-"""Within the paper's range, 2e-5 to 2e-4. Adam divides by the gradient's size, so where a gradient is near zero its rounding moves
-the parameter by a good part of the learning rate."""
+"""Within the paper's range, 2e-5 to 2e-4. Adam divides by the gradient's size, so where a gradient is near zero its
+rounding moves the parameter by a good part of the learning rate."""
 
 
 def recipe(**sections: dict[str, Any]) -> Recipe:

@@ -11,7 +11,9 @@ VOCABULARY = 128
 
 def qwen3(*, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: int) -> PreTrainedModel:
     """A Qwen3 of two layers with grouped-query heads (4 query, 2 key/value heads)."""
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
     config = Qwen3Config(
         **{**sizes, "vocab_size": VOCABULARY, "head_dim": 8, **changes}, tie_word_embeddings=tied, use_cache=False
     )
@@ -29,7 +31,9 @@ def with_lora(model: PreTrainedModel, *, dropout: float = 0.0, seed: int = 1):
     return adapted
 
 
-def token_loss_model(*, lora: bool = False, tied: bool = False, checkpointing: bool = False, **kwargs) -> TokenLossModel:
+def token_loss_model(
+    *, lora: bool = False, tied: bool = False, checkpointing: bool = False, **kwargs
+) -> TokenLossModel:
     model = qwen3(tied=tied, **kwargs)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -60,7 +60,8 @@ class ProbeConfig(Section):
     round_up: bool = True
     """Round batch_size up to a multiple of the data-parallel size, since an idle rank costs the same wall time."""
     micro_batch_size_per_rank: Annotated[int, Field(ge=1)] | None = None
-    """Sequences per rank in one forward and backward of B'; null takes batch.micro_batch_size_per_rank. Fewer pad less."""
+    """Sequences per rank in one forward and backward of B'; null takes batch.micro_batch_size_per_rank. Fewer pad
+    less."""
 
 
 class ModelConfig(Section):

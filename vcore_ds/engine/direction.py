@@ -95,7 +95,8 @@ def probe_direction(
 ) -> tuple[float, float]:
     """Writes the gradient of the uniform loss over the probe batch `B'` into `direction` (Algorithm 1, lines 2-3).
 
-    Leaves parameters, optimizer state, schedule and step counters as they are, and the next accumulation unaware. Runs without dropout.
+    Leaves parameters, optimizer state, schedule and step counters as they are, and the next accumulation unaware.
+    Runs without dropout.
 
     Args:
         batches: this rank's part of the probe batch; as many on every rank, idle ones included.

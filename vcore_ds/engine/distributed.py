@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 if not torch.cuda.is_available():
-    # Read by deepspeed when it is imported; without it a machine without GPUs is probed for minutes.
+    # Read by deepspeed when it is imported.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-# zero.Init patches torch.Tensor constructors; if torch._dynamo is first imported after that (transformers does it
-# lazily), it meets the patched signatures and dies with a TypeError.
-import torch._dynamo  # noqa: F401
+# torch._dynamo is imported here, before any zero.Init: that patches tensor constructors, and if transformers imports
+# torch._dynamo lazily afterwards, it meets the patched signatures and dies with a TypeError.
 import deepspeed  # noqa: E402
 import deepspeed.comm as dist  # noqa: E402
+import torch._dynamo  # noqa: F401
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 
 
@@ -38,7 +38,8 @@ def start_process_group(timeout_minutes: float) -> None:
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed(timeout=timedelta(minutes=timeout_minutes), auto_mpi_discovery=False, verbose=False)
 

@@ -19,7 +19,8 @@ from .zero3 import Engine
 
 @contextmanager
 def forward_mode(engine: Engine, direction: Direction) -> Iterator[None]:
-    """Inside, `losses_and_utilities` differentiates along `direction`. No model code is changed; all hooks are removed."""
+    """Inside, `losses_and_utilities` differentiates along `direction`. No model code is changed; all hooks are
+    removed."""
     config = engine.module.base.config
     attention_before = config._attn_implementation
     _give_deepspeed_hooks_a_tangent_rule(engine.module)
@@ -35,7 +36,8 @@ def forward_mode(engine: Engine, direction: Direction) -> Iterator[None]:
 
 
 def losses_and_utilities(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Losses and utilities of the supervised tokens of `batch`, both fp32 `[N]`; within `forward_mode`. A collective."""
+    """Losses and utilities of the supervised tokens of `batch`, both fp32 `[N]`; within `forward_mode`. A
+    collective."""
     with forward_ad.dual_level():
         losses, utilities = forward_ad.unpack_dual(engine.token_losses(batch))
     if utilities is None:  # no tokens here, so nothing carried a tangent to the end
@@ -44,12 +46,14 @@ def losses_and_utilities(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _give_deepspeed_hooks_a_tangent_rule(model: nn.Module) -> None:
-    """ZeRO-3 wraps inputs and outputs of every module in autograd Functions of its own that have no `jvp`. They are identities."""
+    """ZeRO-3 wraps inputs and outputs of every module in autograd Functions of its own that have no `jvp`. They are
+    identities."""
     for module in model.modules():
         for name in ("pre_bwd_fn", "post_bwd_fn"):
             function = module.__dict__.get(name)
             if function is not None and "jvp" not in function.__dict__:
-                # view_as, because the Function returns a view of its input and PyTorch insists on the same of the tangent.
+                # view_as, because the Function returns a view of its input and PyTorch insists on the same of the
+                # tangent.
                 function.jvp = staticmethod(lambda ctx, tangent: tangent.view_as(tangent))
 
 

@@ -21,7 +21,8 @@ class Perturbation:
 
 @contextmanager
 def perturbed(engine: Engine, direction: Direction, epsilon: float) -> Iterator[Perturbation]:
-    """Inside, the model computes with `theta - epsilon * v` (Section "One-Backward Trick"); every rank shifts its own shards.
+    """Inside, the model computes with `theta - epsilon * v` (Section "One-Backward Trick"); every rank shifts its
+    own shards.
 
     The shift is made in fp32 from the optimizer's master shard and then rounded to the parameter dtype.
     Afterwards, also when the body raises, the shards hold the bytes they held before.

@@ -1,8 +1,8 @@
 """The two estimators of the utilities `s[i,t] = <v, grad l[i,t]>` of a batch.
 
 Both run without gradient and without dropout, so utilities belong to the deterministic model, and both
-may take several micro-batches in one pass (`batches_per_pass`, from `utility.micro_batch_size_per_rank`), because no activations are kept: every
-merged pass saves a gather of all parameters.
+may take several micro-batches in one pass (`batches_per_pass`, from `utility.micro_batch_size_per_rank`), because no
+activations are kept: every merged pass saves a gather of all parameters.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,9 @@ class FiniteDifferenceUtilities:
         return (base - self.perturbed_losses[k]) / self.epsilon
 
 
-def jvp_utilities(engine: Engine, direction: Direction, batches: Sequence[Batch], batches_per_pass: int) -> JvpUtilities:
+def jvp_utilities(
+    engine: Engine, direction: Direction, batches: Sequence[Batch], batches_per_pass: int
+) -> JvpUtilities:
     """Utilities of this rank's micro-batches by forward-mode differentiation. A collective."""
     utilities: list[Tensor] = []
     with forward_mode(engine, direction):
@@ -87,10 +89,12 @@ def signal_to_noise(below: Tensor, base: Tensor, above: Tensor) -> float:
     """How far the loss change that a finite difference divides by epsilon stands clear of rounding.
 
     From the losses `[N]` of this rank's tokens at `theta - eps v`, `theta` and `theta + eps v`: a smooth loss changes
-    antisymmetrically, `(above - below) / 2`, and what is symmetric, `above + below - 2 base`, is rounding (or, at a large
+    antisymmetrically, `(above - below) / 2`, and what is symmetric, `above + below - 2 base`, is rounding (or, at a
+    large
     epsilon, curvature: an error all the same). With independent rounding of variance r^2 the symmetric part has
     variance 6 r^2, the antisymmetric part carries r^2 / 2 beside the signal, and the difference `base - below` that is
-    used carries 2 r^2. Returns rms(signal) / sqrt(2 r^2), over all ranks: well above 1 is a measurement, below 1 is noise. A collective.
+    used carries 2 r^2. Returns rms(signal) / sqrt(2 r^2), over all ranks: well above 1 is a measurement, below 1 is
+    noise. A collective.
     """
     antisymmetric, symmetric = (above - below) / 2, above + below - 2 * base
     squares = distributed.sum_over_ranks([float(antisymmetric.square().sum()), float(symmetric.square().sum())])
@@ -110,7 +114,8 @@ def _losses(engine: Engine, batches: Sequence[Batch], batches_per_pass: int) -> 
 def _passes(batches: Sequence[Batch], batches_per_pass: int) -> list[tuple[Batch, list[int]]]:
     """Consecutive micro-batches merged into passes, with the number of supervised tokens of each.
 
-    The number of passes depends on numbers that all ranks share, never on what a batch holds: each pass is a collective.
+    The number of passes depends on numbers that all ranks share, never on what a batch holds: each pass is a
+    collective.
     """
     merged = []
     for start in range(0, len(batches), batches_per_pass):

@@ -58,6 +58,7 @@ def loss_ratio_alpha(uniform_loss_global: float, weighted_loss_global: float, ca
 
 
 def effective_sample_size(weights: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """`1 / sum_t q[i,t]^2`, `[num_sequences]`, in tokens: `n_i` for uniform weights, 1 for one-hot ones, 0 without tokens."""
+    """`1 / sum_t q[i,t]^2`, `[num_sequences]`, in tokens: `n_i` for uniform weights, 1 for one-hot ones, 0 without
+    tokens."""
     squares = segment_sum(weights * weights, sequence_index, num_sequences)
     return torch.where(squares > 0, 1.0 / squares, 0.0)

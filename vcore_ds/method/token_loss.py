@@ -5,14 +5,16 @@
 Why our own: VCORE needs three things together that no fused loss offers. The gradient must be right for
 *arbitrary* per-token upstream gradients, because the weights are known only after the forward (Liger's
 `reduction="none"` was silently wrong there, https://github.com/linkedin/Liger-Kernel/issues/968). The
-tangent of every token's loss is needed for exact utilities. And `[tokens, vocab]` must never exist whole: 16,384 tokens of a
-151,936-word vocabulary are 9.3 GiB in fp32, and a naive loss holds two or three of them.
+tangent of every token's loss is needed for exact utilities. And `[tokens, vocab]` must never exist whole: 16,384
+tokens of a 151,936-word vocabulary are 9.3 GiB in fp32, and a naive loss holds two or three of them.
 
 The blocks run over tokens with the whole vocabulary in one product, so no partial sums over the vocabulary
 are rounded. The backward recomputes the logits of a block.
 
 Shapes: N tokens, H hidden size, V vocabulary size.
 """
+
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -67,7 +69,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _TokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
         losses = torch.empty(len(targets), dtype=_accumulation_dtype(hidden), device=hidden.device)
         log_normalizers = torch.empty_like(losses)
         for start in range(0, len(targets), size := _block_size(weight)):
@@ -79,7 +81,7 @@ class _TokenLoss(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx, d_losses: Tensor):
+    def backward(ctx: Any, d_losses: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normalizers = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
         d_hidden = torch.empty_like(hidden) if needs_hidden else None

@@ -54,12 +54,12 @@ def block_attention(
     """
     batch, num_heads, num_tokens, head_dim = query.shape
     num_kv_heads = key.shape[1]
-    group = num_heads // num_kv_heads
     with_tangent = any(tangent is not None for tangent in tangents)
     d_query, d_key, d_value = tangents
     accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
 
-    def rows(tensor: Tensor, block: slice) -> Tensor:  # [B, A, T, D] -> [B*K, G*t, D]: one product serves a group of heads
+    # [B, A, T, D] -> [B*K, G*t, D]: one product serves a group of heads
+    def rows(tensor: Tensor, block: slice) -> Tensor:
         return tensor[:, :, block].reshape(batch * num_kv_heads, -1, head_dim)
 
     key, value, d_key, d_value = (

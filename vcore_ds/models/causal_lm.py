@@ -53,8 +53,8 @@ class TokenLossModel(nn.Module):
         head = base.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise UserError(
-                f"{base.config.model_type}: the output embedding is a {type(head).__name__}, expected a plain linear layer "
-                "(LoRA on the output embedding is not supported)"
+                f"{base.config.model_type}: the output embedding is a {type(head).__name__}, expected a plain linear "
+                "layer (LoRA on the output embedding is not supported)"
             )
         base.set_output_embeddings(TokenLossHead(head))
 
@@ -106,7 +106,7 @@ def check_model_folder(path: str) -> None:
         raise UserError(f"model.path: {path}: no config.json there; expected a Hugging Face model folder")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
         raise UserError(
-            f"model.path: {path}: has a config.json but no weights (*.safetensors); the download or copy is not complete"
+            f"model.path: {path}: found a config.json but no weights (*.safetensors); is the download complete?"
         )
 
 

@@ -73,7 +73,9 @@ def describe_token_weights(example: TokenWeights, tokenizer: PreTrainedTokenizer
     """The most and the least weighted tokens of one trace, each with the words before it."""
     order = example.weights.argsort(descending=True, stable=True).tolist()
     uniform = 1.0 / len(order)
-    lines = [f"Token weights in trace {example.sequence_id} ({len(order)} supervised tokens; 1.00 is the uniform weight):"]
+    lines = [
+        f"Token weights in trace {example.sequence_id}, {len(order)} supervised tokens (1.00 is the uniform weight):"
+    ]
     for title, positions in (("most", order[:num_shown]), ("least", order[::-1][:num_shown])):
         lines.append(f"  {title} weighted    weight   utility      loss   token, after")
         for t in positions:

@@ -23,7 +23,7 @@ def refuse_used_folder(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         what = "holds another run" if (folder / "recipe.yaml").exists() else "is not an empty folder"
         raise UserError(
-            f"run.output_dir: {folder}: {what}; expected a new or empty folder. Set run.output_dir=NEW_FOLDER, or remove it"
+            f"run.output_dir: {folder}: {what}; expected a new or empty one. Set run.output_dir, or remove it"
         )
 
 

@@ -15,7 +15,8 @@ from ..method.objective import effective_sample_size
 
 
 class Stopwatch:
-    """Wall seconds of the parts of a step. Waits for the GPU at each border, so that a part pays for its own kernels."""
+    """Wall seconds of the parts of a step. Waits for the GPU at each border, so that a part pays for its own
+    kernels."""
 
     def __init__(self, device: torch.device):
         self._device = device
