@@ -114,7 +114,7 @@ def measure_all(model_folder: str) -> dict[str, Fidelity]:
             for step in range(3):  # off B = 0, where A has no gradient
                 batch = arithmetic(tokenizer, range(200 + 4 * step, 204 + 4 * step))
                 probe_direction(engine, [batch], direction, normalization="sequence", clip=None)
-                engine.step(recipe.optimizer.learning_rate * (step + 1) / 3)
+                engine.step(learning_rate=3e-4)
             measured["lora after 3 steps"] = measure(engine, direction, reference, tokenizer)
         engine.close()
     return measured

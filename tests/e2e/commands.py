@@ -1,0 +1,82 @@
+"""Commands as a user types them, and what they must leave behind."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+
+ALWAYS = set(
+    "step epoch loss weighted_loss alpha tau kl effective_sample_size utility_mean utility_std probe_loss probe_grad_norm "
+    "grad_norm learning_rate supervised_tokens sequences seconds seconds_probe seconds_utility seconds_main seconds_step "
+    "tokens_per_second peak_memory_bytes".split()
+)
+FINITE_DIFFERENCE = {"epsilon", "changed_fraction", "signal_to_noise"}
+
+
+def run_command(line: str, *, timeout_seconds: float = 240, terminal: bool = False) -> subprocess.CompletedProcess[str]:
+    """Runs `line` from the repository as from a shell in the environment; stdout holds stderr too.
+
+    `terminal`: on a pseudo-terminal, with a person's progress bar.
+    """
+    environment = {key: value for key, value in os.environ.items() if key not in _OF_A_LAUNCHER}
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "PET_MASTER_PORT": str(free_port()),  # torchrun --master_port, so that the line stays as it is typed
+    }
+    if torch.cuda.is_available():  # two ranks cannot share one GPU, and these tests are about the CPU's numbers
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    words = ["script", "-qec", line, "/dev/null"] if terminal else shlex.split(line)
+    process = subprocess.Popen(
+        words,
+        cwd=REPOSITORY,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # its own group, so that a timeout also ends the ranks
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"no end after {timeout_seconds} s: {line}\n{output.decode()}") from None
+    return subprocess.CompletedProcess(words, process.returncode, output.decode())
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def wait_for_port(port: int, timeout_seconds: float = 120) -> None:
+    """Until nobody listens on `port`: the deepspeed launcher's is always the same unless it is told otherwise."""
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
+        with socket.socket() as connection:
+            if connection.connect_ex(("127.0.0.1", port)) != 0:
+                return
+        time.sleep(1)
+    raise AssertionError(f"port {port} is taken by another program")
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def has_control_characters(text: str) -> bool:
+    return any(not character.isprintable() and character != "\n" for character in text)

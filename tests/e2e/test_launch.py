@@ -1,0 +1,201 @@
+"""The literal command lines: each trains, and leaves a folder that is complete and that other libraries load."""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from tests.e2e.commands import (
+    ALWAYS,
+    FINITE_DIFFERENCE,
+    REPOSITORY,
+    has_control_characters,
+    read_metrics,
+    run_command,
+    wait_for_port,
+)
+from tests.e2e.conftest import TinySetup
+from vcore_ds.config import dump_recipe, load_recipe
+
+pytestmark = pytest.mark.e2e
+
+DEEPSPEED_PORT = 29500  # of the deepspeed launcher when it is told none
+HELD_OUT = re.compile(r"held-out loss: ([\d.]+) before, ([\d.]+) after training")
+
+
+@dataclass(frozen=True)
+class Run:
+    output: str
+    folder: Path
+
+    @property
+    def held_out_losses(self) -> tuple[float, float]:
+        before, after = HELD_OUT.search(self.output).groups()
+        return float(before), float(after)
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in read_metrics(self.folder)]
+
+
+def train(command: str, overrides: list[str], folder: Path, *, terminal: bool = False) -> Run:
+    done = run_command(f"{command} {' '.join(overrides)}", terminal=terminal)
+    assert done.returncode == 0, done.stdout
+    assert "Traceback" not in done.stdout
+    assert terminal or not has_control_characters(done.stdout), ascii(done.stdout)
+    return Run(done.stdout, folder)
+
+
+@pytest.fixture(scope="module")
+def bash_run(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """All parameters of a model with tied embeddings, exact utilities."""
+    folder = tmp_path_factory.mktemp("runs") / "bash"
+    return train("bash launch_scripts/train_32b.sh", setup.overrides(folder, model=setup.tied), folder)
+
+
+def test_bash(setup: TinySetup, bash_run: Run):
+    assert "step 1/2  loss " in bash_run.output and "step 2/2  loss " in bash_run.output
+    world_size = check_folder(bash_run, load_recipe_of(bash_run))
+    assert f"over {world_size} rank(s)" in bash_run.output
+    check_model(bash_run, setup, setup.tied)
+
+    model = load_model(bash_run.folder / "model")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with safe_open(bash_run.folder / "model" / "model.safetensors", "pt") as file:
+        assert "model.embed_tokens.weight" in file.keys()  # noqa: SIM118
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
+
+
+def test_vcore_ds_on_a_terminal_repeats_the_run_from_its_recipe(bash_run: Run, tmp_path: Path):
+    folder = tmp_path / "again"
+    recipe_file = bash_run.folder / "recipe.yaml"
+    again = train(f"vcore-ds train {recipe_file}", [f"run.output_dir={folder}"], folder, terminal=True)
+
+    bars = [line for line in re.split(r"[\r\n]+", again.output) if "2/2" in line and "step" in line]
+    assert bars and "\r" in again.output and "loss" in bars[-1]
+    assert "step 1/2  loss" not in again.output  # the bar stands in for the plain lines
+
+    expected = load_recipe_of(bash_run).model_dump() | {"run": load_recipe_of(again).run.model_dump()}
+    assert load_recipe_of(again).model_dump() == expected
+    if check_folder(again, load_recipe_of(again)) == environment_of(bash_run)["world_size"]:
+        assert again.losses == bash_run.losses
+    else:  # on a machine where `bash FILE` starts several ranks
+        assert again.losses == pytest.approx(bash_run.losses, rel=1e-5)
+
+
+def test_torchrun_on_two_ranks_is_the_same_run(setup: TinySetup, bash_run: Run, tmp_path: Path):
+    folder = tmp_path / "run"
+    overrides = setup.overrides(folder, "batch.micro_batch_size_per_rank=2", model=setup.tied)
+    run = train("torchrun --nproc_per_node 2 launch_scripts/train_32b.sh", overrides, folder)
+    assert run.output.count("step 2/2  loss ") == 1  # one rank speaks
+    assert check_folder(run, load_recipe_of(run)) == 2
+    check_model(run, setup, setup.tied)
+    assert run.losses == pytest.approx(bash_run.losses, rel=1e-5)
+
+
+def test_deepspeed_on_two_ranks_with_finite_differences_and_lora(setup: TinySetup, tmp_path: Path):
+    folder = tmp_path / "run"
+    recipe = "--recipe launch_scripts/recipes/qwen3_32b_lora.yaml"
+    overrides = setup.overrides(folder, "utility.estimator=finite_difference", "utility.epsilon=1e-3")
+    run = train(f"deepspeed --num_accelerators 2 launch_scripts/train_32b.sh {recipe}", overrides, folder)
+    assert run.output.count("step 2/2  loss ") == 1
+    assert "warning: utility.epsilon" not in run.output  # in fp32 this epsilon resolves the loss
+    assert check_folder(run, load_recipe_of(run), also=FINITE_DIFFERENCE) == 2
+    lines = read_metrics(folder)
+    assert [line["epsilon"] for line in lines] == [1e-3, 1e-3]
+    assert lines[0]["signal_to_noise"] > 3
+    assert all(0 < line["changed_fraction"] <= 1 for line in lines)
+
+    base = load_model(setup.untied)
+    assert plain_held_out_loss(base, setup) == pytest.approx(run.held_out_losses[0], abs=1e-3)
+    adapted = PeftModel.from_pretrained(base, folder / "adapter")
+    trained = [p for name, p in adapted.named_parameters() if "lora_B" in name]
+    assert len(trained) == 2 * 7 and all(p.abs().max() > 0 for p in trained)  # all linear layers of both decoder layers
+    assert plain_held_out_loss(adapted, setup) == pytest.approx(run.held_out_losses[1], abs=1e-3)
+    assert run.held_out_losses[1] != run.held_out_losses[0]
+
+
+def test_deepspeed_alone_with_sft(setup: TinySetup, tmp_path: Path):
+    folder = tmp_path / "run"
+    overrides = setup.overrides(folder, "method.name=sft", "method.kl_budget=null", "run.validate_every=1")
+    wait_for_port(DEEPSPEED_PORT)
+    run = train("deepspeed launch_scripts/train_32b.sh", overrides, folder)
+    check_folder(run, load_recipe_of(run), some={"validation_loss"})
+    first, second = read_metrics(folder)
+    assert first["validation_loss"] < run.held_out_losses[0] and "validation_loss" not in second
+    assert first["alpha"] == 1.0 and first["loss"] == pytest.approx(first["weighted_loss"], rel=1e-6)
+    assert first["probe_loss"] is None and first["utility_mean"] is None
+    check_model(run, setup, setup.untied)
+
+
+def check_folder(run: Run, recipe, *, also: frozenset[str] = frozenset(), some: frozenset[str] = frozenset()) -> int:
+    """Everything but the result itself. Returns the number of ranks.
+
+    `also`: keys of every line of metrics.jsonl beside the usual ones; `some`: of some lines.
+    """
+    assert (run.folder / "recipe.yaml").read_text() == dump_recipe(recipe)
+    environment = environment_of(run)
+    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["packages"]["deepspeed"] == version("deepspeed")
+    assert environment["python"] and environment["devices"] and environment["git_commit"]
+
+    lines = read_metrics(run.folder)
+    assert [line["step"] for line in lines] == [1, 2]
+    assert [line["epoch"] for line in lines] == pytest.approx([4 / 12, 8 / 12])
+    for line in lines:
+        assert set(line) - set(some) == ALWAYS | set(also)
+        assert line["sequences"] == 4 and line["supervised_tokens"] > 4
+        assert all(math.isfinite(value) for value in line.values() if value is not None)
+        parts = line["seconds_probe"] + line["seconds_utility"] + line["seconds_main"] + line["seconds_step"]
+        assert 0 < parts <= line["seconds"]
+    return environment["world_size"]
+
+
+def check_model(run: Run, setup: TinySetup, base: Path) -> None:
+    """The exported weights are those that were validated, before and after training, computed without this package."""
+    before, after = run.held_out_losses
+    assert after < before
+    assert plain_held_out_loss(load_model(base), setup) == pytest.approx(before, abs=1e-3)
+    assert plain_held_out_loss(load_model(run.folder / "model"), setup) == pytest.approx(after, abs=1e-3)
+
+
+def load_model(folder: Path) -> PreTrainedModel:
+    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model.eval()
+
+
+@torch.no_grad()
+def plain_held_out_loss(model: torch.nn.Module, setup: TinySetup) -> float:
+    """Mean over conversations of the mean loss of the assistant's tokens, the end of turn included."""
+    tokenizer = AutoTokenizer.from_pretrained(setup.untied)
+    losses = []
+    for line in setup.validation.read_text().splitlines():
+        messages = json.loads(line)["messages"]
+        prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        assert whole.startswith(prompt)
+        context, answer = (
+            tokenizer(text, return_tensors="pt")["input_ids"] for text in (prompt, whole[len(prompt) :].rstrip())
+        )
+        labels = torch.cat([torch.full_like(context, -100), answer], dim=1)
+        losses.append(model(input_ids=torch.cat([context, answer], dim=1), labels=labels).loss)
+    return float(torch.stack(losses).mean())
+
+
+def load_recipe_of(run: Run):
+    return load_recipe(run.folder / "recipe.yaml")
+
+
+def environment_of(run: Run) -> dict:
+    return json.loads((run.folder / "environment.json").read_text())
+
+
