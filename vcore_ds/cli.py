@@ -79,7 +79,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     check.add_argument("--ranks", type=int, default=1, help="data-parallel size, GPUs in all (default 1)")
     check.set_defaults(command=_check)
 
-    return parser.parse_args(argv)
+    # The deepspeed launcher puts its own argument before everything else, also before the command.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    # Overrides that follow an option are left over: argparse ends the list of overrides where an option begins.
+    arguments, later = parser.parse_known_args(argv)
+    unknown = [word for word in later if word.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments.overrides += later
+    return arguments
 
 
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 Everything sharded happens in `engine/`, all mathematics in `method/`; this file says what follows what.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ from .track.step_metrics import StepMetrics, StepSums, Stopwatch, TokenWeights
 
 
 class NonFiniteLoss(RuntimeError):
-    """A loss of the batch is inf or nan. The optimizer was not stepped."""
+    """A loss of the batch, or the probe, is inf or nan. The optimizer was not stepped."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def train_step(
                 normalization=recipe.method.normalization,
                 clip=recipe.probe.clip,
             )
+        stop_if_the_probe_is_not_finite(probe_loss, probe_gradient_norm, batches.probe)
         with watch.part("utility"):
             utilities = estimate_utilities(
                 engine, recipe, batches.main, direction, batches_per_utility_pass, measure_noise
@@ -165,6 +167,16 @@ def token_weights(method: MethodConfig, utilities: Tensor | None, index: Tensor,
         return gibbs_weights_for_budget(utilities, index, num_rows, method.kl_budget)
     assert method.temperature is not None  # the recipe's rules
     return gibbs_weights(utilities, index, num_rows, method.temperature)
+
+
+def stop_if_the_probe_is_not_finite(loss: float, gradient_norm: float, probe: Sequence[Batch]) -> None:
+    """Raises NonFiniteLoss on all ranks with the probe's sequences; with such a direction every utility is nan."""
+    if math.isfinite(loss) and math.isfinite(gradient_norm):
+        return
+    what = "gradient" if math.isfinite(loss) else "loss"
+    per_rank = distributed.gather_objects([i for batch in probe for i in batch.sequence_ids])
+    blame = [f"rank {rank}: sequence ids {ids}" for rank, ids in enumerate(per_rank) if ids]
+    raise NonFiniteLoss(f"the {what} of the probe batch is not finite; it is summed over " + "; ".join(blame))
 
 
 def stop_if_a_loss_is_not_finite(sums: StepSums) -> None:

@@ -15,12 +15,12 @@ import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+_OF_THIS_PROCESS = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT DS_ACCELERATOR".split()
 
 ALWAYS = set(
-    "step epoch loss weighted_loss alpha tau kl effective_sample_size utility_mean utility_std probe_loss probe_grad_norm "
-    "grad_norm learning_rate supervised_tokens sequences seconds seconds_probe seconds_utility seconds_main seconds_step "
-    "tokens_per_second peak_memory_bytes".split()
+    "step epoch loss weighted_loss alpha tau kl num_saturated effective_sample_size utility_mean utility_std "
+    "probe_loss probe_grad_norm grad_norm learning_rate supervised_tokens sequences seconds seconds_probe "
+    "seconds_utility seconds_main seconds_step tokens_per_second peak_memory_bytes".split()
 )
 FINITE_DIFFERENCE = {"epsilon", "changed_fraction", "signal_to_noise"}
 
@@ -30,7 +30,7 @@ def run_command(line: str, *, timeout_seconds: float = 240, terminal: bool = Fal
 
     `terminal`: on a pseudo-terminal, with a person's progress bar.
     """
-    environment = {key: value for key, value in os.environ.items() if key not in _OF_A_LAUNCHER}
+    environment = {key: value for key, value in os.environ.items() if key not in _OF_THIS_PROCESS}
     environment |= {
         "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
         "OMP_NUM_THREADS": "1",
@@ -38,7 +38,8 @@ def run_command(line: str, *, timeout_seconds: float = 240, terminal: bool = Fal
     }
     if torch.cuda.is_available():  # two ranks cannot share one GPU, and these tests are about the CPU's numbers
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    words = ["script", "-qec", line, "/dev/null"] if terminal else shlex.split(line)
+    # A new pseudo-terminal has no size, and a bar on it would be empty.
+    words = ["script", "-qec", f"stty rows 50 cols 200; {line}", "/dev/null"] if terminal else shlex.split(line)
     process = subprocess.Popen(
         words,
         cwd=REPOSITORY,

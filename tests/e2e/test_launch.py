@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from tests.e2e.commands import (
     ALWAYS,
     FINITE_DIFFERENCE,
-    REPOSITORY,
     has_control_characters,
     read_metrics,
     run_command,
@@ -197,5 +196,3 @@ def load_recipe_of(run: Run):
 
 def environment_of(run: Run) -> dict:
     return json.loads((run.folder / "environment.json").read_text())
-
-

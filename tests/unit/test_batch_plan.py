@@ -32,8 +32,10 @@ def test_plan() -> None:
         num_micro_batches_per_rank=8,
         probe_batch_size_global=4,
         probe_batch_size_per_rank=2,
+        probe_micro_batch_size_per_rank=2,
         utility_micro_batch_size_per_rank=2,
     )
+    assert plan(2, probe={"micro_batch_size_per_rank": 1}).probe_micro_batch_size_per_rank == 1
     assert plan(2, utility={"micro_batch_size_per_rank": 7}).utility_micro_batch_size_per_rank == 7
 
 

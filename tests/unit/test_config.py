@@ -250,7 +250,8 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path) -> None:
     for override, nearest in {
         "method.kl_bugdet=1": '"method.kl_budget"',
         "optimizer.kl_budget=1": '"method.kl_budget"',  # right name, wrong section
-        "model.micro_batch_size_per_rank=1": '"utility.micro_batch_size_per_rank" or "batch.micro_batch_size_per_rank"',
+        "model.micro_batch_size_per_rank=1": '"utility.micro_batch_size_per_rank" or '
+        '"probe.micro_batch_size_per_rank" or "batch.micro_batch_size_per_rank"',
         "batch.batch_size=1": '"batch.global_size" or "probe.batch_size"',  # like one here, right name elsewhere
         "run.lerning_rate=1": '"optimizer.learning_rate"',  # misspelt and in the wrong section
         "utillity={}": '"utility"',

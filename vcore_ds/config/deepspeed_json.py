@@ -35,6 +35,8 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
     for key, (value, _) in owned.items():
         _set(config, key, value)
     _set(config, "data_types.grad_accum_dtype", "fp32")
+    # DeepSpeed keeps a list of optimizers it has tried under ZeRO, and torch's SGD is not on it. Ours are tested.
+    _set(config, "zero_allow_untested_optimizer", True)
     return config
 
 

@@ -90,8 +90,7 @@ def gibbs_weights_for_budget(
     varies = spread > 0
     # In units of the spread the interesting temperatures lie between 1e-6 and 1e6 whatever the model is.
     unit = torch.where(varies, 1.0 / spread, 0.0)
-    # Constant utilities need no tilt; zeros keep rounding of the mean out of their weights.
-    scaled = torch.where(varies[sequence_index], (exact - highest[sequence_index]) * unit[sequence_index], 0.0)
+    scaled = (exact - highest[sequence_index]) * unit[sequence_index]  # all 0 where utilities are constant
     low = torch.zeros_like(spread)
     high = torch.ones_like(spread)
     for _ in range(60):
@@ -108,6 +107,5 @@ def gibbs_weights_for_budget(
             break
         low, high = torch.where(kl < kl_budget, middle, low), torch.where(kl < kl_budget, high, middle)
     root = torch.where(saturated, high, 0.5 * (low + high))
-    root = torch.where(varies, root, 0.0)
     found = gibbs_weights(scaled, sequence_index, num_sequences, root)
     return GibbsWeights(found.weights.to(dtype), (root * unit).to(dtype), found.kl.to(dtype), saturated)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -122,7 +123,7 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, attention: str, gradient_ch
             # Utilities are those of the model without dropout, and attention reads its rate where no hook can reach it.
             config.attention_dropout = 0.0
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise UserError(f"model.path: {path}: no causal language model can be loaded: {_first_line(error)}") from None
     model.config.use_cache = False
     if gradient_checkpointing:

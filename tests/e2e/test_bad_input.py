@@ -1,0 +1,383 @@
+"""What a user can get wrong: one message that says what to do, exit code 2, and nothing written."""
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.commands import (
+    FINITE_DIFFERENCE,
+    REPOSITORY,
+    free_port,
+    has_control_characters,
+    read_metrics,
+    run_command,
+)
+from tests.e2e.conftest import TinySetup, make_tokenizer, sums, write_conversations, write_model
+from tests.helpers import step_runs, tiny
+from tests.helpers.ranks import run_ranks
+from vcore_ds.cli import main
+from vcore_ds.config import Recipe
+from vcore_ds.data import Batch, MainOrder, ProbeStream
+from vcore_ds.engine import Direction, Engine, NonFiniteGradient, distributed
+from vcore_ds.errors import UserError
+from vcore_ds.run import describe_fault
+from vcore_ds.step import NonFiniteLoss, StepBatches, train_step
+
+pytestmark = pytest.mark.e2e
+
+RECIPES = REPOSITORY / "launch_scripts" / "recipes"
+FULL = RECIPES / "qwen3_32b_full.yaml"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    """Commands run in this process join a process group of one; nothing of it stays."""
+    before = dict(os.environ)
+    yield
+    distributed.stop_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+Refuses = Callable[..., str]
+
+
+@pytest.fixture
+def refuses(setup: TinySetup, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> Refuses:
+    """Trains with changes to a recipe that works; returns what was printed, the message last."""
+    monkeypatch.chdir(REPOSITORY)
+
+    def refuses(
+        *changes: str, recipe: Path = FULL, model: Path | None = None, command: tuple[str, ...] = ("train",)
+    ) -> str:
+        files_before = sorted(tmp_path.rglob("*"))
+        overrides = setup.overrides(tmp_path / "output", *changes, model=model)
+        capsys.readouterr()  # of the test's own preparations
+        assert main([command[0], str(recipe), *command[1:], *overrides]) == UserError.EXIT_CODE == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith("vcore-ds: ") and captured.err.count("vcore-ds: ") == 1
+        assert "Traceback" not in captured.err
+        assert sorted(tmp_path.rglob("*")) == files_before
+        return captured.out + captured.err
+
+    return refuses
+
+
+# Recipes
+
+
+def test_unknown_key(refuses: Refuses, tmp_path: Path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(FULL.read_text() + "\nwandb:\n  project: mine\n")
+    line = recipe.read_text().splitlines().index("wandb:") + 1
+    message = refuses(recipe=recipe)
+    assert f"{recipe}:{line}: wandb: found" in message and "expected a section among method, utility" in message
+
+
+def test_misspelt_key_gets_the_nearest_name(refuses: Refuses, tmp_path: Path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(FULL.read_text().replace("  warmup_ratio:", "  warmup_ration:"))
+    line = next(n for n, text in enumerate(recipe.read_text().splitlines(), 1) if "warmup_ration" in text)
+    message = refuses(recipe=recipe)
+    assert f"{recipe}:{line}: schedule.warmup_ration: found 0.1" in message
+    assert 'did you mean "schedule.warmup_ratio"?' in message
+
+
+def test_several_problems_are_reported_at_once(refuses: Refuses):
+    message = refuses("probe.batchsize=3", "optimizer.name=adam", "data.cutoff_length=0", "schedule.num_epochs=1")
+    assert "override probe.batchsize=3: probe.batchsize: found 3" in message and '"probe.batch_size"' in message
+    assert 'override optimizer.name=adam: optimizer.name: found "adam"; expected "adamw"' in message
+    assert "override data.cutoff_length=0: data.cutoff_length: found 0; expected a number greater than" in message
+    assert "found num_steps 2 and num_epochs 1" in message
+
+
+@pytest.mark.parametrize("override", ["batch.global_size", "batch.global_size=[8", "=8", "batch..size=8"])
+def test_malformed_override(refuses: Refuses, override: str):
+    message = refuses(override)
+    assert override in message and "section.key=value" in message
+
+
+def test_override_without_its_section(refuses: Refuses):
+    assert 'did you mean "batch.global_size"?' in refuses("global_size=8")
+
+
+def test_missing_recipe(refuses: Refuses):
+    message = refuses(recipe=RECIPES / "qwen3_32b.yaml")
+    assert "qwen3_32b.yaml: found no such file" in message and "qwen3_32b_full.yaml" in message
+
+
+def test_impossible_batch_arithmetic(refuses: Refuses):
+    message = refuses("batch.global_size=6", "batch.micro_batch_size_per_rank=4")
+    assert "batch.global_size: found 6 together with batch.micro_batch_size_per_rank 4" in message
+    assert "nearest: 4 or 8" in message
+
+
+def test_impossible_batch_arithmetic_on_the_ranks_of_a_check(refuses: Refuses):
+    message = refuses(command=("check", "--ranks", "3"))
+    assert "batch.global_size: found 4 on 3 ranks" in message and "batch.global_size 3 or 6" in message
+
+
+def test_contradicting_deepspeed_json(refuses: Refuses, tmp_path: Path):
+    json_file = tmp_path / "zero3.json"
+    text = (REPOSITORY / "ds_configs" / "zero3_fp32.json").read_text()
+    json_file.write_text(text.rstrip().removesuffix("}") + ', "gradient_clipping": 0.5, "train_batch_size": 4}')
+    message = refuses(f"engine.deepspeed_config={json_file}", "model.precision=bf16")
+    assert f"{json_file}: gradient_clipping: found 0.5, but the recipe's optimizer.gradient_clipping gives" in message
+    assert f"{json_file}: bf16.enabled: found false, but the recipe's model.precision gives true" in message
+    assert "train_batch_size" not in message  # the same number is no contradiction
+
+
+def test_two_ranks_give_one_message(setup: TinySetup, tmp_path: Path):
+    """The arithmetic of two ranks, which only a run on two ranks can refuse."""
+    overrides = setup.overrides(tmp_path / "output", "batch.global_size=3")
+    launcher = f"deepspeed --num_accelerators 2 --master_port {free_port()}"
+    done = run_command(f"{launcher} --module vcore_ds.cli train {FULL} {' '.join(overrides)}")
+    assert done.returncode == 2, done.stdout
+    assert done.stdout.count("vcore-ds: batch.global_size: found 3 on 2 ranks") == 1
+    assert "batch.global_size 2 or 4" in done.stdout and "data-parallel size 1 or 3" in done.stdout
+    assert "Traceback" not in done.stdout and not has_control_characters(done.stdout)
+    assert not (tmp_path / "output").exists()
+
+
+# Data
+
+
+def test_missing_data_file(refuses: Refuses, tmp_path: Path):
+    message = refuses(f"data.train_path={tmp_path}/trian.jsonl")
+    assert f"{tmp_path}/trian.jsonl: there is no such file" in message
+
+
+def test_missing_validation_file(refuses: Refuses, tmp_path: Path):
+    assert f"{tmp_path}/held_out.jsonl: there is no such" in refuses(f"data.validation_path={tmp_path}/held_out.jsonl")
+
+
+def test_empty_data_file(refuses: Refuses, tmp_path: Path):
+    (tmp_path / "train.jsonl").write_text("\n\n")
+    message = refuses(f"data.train_path={tmp_path}/train.jsonl")
+    assert f"{tmp_path}/train.jsonl: the file is empty" in message and '{"messages": [' in message
+
+
+def test_line_that_is_not_json(refuses: Refuses, tmp_path: Path, setup: TinySetup):
+    lines = setup.train.read_text().splitlines()
+    lines[4] = lines[4][:-5]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    assert f"{tmp_path}/train.jsonl:5: not JSON" in refuses(f"data.train_path={tmp_path}/train.jsonl")
+
+
+def test_message_without_content(refuses: Refuses, tmp_path: Path, setup: TinySetup):
+    lines = setup.train.read_text().splitlines()
+    lines[2] = '{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "text": "hi"}]}'
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    message = refuses(f"data.train_path={tmp_path}/train.jsonl")
+    assert f"{tmp_path}/train.jsonl:3: message 2 has no `content`, found role, text" in message
+
+
+def test_all_sequences_longer_than_the_cutoff(refuses: Refuses, setup: TinySetup):
+    message = refuses("data.cutoff_length=20")
+    assert f"No sequence is left to learn from ({setup.train})" in message
+    assert "12 dropped: longer than 20 tokens" in message
+
+
+@pytest.mark.parametrize("overlong, verb", [("drop", "dropped: longer than"), ("truncate", "truncated to their first")])
+def test_some_sequences_longer_than_the_cutoff_are_counted(refuses: Refuses, tmp_path: Path, overlong: str, verb: str):
+    pairs = [("q", "a" * n) for n in (10, 60, 20, 70, 80)]
+    train = write_conversations(tmp_path / "train.jsonl", pairs)
+    # A missing held-out file ends the run after the training data have been read.
+    output = refuses(
+        f"data.train_path={train}", "data.validation_path=none", f"data.overlong={overlong}", "data.cutoff_length=64"
+    )
+    kept = 2 if overlong == "drop" else 5
+    assert f"Data: {train}: {kept} of 5 conversations kept" in output and f"3 {verb} 64 tokens" in output
+
+
+# Models
+
+
+def test_tokenizer_without_chat_template(refuses: Refuses, tmp_path: Path):
+    model = write_model(tmp_path / "model", chat_template=None)
+    message = refuses(model=model)
+    assert f"The tokenizer of {model} has no chat template" in message and "chat_template.jinja" in message
+
+
+def test_model_folder_without_weights(refuses: Refuses, tmp_path: Path):
+    model = write_model(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    message = refuses(model=model)
+    assert f"model.path: {model}: found a config.json but no weights (*.safetensors)" in message
+
+
+def test_weights_that_were_copied_in_part(refuses: Refuses, tmp_path: Path):
+    model = write_model(tmp_path / "model")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    message = refuses(model=model)
+    assert f"model.path: {model}: no causal language model can be loaded: " in message and "incomplete" in message
+
+
+def test_model_folder_without_configuration(refuses: Refuses, tmp_path: Path):
+    model = write_model(tmp_path / "model")
+    (model / "config.json").unlink()
+    assert f"model.path: {model}: no config.json there" in refuses(model=model)
+
+
+def test_missing_model_folder(refuses: Refuses, tmp_path: Path):
+    assert f"model.path: {tmp_path}/model: no such folder" in refuses(model=tmp_path / "model")
+
+
+# The output folder
+
+
+def test_folder_of_another_run(refuses: Refuses, tmp_path: Path):
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "recipe.yaml").write_text("method: {}\n")
+    message = refuses()
+    assert f"run.output_dir: {tmp_path}/output: holds another run" in message and "Set run.output_dir" in message
+    assert (tmp_path / "output" / "recipe.yaml").read_text() == "method: {}\n"
+
+
+def test_output_folder_that_is_a_file(refuses: Refuses, tmp_path: Path):
+    (tmp_path / "output").write_text("notes")
+    assert f"run.output_dir: {tmp_path}/output: is not an empty folder" in refuses()
+    assert (tmp_path / "output").read_text() == "notes"
+
+
+# A run that goes wrong
+
+
+def test_finite_difference_below_the_resolution_of_bf16_warns(setup: TinySetup, tmp_path: Path):
+    changes = ["utility.estimator=finite_difference", "utility.epsilon=1e-5"]
+    overrides = " ".join(setup.overrides(tmp_path / "output", *changes, precision="bf16"))
+    done = run_command(f"python -m vcore_ds.cli train {FULL} {overrides}")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("warning: utility.epsilon 1e-05 is below the resolution of bf16") == 1
+    assert "Use utility.estimator=jvp" in done.stdout
+    changed = float(re.search(r"changed ([\d.]+)% of the trainable parameters", done.stdout)[1])
+    ratio = float(re.search(r"made is ([\d.]+) times its rounding noise", done.stdout)[1])
+    first, second = read_metrics(tmp_path / "output")
+    assert FINITE_DIFFERENCE <= first.keys() and first["epsilon"] == 1e-5
+    assert changed == pytest.approx(100 * first["changed_fraction"], abs=0.06) and changed < 5
+    assert ratio == pytest.approx(first["signal_to_noise"], abs=0.006) and ratio < 3
+    assert second["signal_to_noise"] is None  # measured once
+    assert (tmp_path / "output" / "model" / "model.safetensors").is_file()
+
+
+def test_non_finite_loss_ends_the_run(setup: TinySetup, tmp_path: Path):
+    """A character that only one sequence holds, whose embedding is NaN; the sequence comes in the second step."""
+    main_order, probe_stream = MainOrder(12, 4, 42), ProbeStream(12, 2, 42)
+    probed = {i for k in range(2) for i in probe_stream.step(k)}
+    bad = next(i for i in main_order.step(1) if i not in probed)
+    pairs = sums(range(12))
+    pairs[bad] = (pairs[bad][0] + " Z", pairs[bad][1])
+    train = write_conversations(tmp_path / "train.jsonl", pairs)
+    model = model_with_nan(tmp_path / "model", "Z")
+
+    overrides = setup.overrides(tmp_path / "output", f"data.train_path={train}", model=model)
+    launcher = f"deepspeed --num_accelerators 2 --master_port {free_port()}"
+    done = run_command(f"{launcher} launch_scripts/train_32b.sh {' '.join(overrides)}")
+    assert done.returncode == 1, done.stdout
+    (rank,) = set(re.findall(rf"step 2: the loss is not finite; rank (\d): sequence ids \[{bad}\]\.", done.stdout))
+    assert rank in "01" and "The parameters were not updated." in done.stdout
+    assert [line["step"] for line in read_metrics(tmp_path / "output")] == [1]
+    assert not (tmp_path / "output" / "model").exists()
+
+
+def model_with_nan(folder: Path, character: str) -> Path:
+    write_model(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][make_tokenizer().convert_tokens_to_ids(character)] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_non_finite_losses_and_gradients_leave_the_parameters_alone():
+    for found in run_ranks(non_finite_steps, 2):
+        for case, (message, as_expected) in found.items():
+            assert as_expected, case
+            if case != "good data afterwards":
+                expected = MESSAGES[case] + r"\. The parameters were not updated\."
+                assert re.fullmatch(expected, message), (case, message)
+
+
+BAD_TOKEN = tiny.VOCABULARY - 1
+ALL = r"rank 0: sequence ids \[0, 2\]; rank 1: sequence ids \[1, 3\]"
+MESSAGES = {
+    "loss": r"the loss is not finite; rank 1: sequence ids \[3\]",
+    "losses on both ranks": r"the loss is not finite; rank 0: sequence ids \[2\]; rank 1: sequence ids \[1, 3\]",
+    "probe": rf"the loss of the probe batch is not finite; it is summed over {ALL}",
+    "gradient": rf"the gradient is not finite; it is summed over {ALL}",
+    "probe gradient": rf"the gradient of the probe batch is not finite; it is summed over {ALL}",
+}
+
+
+def non_finite_steps() -> dict[str, tuple[str, bool]]:
+    """On one rank: the message of each case, and whether parameters and optimizer are byte for byte what they were.
+
+    (Of the good data afterwards: whether the same engine goes on learning.)
+    """
+    vcore, sft = step_runs.recipe(), step_runs.recipe(method={"name": "sft"})
+    found = {}
+
+    model = tiny.token_loss_model()
+    with torch.no_grad():
+        model.causal_lm.model.embed_tokens.weight[BAD_TOKEN] = float("nan")
+    engine = step_runs.make_engine(model, vcore)
+    direction = Direction(engine)
+    good = step_runs.deal(with_bad_token([]), 1)
+    train_step(engine, vcore, StepBatches(good, good), direction, learning_rate=1e-3)  # Adam has moments by now
+    cases = {
+        "loss": StepBatches(step_runs.deal(with_bad_token([3]), 1), good),
+        "losses on both ranks": StepBatches(step_runs.deal(with_bad_token([1, 2, 3]), 2), good),
+        "probe": StepBatches(good, step_runs.deal(with_bad_token([3]), 1)),
+    }
+    for case, batches in cases.items():
+        found[case] = attempt(engine, vcore, batches, direction)
+    before = state_bytes(engine)
+    metrics = train_step(engine, vcore, StepBatches(good, good), direction, learning_rate=1e-3)
+    moved = state_bytes(engine) != before
+    found["good data afterwards"] = ("", moved and math.isfinite(metrics.values["grad_norm"]))
+    engine.close()
+
+    model = tiny.token_loss_model()
+    with torch.no_grad():
+        # Losses of 1e36 fit into fp32; their gradients, divided by the size of the embeddings, do not.
+        model.causal_lm.lm_head.weight.mul_(1e37)
+        model.causal_lm.model.embed_tokens.weight.mul_(0.01)
+    engine = step_runs.make_engine(model, sft)
+    batches = step_runs.deal(tiny.rows(4), 1)
+    found["gradient"] = attempt(engine, sft, StepBatches(batches, []), None)
+    found["probe gradient"] = attempt(engine, vcore, StepBatches(batches, batches), Direction(engine))
+    engine.close()
+    return found
+
+
+def attempt(engine: Engine, recipe: Recipe, batches: StepBatches, direction: Direction | None) -> tuple[str, bool]:
+    before = state_bytes(engine)
+    try:
+        train_step(engine, recipe, batches, direction, learning_rate=1e-3)
+    except (NonFiniteLoss, NonFiniteGradient) as error:
+        return describe_fault(error, batches), state_bytes(engine) == before
+    return "no error", False
+
+
+def state_bytes(engine: Engine) -> bytes:
+    """This rank's shards of parameters, masters, and whatever the optimizer keeps by now."""
+    tensors = [parameter.ds_tensor for parameter in engine.module.parameters()]
+    tensors += [engine.local_master(parameter) for _, parameter in engine.trainable]
+    for state in engine.optimizer.optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+
+
+def with_bad_token(rows: list[int]) -> Batch:
+    """Four sequences; those of `rows` hold the token in their prompt."""
+    batch = tiny.rows(4)
+    batch.input_ids[batch.input_ids == BAD_TOKEN] = 0
+    batch.labels[batch.labels == BAD_TOKEN] = 0
+    batch.input_ids[rows, 1] = BAD_TOKEN
+    return batch

@@ -1,0 +1,54 @@
+"""The quickstart as it is typed: real model, real traces, two ranks where there are no GPUs; two small steps of it."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.commands import ALWAYS, has_control_characters, read_metrics, run_command
+
+pytestmark = pytest.mark.e2e
+
+
+def test_quickstart(tmp_path: Path):
+    folder = tmp_path / "quickstart"
+    steps = "schedule.num_epochs=null schedule.num_steps=2"
+    # Short traces only, of training and held-out problems alike, and few of them in a step: the default takes minutes.
+    sizes = "data.cutoff_length=200 batch.global_size=4 batch.micro_batch_size_per_rank=2 probe.batch_size=2"
+    line = f"bash launch_scripts/quickstart.sh {steps} {sizes} run.output_dir={folder}"
+    done = run_command(line, timeout_seconds=400)
+    assert done.returncode == 0, done.stdout
+    output = done.stdout
+    assert "Traceback" not in output and not has_control_characters(output), ascii(output)
+
+    before, after = map(float, re.search(r"held-out loss: ([\d.]+) before, ([\d.]+) after", output).groups())
+    assert 0 < after < before < 3
+    most, least = re.search(r"  most weighted(.*)  least weighted(.*?)\n\n", output, re.DOTALL).groups()
+    weights = [[float(line.split()[0]) for line in part.strip().splitlines()[1:]] for part in (most, least)]
+    assert len(weights[0]) == len(weights[1]) == 5
+    assert weights[0] == sorted(weights[0], reverse=True) and weights[1] == sorted(weights[1])
+    assert weights[0][-1] > 1 > weights[1][-1]  # of the uniform weight
+
+    assert f"{folder / 'adapter'} (Hugging Face format)" in output
+    assert "bash launch_scripts/quickstart.sh schedule.num_epochs=" in output  # how to go on
+
+    first, second = read_metrics(folder)
+    assert set(first) == set(second) == ALWAYS and first["sequences"] == 4
+    assert first["kl"] == pytest.approx(0.05, rel=0.01)
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["world_size"] == 2 or torch.cuda.is_available()
+
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    base_path = config["base_model_name_or_path"]
+    assert os.path.isdir(base_path)
+    base = AutoModelForCausalLM.from_pretrained(base_path, dtype=torch.bfloat16)
+    tokens = AutoTokenizer.from_pretrained(folder / "adapter")("two and two is four", return_tensors="pt")
+    with torch.no_grad():
+        logits_of_base = base(**tokens).logits
+        logits = PeftModel.from_pretrained(base, folder / "adapter")(**tokens).logits
+    assert logits.isfinite().all() and not torch.equal(logits, logits_of_base)
