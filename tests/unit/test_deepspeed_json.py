@@ -42,6 +42,7 @@ def test_merge(tmp_path: Path) -> None:
         "bf16": {"enabled": True},
         "fp16": {"enabled": False},
         "gradient_clipping": 0.5,
+        "zero_allow_untested_optimizer": True,
     }
     unclipped = {"learning_rate": 0.1, "gradient_clipping": None}
     fp32 = merged(tmp_path, DEEPSPEED, model={"path": "m", "precision": "fp32"}, optimizer=unclipped)
