@@ -46,6 +46,8 @@ class Run:
 
 
 def train(command: str, overrides: list[str], folder: Path, *, terminal: bool = False) -> Run:
+    if command.startswith("deepspeed "):
+        wait_for_port(DEEPSPEED_PORT)
     done = run_command(f"{command} {' '.join(overrides)}", terminal=terminal)
     assert done.returncode == 0, done.stdout
     assert "Traceback" not in done.stdout
@@ -125,7 +127,6 @@ def test_deepspeed_on_two_ranks_with_finite_differences_and_lora(setup: TinySetu
 def test_deepspeed_alone_with_sft(setup: TinySetup, tmp_path: Path):
     folder = tmp_path / "run"
     overrides = setup.overrides(folder, "method.name=sft", "method.kl_budget=null", "run.validate_every=1")
-    wait_for_port(DEEPSPEED_PORT)
     run = train("deepspeed launch_scripts/train_32b.sh", overrides, folder)
     check_folder(run, load_recipe_of(run), some={"validation_loss"})
     first, second = read_metrics(folder)
