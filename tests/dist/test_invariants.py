@@ -9,6 +9,7 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.engine import Direction, distributed, jvp_utilities, perturbed, probe_direction
+from vcore_ds.run import build_engine
 from vcore_ds.step import StepBatches, train_step
 
 pytestmark = pytest.mark.dist
@@ -36,9 +37,17 @@ def a_step(engine, recipe, direction, seed: int = 7, learning_rate: float = 1e-3
     return train_step(engine, recipe, batches, direction, learning_rate=learning_rate, **kwargs)
 
 
-def check_perturbation(bf16: bool, lora: bool) -> dict[str, object]:
-    recipe = step_runs.recipe(model={"path": "none", "precision": "bf16" if bf16 else "fp32"})
-    engine = step_runs.make_engine(tiny.token_loss_model(lora=lora), recipe, persistence_threshold=500)
+def make_engine(folder: str | None, bf16: bool, lora: bool):
+    """From memory, or loaded from `folder` straight into shards as a run does (adapters then stay in fp32)."""
+    model = {"path": folder or "none", "precision": "bf16" if bf16 else "fp32"}
+    recipe = step_runs.recipe(model=model, lora={"rank": 4, "alpha": 8} if lora else None)
+    if folder is not None:
+        return recipe, build_engine(recipe, tiny.deepspeed_config(bf16=bf16, persistence_threshold=500))
+    return recipe, step_runs.make_engine(tiny.token_loss_model(lora=lora), recipe, persistence_threshold=500)
+
+
+def check_perturbation(folder: str | None, bf16: bool, lora: bool) -> dict[str, object]:
+    recipe, engine = make_engine(folder, bf16, lora)
     direction = Direction(engine)
     a_step(engine, recipe, direction)  # masters that are no longer values of the parameter dtype
     batch = step_runs.deal(tiny.rows(4), 2)[0]
@@ -92,9 +101,8 @@ def check_probe_leaves_the_engine_alone() -> dict[str, bool]:
     return results
 
 
-def check_lora_base() -> dict[str, bool]:
-    recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"})
-    engine = step_runs.make_engine(tiny.token_loss_model(lora=True), recipe)
+def check_lora_base(folder: str | None) -> dict[str, bool]:
+    recipe, engine = make_engine(folder, bf16=True, lora=True)
     trained = {id(p) for _, p in engine.trainable}
 
     def split() -> tuple[list[bytes], list[bytes]]:
@@ -155,28 +163,34 @@ def check_persistent_bytes(bf16: bool) -> dict[str, int]:
     return result
 
 
-def check_everything() -> dict[str, object]:
+def check_everything(folder: str) -> dict[str, object]:
     return {
         "perturbation": {
-            (bf16, lora): check_perturbation(bf16, lora) for bf16 in (False, True) for lora in (False, True)
+            (source is not None, bf16, lora): check_perturbation(source, bf16, lora)
+            for source in (None, folder)
+            for bf16 in (False, True)
+            for lora in (False, True)
         },
         "probe": check_probe_leaves_the_engine_alone(),
-        "lora": check_lora_base(),
+        "lora": {source is not None: check_lora_base(source) for source in (None, folder)},
         "zero_temperature": check_zero_temperature_is_sft(),
         "bytes": {bf16: check_persistent_bytes(bf16) for bf16 in (False, True)},
     }
 
 
 @pytest.fixture(scope="module")
-def checks() -> list[dict]:
-    return run_ranks(check_everything, 2, timeout_seconds=400)
+def checks(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.qwen3().save_pretrained(folder)
+    return run_ranks(check_everything, 2, str(folder), timeout_seconds=400)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_a_perturbation_is_taken_back_bit_for_bit(checks, bf16, lora):
+@pytest.mark.parametrize("loaded", [False, True], ids=["in memory", "loaded"])
+def test_a_perturbation_is_taken_back_bit_for_bit(checks, loaded, bf16, lora):
     for of_rank in checks:
-        found = of_rank["perturbation"][bf16, lora]
+        found = of_rank["perturbation"][loaded, bf16, lora]
         assert found["was_moved"] and found["raised"]
         assert found["restored"] and found["same_losses"]
         assert 0.2 < found["changed_fraction"] <= 1.0
@@ -189,7 +203,8 @@ def test_a_probe_touches_neither_optimizer_nor_counters_nor_the_next_gradient(ch
 
 def test_base_weights_are_the_same_bytes_after_a_lora_run(checks):
     for of_rank in checks:
-        assert of_rank["lora"] == dict(base_same=True, adapters_moved=True)
+        for loaded in (False, True):
+            assert of_rank["lora"][loaded] == dict(base_same=True, adapters_moved=True)
 
 
 def test_zero_temperature_without_alpha_is_sft_bit_for_bit(checks):
