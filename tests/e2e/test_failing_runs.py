@@ -1,0 +1,154 @@
+"""Runs that start and go wrong: utilities that are noise, losses and gradients that are no numbers."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.commands import FINITE_DIFFERENCE, free_port, read_metrics, run_command
+from tests.e2e.conftest import TinySetup, make_tokenizer, sums, write_conversations, write_model
+from tests.helpers import step_runs, tiny
+from tests.helpers.ranks import run_ranks
+from vcore_ds.config import Recipe
+from vcore_ds.data import Batch, MainOrder, ProbeStream
+from vcore_ds.engine import Direction, Engine, NonFiniteGradient
+from vcore_ds.run import describe_fault
+from vcore_ds.step import NonFiniteLoss, StepBatches, train_step
+
+pytestmark = pytest.mark.e2e
+
+
+def test_finite_difference_below_the_resolution_of_bf16_warns(setup: TinySetup, tmp_path: Path):
+    changes = ["utility.estimator=finite_difference", "utility.epsilon=1e-5"]
+    overrides = " ".join(setup.overrides(tmp_path / "output", *changes, precision="bf16"))
+    done = run_command(f"python -m vcore_ds.cli train launch_scripts/recipes/qwen3_32b_full.yaml {overrides}")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("warning: utility.epsilon 1e-05 is below the resolution of bf16") == 1
+    assert "Use utility.estimator=jvp" in done.stdout
+    changed = float(re.search(r"changed ([\d.]+)% of the trainable parameters", done.stdout)[1])
+    ratio = float(re.search(r"made is ([\d.]+) times its rounding noise", done.stdout)[1])
+    first, second = read_metrics(tmp_path / "output")
+    assert FINITE_DIFFERENCE <= first.keys() and first["epsilon"] == 1e-5
+    assert changed == pytest.approx(100 * first["changed_fraction"], abs=0.06) and changed < 5
+    assert ratio == pytest.approx(first["signal_to_noise"], abs=0.006) and ratio < 3
+    assert second["signal_to_noise"] is None  # measured once
+    assert (tmp_path / "output" / "model" / "model.safetensors").is_file()
+
+
+def test_non_finite_loss_ends_the_run(setup: TinySetup, tmp_path: Path):
+    """A character that only one sequence holds, whose embedding is NaN; the sequence comes in the second step."""
+    main_order, probe_stream = MainOrder(12, 4, 42), ProbeStream(12, 2, 42)
+    probed = {i for k in range(2) for i in probe_stream.step(k)}
+    bad = next(i for i in main_order.step(1) if i not in probed)
+    pairs = sums(range(12))
+    pairs[bad] = (pairs[bad][0] + " Z", pairs[bad][1])
+    train = write_conversations(tmp_path / "train.jsonl", pairs)
+    model = model_with_nan(tmp_path / "model", "Z")
+
+    overrides = setup.overrides(tmp_path / "output", f"data.train_path={train}", model=model)
+    launcher = f"deepspeed --num_accelerators 2 --master_port {free_port()}"
+    done = run_command(f"{launcher} launch_scripts/train_32b.sh {' '.join(overrides)}")
+    assert done.returncode == 1, done.stdout
+    (rank,) = set(re.findall(rf"step 2: the loss is not finite; rank (\d): sequence ids \[{bad}\]\.", done.stdout))
+    assert rank in "01" and "The parameters were not updated." in done.stdout
+    assert [line["step"] for line in read_metrics(tmp_path / "output")] == [1]
+    assert not (tmp_path / "output" / "model").exists()
+
+
+def model_with_nan(folder: Path, character: str) -> Path:
+    write_model(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][make_tokenizer().convert_tokens_to_ids(character)] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_non_finite_losses_and_gradients_leave_the_parameters_alone():
+    for found in run_ranks(non_finite_steps, 2):
+        for case, (message, as_expected) in found.items():
+            assert as_expected, case
+            if case != "good data afterwards":
+                expected = MESSAGES[case] + r"\. The parameters were not updated\."
+                assert re.fullmatch(expected, message), (case, message)
+
+
+BAD_TOKEN = tiny.VOCABULARY - 1
+ALL = r"rank 0: sequence ids \[0, 2\]; rank 1: sequence ids \[1, 3\]"
+MESSAGES = {
+    "loss": r"the loss is not finite; rank 1: sequence ids \[3\]",
+    "losses on both ranks": r"the loss is not finite; rank 0: sequence ids \[2\]; rank 1: sequence ids \[1, 3\]",
+    "probe": rf"the loss of the probe batch is not finite; it is summed over {ALL}",
+    "gradient": rf"the gradient is not finite; it is summed over {ALL}",
+    "probe gradient": rf"the gradient of the probe batch is not finite; it is summed over {ALL}",
+}
+
+
+def non_finite_steps() -> dict[str, tuple[str, bool]]:
+    """On one rank: the message of each case, and whether parameters and optimizer are byte for byte what they were.
+
+    (Of the good data afterwards: whether the same engine goes on learning.)
+    """
+    vcore, sft = step_runs.recipe(), step_runs.recipe(method={"name": "sft"})
+    found = {}
+
+    model = tiny.token_loss_model()
+    with torch.no_grad():
+        model.causal_lm.model.embed_tokens.weight[BAD_TOKEN] = float("nan")
+    engine = step_runs.make_engine(model, vcore)
+    direction = Direction(engine)
+    good = step_runs.deal(with_bad_token([]), 1)
+    train_step(engine, vcore, StepBatches(good, good), direction, learning_rate=1e-3)  # Adam has moments by now
+    cases = {
+        "loss": StepBatches(step_runs.deal(with_bad_token([3]), 1), good),
+        "losses on both ranks": StepBatches(step_runs.deal(with_bad_token([1, 2, 3]), 2), good),
+        "probe": StepBatches(good, step_runs.deal(with_bad_token([3]), 1)),
+    }
+    for case, batches in cases.items():
+        found[case] = attempt(engine, vcore, batches, direction)
+    before = state_bytes(engine)
+    metrics = train_step(engine, vcore, StepBatches(good, good), direction, learning_rate=1e-3)
+    moved = state_bytes(engine) != before
+    found["good data afterwards"] = ("", moved and math.isfinite(metrics.values["grad_norm"]))
+    engine.close()
+
+    model = tiny.token_loss_model()
+    with torch.no_grad():
+        # Losses of 1e36 fit into fp32; their gradients, divided by the size of the embeddings, do not.
+        model.causal_lm.lm_head.weight.mul_(1e37)
+        model.causal_lm.model.embed_tokens.weight.mul_(0.01)
+    engine = step_runs.make_engine(model, sft)
+    batches = step_runs.deal(tiny.rows(4), 1)
+    found["gradient"] = attempt(engine, sft, StepBatches(batches, []), None)
+    found["probe gradient"] = attempt(engine, vcore, StepBatches(batches, batches), Direction(engine))
+    engine.close()
+    return found
+
+
+def attempt(engine: Engine, recipe: Recipe, batches: StepBatches, direction: Direction | None) -> tuple[str, bool]:
+    before = state_bytes(engine)
+    try:
+        train_step(engine, recipe, batches, direction, learning_rate=1e-3)
+    except (NonFiniteLoss, NonFiniteGradient) as error:
+        return describe_fault(error, batches), state_bytes(engine) == before
+    return "no error", False
+
+
+def state_bytes(engine: Engine) -> bytes:
+    """This rank's shards of parameters, masters, and whatever the optimizer keeps by now."""
+    tensors = [parameter.ds_tensor for parameter in engine.module.parameters()]
+    tensors += [engine.local_master(parameter) for _, parameter in engine.trainable]
+    for state in engine.optimizer.optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+
+
+def with_bad_token(rows: list[int]) -> Batch:
+    """Four sequences; those of `rows` hold the token in their prompt."""
+    batch = tiny.rows(4)
+    batch.input_ids[batch.input_ids == BAD_TOKEN] = 0
+    batch.labels[batch.labels == BAD_TOKEN] = 0
+    batch.input_ids[rows, 1] = BAD_TOKEN
+    return batch
