@@ -54,7 +54,7 @@ def _free_folder(folder: Path) -> Path:
 def _say_how_to_go_on() -> None:
     if distributed.rank() == 0:
         print(
-            f"\nTrain longer:   bash {SCRIPT} schedule.num_epochs=3\n"
+            f"\nTrain longer:   bash {SCRIPT} schedule.num_steps=100\n"
             f"Compare to SFT: bash {SCRIPT} method.name=sft method.kl_budget=null\n"
             f'Your own data:  bash {SCRIPT} data.train_path=FILE.jsonl  (lines of {{"messages": [...]}})',
             flush=True,

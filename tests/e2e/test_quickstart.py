@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 
 def test_quickstart(tmp_path: Path):
     folder = tmp_path / "quickstart"
-    steps = "schedule.num_epochs=null schedule.num_steps=2"
+    steps = "schedule.num_steps=2"
     # Short traces only, of training and held-out problems alike, and few of them in a step: the default takes minutes.
     sizes = "data.cutoff_length=200 batch.global_size=4 batch.micro_batch_size_per_rank=2 probe.batch_size=2"
     line = f"bash launch_scripts/quickstart.sh {steps} {sizes} run.output_dir={folder}"
@@ -35,7 +35,7 @@ def test_quickstart(tmp_path: Path):
     assert weights[0][-1] > 1 > weights[1][-1]  # of the uniform weight
 
     assert f"{folder / 'adapter'} (Hugging Face format)" in output
-    assert "bash launch_scripts/quickstart.sh schedule.num_epochs=" in output  # how to go on
+    assert "bash launch_scripts/quickstart.sh schedule.num_steps=" in output  # how to go on
 
     first, second = read_metrics(folder)
     assert set(first) == set(second) == ALWAYS and first["sequences"] == 4
