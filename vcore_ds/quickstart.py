@@ -1,11 +1,12 @@
 """The quickstart: a real pretrained model learns from real reasoning traces, everything prepared on the way."""
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from .cli import launch
-from .config import load_recipe
+from .config import Recipe, load_recipe
 from .engine import distributed
 from .errors import UserError
 from .quickstart_data import prepare_quickstart_data
@@ -26,11 +27,11 @@ def _prepare(overrides: Sequence[str]) -> list[str]:
     folder."""
     recipe = load_recipe(RECIPE, overrides)
     distributed.start_process_group(recipe.engine.timeout_minutes)
-    problem, found = None, {}
+    problem, found = None, fit_batch(recipe, distributed.world_size())
     if distributed.rank() == 0:
         try:
             model, training, validation = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
-            found = {"model.path": model, "data.train_path": training, "data.validation_path": validation}
+            found |= {"model.path": model, "data.train_path": training, "data.validation_path": validation}
         except UserError as error:
             problem = str(error)
         found["run.output_dir"] = _free_folder(REPOSITORY / recipe.run.output_dir)
@@ -40,6 +41,14 @@ def _prepare(overrides: Sequence[str]) -> list[str]:
         raise UserError(problem)
     chosen = {override.partition("=")[0] for override in overrides}  # what the user chose is checked, not changed
     return [f"{key}={value}" for key, value in found.items() if key not in chosen]
+
+
+def fit_batch(recipe: Recipe, num_ranks: int) -> dict[str, int]:
+    """The recipe's batch on any number of ranks: at least a sequence each, in micro-batches that come out even."""
+    per_rank = math.ceil(recipe.batch.global_size / num_ranks)
+    largest = min(per_rank, recipe.batch.micro_batch_size_per_rank)
+    micro = max(size for size in range(1, largest + 1) if per_rank % size == 0)
+    return {"batch.global_size": per_rank * num_ranks, "batch.micro_batch_size_per_rank": micro}
 
 
 def _free_folder(folder: Path) -> Path:

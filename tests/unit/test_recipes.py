@@ -8,6 +8,8 @@ import pytest
 import yaml
 
 from vcore_ds.config import Recipe, RecipeError, deepspeed_config, dump_recipe, load_recipe, plan_batch
+from vcore_ds.quickstart import RECIPE as QUICKSTART
+from vcore_ds.quickstart import fit_batch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = sorted((REPOSITORY / "launch_scripts" / "recipes").glob("*.yaml"))
@@ -55,10 +57,14 @@ def test_the_32b_recipes_run_on_every_number_of_ranks() -> None:
                 plan_batch(load_recipe(path), num_ranks)
 
 
-def test_the_quickstart_runs_on_one_two_and_four_ranks() -> None:
-    recipe = load_recipe(REPOSITORY / "launch_scripts" / "recipes" / "quickstart.yaml")
-    for num_ranks in (1, 2, 4):
-        plan_batch(recipe, num_ranks)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, 16])
+def test_the_quickstart_fits_any_number_of_ranks(num_ranks: int) -> None:
+    recipe = load_recipe(QUICKSTART)
+    batch = fit_batch(recipe, num_ranks)
+    plan = plan_batch(load_recipe(QUICKSTART, [f"{key}={value}" for key, value in batch.items()]), num_ranks)
+    assert plan.global_batch_size >= recipe.batch.global_size
+    if num_ranks in (1, 2):
+        assert batch == {"batch.global_size": 8, "batch.micro_batch_size_per_rank": 4}
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
