@@ -1,5 +1,6 @@
 """Low-rank adapters (peft) on a causal language model."""
 
+import warnings
 from collections.abc import Sequence
 
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -23,7 +24,10 @@ def add_lora(
         r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM", bias="none"
     )
     try:
-        adapted = get_peft_model(model, config)
+        with warnings.catch_warnings():
+            # peft asks transformers for gradient checkpointing by the name it had before 5.23.
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            adapted = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"lora.target_modules: {target_modules!r}: {error}") from None
     # The first layer's input comes out of a frozen embedding. Unless it requires a gradient, an activation checkpoint
