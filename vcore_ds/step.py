@@ -77,7 +77,8 @@ def train_step(
     # Lines 2-3: draw B', take the descent direction under uniform weights. Line 4: utilities of every token of B.
     utilities = None
     probe_loss = probe_gradient_norm = None
-    if recipe.method.name == "vcore" and direction is not None:
+    if recipe.method.name == "vcore":
+        assert direction is not None, "vcore needs a place for its probe direction"
         with watch.part("probe"):
             probe_loss, probe_gradient_norm = probe_direction(
                 engine,

@@ -51,11 +51,6 @@ def share_cores_among_ranks() -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local_ranks))
 
 
-def stop_process_group() -> None:
-    if dist.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -79,13 +74,6 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     total = torch.tensor(values, dtype=torch.float64, device=device())
     torch.distributed.all_reduce(total)
     return total.tolist()
-
-
-def max_over_ranks(values: list[float]) -> list[float]:
-    """Element-wise maximum over all ranks, in fp64. A collective."""
-    highest = torch.tensor(values, dtype=torch.float64, device=device())
-    torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX)
-    return highest.tolist()
 
 
 def gather_objects(value: Any) -> list[Any]:
