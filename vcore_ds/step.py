@@ -18,6 +18,7 @@ from .engine import (
     Engine,
     FiniteDifferenceUtilities,
     JvpUtilities,
+    count_globally,
     distributed,
     finite_difference_utilities,
     jvp_utilities,
@@ -25,7 +26,6 @@ from .engine import (
 )
 from .method import (
     GibbsWeights,
-    GlobalCounts,
     gibbs_weights,
     gibbs_weights_for_budget,
     loss_ratio_alpha,
@@ -133,13 +133,6 @@ def train_step(
         finite_difference=utilities if isinstance(utilities, FiniteDifferenceUtilities) else None,
         example=example,
     )
-
-
-def count_globally(batches: Sequence[Batch]) -> GlobalCounts:
-    """Sequences and supervised tokens of the step over all ranks, before any backward. A collective."""
-    num_tokens = torch.cat([batch.num_supervised_tokens() for batch in batches])
-    sequences, tokens = distributed.sum_over_ranks([float((num_tokens > 0).sum()), float(num_tokens.sum())])
-    return GlobalCounts(num_sequences_global=int(sequences), num_supervised_tokens_global=int(tokens))
 
 
 def estimate_utilities(

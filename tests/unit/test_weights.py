@@ -260,3 +260,11 @@ def test_sequences_do_not_see_each_other(drawn, budget: float) -> None:
         alone = gibbs_weights_for_budget(utilities[mine], torch.zeros_like(index[mine]), 1, budget)
         torch.testing.assert_close(together.weights[mine], alone.weights, rtol=0, atol=1e-5)
         assert bool(together.saturated[sequence]) == bool(alone.saturated)
+
+
+@pytest.mark.parametrize("gap", [1e-9, 1e-13, 1e-15])
+def test_a_budget_that_needs_to_tell_near_ties_apart_is_met(gap: float) -> None:
+    """Found by the property test: a temperature of 1e12 in units of the spread was not always enough."""
+    utilities = torch.tensor([1.0, 1.0 - gap, 0.3, 0.0], dtype=torch.float64)
+    found = gibbs_weights_for_budget(utilities, torch.zeros(4, dtype=torch.long), 1, 1.2)
+    assert float(found.kl[0]) == pytest.approx(1.2, abs=KL_ACCURACY) and not found.saturated[0]

@@ -1,7 +1,7 @@
 """The sharded engine: the only place that imports deepspeed and torch.distributed."""
 
 from . import distributed  # first: it prepares the process for importing deepspeed
-from .direction import Direction, probe_direction
+from .direction import Direction, count_globally, probe_direction
 from .export import save_hugging_face
 from .forward_mode import forward_mode, losses_and_utilities
 from .loading import sharded_loading
@@ -23,6 +23,7 @@ __all__ = [
     "JvpUtilities",
     "NonFiniteGradient",
     "build_optimizer",
+    "count_globally",
     "distributed",
     "finite_difference_utilities",
     "forward_mode",

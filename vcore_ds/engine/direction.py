@@ -85,6 +85,13 @@ def _gather_groups(engine: Engine) -> list[tuple[nn.Module, list[nn.Parameter]]]
     return groups
 
 
+def count_globally(batches: Sequence[Batch]) -> GlobalCounts:
+    """Sequences and supervised tokens of a global batch, over all ranks, before any backward. A collective."""
+    num_tokens = torch.cat([batch.num_supervised_tokens() for batch in batches])
+    sequences, tokens = distributed.sum_over_ranks([float((num_tokens > 0).sum()), float(num_tokens.sum())])
+    return GlobalCounts(num_sequences_global=int(sequences), num_supervised_tokens_global=int(tokens))
+
+
 def probe_direction(
     engine: Engine,
     batches: Sequence[Batch],
@@ -105,11 +112,7 @@ def probe_direction(
     Returns:
         The probe loss (nats) and the norm of its gradient before clipping, both global.
     """
-    num_tokens = [batch.num_supervised_tokens() for batch in batches]
-    counted = distributed.sum_over_ranks(
-        [float(sum(int((n > 0).sum()) for n in num_tokens)), float(sum(int(n.sum()) for n in num_tokens))]
-    )
-    counts = GlobalCounts(int(counted[0]), int(counted[1]))
+    counts = count_globally(batches)
     loss_local = 0.0
     with engine.without_dropout(), engine.accumulation(len(batches)):
         for batch in batches:

@@ -95,7 +95,7 @@ def gibbs_weights_for_budget(
     high = torch.ones_like(spread)
     for _ in range(60):
         too_low = gibbs_weights(scaled, sequence_index, num_sequences, high).kl < kl_budget
-        if not bool((too_low & varies & (high < 1e12)).any()):
+        if not bool((too_low & varies & (high < 1e20)).any()):
             break
         high = torch.where(too_low, high * 4.0, high)
     saturated = varies & (gibbs_weights(scaled, sequence_index, num_sequences, high).kl < kl_budget - KL_TOLERANCE)
