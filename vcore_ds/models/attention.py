@@ -24,7 +24,8 @@ from transformers.masking_utils import flash_attention_mask
 FORWARD_MODE_ATTENTION = "vcore_forward_mode"
 """Name under which Hugging Face models find `forward_mode_attention`."""
 
-BLOCK_TOKENS = 512
+BLOCK_TOKENS = {"cpu": 128, "cuda": 512}
+"""Side of a score block. Small blocks skip more of what causality hides; on GPUs each block costs kernel launches."""
 
 
 def block_attention(
@@ -36,7 +37,7 @@ def block_attention(
     scale: float,
     key_mask: Tensor | None = None,
     sliding_window: int | None = None,
-    block_tokens: int = BLOCK_TOKENS,
+    block_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Causal attention output and its tangent.
 
@@ -47,12 +48,13 @@ def block_attention(
         scale: factor on the scores.
         key_mask: `[B, T]` bool, False where a key is padding. A query without any visible key gives 0.
         sliding_window: a query sees this many last keys, itself included; None for all.
-        block_tokens: side of a score block.
+        block_tokens: side of a score block; None takes that of the device.
 
     Returns:
         output `[B, A, T, D]` in the dtype of `query`, and its tangent, None where all tangents are None.
     """
     batch, num_heads, num_tokens, head_dim = query.shape
+    block_tokens = block_tokens or BLOCK_TOKENS[query.device.type]
     num_kv_heads = key.shape[1]
     with_tangent = any(tangent is not None for tangent in tangents)
     d_query, d_key, d_value = tangents
