@@ -30,7 +30,6 @@ from .engine import (
     save_hugging_face,
     sharded_loading,
 )
-from .errors import UserError
 from .models import TokenLossModel, add_lora, check_model_folder, load_causal_lm, load_tokenizer
 from .step import NonFiniteLoss, StepBatches, train_step
 from .track.console import Console, describe_token_weights
@@ -337,6 +336,3 @@ def describe_recipe(recipe: Recipe, num_ranks: int) -> str:
     deepspeed_config(recipe, plan)
     refuse_used_folder(Path(recipe.run.output_dir))
     return f"{dump_recipe(recipe).rstrip()}\n\nBatch: {plan.describe()}"
-
-
-__all__ = ["RunResult", "UserError", "describe_recipe", "train"]

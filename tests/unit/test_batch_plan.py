@@ -7,21 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config import BatchPlan, Recipe, RecipeError, plan_batch
-
-SMALLEST_RECIPE: dict[str, Any] = {
-    "method": {"kl_budget": 0.05},
-    "model": {"path": "some/model"},
-    "data": {"train_path": "train.jsonl"},
-    "optimizer": {"learning_rate": 0.1},
-    "schedule": {"num_steps": 3},
-    "run": {"output_dir": "out"},
-    "engine": {"deepspeed_config": "ds.json"},
-}
 
 
 def plan(ranks: int, **sections: dict[str, Any]) -> BatchPlan:
-    return plan_batch(Recipe.model_validate(SMALLEST_RECIPE | sections), ranks)
+    return plan_batch(Recipe.model_validate(smallest_recipe() | sections), ranks)
 
 
 def test_plan() -> None:

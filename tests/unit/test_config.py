@@ -10,29 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config import Recipe, RecipeError, dump_recipe, load_recipe
 from vcore_ds.config.schema import SECTIONS, Section
 from vcore_ds.config.yaml_text import dump_yaml, parse_yaml
 from vcore_ds.errors import UserError
 
 
-def values() -> dict[str, Any]:
-    """The smallest valid recipe."""
-    return {
-        "method": {"kl_budget": 0.05},
-        "model": {"path": "some/model"},
-        "data": {"train_path": "train.jsonl"},
-        "optimizer": {"learning_rate": 0.1},
-        "schedule": {"num_steps": 3},
-        "run": {"output_dir": "out"},
-        "engine": {"deepspeed_config": "ds.json"},
-    }
-
-
 def write(folder: Path, content: dict[str, Any] | str | None = None) -> Path:
     (folder / "ds.json").write_text("{}")
     path = folder / "recipe.yaml"
-    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content or values(), sort_keys=False))
+    path.write_text(
+        content if isinstance(content, str) else yaml.safe_dump(content or smallest_recipe(), sort_keys=False)
+    )
     return path
 
 
@@ -71,7 +61,7 @@ def test_integers_are_numbers_but_text_and_booleans_are_not(tmp_path: Path) -> N
 @pytest.mark.parametrize("text", ["1e-4", "1E-4", "+1e-4", "1.0e-4", "1.e-4", ".1e-3", "0.0001", "100e-6"])
 def test_scientific_notation_in_file_and_override(tmp_path: Path, text: str) -> None:
     assert load_recipe(write(tmp_path), [f"optimizer.learning_rate={text}"]).optimizer.learning_rate == 1e-4
-    content = yaml.safe_dump(values()).replace("learning_rate: 0.1", f"learning_rate: {text}")
+    content = yaml.safe_dump(smallest_recipe()).replace("learning_rate: 0.1", f"learning_rate: {text}")
     assert load_recipe(write(tmp_path, content)).optimizer.learning_rate == 1e-4
 
 
@@ -95,7 +85,7 @@ def test_every_field_is_documented() -> None:
 
 def test_a_recipe_built_in_python_keeps_the_rules() -> None:
     with pytest.raises(ValidationError, match="exactly one of method.temperature and method.kl_budget"):
-        Recipe.model_validate(values() | {"method": {}})
+        Recipe.model_validate(smallest_recipe() | {"method": {}})
 
 
 # ---------------------------------------------------------------- dump
@@ -233,14 +223,14 @@ def test_lora_problem(tmp_path: Path, override: str, words: str) -> None:
 )
 def test_missing_key_and_missing_section(tmp_path: Path, key: str) -> None:
     section, _, name = key.partition(".")
-    without_key = values()
+    without_key = smallest_recipe()
     without_key[section] = {}
     lines = yaml.safe_dump(without_key, sort_keys=False).splitlines()
     path = write(tmp_path, without_key)
     assert the_problem(path).startswith(
         f"{path}:{lines.index(f'{section}: {{}}') + 1}: {key}: found nothing; expected a value ("
     )
-    without_section = values()
+    without_section = smallest_recipe()
     del without_section[section]
     assert the_problem(write(tmp_path, without_section)).startswith(f"{path}: {key}: found nothing; expected a value (")
 
@@ -268,7 +258,7 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path) -> None:
 
 def test_unknown_key_in_the_file_carries_its_line(tmp_path: Path) -> None:
     path = write(tmp_path, "# comment\nmethod:\n  kl_budget: 0.05\n  kl_bugdet: 0.05\n" + yaml.safe_dump(
-        {name: section for name, section in values().items() if name != "method"}
+        {name: section for name, section in smallest_recipe().items() if name != "method"}
     ))  # fmt: skip
     assert the_problem(path).startswith(f"{path}:4: method.kl_bugdet: found 0.05 under an unknown name")
 
@@ -276,7 +266,7 @@ def test_unknown_key_in_the_file_carries_its_line(tmp_path: Path) -> None:
 def test_a_key_that_is_no_text(tmp_path: Path) -> None:
     path = write(tmp_path)
     assert "run.1: found 2 under an unknown name" in the_problem(path, "run={output_dir: out, 1: 2}")
-    content = yaml.safe_dump(values(), sort_keys=False) + "3: {}\n"
+    content = yaml.safe_dump(smallest_recipe(), sort_keys=False) + "3: {}\n"
     assert the_problem(write(tmp_path, content)).startswith(f"{path}:15: 3: found {{}} under an unknown name")
 
 
@@ -325,14 +315,14 @@ def test_rule(tmp_path: Path, overrides: list[str], words: str) -> None:
 
 
 def test_a_rule_broken_by_the_file_names_file_and_line(tmp_path: Path) -> None:
-    broken = values() | {"schedule": {"num_steps": 3, "num_epochs": 1.0}}
+    broken = smallest_recipe() | {"schedule": {"num_steps": 3, "num_epochs": 1.0}}
     line = yaml.safe_dump(broken, sort_keys=False).splitlines().index("  num_steps: 3") + 1
     path = write(tmp_path, broken)
     assert the_problem(path).startswith(f"{path}:{line}: schedule.num_steps: found num_steps 3 and num_epochs 1.0")
 
 
 def test_fields_and_rules_are_reported_together(tmp_path: Path) -> None:
-    broken = values()
+    broken = smallest_recipe()
     broken["model"]["precision"] = "fp16"  # a field
     broken["model"]["attention"] = "flash_attention_2"  # its rule reads precision, which is wrong: not judged
     broken["method"]["temperature"] = 1.0  # a rule in a section of its own
@@ -362,7 +352,7 @@ def test_a_rule_is_not_judged_on_a_wrong_key(tmp_path: Path) -> None:
 
 def test_duplicate_keys_and_the_other_problems_at_once(tmp_path: Path) -> None:
     path = write(
-        tmp_path, yaml.safe_dump(values(), sort_keys=False) + "lora: null\nlora: {rnk: 3}\nmodel:\n  path: b\n"
+        tmp_path, yaml.safe_dump(smallest_recipe(), sort_keys=False) + "lora: null\nlora: {rnk: 3}\nmodel:\n  path: b\n"
     )
     found = problems(path)
     assert f"{path}:16: lora: found a second time (first in line 15); expected once" in found
@@ -371,7 +361,7 @@ def test_duplicate_keys_and_the_other_problems_at_once(tmp_path: Path) -> None:
 
 
 def test_duplicate_key_in_a_section(tmp_path: Path) -> None:
-    content = yaml.safe_dump(values(), sort_keys=False).replace(
+    content = yaml.safe_dump(smallest_recipe(), sort_keys=False).replace(
         "  kl_budget: 0.05", "  kl_budget: 0.05\n  kl_budget: 1"
     )
     path = write(tmp_path, content)
@@ -421,11 +411,11 @@ def test_a_recipe_error_is_the_users(tmp_path: Path) -> None:
 
 
 def test_overrides_apply_in_order_and_open_sections(tmp_path: Path) -> None:
-    path = write(tmp_path, values() | {"lora": None})
+    path = write(tmp_path, smallest_recipe() | {"lora": None})
     recipe = load_recipe(path, ["run.seed=1", "lora.rank=16", "lora.alpha=32", "run.seed=2"])
     assert recipe.lora is not None and (recipe.lora.rank, recipe.lora.alpha, recipe.run.seed) == (16, 32.0, 2)
     assert load_recipe(path, ["lora={rank: 4, alpha: 8}", "lora.rank=2"]).lora.rank == 2  # type: ignore[union-attr]
-    with_lora = write(tmp_path, values() | {"lora": {"rank": 8, "alpha": 16}})
+    with_lora = write(tmp_path, smallest_recipe() | {"lora": {"rank": 8, "alpha": 16}})
     assert load_recipe(with_lora, ["lora=null"]).lora is None
 
 
@@ -464,7 +454,7 @@ def test_a_whole_section_replaces_what_was_overridden_before(tmp_path: Path) -> 
 
 
 def test_override_of_a_section_that_is_no_section(tmp_path: Path) -> None:
-    path = write(tmp_path, values() | {"run": 5})
+    path = write(tmp_path, smallest_recipe() | {"run": 5})
     assert "run: found 5; expected a section with keys output_dir" in the_problem(path, "run.seed=1")
 
 

@@ -6,19 +6,12 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config import Recipe, RecipeError, deepspeed_config, plan_batch
 
 DEEPSPEED = {
     "zero_optimization": {"stage": 3, "memory_efficient_linear": False, "reduce_bucket_size": 1000},
     "data_types": {"grad_accum_dtype": "fp32"},
-}
-SMALLEST_RECIPE: dict[str, Any] = {
-    "method": {"kl_budget": 0.05},
-    "model": {"path": "some/model"},
-    "data": {"train_path": "train.jsonl"},
-    "optimizer": {"learning_rate": 0.1},
-    "schedule": {"num_steps": 3},
-    "run": {"output_dir": "out"},
 }
 
 
@@ -26,7 +19,7 @@ def merged(folder: Path, deepspeed: Any, **sections: dict[str, Any]) -> dict[str
     """The JSON (a value, or its text) merged with a recipe of 32 sequences a step, on 2 ranks."""
     path = folder / "ds.json"
     path.write_text(deepspeed if isinstance(deepspeed, str) else json.dumps(deepspeed))
-    recipe = Recipe.model_validate(SMALLEST_RECIPE | {"engine": {"deepspeed_config": str(path)}} | sections)
+    recipe = Recipe.model_validate(smallest_recipe() | {"engine": {"deepspeed_config": str(path)}} | sections)
     return deepspeed_config(recipe, plan_batch(recipe, 2))
 
 
@@ -126,6 +119,6 @@ def test_a_file_that_is_no_deepspeed_json(tmp_path: Path, text: str, words: str)
 
 
 def test_a_deepspeed_json_that_went_away(tmp_path: Path) -> None:
-    recipe = Recipe.model_validate(SMALLEST_RECIPE | {"engine": {"deepspeed_config": str(tmp_path / "ds.json")}})
+    recipe = Recipe.model_validate(smallest_recipe() | {"engine": {"deepspeed_config": str(tmp_path / "ds.json")}})
     with pytest.raises(RecipeError, match=r"ds\.json: cannot be read: .*No such file"):
         deepspeed_config(recipe, plan_batch(recipe, 1))

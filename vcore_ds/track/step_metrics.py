@@ -53,10 +53,9 @@ class TokenWeights:
         cls, batch: Batch, losses: Tensor, utilities: Tensor | None, weights: Tensor, index: Tensor
     ) -> "TokenWeights":
         own = index == 0
-        targets = batch.labels[0, 1:]
         return cls(
             batch.sequence_ids[0],
-            targets[targets != -100],
+            batch.labels[0, 1:][batch.supervised()[0]],
             losses[own].cpu(),
             None if utilities is None else utilities[own].cpu(),
             weights[own].cpu(),
