@@ -2,25 +2,14 @@
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .config import BatchPlan, Recipe, deepspeed_config, dump_recipe, plan_batch
-from .data import (
-    Batch,
-    Dataset,
-    MainOrder,
-    ProbeStream,
-    collate,
-    idle_batch,
-    read_conversations,
-    split_batch,
-    tokenize_conversations,
-)
+from .config import Recipe, deepspeed_config, dump_recipe, plan_batch
+from .data import Dataset
 from .engine import (
     Direction,
     Engine,
@@ -30,7 +19,15 @@ from .engine import (
     save_hugging_face,
     sharded_loading,
 )
-from .models import TokenLossModel, add_lora, check_model_folder, load_causal_lm, load_tokenizer
+from .feed import Feed, build_feed, read_dataset, read_training_data
+from .models import (
+    TokenLossModel,
+    add_lora,
+    check_forward_mode,
+    check_model_folder,
+    load_causal_lm,
+    load_tokenizer,
+)
 from .step import NonFiniteLoss, StepBatches, train_step
 from .track.console import Console, describe_token_weights
 from .track.run_folder import RunFolder, refuse_used_folder
@@ -40,6 +37,10 @@ RELIABLE_SIGNAL_TO_NOISE = 3.0
 """Below this, a finite difference orders tokens by rounding as much as by utility (Spearman under about 0.9)."""
 
 
+CHECK_DIFFERENCE_EVERY = 100
+"""Optimizer steps between two measurements of a finite difference's noise (and searches for `epsilon: auto`)."""
+
+
 @dataclass(frozen=True)
 class RunResult:
     folder: Path
@@ -47,39 +48,6 @@ class RunResult:
     validation_loss_before: float | None
     validation_loss_after: float | None
     last_step: StepMetrics
-
-
-@dataclass(frozen=True)
-class Feed:
-    """From a step number to this rank's batches; the same sequences at any number of ranks."""
-
-    dataset: Dataset
-    plan: BatchPlan
-    main_order: MainOrder
-    probe_stream: ProbeStream | None
-    pad_token_id: int
-
-    def step(self, k: int) -> StepBatches:
-        """Batches of optimizer step k, from 0."""
-        main = self.batches(self.main_order.step(k), self.plan.micro_batch_size_per_rank)
-        if self.probe_stream is None:
-            return StepBatches(main, probe=[])
-        return StepBatches(main, self.batches(self.probe_stream.step(k), self.plan.probe_micro_batch_size_per_rank))
-
-    def batches(self, ids: Sequence[int], micro_batch_size: int) -> list[Batch]:
-        """This rank's micro-batches of the global batch `ids`, as many as every other rank has."""
-        sequences = self.dataset.sequences
-        split = split_batch(
-            ids,
-            [len(sequences[i]) for i in ids],
-            rank=distributed.rank(),
-            data_parallel_size=self.plan.data_parallel_size,
-            micro_batch_size=micro_batch_size,
-        )
-        return [
-            collate([sequences[i] for i in part], self.pad_token_id) if part else idle_batch(self.pad_token_id)
-            for part in split
-        ]
 
 
 def train(recipe: Recipe) -> RunResult:
@@ -92,7 +60,7 @@ def train(recipe: Recipe) -> RunResult:
     """
     folder = Path(recipe.run.output_dir)
     refuse_used_folder(folder)
-    check_model_folder(recipe.model.path)
+    check_model(recipe)
     distributed.start_process_group(recipe.engine.timeout_minutes)
     console = Console(enabled=distributed.rank() == 0)
     plan = plan_batch(recipe, distributed.world_size())
@@ -100,7 +68,7 @@ def train(recipe: Recipe) -> RunResult:
     console.say(f"Batch: {plan.describe()}")
 
     tokenizer = load_tokenizer(recipe.model.path)
-    training = read_dataset(recipe, recipe.data.train_path, tokenizer, console)
+    training = read_training_data(recipe, tokenizer, console)
     validation = None
     if recipe.data.validation_path is not None:
         validation = read_dataset(recipe, recipe.data.validation_path, tokenizer, console)
@@ -129,21 +97,11 @@ def train(recipe: Recipe) -> RunResult:
     return result
 
 
-def read_dataset(recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBase, console: Console) -> Dataset:
-    dataset = tokenize_conversations(
-        read_conversations(path), tokenizer, cutoff_length=recipe.data.cutoff_length, overlong=recipe.data.overlong
-    )
-    console.say(f"Data: {path}: {dataset.report.describe()}")
-    return dataset
-
-
-def build_feed(recipe: Recipe, plan: BatchPlan, dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Feed:
-    num_sequences, seed = len(dataset.sequences), recipe.run.seed
-    probe_stream = None
-    if recipe.method.name == "vcore":
-        probe_stream = ProbeStream(num_sequences, plan.probe_batch_size_global, seed)
-    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    return Feed(dataset, plan, MainOrder(num_sequences, plan.global_batch_size, seed), probe_stream, pad_token_id)
+def check_model(recipe: Recipe) -> None:
+    """Raises UserError where the model's folder cannot serve the recipe; cheap, no weights are read."""
+    check_model_folder(recipe.model.path)
+    if recipe.method.name == "vcore" and recipe.utility.estimator == "jvp":
+        check_forward_mode(recipe.model.path)
 
 
 def count_steps(recipe: Recipe, num_sequences: int) -> int:
@@ -214,7 +172,8 @@ def run_steps(
     metrics = None
     for k in range(num_steps):
         batches = feed.step(k)
-        first_difference = k == 0 and recipe.method.name == "vcore" and recipe.utility.estimator == "finite_difference"
+        uses_difference = recipe.method.name == "vcore" and recipe.utility.estimator == "finite_difference"
+        check_difference = uses_difference and k % CHECK_DIFFERENCE_EVERY == 0
         try:
             metrics = train_step(
                 engine,
@@ -225,11 +184,12 @@ def run_steps(
                 batches_per_utility_pass=max(
                     1, feed.plan.utility_micro_batch_size_per_rank // feed.plan.micro_batch_size_per_rank
                 ),
-                measure_noise=first_difference,
+                check_difference=check_difference,
+                seed=recipe.run.seed + k,
             )
         except (NonFiniteLoss, NonFiniteGradient) as error:
             raise type(error)(f"step {k + 1}: {describe_fault(error, batches)}") from None
-        if first_difference:
+        if check_difference:
             warn_of_noise(recipe, metrics, console)
         epoch = (k + 1) * feed.plan.global_batch_size / len(feed.dataset.sequences)
         line = {"step": k + 1, "epoch": epoch, **metrics.values}
@@ -257,16 +217,19 @@ def describe_fault(error: Exception, batches: StepBatches) -> str:
 
 def warn_of_noise(recipe: Recipe, metrics: StepMetrics, console: Console) -> None:
     """Says with the measured numbers when a finite difference divides rounding by epsilon."""
-    snr, changed = metrics.values["signal_to_noise"], metrics.values["changed_fraction"]
-    assert snr is not None and changed is not None  # measured in the first step
+    epsilon, snr, changed = (metrics.values[key] for key in ("epsilon", "signal_to_noise", "changed_fraction"))
+    assert epsilon is not None and snr is not None and changed is not None  # measured in this step
+    how_chosen = " (auto)" if recipe.utility.epsilon == "auto" else ""
     if snr < RELIABLE_SIGNAL_TO_NOISE:
+        best = "the best there is" if how_chosen else "not a good one"
         console.warn(
-            f"utility.epsilon {recipe.utility.epsilon:g} is below the resolution of {recipe.model.precision}: the "
-            f"perturbation changed {changed:.1%} of the trainable parameters, and the loss change it made is {snr:.2f} "
-            f"times its rounding noise (at least {RELIABLE_SIGNAL_TO_NOISE:g} is needed). The weights of this run are "
-            "mostly noise. "
+            f"utility.epsilon {epsilon:.3g}{how_chosen} is {best} in {recipe.model.precision}, and its utilities are "
+            f"mostly noise: the perturbation changed {changed:.1%} of the trainable parameters, and the loss change it "
+            f"made is {snr:.2f} times its error (at least {RELIABLE_SIGNAL_TO_NOISE:g} is needed). "
             "Use utility.estimator=jvp, which has no epsilon and is right in this precision."
         )
+    elif how_chosen:
+        console.say(f"epsilon {epsilon:.3g}{how_chosen}: the loss change is {snr:.1f} times its error")
 
 
 def validate(engine: Engine, feed: Feed, dataset: Dataset | None) -> float | None:
@@ -295,16 +258,16 @@ def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None)
         f"{recipe.model.precision}, ZeRO-3 over {distributed.world_size()} rank(s) on {engine.device.type}"
     ]
     if direction is None:
-        return "\n".join([*lines, f"Method: {recipe.method.name}"])
+        return "\n".join([*lines, f"Method: {recipe.method.name}, normalization {recipe.method.normalization}"])
     strength = (
         f"kl_budget {recipe.method.kl_budget:g} nats"
         if recipe.method.kl_budget is not None
         else f"temperature {recipe.method.temperature:g}"
     )
-    epsilon = f", epsilon {recipe.utility.epsilon:g}" if recipe.utility.epsilon is not None else ""
+    epsilon = f", epsilon {recipe.utility.epsilon}" if recipe.utility.epsilon is not None else ""
     lines.append(
-        f"Method: vcore, {strength}, alpha {recipe.method.alpha}, utilities by {recipe.utility.estimator}{epsilon}; "
-        f"the direction keeps {direction.persistent_bytes / 2**20:.1f} MiB a rank"
+        f"Method: vcore, {strength}, alpha {recipe.method.alpha}, utilities by {recipe.utility.estimator}{epsilon} "
+        f"along the {recipe.probe.direction} direction, which keeps {direction.persistent_bytes / 2**20:.1f} MiB a rank"
     )
     if recipe.utility.estimator == "finite_difference" and engine.has_dropout:
         lines.append(

@@ -18,23 +18,32 @@ from .engine import (
     Engine,
     FiniteDifferenceUtilities,
     JvpUtilities,
+    choose_epsilon,
     count_globally,
     distributed,
     finite_difference_utilities,
     jvp_utilities,
     probe_direction,
+    reference_log_probabilities,
 )
 from .method import (
     GibbsWeights,
+    dft_weights,
+    effective_sample_size_alpha,
     gibbs_weights,
     gibbs_weights_for_budget,
+    iw_sft_weights,
     loss_ratio_alpha,
+    random_weights,
     segment_sum,
     sequence_shares,
     token_coefficients,
     uniform_weights,
+    utility_moments,
+    utility_variances,
+    variance_alpha,
 )
-from .track.step_metrics import StepMetrics, StepSums, Stopwatch, TokenWeights
+from .track.step_metrics import MicroBatchResult, StepMetrics, StepSums, StepTotals, Stopwatch, TokenWeights
 
 
 class NonFiniteLoss(RuntimeError):
@@ -47,7 +56,7 @@ class StepBatches:
 
     main: Sequence[Batch]
     probe: Sequence[Batch]
-    """Empty for methods without a probe."""
+    """Empty where there is nothing to probe: the method has no probe, or an earlier step's direction serves again."""
 
 
 def train_step(
@@ -58,40 +67,50 @@ def train_step(
     *,
     learning_rate: float,
     batches_per_utility_pass: int = 1,
-    measure_noise: bool = False,
+    check_difference: bool = False,
+    seed: int = 0,
 ) -> StepMetrics:
     """Trains on one global batch and says what happened. A collective.
 
     Args:
         direction: where the probe gradient is kept; None for methods without one.
         batches_per_utility_pass: main micro-batches in one gradient-free forward.
-        measure_noise: with finite differences, measure their signal-to-noise ratio (two more forwards).
+        check_difference: with finite differences, measure their signal-to-noise ratio (two more forwards), and search
+            for the step again where the recipe says `epsilon: auto`.
+        seed: of what is drawn in this step (stochastic rounding); the same on all ranks.
 
     Raises:
         NonFiniteLoss, NonFiniteGradient: on all ranks alike, before anything was updated.
     """
+    method = recipe.method
     watch = Stopwatch(engine.device)
     sums = StepSums()
     counts = count_globally(batches.main)
+    kept_counts = count_globally(batches.main, kept_only=True) if method.name == "random" else counts
 
     # Lines 2-3: draw B', take the descent direction under uniform weights. Line 4: utilities of every token of B.
-    utilities = None
+    utilities = reference = None
     probe_loss = probe_gradient_norm = None
-    if recipe.method.name == "vcore":
+    if method.name == "vcore":
         assert direction is not None, "vcore needs a place for its probe direction"
-        with watch.part("probe"):
-            probe_loss, probe_gradient_norm = probe_direction(
-                engine,
-                batches.probe,
-                direction,
-                normalization=recipe.method.normalization,
-                clip=recipe.probe.clip,
-            )
-        stop_if_the_probe_is_not_finite(probe_loss, probe_gradient_norm, batches.probe)
+        if batches.probe:
+            with watch.part("probe"):
+                probe_loss, probe_gradient_norm = probe_direction(
+                    engine,
+                    batches.probe,
+                    direction,
+                    normalization=method.normalization,
+                    clip=recipe.probe.clip,
+                    optimizer=recipe.probe.direction,
+                )
+            stop_if_the_probe_is_not_finite(probe_loss, probe_gradient_norm, batches.probe)
         with watch.part("utility"):
             utilities = estimate_utilities(
-                engine, recipe, batches.main, direction, batches_per_utility_pass, measure_noise
+                engine, recipe, batches.main, direction, batches_per_utility_pass, check_difference, seed
             )
+    elif method.name == "iw_sft":
+        with watch.part("utility"):
+            reference = reference_log_probabilities(engine, batches.main, lora=recipe.lora is not None)
 
     # Line 5: weights. Line 7, first half: the gradient of the reweighted loss.
     example = None
@@ -99,24 +118,36 @@ def train_step(
         for k, batch in enumerate(batches.main):
             losses = engine.token_losses(batch)
             index = batch.sequence_index().to(losses.device)
-            s = None if utilities is None else utilities.of(k, losses.detach())
-            q = token_weights(recipe.method, s, index, batch.num_rows)
-            num_tokens = segment_sum(torch.ones_like(losses), index, batch.num_rows)
-            shares = sequence_shares(num_tokens, counts, recipe.method.normalization)
-            weighted_loss = (token_coefficients(q.weights, index, shares) * losses).sum()
-            engine.backward(weighted_loss)
-            sums.add(batch, losses.detach(), weighted_loss.detach(), s, q, index, num_tokens, shares)
+            gibbs = s = None
+            if utilities is not None:
+                s = utilities.of(k, losses.detach())
+                gibbs = vcore_weights(method, s, index, batch.num_rows)
+                q = gibbs.weights
+            else:
+                q = baseline_weights(method, batch, losses.detach(), None if reference is None else reference[k])
+            num_kept = batch.num_kept_tokens().to(losses.device)
+            shares = sequence_shares(num_kept, kept_counts, method.normalization)
+            token_losses_weighted = token_coefficients(q, index, shares) * losses
+            alpha_here = 1.0 if gibbs is None else alpha_before_backward(method, losses.detach(), s, q, index, shares)
+            loss = segment_sum(token_losses_weighted, index, batch.num_rows) * alpha_here
+            engine.backward(loss.sum())
+            sums.add(
+                batch,
+                MicroBatchResult(
+                    losses.detach(), index, s, q, gibbs, token_losses_weighted.detach().sum(), loss.detach().sum()
+                ),
+                counts,
+                method.normalization,
+            )
             if example is None and batch.sequence_ids:
-                example = TokenWeights.of_first_sequence(batch, losses.detach(), s, q.weights, index)
+                example = TokenWeights.of_first_sequence(batch, losses.detach(), s, q, index)
     totals = sums.over_ranks()
     stop_if_a_loss_is_not_finite(sums)
 
     # Line 6: alpha, known only now. The loss is linear in it, so scaling the gradient shards is exact.
-    alpha = 1.0
-    if recipe.method.name == "vcore" and recipe.method.alpha == "loss_ratio":
-        alpha = loss_ratio_alpha(totals.loss, totals.weighted_loss, recipe.method.alpha_cap)
-        if alpha != 1.0:
-            engine.scale_gradient(alpha)
+    alpha = alpha_of_the_global_batch(method, totals)
+    if alpha != 1.0:
+        engine.scale_gradient(alpha)
 
     # Line 7, second half: the update.
     with watch.part("step"):
@@ -125,9 +156,11 @@ def train_step(
         totals,
         counts,
         watch,
+        method=method.name,
         alpha=alpha,
         probe_loss=probe_loss,
         probe_grad_norm=probe_gradient_norm,
+        direction_norm=None if direction is None else direction.norm,
         grad_norm=gradient_norm,
         learning_rate=learning_rate,
         finite_difference=utilities if isinstance(utilities, FiniteDifferenceUtilities) else None,
@@ -141,26 +174,82 @@ def estimate_utilities(
     batches: Sequence[Batch],
     direction: Direction,
     batches_per_pass: int,
-    measure_noise: bool,
+    check_difference: bool,
+    seed: int,
 ) -> JvpUtilities | FiniteDifferenceUtilities:
     """`s[i,t] = <v, grad l[i,t]>` of every token, by the recipe's estimator. A collective."""
+    assert direction.norm is not None, "the first step has to probe"
     if recipe.utility.estimator == "jvp":
         return jvp_utilities(engine, direction, batches, batches_per_pass)
-    assert recipe.utility.epsilon is not None  # the recipe's rules
+    rounding_seed = seed if recipe.utility.rounding == "stochastic" else None
+    epsilon = recipe.utility.epsilon
+    if epsilon == "auto":
+        if check_difference or direction.displacement is None:
+            epsilon = choose_epsilon(engine, direction, batches, rounding_seed)
+            direction.displacement = epsilon * direction.norm
+        else:
+            epsilon = direction.displacement / direction.norm if direction.norm else 1.0
+    assert epsilon is not None  # the recipe's rules
     return finite_difference_utilities(
-        engine, direction, batches, batches_per_pass, epsilon=recipe.utility.epsilon, measure_noise=measure_noise
+        engine,
+        direction,
+        batches,
+        batches_per_pass,
+        epsilon=epsilon,
+        measure_noise=check_difference,
+        stochastic_rounding_seed=rounding_seed,
     )
 
 
-def token_weights(method: MethodConfig, utilities: Tensor | None, index: Tensor, num_rows: int) -> GibbsWeights:
-    """`q[i,t]` of the recipe's method for one micro-batch; uniform for plain fine-tuning."""
-    if utilities is None:
-        nothing = torch.zeros(num_rows, device=index.device)
-        return GibbsWeights(uniform_weights(index, num_rows), nothing, nothing, nothing.bool())
+def vcore_weights(method: MethodConfig, utilities: Tensor, index: Tensor, num_rows: int) -> GibbsWeights:
+    """`q[i,t]` of the tokens of one micro-batch."""
     if method.kl_budget is not None:
         return gibbs_weights_for_budget(utilities, index, num_rows, method.kl_budget)
     assert method.temperature is not None  # the recipe's rules
     return gibbs_weights(utilities, index, num_rows, method.temperature)
+
+
+def baseline_weights(method: MethodConfig, batch: Batch, losses: Tensor, reference: Tensor | None) -> Tensor:
+    """Weights `[N]` of the tokens of one micro-batch for the methods without utilities."""
+    index, num_rows = batch.sequence_index().to(losses.device), batch.num_rows
+    if method.name == "dft":
+        return dft_weights(losses, index, num_rows)
+    if method.name == "iw_sft":
+        assert reference is not None
+        return iw_sft_weights(losses, reference, index, num_rows)
+    if method.name == "random":
+        return random_weights(batch.kept_targets().to(losses.device), index, num_rows)
+    return uniform_weights(index, num_rows)
+
+
+def alpha_before_backward(
+    method: MethodConfig, losses: Tensor, utilities: Tensor, weights: Tensor, index: Tensor, shares: Tensor
+) -> Tensor | float:
+    """The alpha that a micro-batch knows by itself: of each sequence `[num_rows]`, or one for all; 1 where alpha
+    belongs to the global batch."""
+    num_rows = len(shares)
+    if method.alpha == "effective_sample_size":
+        return effective_sample_size_alpha(weights, index, num_rows, method.alpha_cap)
+    if method.alpha_scope == "global_batch" or method.alpha == "none":
+        return 1.0
+    if method.alpha == "variance":
+        moments = utility_moments(utilities, weights, index, num_rows)
+        return variance_alpha(*utility_variances(moments), method.alpha_cap).to(losses.dtype)
+    uniform = token_coefficients(uniform_weights(index, num_rows), index, shares)
+    weighted = token_coefficients(weights, index, shares)
+    return loss_ratio_alpha((uniform * losses).sum(), (weighted * losses).sum(), method.alpha_cap).to(losses.dtype)
+
+
+def alpha_of_the_global_batch(method: MethodConfig, totals: StepTotals) -> float:
+    """Alpha of the whole step; 1 where it was applied before the backward, and for methods without one."""
+    if method.name != "vcore" or method.alpha_scope == "micro_batch":
+        return 1.0
+    if method.alpha == "loss_ratio":
+        return float(loss_ratio_alpha(totals.loss, totals.weighted_loss, method.alpha_cap))
+    if method.alpha == "variance":
+        moments = torch.tensor(totals.utility_moments, dtype=torch.float64)
+        return float(variance_alpha(*utility_variances(moments), method.alpha_cap))
+    return 1.0
 
 
 def stop_if_the_probe_is_not_finite(loss: float, gradient_norm: float, probe: Sequence[Batch]) -> None:

@@ -1,4 +1,4 @@
-"""The step on 2 ranks of ZeRO-3 against the plain single-process reference: utilities, weights, alpha, gradients, parameters."""
+"""The step on 2 ranks of ZeRO-3 against the plain single-process reference, quantity by quantity."""
 
 import copy
 from dataclasses import dataclass, field
@@ -10,6 +10,8 @@ import torch
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data import Batch
+from vcore_ds.engine import Direction
+from vcore_ds.step import StepBatches, train_step
 
 pytestmark = pytest.mark.dist
 
@@ -26,6 +28,7 @@ class Case:
     without_tokens: tuple[int, ...] = ()
     """Rows of the main batch whose tokens are not supervised."""
     batches_per_utility_pass: int = 1
+    probe_every: int = 1
     sections: dict[str, Any] = field(default_factory=dict)
 
 
@@ -54,6 +57,27 @@ CASES = {
     "sgd": Case(sections={"optimizer": {"learning_rate": step_runs.LEARNING_RATE, "name": "sgd"}}),
     "sft": Case(sections={"method": {"name": "sft"}}),
     "sft, token normalization": Case(sections={"method": {"name": "sft", "normalization": "token"}}),
+    "alpha variance": Case(sections={"method": {"kl_budget": 0.3, "alpha": "variance", "alpha_cap": None}}),
+    "alpha variance, micro-batches, capped": Case(
+        sections={
+            "method": {"kl_budget": 0.3, "alpha": "variance", "alpha_scope": "micro_batch"},
+            "batch": {"micro_batch_size_per_rank": 2},
+        }
+    ),
+    "alpha effective sample size, lora": Case(
+        lora=True, sections={"method": {"kl_budget": 0.3, "alpha": "effective_sample_size"}}
+    ),
+    "released code's reading": Case(
+        without_tokens=(1, 3, 5, 7),
+        sections={
+            "method": {"temperature": 0.5, "normalization": "token", "alpha_scope": "micro_batch"},
+            "probe": {"clip": 1.0},
+        },
+    ),
+    "direction adam": Case(sections={"probe": {"direction": "adam", "clip": 1.0}}),
+    "direction adam, lora, one probe for two steps": Case(
+        lora=True, probe_every=2, sections={"probe": {"direction": "adam"}}
+    ),
     "a rank without probe sequences": Case(num_probe=1),
     "a rank without supervised tokens": Case(without_tokens=(1, 3, 5, 7)),
     "an idle micro-batch": Case(num_main=5),
@@ -69,13 +93,16 @@ def run_case(case: Case) -> dict[str, float]:
     engine = step_runs.make_engine(
         model, recipe, persistence_threshold=case.persistence_threshold, coalesce=case.coalesce
     )
-    direction = step_runs.step_module.Direction(engine)
+    direction = Direction(engine)
     worst = dict.fromkeys(("utilities", "weights", "alpha", "gradient", "parameters", "loss"), 0.0)
     for k in range(3):
         main, probe = make_batch(case, 10 + k), tiny.rows(case.num_probe, seed=50 + k)
-        dealt = step_runs.step_module.StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2))
+        if k % case.probe_every != 0:
+            probe = None
+        dealt_probe = [] if probe is None else step_runs.deal(probe, 2)
+        dealt = StepBatches(step_runs.deal(main, 2), dealt_probe)
         with step_runs.Recorder(engine) as recorded:
-            metrics = step_runs.step_module.train_step(
+            metrics = train_step(
                 engine,
                 recipe,
                 dealt,
@@ -83,7 +110,9 @@ def run_case(case: Case) -> dict[str, float]:
                 learning_rate=step_runs.LEARNING_RATE,
                 batches_per_utility_pass=case.batches_per_utility_pass,
             )
-        expected = reference.step(main, probe, **step_runs.reference_options(recipe))
+        own_alpha = recipe.method.alpha_scope == "micro_batch"
+        groups = step_runs.micro_batch_rows(case.num_main, 2) if own_alpha else None
+        expected = reference.step(main, probe, groups=groups, **step_runs.reference_options(recipe))
 
         def note(quantity: str, deviation: float) -> None:
             assert deviation == deviation, f"{quantity} is nan"

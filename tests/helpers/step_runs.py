@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
-import vcore_ds.step as step_module
 from tests.helpers import tiny
 from tests.reference import Reference
 from vcore_ds.config import Recipe
 from vcore_ds.data import Batch, idle_batch
 from vcore_ds.engine import Engine, build_optimizer, distributed
+from vcore_ds.track.step_metrics import MicroBatchResult, StepSums
 
 LEARNING_RATE = 1e-4
 """Within the paper's range, 2e-5 to 2e-4. Adam divides by the gradient's size, so where a gradient is near zero its
@@ -54,17 +54,16 @@ class Recorder:
     """Keeps what a step computes on its way: utilities and weights by sequence, the gradient before clipping."""
 
     def __init__(self, engine: Engine):
-        self.tokens: list[tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]] = []
+        self.results: list[MicroBatchResult] = []
         self.gradient: dict[str, torch.Tensor] = {}
         self._engine = engine
 
     def __enter__(self) -> "Recorder":
-        self._token_weights, self._step = step_module.token_weights, self._engine.step
+        self._add, self._step = StepSums.add, self._engine.step
 
-        def token_weights(method, utilities, index, num_rows):
-            q = self._token_weights(method, utilities, index, num_rows)
-            self.tokens.append((utilities, q.weights, index))
-            return q
+        def add(sums, batch, result, *rest):
+            self.results.append(result)
+            self._add(sums, batch, result, *rest)
 
         def step(learning_rate):
             self.gradient = {
@@ -73,20 +72,23 @@ class Recorder:
             }
             return self._step(learning_rate)
 
-        step_module.token_weights, self._engine.step = token_weights, step
+        StepSums.add, self._engine.step = add, step
         return self
 
     def __exit__(self, *_) -> None:
-        step_module.token_weights = self._token_weights
+        StepSums.add = self._add
         del self._engine.step
 
     def by_sequence(self, batches: Sequence[Batch]) -> dict[int, tuple[torch.Tensor | None, torch.Tensor]]:
         """Of this rank: sequence id -> (utilities, weights)."""
         found = {}
-        for batch, (utilities, weights, index) in zip(batches, self.tokens, strict=True):
+        for batch, result in zip(batches, self.results, strict=True):
             for row, sequence_id in enumerate(batch.sequence_ids):
-                own = index == row
-                found[sequence_id] = (None if utilities is None else utilities[own], weights[own])
+                own = result.sequence_index == row
+                found[sequence_id] = (
+                    None if result.utilities is None else result.utilities[own],
+                    result.weights[own],
+                )
         return found
 
 
@@ -112,7 +114,8 @@ def reference_of(model, recipe: Recipe) -> Reference:
     if recipe.optimizer.name == "sgd":
         optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
     else:
-        optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
+        adamw = recipe.optimizer
+        optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=adamw.betas, eps=adamw.eps, weight_decay=0.0)
     return Reference(plain, optimizer)
 
 
@@ -126,4 +129,13 @@ def reference_options(recipe: Recipe) -> dict[str, Any]:
         cap=recipe.method.alpha_cap,
         clip=recipe.optimizer.gradient_clipping,
         epsilon=recipe.utility.epsilon,
+        optimizer=recipe.probe.direction,
+        probe_clip=recipe.probe.clip,
     )
+
+
+def micro_batch_rows(num_rows: int, micro_batch_size: int) -> list[list[int]]:
+    """Rows of every rank's micro-batches, as `deal` makes them."""
+    world_size = distributed.world_size()
+    per_rank = [list(range(rank, num_rows, world_size)) for rank in range(world_size)]
+    return [own[start : start + micro_batch_size] for own in per_rank for start in range(0, len(own), micro_batch_size)]

@@ -56,7 +56,13 @@ def rows(num_rows: int, num_tokens: int = 24, seed: int = 3) -> Batch:
 
 
 def take(batch: Batch, indices: list[int]) -> Batch:
-    return Batch([batch.sequence_ids[i] for i in indices], batch.input_ids[indices], batch.labels[indices])
+    def rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor[indices]
+
+    ids = [batch.sequence_ids[i] for i in indices]
+    return Batch(
+        ids, batch.input_ids[indices], batch.labels[indices], rows(batch.kept), rows(batch.reference_log_probability)
+    )
 
 
 def deepspeed_config(*, bf16: bool = False, gradient_clipping: float = 0.0, persistence_threshold: int = 0) -> dict:

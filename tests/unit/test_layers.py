@@ -13,7 +13,7 @@ LAYERS = (
     {"config", "errors"},
     {"method", "data", "models", "plan"},
     {"engine", "track"},
-    {"step", "run", "evaluation", "quickstart_data"},
+    {"step", "feed", "run", "reference", "fidelity", "evaluation", "quickstart_data"},
     {"cli", "quickstart", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

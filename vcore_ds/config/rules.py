@@ -21,6 +21,9 @@ class BrokenRule:
 def broken_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     """Yields every broken rule. Reads no key without a default, so that it also works on a half-valid recipe."""
     yield from _method_rules(recipe)
+    yield from _alpha_rules(recipe)
+    yield from _probe_rules(recipe)
+    yield from _reference_rules(recipe)
     yield from _training_rules(recipe)
 
 
@@ -35,24 +38,80 @@ def _method_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
             "exactly one of method.temperature and method.kl_budget with method.name vcore; "
             + ("set the other to null" if given else "start from method.kl_budget: 0.05"),
         )
-    if method.name == "sft":
+    if method.name != "vcore":
         for key, value in given.items():
             yield BrokenRule(
                 (f"method.{key}", "method.name"),
-                f"{value} together with method.name sft",
-                f"null: sft weights tokens equally (set method.{key} to null, or method.name to vcore)",
+                f"{value} together with method.name {method.name}",
+                f"null: only vcore weights tokens by utility (set method.{key} to null, or method.name to vcore)",
             )
     if utility.estimator == "finite_difference" and utility.epsilon is None:
         yield BrokenRule(
             ("utility.epsilon", "utility.estimator"),
             "null together with utility.estimator finite_difference",
-            "the step of the finite difference, such as 1.0e-4 (the paper's; in bf16 prefer utility.estimator jvp)",
+            "the step of the finite difference: auto, or a number such as 1.0e-4 (the paper's; in bf16 it measures "
+            "rounding, prefer utility.estimator jvp)",
         )
     if utility.estimator == "jvp" and utility.epsilon is not None:
         yield BrokenRule(
             ("utility.epsilon", "utility.estimator"),
             f"{utility.epsilon} together with utility.estimator jvp",
             "null: jvp is exact and has no step (or set utility.estimator to finite_difference)",
+        )
+    if utility.rounding == "stochastic" and utility.estimator == "jvp":
+        yield BrokenRule(
+            ("utility.rounding", "utility.estimator"),
+            "stochastic together with utility.estimator jvp",
+            "nearest: jvp perturbs nothing, so nothing is rounded (or set utility.estimator to finite_difference)",
+        )
+
+
+def _alpha_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
+    method, batch = recipe.method, recipe.batch
+    if method.name != "vcore":
+        return
+    if method.alpha_scope == "micro_batch" and method.alpha in ("effective_sample_size", "none"):
+        yield BrokenRule(
+            ("method.alpha_scope", "method.alpha"),
+            f"micro_batch together with method.alpha {method.alpha}",
+            "global_batch: this alpha does not depend on what a sequence is batched with "
+            "(or set method.alpha to loss_ratio)",
+        )
+    size, key = batch.global_size, "batch.global_size"
+    if method.alpha_scope == "micro_batch":
+        size, key = batch.micro_batch_size_per_rank, "batch.micro_batch_size_per_rank"
+    if method.alpha == "variance" and size == 1:
+        yield BrokenRule(
+            ("method.alpha", "method.alpha_scope", key),
+            f"variance together with {key} 1",
+            "loss_ratio: one sequence has no variance "
+            f"(or set {'method.alpha_scope to global_batch' if 'micro' in key else key + ' to at least 2'})",
+        )
+
+
+def _probe_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
+    if recipe.method.name == "vcore" and recipe.probe.direction == "adam" and recipe.optimizer.name != "adamw":
+        yield BrokenRule(
+            ("probe.direction", "optimizer.name", "method.name"),
+            f"adam together with optimizer.name {recipe.optimizer.name}",
+            "sgd: the direction is the update of the optimizer that trains (or set optimizer.name to adamw)",
+        )
+
+
+def _reference_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
+    keys = ("data.reference_log_probabilities", "method.name", "lora")
+    file, name = recipe.data.reference_log_probabilities, recipe.method.name
+    if name == "iw_sft" and recipe.lora is None and file is None:
+        yield BrokenRule(
+            keys,
+            "null together with method.name iw_sft and lora null",
+            "the file that `vcore-ds reference RECIPE --output FILE` makes before training (with all parameters "
+            "trained the reference model is gone after the first step; with lora it is the model without adapters)",
+        )
+    if file is not None and (name != "iw_sft" or recipe.lora is not None):
+        why = "lora, whose reference is the model without adapters" if name == "iw_sft" else f"method.name {name}"
+        yield BrokenRule(
+            keys, f"{file} together with {why}", "null: only iw_sft with lora null reads reference log-probabilities"
         )
 
 

@@ -25,18 +25,25 @@ class Section(BaseModel):
 class MethodConfig(Section):
     """How tokens are weighted (paper, sections "Reweighting" and "Variance-Controlled Descent Scaling")."""
 
-    name: Literal["vcore", "sft"] = "vcore"
-    """`vcore` weights tokens by their utility; `sft` weights them equally."""
+    name: Literal["vcore", "sft", "dft", "iw_sft", "random"] = "vcore"
+    """`vcore` weights tokens by their utility; `sft` equally; `dft` by their probability; `iw_sft` sequences by the
+    importance ratio of the model to its reference; `random` keeps a random share of the tokens."""
     normalization: Literal["sequence", "token"] = "sequence"
     """Weight of a sequence in the loss: `sequence` 1/|B| (the paper), `token` its share of the supervised tokens."""
     temperature: Annotated[float, Field(ge=0)] | None = None
     """tau of the weights softmax(tau * s) within a sequence; 0 is uniform. It multiplies; it does not divide."""
     kl_budget: Annotated[float, Field(gt=0)] | None = None
     """KL(weights || uniform) within each sequence, in nats; tau is solved for it. Free of the utilities' scale."""
-    alpha: Literal["loss_ratio", "none"] = "loss_ratio"
-    """Variance-control factor of the step: `loss_ratio` uniform loss / weighted loss (Algorithm 1), `none` 1."""
+    alpha: Literal["loss_ratio", "variance", "effective_sample_size", "none"] = "loss_ratio"
+    """Variance-control factor of `vcore`: `loss_ratio` uniform loss / weighted loss (Algorithm 1), `variance`
+    sqrt(V_u / V_q) (Section "Variance-Controlled Descent Scaling"), `effective_sample_size` 1 / sqrt(n * sum q^2) per
+    sequence, `none` 1."""
+    alpha_scope: Literal["global_batch", "micro_batch"] = "global_batch"
+    """One alpha for the step's global batch (the paper), or one for each micro-batch of each rank (released code)."""
     alpha_cap: Annotated[float, Field(gt=0)] | None = 1.0
     """Upper bound of alpha; null removes it."""
+    keep_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Share of a sequence's supervised tokens that `random` keeps; those inside \\boxed{} are always among them."""
 
 
 class UtilityConfig(Section):
@@ -44,8 +51,12 @@ class UtilityConfig(Section):
 
     estimator: Literal["jvp", "finite_difference"] = "jvp"
     """`jvp` exact, by forward-mode differentiation; `finite_difference` (l(theta) - l(theta - eps*g)) / eps."""
-    epsilon: Annotated[float, Field(gt=0)] | None = None
-    """Step eps of the finite difference, in units of the probe gradient; null with `jvp`."""
+    epsilon: Annotated[float, Field(gt=0)] | Literal["auto"] | None = None
+    """Step eps of the finite difference, in units of the probe direction; `auto` searches for the one that stands
+    clearest of rounding and curvature; null with `jvp`."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How the perturbed parameters of a finite difference become bf16: to the nearest value, or to either neighbour
+    with the probability that makes it unbiased."""
     micro_batch_size_per_rank: Annotated[int, Field(ge=1)] | None = None
     """Sequences per rank in one gradient-free forward; null takes batch.micro_batch_size_per_rank."""
 
@@ -55,8 +66,14 @@ class ProbeConfig(Section):
 
     batch_size: Annotated[int, Field(ge=1)] = 4
     """|B'|, sequences over all ranks."""
+    direction: Literal["sgd", "adam"] = "sgd"
+    """The update that utilities look along: `sgd` the probe gradient g; `adam` J g, with the diagonal Jacobian of
+    Adam's update (appendix "Optimizer Scope and Robustness") at g. The first step has no optimizer state and uses g."""
+    every: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps for which one probe direction is used."""
     clip: Annotated[float, Field(gt=0)] | None = None
-    """Bound on the 2-norm of the probe gradient over all trainable parameters; null leaves it as it is."""
+    """Bound on the 2-norm of the probe gradient over all trainable parameters; null leaves it as it is. With direction
+    adam it should be optimizer.gradient_clipping: the optimizer's moments are those of clipped gradients."""
     round_up: bool = True
     """Round batch_size up to a multiple of the data-parallel size, since an idle rank costs the same wall time."""
     micro_batch_size_per_rank: Annotated[int, Field(ge=1)] | None = None
@@ -103,6 +120,8 @@ class DataConfig(Section):
     """Longest sequence, in tokens."""
     overlong: Literal["drop", "truncate"] = "drop"
     """A sequence longer than cutoff_length is left out, or cut at its end."""
+    reference_log_probabilities: Text | None = None
+    """For iw_sft with all parameters trained: the file that `vcore-ds reference` made of the training data."""
 
 
 class BatchConfig(Section):

@@ -26,6 +26,10 @@ class Batch:
     """int64 [b, T]"""
     labels: torch.Tensor
     """int64 [b, T], not shifted: input_ids[i, t] where token t is a target, else `IGNORED_LABEL`"""
+    kept: torch.Tensor | None = None
+    """bool [b, T], the targets that carry loss; None for all of them"""
+    reference_log_probability: torch.Tensor | None = None
+    """fp32 [b], nats, of each row's targets together under the reference model"""
 
     @property
     def num_rows(self) -> int:
@@ -38,6 +42,18 @@ class Batch:
     def num_supervised_tokens(self) -> torch.Tensor:
         """int64 [b], `n_i` of each row."""
         return self.supervised().sum(1)
+
+    def kept_targets(self) -> torch.Tensor:
+        """bool [N], which supervised tokens carry loss, in the order in which the model returns losses."""
+        supervised = self.supervised()
+        if self.kept is None:
+            return torch.ones(int(supervised.sum()), dtype=torch.bool)
+        return self.kept[:, 1:][supervised]
+
+    def num_kept_tokens(self) -> torch.Tensor:
+        """int64 [b], supervised tokens of each row that carry loss."""
+        supervised = self.supervised()
+        return (supervised if self.kept is None else supervised & self.kept[:, 1:]).sum(1)
 
     def sequence_index(self) -> torch.Tensor:
         """int64 [N], the row of each supervised token, in the order in which the model returns losses."""
@@ -54,7 +70,14 @@ def collate(sequences: Sequence[TokenizedSequence], pad_token_id: int) -> Batch:
         ids = torch.from_numpy(sequence.input_ids).long()
         input_ids[i, : len(ids)] = ids
         labels[i, : len(ids)] = ids.masked_fill(torch.from_numpy(~sequence.supervised), IGNORED_LABEL)
-    return Batch([sequence.sequence_id for sequence in sequences], input_ids, labels)
+    batch = Batch([sequence.sequence_id for sequence in sequences], input_ids, labels)
+    if sequences[0].kept is not None:
+        batch.kept = torch.zeros(shape, dtype=torch.bool)
+        for i, sequence in enumerate(sequences):
+            batch.kept[i, : len(sequence)] = torch.from_numpy(sequence.kept)
+    if sequences[0].reference_log_probability is not None:
+        batch.reference_log_probability = torch.tensor([s.reference_log_probability for s in sequences])
+    return batch
 
 
 def idle_batch(pad_token_id: int) -> Batch:
@@ -64,7 +87,7 @@ def idle_batch(pad_token_id: int) -> Batch:
 
 
 def merge_batches(batches: Sequence[Batch]) -> Batch:
-    """The rows of several batches in one, in order, padded to the longest."""
+    """Tokens and labels of several batches in one, in order, padded to the longest: for passes that only measure."""
     longest = max(batch.input_ids.shape[1] for batch in batches)
 
     def join(tensors: list[torch.Tensor], fill: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from jinja2 import TemplateError
 
+from vcore_ds.data.answers import answer_spans
 from vcore_ds.data.conversations import Conversation, Message
 from vcore_ds.errors import UserError
 
@@ -27,6 +28,12 @@ class TokenizedSequence:
     """int32 [n]"""
     supervised: np.ndarray
     """bool [n]; supervised[t]: token t is a target, predicted from the tokens before it. Token 0 never is."""
+    in_answer: np.ndarray | None = None
+    """bool [n], supervised tokens inside `\\boxed{...}`; None where `mark_answers` was not asked for"""
+    kept: np.ndarray | None = None
+    """bool [n], the supervised tokens that carry loss; None for all of them (see `keep_random_tokens`)"""
+    reference_log_probability: float | None = None
+    """nats, of the supervised tokens together under the reference model (see `with_reference`)"""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -96,11 +103,13 @@ def tokenize_conversations(
     *,
     cutoff_length: int,
     overlong: Literal["drop", "truncate"],
+    mark_answers: bool = False,
 ) -> Dataset:
     """Render each conversation with the tokenizer's chat template and mark the tokens of its assistant turns.
 
     A turn is supervised from the end of the generation prompt up to and including the end-of-turn token.
     A sequence of more than `cutoff_length` tokens is dropped or truncated to its first `cutoff_length` tokens.
+    `mark_answers` also finds the tokens inside `\\boxed{...}`.
 
     Raises `UserError` for a tokenizer without chat template or without character offsets, for a conversation
     that the template refuses, and if no sequence is left.
@@ -130,7 +139,9 @@ def tokenize_conversations(
             num_without_supervision += 1
             continue
         num_truncated += is_overlong
-        sequences.append(TokenizedSequence(sequence.sequence_id, input_ids, supervised))
+        assert sequence.in_answer is not None
+        in_answer = sequence.in_answer[:cutoff_length].copy() if mark_answers else None
+        sequences.append(TokenizedSequence(sequence.sequence_id, input_ids, supervised, in_answer))
 
     lengths = sorted(len(sequence) for sequence in sequences) or [0]
     report = TokenizationReport(
@@ -167,13 +178,14 @@ def _tokenize(
             return_offsets_mapping=True,
             verbose=False,
         )
-        for conversation, (_, spans), ids, offsets in zip(
+        for conversation, (text, spans), ids, pairs in zip(
             chunk, rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
         ):
-            found_spans = [span for span in spans if span is not None]
-            supervised = _tokens_within(found_spans, np.array(offsets, dtype=np.int64).reshape(-1, 2))
+            offsets = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+            supervised = _tokens_within([span for span in spans if span is not None], offsets)
             supervised[:1] = False
-            sequence = TokenizedSequence(conversation.row - 1, np.array(ids, dtype=np.int32), supervised)
+            in_answer = supervised & _tokens_touching(answer_spans(text), offsets)
+            sequence = TokenizedSequence(conversation.row - 1, np.array(ids, dtype=np.int32), supervised, in_answer)
             yield sequence, spans.count(None)
 
 
@@ -227,3 +239,11 @@ def _tokens_within(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.
         if len(within):
             supervised[within[0] : within[-1] + 1] = True
     return supervised
+
+
+def _tokens_touching(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:
+    """bool [n]: which of the tokens with character `offsets` [n, 2] share a character with one of the `spans`."""
+    touching = np.zeros(len(offsets), dtype=np.bool_)
+    for start, end in spans:
+        touching |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+    return touching

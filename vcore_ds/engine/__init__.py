@@ -7,9 +7,11 @@ from .forward_mode import forward_mode, losses_and_utilities
 from .loading import sharded_loading
 from .optimizer import build_optimizer
 from .perturb import perturbed
+from .reference import log_probabilities, reference_log_probabilities
 from .utilities import (
     FiniteDifferenceUtilities,
     JvpUtilities,
+    choose_epsilon,
     finite_difference_utilities,
     jvp_utilities,
     signal_to_noise,
@@ -23,14 +25,17 @@ __all__ = [
     "JvpUtilities",
     "NonFiniteGradient",
     "build_optimizer",
+    "choose_epsilon",
     "count_globally",
     "distributed",
     "finite_difference_utilities",
     "forward_mode",
     "jvp_utilities",
+    "log_probabilities",
     "losses_and_utilities",
     "perturbed",
     "probe_direction",
+    "reference_log_probabilities",
     "save_hugging_face",
     "sharded_loading",
     "signal_to_noise",

@@ -1,12 +1,20 @@
 """The probe direction: a gradient kept as this rank's ZeRO-3 shards, in the parameter dtype."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..data import Batch
-from ..method import GlobalCounts, segment_sum, sequence_shares, token_coefficients, uniform_weights
+from ..method import (
+    GlobalCounts,
+    adam_direction,
+    segment_sum,
+    sequence_shares,
+    token_coefficients,
+    uniform_weights,
+)
 from ..method.objective import Normalization
 from . import distributed
 from .zero3 import Engine
@@ -19,9 +27,16 @@ class Direction:
 
     A gather group is what is made whole at a time in forward mode: the trainable parameters of one decoder layer, or of
     one module outside the layers. One collective per layer instead of one per weight.
+
+    Attributes:
+        norm: global 2-norm of `v`; None until a probe has written it. Steps between two probes use it again.
+        displacement: `epsilon * norm` that `epsilon: auto` has found, kept from step to step: the distance at which
+            rounding and curvature balance hardly changes, while the gradient's norm does.
     """
 
     def __init__(self, engine: Engine):
+        self.norm: float | None = None
+        self.displacement: float | None = None
         self.groups: list[tuple[nn.Module, list[nn.Parameter]]] = _gather_groups(engine)
         self.buffers: list[Tensor] = []
         self._shards: dict[int, Tensor] = {}
@@ -85,9 +100,10 @@ def _gather_groups(engine: Engine) -> list[tuple[nn.Module, list[nn.Parameter]]]
     return groups
 
 
-def count_globally(batches: Sequence[Batch]) -> GlobalCounts:
-    """Sequences and supervised tokens of a global batch, over all ranks, before any backward. A collective."""
-    num_tokens = torch.cat([batch.num_supervised_tokens() for batch in batches])
+def count_globally(batches: Sequence[Batch], *, kept_only: bool = False) -> GlobalCounts:
+    """Sequences and supervised tokens of a global batch (or of its tokens that are kept), over all ranks, before any
+    backward. A collective."""
+    num_tokens = torch.cat([b.num_kept_tokens() if kept_only else b.num_supervised_tokens() for b in batches])
     sequences, tokens = distributed.sum_over_ranks([float((num_tokens > 0).sum()), float(num_tokens.sum())])
     return GlobalCounts(num_sequences_global=int(sequences), num_supervised_tokens_global=int(tokens))
 
@@ -99,15 +115,18 @@ def probe_direction(
     *,
     normalization: Normalization,
     clip: float | None,
+    optimizer: Literal["sgd", "adam"] = "sgd",
 ) -> tuple[float, float]:
-    """Writes the gradient of the uniform loss over the probe batch `B'` into `direction` (Algorithm 1, lines 2-3).
+    """Writes the update under uniform weights over the probe batch `B'` into `direction` (Algorithm 1, lines 2-3).
 
     Leaves parameters, optimizer state, schedule and step counters as they are, and the next accumulation unaware.
     Runs without dropout.
 
     Args:
         batches: this rank's part of the probe batch; as many on every rank, idle ones included.
-        clip: bound on the global norm of the direction, None for none.
+        clip: bound on the global norm of the probe gradient, None for none.
+        optimizer: `sgd` keeps the gradient, `adam` multiplies it by the Jacobian of Adam's update, from the
+            optimizer's own shards. Before the optimizer's first step there are none, and `adam` is `sgd`.
 
     Returns:
         The probe loss (nats) and the norm of its gradient before clipping, both global.
@@ -127,7 +146,25 @@ def probe_direction(
             loss_local += float(loss.detach())
     norm = engine.gradient_norm()
     factor = 1.0 if clip is None or norm <= clip else clip / norm
+    matched = optimizer == "adam" and engine.num_updates > 0
     for _, parameter in engine.trainable:
         gradient = engine.local_gradient(parameter)
-        direction.shard(parameter)[: gradient.numel()].copy_(gradient if factor == 1.0 else gradient * factor)
+        if factor != 1.0:
+            gradient = gradient * factor
+        if matched:
+            gradient = _adam_direction(engine, parameter, gradient)
+        direction.shard(parameter)[: gradient.numel()].copy_(gradient)
+    direction.norm = distributed.norm_over_ranks(direction.buffers)
     return distributed.sum_over_ranks([loss_local])[0], norm
+
+
+def _adam_direction(engine: Engine, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    settings = engine.optimizer.param_groups[0]  # betas and eps are the same in all groups
+    return adam_direction(
+        gradient,
+        engine.local_optimizer_state(parameter, "exp_avg"),
+        engine.local_optimizer_state(parameter, "exp_avg_sq"),
+        step=engine.num_updates + 1,
+        betas=settings["betas"],
+        eps=settings["eps"],
+    )

@@ -76,6 +76,12 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     return total.tolist()
 
 
+def norm_over_ranks(parts: list[torch.Tensor]) -> float:
+    """2-norm of a vector of which every rank holds some parts, in fp64. A collective."""
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    return sum_over_ranks([float(torch.stack(norms).square().sum())])[0] ** 0.5
+
+
 def gather_objects(value: Any) -> list[Any]:
     """`value` of every rank, on every rank. A collective."""
     gathered: list[Any] = [None] * world_size()

@@ -66,23 +66,60 @@ def finite_difference_utilities(
     *,
     epsilon: float,
     measure_noise: bool,
+    stochastic_rounding_seed: int | None = None,
 ) -> FiniteDifferenceUtilities:
     """The paper's one-backward estimator (Section "One-Backward Trick"). A collective.
 
     Args:
         measure_noise: also measure `signal_to_noise`; costs two more forwards of the batch.
+        stochastic_rounding_seed: see `perturbed`.
     """
-    with perturbed(engine, direction, epsilon) as perturbation:
+    with perturbed(engine, direction, epsilon, stochastic_rounding_seed=stochastic_rounding_seed) as perturbation:
         below = _losses(engine, batches, batches_per_pass)
     result = FiniteDifferenceUtilities(epsilon, below, None, perturbation.changed_fraction)
     if engine.has_dropout or measure_noise:
         base = _losses(engine, batches, batches_per_pass)
         result.base_losses = base if engine.has_dropout else None
         if measure_noise:
-            with perturbed(engine, direction, -epsilon):
+            with perturbed(engine, direction, -epsilon, stochastic_rounding_seed=stochastic_rounding_seed):
                 above = _losses(engine, batches, batches_per_pass)
             result.signal_to_noise = signal_to_noise(torch.cat(below), torch.cat(base), torch.cat(above))
     return result
+
+
+RELATIVE_DISPLACEMENTS = tuple(10.0 ** (-exponent / 2) for exponent in range(19))
+"""Lengths of the perturbation that `choose_epsilon` tries, in units of the parameters' norm: 1 down to 1e-9."""
+
+
+def choose_epsilon(
+    engine: Engine, direction: Direction, batches: Sequence[Batch], stochastic_rounding_seed: int | None = None
+) -> float:
+    """The epsilon whose loss change stands clearest of its errors: rounding if too small, curvature if too large.
+
+    Tries lengths of the perturbation from the parameters' own norm downwards, in steps of sqrt(10), on the first
+    micro-batch of each rank, and takes the one with the largest `signal_to_noise`; stops when four in a row are worse
+    than the best. Two forwards of a micro-batch each. A collective; the same on all ranks.
+    """
+    if not direction.norm:
+        return 1.0  # no direction: every difference is zero
+    batch = batches[:1]
+    base = torch.cat(_losses(engine, batch, 1))
+    norm = engine.parameter_norm()
+    best, best_epsilon, num_worse = 0.0, norm * RELATIVE_DISPLACEMENTS[-1] / direction.norm, 0
+    for relative in RELATIVE_DISPLACEMENTS:
+        epsilon = relative * norm / direction.norm
+        around = []
+        for sign in (1, -1):
+            with perturbed(engine, direction, sign * epsilon, stochastic_rounding_seed=stochastic_rounding_seed):
+                around.append(torch.cat(_losses(engine, batch, 1)))
+        clearness = signal_to_noise(around[0], base, around[1])
+        if clearness > best:
+            best, best_epsilon, num_worse = clearness, epsilon, 0
+        elif best > 0:
+            num_worse += 1
+            if num_worse == 4:
+                break
+    return best_epsilon
 
 
 def signal_to_noise(below: Tensor, base: Tensor, above: Tensor) -> float:

@@ -12,7 +12,13 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_grad, safe_set_local_grad, set_z3_leaf_modules
+from deepspeed.utils import (
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_local_grad,
+    set_z3_leaf_modules,
+)
 from torch import Tensor, nn
 
 from ..data import Batch
@@ -116,6 +122,12 @@ class Engine:
             for dropout in self._dropouts:
                 dropout.train(self.module.training)
 
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """The model that the adapters were added to: the reference of a LoRA run, with no second copy."""
+        with self.module.causal_lm.disable_adapter():
+            yield
+
     @property
     def has_dropout(self) -> bool:
         return bool(self._dropouts)
@@ -130,6 +142,17 @@ class Engine:
         """This rank's shard of the fp32 parameter the optimizer updates, flat, without padding."""
         return safe_get_local_fp32_param(parameter).detach().view(-1)[: self.local_numel(parameter)]
 
+    def local_optimizer_state(self, parameter: nn.Parameter, key: str) -> Tensor:
+        """This rank's shard of an optimizer buffer (`exp_avg`, `exp_avg_sq`), fp32, flat, without padding; only after
+        the first step."""
+        return safe_get_local_optimizer_state(parameter, key).view(-1)[: self.local_numel(parameter)]
+
+    @property
+    def num_updates(self) -> int:
+        """Steps the optimizer has taken, by its own count."""
+        states = list(self.optimizer.optimizer.state.values())
+        return int(states[0]["step"]) if states and "step" in states[0] else 0
+
     @staticmethod
     def local_numel(parameter: nn.Parameter) -> int:
         """Elements of `parameter` that are this rank's; the last rank's shard may be filled up with padding."""
@@ -138,11 +161,11 @@ class Engine:
 
     def gradient_norm(self) -> float:
         """Global L2 norm of the gradient that stands in the shards. A collective."""
-        norms = [
-            torch.linalg.vector_norm(self.local_gradient(parameter), dtype=torch.float64)
-            for _, parameter in self.trainable
-        ]
-        return distributed.sum_over_ranks([float(torch.stack(norms).square().sum())])[0] ** 0.5
+        return distributed.norm_over_ranks([self.local_gradient(parameter) for _, parameter in self.trainable])
+
+    def parameter_norm(self) -> float:
+        """Global L2 norm of what is trained. A collective."""
+        return distributed.norm_over_ranks([self.local_master(parameter) for _, parameter in self.trainable])
 
     def scale_gradient(self, factor: float) -> None:
         """Multiplies the reduced gradient in the shards, before it is clipped."""

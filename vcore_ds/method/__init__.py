@@ -15,12 +15,18 @@ Notation (see docs/method.md for the map from equations to functions to tests):
 Ragged: N counts the supervised tokens of all sequences in a micro-batch, in row-major order.
 """
 
+from .adam import adam_direction
+from .baselines import dft_weights, iw_sft_weights, random_mask, random_weights
 from .objective import (
     GlobalCounts,
     effective_sample_size,
+    effective_sample_size_alpha,
     loss_ratio_alpha,
     sequence_shares,
     token_coefficients,
+    utility_moments,
+    utility_variances,
+    variance_alpha,
 )
 from .token_loss import token_loss
 from .weights import (
@@ -34,13 +40,22 @@ from .weights import (
 __all__ = [
     "GibbsWeights",
     "GlobalCounts",
+    "adam_direction",
+    "dft_weights",
     "effective_sample_size",
+    "effective_sample_size_alpha",
     "gibbs_weights",
     "gibbs_weights_for_budget",
+    "iw_sft_weights",
     "loss_ratio_alpha",
+    "random_mask",
+    "random_weights",
     "segment_sum",
     "sequence_shares",
     "token_coefficients",
     "token_loss",
     "uniform_weights",
+    "utility_moments",
+    "utility_variances",
+    "variance_alpha",
 ]

@@ -29,7 +29,8 @@ def sequence_shares(num_tokens: Tensor, counts: GlobalCounts, normalization: Nor
     """`w_i` of each sequence, `[num_sequences]` fp32; 0 for one without supervised tokens.
 
     Args:
-        num_tokens: `[num_sequences]`, supervised tokens `n_i` of each sequence here.
+        num_tokens: `[num_sequences]`, supervised tokens `n_i` of each sequence here (the kept ones, where `counts` is
+            of those).
     """
     if normalization == "token":
         return num_tokens.float() / max(counts.num_supervised_tokens_global, 1)
@@ -41,24 +42,86 @@ def token_coefficients(weights: Tensor, sequence_index: Tensor, shares: Tensor) 
     return weights.detach() * shares[sequence_index]
 
 
-def loss_ratio_alpha(uniform_loss_global: float, weighted_loss_global: float, cap: float | None) -> float:
-    """Variance-control factor `alpha` of Algorithm 1, line 6: uniform over reweighted loss of the global batch.
+def loss_ratio_alpha(uniform_loss: Tensor | float, weighted_loss: Tensor | float, cap: float | None) -> Tensor:
+    """Variance-control factor `alpha` of Algorithm 1, line 6: uniform over reweighted loss of the batch.
 
     Args:
-        uniform_loss_global: `sum_i w_i mean_t l[i,t]`, nats.
-        weighted_loss_global: `sum_i w_i sum_t q[i,t] l[i,t]`, nats.
+        uniform_loss: scalar, `sum_i w_i mean_t l[i,t]`, nats.
+        weighted_loss: scalar, `sum_i w_i sum_t q[i,t] l[i,t]`, nats.
         cap: upper bound, None for none. The authors' released code caps at 1.
 
-    Returns 1 where the weighted loss is zero (nothing to scale).
+    Returns 1 where a loss is zero (nothing to scale).
     """
-    if weighted_loss_global <= 0.0:
-        return 1.0
-    alpha = uniform_loss_global / weighted_loss_global
-    return alpha if cap is None else min(alpha, cap)
+    uniform = torch.as_tensor(uniform_loss, dtype=torch.float64)
+    return _capped_ratio(uniform, torch.as_tensor(weighted_loss, dtype=torch.float64, device=uniform.device), cap)
+
+
+def utility_moments(utilities: Tensor, weights: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """What the two variances of `variance_alpha` are made of, `[5]` fp64; additive over micro-batches and ranks.
+
+    The number of sequences with tokens, then sum and sum of squares over them of the mean utility `sum_t s[i,t] / n_i`
+    and of the weighted utility `sum_t q[i,t] s[i,t]`.
+    """
+    num_tokens = segment_sum(torch.ones_like(utilities), sequence_index, num_sequences).double()
+    mean = segment_sum(utilities, sequence_index, num_sequences).double() / num_tokens.clamp_min(1)
+    weighted = segment_sum(weights * utilities, sequence_index, num_sequences).double()
+    moments = [
+        (num_tokens > 0).sum().double(),
+        mean.sum(),
+        mean.square().sum(),
+        weighted.sum(),
+        weighted.square().sum(),
+    ]
+    return torch.stack(moments)
+
+
+def utility_variances(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """`V_u` and `V_q` over the sequences that `moments` (see `utility_moments`) were summed over."""
+    count, mean, mean_square, weighted, weighted_square = moments.unbind()
+
+    def variance(total: Tensor, total_square: Tensor) -> Tensor:
+        square = total_square / count.clamp_min(1)
+        spread = square - (total / count.clamp_min(1)) ** 2
+        return torch.where(
+            spread > 1e-12 * square, spread, 0.0
+        )  # what rounding leaves of equal utilities is no variance
+
+    return variance(mean, mean_square), variance(weighted, weighted_square)
+
+
+def variance_alpha(uniform_variance: Tensor, weighted_variance: Tensor, cap: float | None) -> Tensor:
+    """`alpha = sqrt(V_u / V_q)` (Section "Variance-Controlled Descent Scaling").
+
+    Args:
+        uniform_variance: scalar `V_u`, over the sequences of the batch, of the mean utility `sum_t s[i,t] / n_i`.
+        weighted_variance: scalar `V_q`, of the weighted utility `sum_t q[i,t] s[i,t]`.
+        cap: upper bound, None for none.
+
+    Returns 1 where a variance is zero, such as that of a single sequence.
+    """
+    return _capped_ratio(uniform_variance.sqrt(), weighted_variance.sqrt(), cap)
+
+
+def effective_sample_size_alpha(
+    weights: Tensor, sequence_index: Tensor, num_sequences: int, cap: float | None
+) -> Tensor:
+    """`1 / sqrt(n_i sum_t q[i,t]^2)` of each sequence, `[num_sequences]`: 1 for uniform weights, `1 / sqrt(n_i)` where
+    one token holds all weight (the paper's intuition in the same section); 1 for a sequence without tokens."""
+    num_tokens = segment_sum(torch.ones_like(weights), sequence_index, num_sequences)
+    squares = segment_sum(weights * weights, sequence_index, num_sequences)
+    return _capped_ratio(torch.ones_like(squares), (num_tokens * squares).sqrt(), cap)
+
+
+def _capped_ratio(numerator: Tensor, denominator: Tensor, cap: float | None) -> Tensor:
+    """Element-wise; 1 where either is not above zero, which also keeps a step from being scaled to nothing."""
+    usable = (numerator > 0) & (denominator > 0)
+    ratio = torch.where(usable, numerator / torch.where(usable, denominator, 1.0), 1.0)
+    return ratio if cap is None else ratio.clamp_max(cap)
 
 
 def effective_sample_size(weights: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """`1 / sum_t q[i,t]^2`, `[num_sequences]`, in tokens: `n_i` for uniform weights, 1 for one-hot ones, 0 without
-    tokens."""
+    """`(sum_t q[i,t])^2 / sum_t q[i,t]^2`, `[num_sequences]`, in tokens: `n_i` for uniform weights, 1 for one-hot ones,
+    0 without tokens. Weights need not sum to 1."""
+    totals = segment_sum(weights, sequence_index, num_sequences)
     squares = segment_sum(weights * weights, sequence_index, num_sequences)
-    return torch.where(squares > 0, 1.0 / squares, 0.0)
+    return torch.where(squares > 0, totals * totals / torch.where(squares > 0, squares, 1.0), 0.0)

@@ -1,7 +1,14 @@
 """Models: loading, low-rank adapters, per-token losses, attention with a tangent. No process groups."""
 
 from .attention import FORWARD_MODE_ATTENTION, block_attention
-from .causal_lm import TokenLossHead, TokenLossModel, check_model_folder, load_causal_lm, load_tokenizer
+from .causal_lm import (
+    TokenLossHead,
+    TokenLossModel,
+    check_forward_mode,
+    check_model_folder,
+    load_causal_lm,
+    load_tokenizer,
+)
 from .lora import add_lora
 
 __all__ = [
@@ -10,6 +17,7 @@ __all__ = [
     "TokenLossModel",
     "add_lora",
     "block_attention",
+    "check_forward_mode",
     "check_model_folder",
     "load_causal_lm",
     "load_tokenizer",

@@ -5,7 +5,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ..data import IGNORED_LABEL
 from ..errors import UserError
@@ -108,6 +115,22 @@ def check_model_folder(path: str) -> None:
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
         raise UserError(
             f"model.path: {path}: found a config.json but no weights (*.safetensors); is the download complete?"
+        )
+
+
+def check_forward_mode(path: str) -> None:
+    """Raises UserError where forward mode cannot go through the model: its attention is its own code, and cannot be
+    replaced by one with a tangent. A model that is not there yet, or cannot be read, passes: loading says so."""
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except (OSError, ValueError, KeyError):
+        return
+    if not model_class._supports_attention_backend:
+        raise UserError(
+            f"utility.estimator: found jvp together with model.path {path} ({model_class.__name__}), whose attention "
+            "cannot be replaced by one with a forward-mode derivative; expected finite_difference "
+            "(utility.estimator=finite_difference utility.epsilon=auto), or another architecture"
         )
 
 

@@ -47,7 +47,9 @@ class Console:
 
 def _short(values: dict[str, Any]) -> str:
     parts = [f"loss {values['loss']:.4f}"]
-    if values["probe_loss"] is not None:
+    if values["tau"] is None:
+        parts.append(f"weighted {values['weighted_loss']:.4f}")
+    else:
         parts += [
             f"alpha {values['alpha']:.3f}",
             f"tau {values['tau']:.3g}",

@@ -10,8 +10,15 @@ from torch import Tensor
 
 from ..data import Batch
 from ..engine import FiniteDifferenceUtilities, distributed
-from ..method import GibbsWeights, GlobalCounts, segment_sum
-from ..method.objective import effective_sample_size
+from ..method import (
+    GibbsWeights,
+    GlobalCounts,
+    effective_sample_size,
+    segment_sum,
+    sequence_shares,
+    utility_moments,
+)
+from ..method.objective import Normalization
 
 
 class Stopwatch:
@@ -62,20 +69,46 @@ class TokenWeights:
         )
 
 
+@dataclass(frozen=True)
+class MicroBatchResult:
+    """What one forward gave. Tensors `[N]` are over the supervised tokens of the micro-batch; nothing has a graph."""
+
+    losses: Tensor
+    """`[N]`, nats."""
+    sequence_index: Tensor
+    """`[N]`"""
+    utilities: Tensor | None
+    """`[N]`; None for methods without."""
+    weights: Tensor
+    """`[N]`, `q[i,t]`: uniform weights are `1 / n_i`."""
+    gibbs: GibbsWeights | None
+    """Where the weights come from utilities: how."""
+    weighted_loss: Tensor
+    """Scalar, this micro-batch's part of the global batch's weighted loss, before alpha."""
+    scaled_loss: Tensor
+    """The same after an alpha that a sequence or a micro-batch has for itself: what was differentiated."""
+
+
 @dataclass
 class StepTotals:
     """Over all ranks and micro-batches of a step. Losses in nats, normalised as the recipe says."""
 
     loss: float
-    """Uniform cross-entropy of the main batch, whatever the method, so that methods compare."""
+    """Uniform cross-entropy of the main batch over all supervised tokens, whatever the method, so that methods
+    compare."""
     weighted_loss: float
     """Before alpha."""
+    scaled_loss: float
+    """After the alphas of sequences or micro-batches, before that of the global batch."""
     temperature: float
     """tau, mean over sequences."""
     kl: float
     """KL(q || u) in nats, mean over sequences."""
     effective_sample_size: float
     """Tokens, mean over sequences."""
+    total_weight: float
+    """`sum_t q[i,t]`, mean over sequences: 1 for weights that are a distribution, the mean probability for dft, the
+    importance ratio for iw_sft."""
     num_saturated: int
     """Sequences whose KL budget is out of reach."""
     utility_mean: float
@@ -83,6 +116,8 @@ class StepTotals:
     """Over the tokens of the batch."""
     num_non_finite: int
     """Sequences with a loss or utility that is inf or nan."""
+    utility_moments: list[float]
+    """See `method.utility_moments`."""
 
 
 @dataclass
@@ -93,57 +128,57 @@ class StepSums:
     _sums: Tensor | None = None
     _finite: list[tuple[list[int], Tensor]] = field(default_factory=list)
 
-    def add(
-        self,
-        batch: Batch,
-        losses: Tensor,
-        weighted_loss: Tensor,
-        utilities: Tensor | None,
-        q: GibbsWeights,
-        index: Tensor,
-        num_tokens: Tensor,
-        shares: Tensor,
-    ) -> None:
-        rows = batch.num_rows
-        s = torch.zeros_like(losses) if utilities is None else utilities
-        sequence_losses = segment_sum(losses, index, rows)
+    def add(self, batch: Batch, result: MicroBatchResult, counts: GlobalCounts, normalization: Normalization) -> None:
+        """`counts`: of all supervised tokens, also where the method keeps only some."""
+        rows, index = batch.num_rows, result.sequence_index
+        num_tokens = segment_sum(torch.ones_like(result.losses), index, rows)
+        s = torch.zeros_like(result.losses) if result.utilities is None else result.utilities
+        nothing = result.losses.new_zeros(rows)
+        gibbs = result.gibbs or GibbsWeights(result.weights, nothing, nothing, nothing.bool())
+        sequence_losses = segment_sum(result.losses, index, rows)
         finite = torch.isfinite(sequence_losses) & torch.isfinite(segment_sum(s, index, rows))
         self._finite.append((batch.sequence_ids, finite))
+        shares = sequence_shares(num_tokens, counts, normalization)
         sums = torch.stack(
             [
                 (shares * sequence_losses / num_tokens.clamp_min(1)).sum().double(),
-                weighted_loss.double(),
-                q.temperature.double().sum(),
-                q.kl.double().sum(),
-                effective_sample_size(q.weights, index, rows).double().sum(),
-                q.saturated.double().sum(),
+                result.weighted_loss.double(),
+                result.scaled_loss.double(),
+                gibbs.temperature.double().sum(),
+                gibbs.kl.double().sum(),
+                effective_sample_size(result.weights, index, rows).double().sum(),
+                result.weights.double().sum(),
+                gibbs.saturated.double().sum(),
                 s.double().sum(),
                 s.double().square().sum(),
                 (~finite).double().sum(),
-                (num_tokens > 0).double().sum(),
                 num_tokens.double().sum(),
             ]
         )
+        sums = torch.cat([sums, utility_moments(s, result.weights, index, rows)])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def over_ranks(self) -> StepTotals:
         """A collective."""
         assert self._sums is not None  # a step has at least one micro-batch, idle or not
-        loss, weighted, tau, kl, ess, saturated, s, s2, bad, sequences, tokens = distributed.sum_over_ranks(
-            self._sums.tolist()
+        loss, weighted, scaled, tau, kl, ess, weight, saturated, s, s2, bad, tokens, *moments = (
+            distributed.sum_over_ranks(self._sums.tolist())
         )
-        sequences, tokens = max(sequences, 1.0), max(tokens, 1.0)
+        sequences, tokens = max(moments[0], 1.0), max(tokens, 1.0)
         variance = max(0.0, s2 / tokens - (s / tokens) ** 2)
         self.totals = StepTotals(
             loss=loss,
             weighted_loss=weighted,
+            scaled_loss=scaled,
             temperature=tau / sequences,
             kl=kl / sequences,
             effective_sample_size=ess / sequences,
+            total_weight=weight / sequences,
             num_saturated=int(saturated),
             utility_mean=s / tokens,
             utility_std=variance**0.5,
             num_non_finite=int(bad),
+            utility_moments=moments,
         )
         return self.totals
 
@@ -165,26 +200,33 @@ class StepMetrics:
         counts: GlobalCounts,
         watch: Stopwatch,
         *,
+        method: str,
         alpha: float,
         probe_loss: float | None,
         probe_grad_norm: float | None,
+        direction_norm: float | None,
         grad_norm: float,
         learning_rate: float,
         finite_difference: FiniteDifferenceUtilities | None,
         example: TokenWeights | None,
     ) -> "StepMetrics":
+        """`alpha`: of the global batch. `probe_loss`, `probe_grad_norm`: None in a step that did not probe."""
         seconds = watch.total()
-        weighted = probe_loss is not None
+        is_vcore = method == "vcore"
+        # Where every sequence or micro-batch has its own alpha, the one that is reported is their effect on the loss.
+        inner_alpha = totals.scaled_loss / totals.weighted_loss if totals.weighted_loss else 1.0
         values: dict[str, float | int | None] = {
             "loss": totals.loss,
             "weighted_loss": totals.weighted_loss,
-            "alpha": alpha,
-            "tau": totals.temperature,
-            "kl": totals.kl,
-            "num_saturated": totals.num_saturated,
+            "alpha": alpha * inner_alpha,
+            "tau": totals.temperature if is_vcore else None,
+            "kl": totals.kl if is_vcore else None,
+            "num_saturated": totals.num_saturated if is_vcore else None,
             "effective_sample_size": totals.effective_sample_size,
-            "utility_mean": totals.utility_mean if weighted else None,
-            "utility_std": totals.utility_std if weighted else None,
+            "total_weight": totals.total_weight,
+            "utility_mean": totals.utility_mean if is_vcore else None,
+            "utility_std": totals.utility_std if is_vcore else None,
+            "direction_norm": direction_norm,
             "probe_loss": probe_loss,
             "probe_grad_norm": probe_grad_norm,
             "grad_norm": grad_norm,

@@ -1,0 +1,133 @@
+"""Every method x {LoRA, full} x {1, 2 ranks} x {1, 4 micro-batches a rank} against the single-process reference."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import step_runs, tiny
+from tests.helpers.ranks import run_ranks
+from vcore_ds.data import Batch
+from vcore_ds.engine import Direction, distributed, log_probabilities
+from vcore_ds.method import random_mask
+from vcore_ds.step import StepBatches, train_step
+
+pytestmark = pytest.mark.dist
+
+METHODS = ("vcore", "sft", "dft", "iw_sft", "random")
+NUM_STEPS = 2
+"""So that iw-SFT's ratio leaves 1, and Adam's state exists."""
+
+
+def make_recipe(method: str, lora: bool, normalization: str):
+    section = {"name": method, "normalization": normalization} | ({"kl_budget": 0.1} if method == "vcore" else {})
+    reference = {"reference_log_probabilities": "none"} if method == "iw_sft" and not lora else {}
+    return step_runs.recipe(
+        method=section,
+        probe={"direction": "adam"},
+        data={"train_path": "none", **reference},
+        lora={"rank": 4, "alpha": 8} if lora else None,
+        # With 1e-8, an entry whose gradient is about as small moves by its rounding: 1.8e-6 in two of these runs.
+        optimizer={"learning_rate": step_runs.LEARNING_RATE, "eps": 1e-6},
+    )
+
+
+def keep_some(batch: Batch) -> list[torch.Tensor]:
+    """Marks 40% of each row's targets, two of them always; returns the masks over the targets."""
+    masks, batch.kept = [], torch.zeros_like(batch.labels, dtype=torch.bool)
+    for row in range(batch.num_rows):
+        targets = batch.labels[row] != -100
+        in_answer = np.zeros(int(targets.sum()), dtype=np.bool_)
+        in_answer[-2:] = True
+        masks.append(torch.from_numpy(random_mask(in_answer, 0.4, seed=5, sequence_id=row)))
+        batch.kept[row, targets] = masks[-1]
+    return masks
+
+
+def run_combination(method: str, lora: bool, num_micro_batches: int, normalization: str) -> dict[str, float]:
+    """Worst deviation of each quantity."""
+    recipe = make_recipe(method, lora, normalization)
+    model = tiny.token_loss_model(lora=lora)
+    plain = tiny.qwen3()
+    reference = step_runs.reference_of(tiny.with_lora(plain) if lora else plain, recipe)
+    engine = step_runs.make_engine(model, recipe)
+    direction = Direction(engine) if method == "vcore" else None
+    num_rows = 2 * num_micro_batches * distributed.world_size()
+    mains = [tiny.rows(num_rows, seed=30 + k) for k in range(NUM_STEPS)]
+    if method == "iw_sft" and not lora:
+        for main in mains:  # what `vcore-ds reference` does, row by row: each rank has all rows here
+            rows = [tiny.take(main, [row]) for row in range(num_rows)]
+            main.reference_log_probability = torch.cat(log_probabilities(engine, rows))
+    worst: dict[str, float] = dict.fromkeys(("weights", "alpha", "gradient", "parameters", "loss"), 0.0)
+    for k, main in enumerate(mains):
+        masks = keep_some(main) if method == "random" else None
+        probe = tiny.rows(4, seed=70 + k)
+        batches = StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2) if method == "vcore" else [])
+        assert len(batches.main) == num_micro_batches
+        with step_runs.Recorder(engine) as recorded:
+            metrics = train_step(engine, recipe, batches, direction, learning_rate=step_runs.LEARNING_RATE)
+        expected = reference.step(main, probe, kept=masks, **step_runs.reference_options(recipe))
+        deviations = {
+            "weights": max(
+                step_runs.relative_error(weights, expected["weights"][i])
+                for i, (_, weights) in recorded.by_sequence(batches.main).items()
+            ),
+            "alpha": abs(metrics.values["alpha"] - expected["alpha"]),
+            "loss": abs(metrics.values["loss"] - expected["loss"]),
+            "gradient": step_runs.relative_error(
+                torch.cat([recorded.gradient[name].flatten() for name in expected["gradient"]]),
+                torch.cat([g.flatten() for g in expected["gradient"].values()]),
+            ),
+            "parameters": max(
+                float((parameter - reference.trained[name]).abs().max())
+                for name, parameter in step_runs.whole_parameters(engine).items()
+            ),
+        }
+        for name, deviation in deviations.items():
+            assert deviation == deviation, f"{name} is nan"
+            worst[name] = max(worst[name], deviation)
+        if k == NUM_STEPS - 1:
+            worst["total_weight"] = metrics.values["total_weight"]
+    engine.close()
+    return worst
+
+
+COMBINATIONS = [
+    # Both normalizations, alternating, so that each meets every method, adapters, ranks and micro-batches.
+    (method, lora, num_micro_batches, ("token", "sequence")[(i + lora + (num_micro_batches > 1)) % 2])
+    for i, method in enumerate(METHODS)
+    for lora, num_micro_batches in itertools.product((False, True), (1, 4))
+]
+
+
+def describe(combination: tuple[str, bool, int, str]) -> str:
+    method, lora, num_micro_batches, normalization = combination
+    return f"{method}-{'lora' if lora else 'full'}-x{num_micro_batches}-{normalization}"
+
+
+def run_all() -> dict[tuple, dict[str, float]]:
+    return {combination: run_combination(*combination) for combination in COMBINATIONS}
+
+
+@pytest.fixture(scope="module")
+def deviations() -> dict[int, list[dict[tuple, dict[str, float]]]]:
+    return {world_size: run_ranks(run_all, world_size, timeout_seconds=500) for world_size in (1, 2)}
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+@pytest.mark.parametrize(
+    "combination", COMBINATIONS, ids=lambda c: f"{c[0]}-{'lora' if c[1] else 'full'}-x{c[2]}-{c[3]}"
+)
+def test_a_step_of_every_combination_equals_the_reference(deviations, world_size, combination):
+    for rank, of_rank in enumerate(deviations[world_size]):
+        worst = of_rank[combination]
+        print(f"rank {rank}: " + "  ".join(f"{name} {value:.1e}" for name, value in worst.items()))
+        for quantity in ("weights", "alpha", "gradient", "loss"):
+            assert worst[quantity] < 1e-5, quantity
+        assert worst["parameters"] < 1e-6
+        # The weights of these two are no distribution; if they were, the method would not have been in force.
+        if combination[0] == "dft":
+            assert 0 < worst["total_weight"] < 0.5
+        if combination[0] == "iw_sft":
+            assert worst["total_weight"] != 1.0

@@ -1,0 +1,69 @@
+"""Token weights of the methods that VCORE is compared with, on the scale of its own: uniform weights are `1 / n_i`.
+
+Ragged like `weights.py`: `losses[N]` over all tokens, `sequence_index[N]`. Everything returned is detached.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .weights import segment_sum, uniform_weights
+
+IMPORTANCE_RATIO_CAP = 16.0
+"""Upper bound of the importance ratio in the authors' code of iw-SFT (`bounding_trainers.py`, `emmyqin/iw_sft`)."""
+
+
+def dft_weights(losses: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """`p(y_t) / n_i`, `[N]`: Dynamic Fine-Tuning (arXiv 2508.05629), `sg(p) * -log p` per token.
+
+    Args:
+        losses: `[N]`, cross-entropy of the current model in nats, fp32.
+    """
+    return torch.exp(-losses.detach()) * uniform_weights(sequence_index, num_sequences, losses.dtype)
+
+
+def iw_sft_weights(
+    losses: Tensor, reference_log_probability: Tensor, sequence_index: Tensor, num_sequences: int
+) -> Tensor:
+    """`w_i / n_i`, `[N]`, `w_i = clamp(exp(mean_t [log p(y_t) - log p_ref(y_t)]), 0, 16)`: importance-weighted SFT
+    (arXiv 2507.12856), the sequence-level form its authors train with. 1 / n_i while the model is its reference.
+
+    Args:
+        losses: `[N]`, cross-entropy of the current model in nats, fp32.
+        reference_log_probability: `[num_sequences]`, `sum_t log p_ref(y_t)` in nats, under the frozen reference.
+    """
+    uniform = uniform_weights(sequence_index, num_sequences, losses.dtype)
+    num_tokens = segment_sum(torch.ones_like(losses), sequence_index, num_sequences).clamp_min(1)
+    log_probability = -segment_sum(losses.detach(), sequence_index, num_sequences)
+    ratio = torch.exp((log_probability - reference_log_probability.to(losses.dtype)) / num_tokens)
+    return ratio.clamp_max(IMPORTANCE_RATIO_CAP)[sequence_index] * uniform
+
+
+def random_weights(kept: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """Uniform over the kept tokens of each sequence and 0 elsewhere, `[N]` fp32, summing to 1.
+
+    Args:
+        kept: `[N]`, bool, see `random_mask`.
+    """
+    ones = kept.float()
+    return ones / segment_sum(ones, sequence_index, num_sequences).clamp_min(1)[sequence_index]
+
+
+def random_mask(in_answer: np.ndarray, keep_share: float, seed: int, sequence_id: int) -> np.ndarray:
+    """Which supervised tokens of one sequence the method `random` keeps, bool `[n_i]` (paper, "The implementation
+    details of Method Random"): all of the answer, and so many others, drawn at random, that `keep_share` is kept in
+    total.
+
+    A function of the seed and the sequence alone: the same in every epoch, on any rank, after any resumption. Keeps at
+    least one token, so that every sequence counts.
+
+    Args:
+        in_answer: bool `[n_i]`, the tokens inside `\\boxed{...}`.
+    """
+    num_kept = max(1, round(keep_share * len(in_answer)), int(in_answer.sum()))
+    # Three numbers, where the streams of the data order have their own first ones.
+    priority = np.random.default_rng([2, seed % 2**64, sequence_id]).random(len(in_answer))
+    priority[in_answer] = -1.0
+    kept = np.zeros(len(in_answer), dtype=np.bool_)
+    kept[np.argsort(priority, kind="stable")[:num_kept]] = True
+    return kept
