@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 from vcore_ds.method import (
     GlobalCounts,
     effective_sample_size,
+    effective_sample_size_alpha,
     gibbs_weights,
     loss_ratio_alpha,
     sequence_shares,
     token_coefficients,
     uniform_weights,
+    utility_moments,
+    utility_variances,
+    variance_alpha,
 )
 
 LOG2, LOG3 = math.log(2), math.log(3)
@@ -77,6 +81,53 @@ def test_alpha_is_the_uniform_over_the_weighted_loss() -> None:
     assert loss_ratio_alpha(3.0, 2.0, cap=1.25) == 1.25
 
 
+def test_the_variance_alpha_by_hand() -> None:
+    """Mean utilities 1, 2 and 6 of three sequences: variance 14/3. With one-hot weights on the first token of each the
+    weighted utilities are 0, 4 and 12: variance 224/9. Two micro-batches, the second with an empty row."""
+    moments = torch.zeros(5, dtype=torch.float64)
+    for utilities, lengths in (([0.0, 2.0, 4.0, 0.0], [2, 2]), ([12.0, 0.0], [0, 2])):
+        index = index_of(lengths)
+        first = torch.tensor([1.0, 0.0] * (len(utilities) // 2))
+        moments += utility_moments(torch.tensor(utilities), first, index, len(lengths))
+    assert moments.tolist() == [3, 9, 41, 16, 160]
+    v_u, v_q = utility_variances(moments)
+    assert (float(v_u), float(v_q)) == pytest.approx((14 / 3, 224 / 9))
+    assert float(variance_alpha(v_u, v_q, cap=None)) == pytest.approx(math.sqrt((14 / 3) / (224 / 9)))
+    assert float(variance_alpha(v_q, v_u, cap=1.5)) == 1.5
+    means, weighted = torch.tensor([1.0, 2, 6], dtype=torch.float64), torch.tensor([0.0, 4, 12], dtype=torch.float64)
+    assert float(v_u / v_q) == pytest.approx(float(means.var() / weighted.var()))
+
+
+def test_the_variance_alpha_of_what_has_no_variance_is_one() -> None:
+    index = index_of([3])
+    one_sequence = utility_moments(torch.tensor([0.1, 0.7, 0.3]), torch.tensor([0.2, 0.5, 0.3]), index, 1)
+    assert float(variance_alpha(*utility_variances(one_sequence), cap=None)) == 1.0
+    nothing = torch.tensor(0.0, dtype=torch.float64)
+    some = torch.tensor(2.0, dtype=torch.float64)
+    for v_u, v_q in ((nothing, some), (some, nothing), (nothing, nothing)):
+        assert float(variance_alpha(v_u, v_q, cap=None)) == 1.0
+    equal = utility_moments(torch.full((6,), 0.1), torch.full((6,), 1 / 3), index_of([3, 3]), 2)
+    assert float(variance_alpha(*utility_variances(equal), cap=None)) == 1.0  # not a ratio of two roundings
+
+
+def test_the_papers_intuition_of_the_variance_alpha() -> None:
+    """Uncorrelated utilities of constant variance: alpha is near 1 / sqrt(n) where one token has all weight."""
+    n, num_sequences = 64, 4000
+    generator = torch.Generator().manual_seed(0)
+    utilities = torch.randn(n * num_sequences, generator=generator)
+    index = index_of([n] * num_sequences)
+    one_hot = (torch.arange(n * num_sequences) % n == 0).float()
+    v_u, v_q = utility_variances(utility_moments(utilities, one_hot, index, num_sequences))
+    assert float(variance_alpha(v_u, v_q, cap=None)) == pytest.approx(1 / math.sqrt(n), rel=0.05)
+
+
+def test_the_effective_sample_size_alpha_by_hand() -> None:
+    weights = torch.tensor([0.25] * 4 + [1.0, 0, 0, 0] + [0.75, 0.25])
+    found = effective_sample_size_alpha(weights, index_of([4, 4, 2, 0]), 4, cap=None)
+    assert found.tolist() == pytest.approx([1.0, 1 / 2, 1 / math.sqrt(2 * (0.75**2 + 0.25**2)), 1.0])
+    assert effective_sample_size_alpha(weights, index_of([4, 4, 2]), 3, cap=0.8).tolist()[0] == pytest.approx(0.8)
+
+
 @pytest.mark.parametrize("cap", [None, 0.5, 1.0])
 def test_alpha_of_a_weighted_loss_of_zero_is_one(cap: float | None) -> None:
     assert loss_ratio_alpha(0.0, 0.0, cap) == loss_ratio_alpha(2.0, 0.0, cap) == 1.0
@@ -116,7 +167,7 @@ def test_the_weighted_loss_and_its_gradient_by_hand(normalization, uniform: floa
     uniform_loss = (token_coefficients(uniform_weights(index, 2), index, shares) * losses).sum()
     assert (uniform_loss.item(), weighted_loss.item()) == pytest.approx((uniform, weighted), rel=1e-6)
 
-    alpha = loss_ratio_alpha(uniform_loss.item(), weighted_loss.item(), cap=1.0)
+    alpha = float(loss_ratio_alpha(uniform_loss.item(), weighted_loss.item(), cap=1.0))
     assert alpha == pytest.approx(min(1.0, uniform / weighted), rel=1e-6)
     (alpha * weighted_loss).backward()
     w = {"sequence": (1 / 2, 1 / 2), "token": (3 / 5, 2 / 5)}[normalization]

@@ -39,7 +39,7 @@ def with_reference(dataset: Dataset, path: str) -> Dataset:
     try:
         with np.load(path, allow_pickle=False) as stored:
             digest, log_probabilities = str(stored["digest"]), stored["log_probability"]
-    except (OSError, ValueError, KeyError, BadZipFile) as error:
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
         raise UserError(
             f"data.reference_log_probabilities: {path}: found no such reference log-probabilities "
             f"({type(error).__name__}: {error}); {remedy}"

@@ -50,7 +50,7 @@ def loss_ratio_alpha(uniform_loss: Tensor | float, weighted_loss: Tensor | float
         weighted_loss: scalar, `sum_i w_i sum_t q[i,t] l[i,t]`, nats.
         cap: upper bound, None for none. The authors' released code caps at 1.
 
-    Returns 1 where a loss is zero (nothing to scale).
+    Returns 1 where the weighted loss is zero (nothing to scale).
     """
     uniform = torch.as_tensor(uniform_loss, dtype=torch.float64)
     return _capped_ratio(uniform, torch.as_tensor(weighted_loss, dtype=torch.float64, device=uniform.device), cap)
@@ -99,7 +99,8 @@ def variance_alpha(uniform_variance: Tensor, weighted_variance: Tensor, cap: flo
 
     Returns 1 where a variance is zero, such as that of a single sequence.
     """
-    return _capped_ratio(uniform_variance.sqrt(), weighted_variance.sqrt(), cap)
+    # Equal mean utilities are no reason to scale the step to nothing.
+    return _capped_ratio(uniform_variance.sqrt(), torch.where(uniform_variance > 0, weighted_variance, 0.0).sqrt(), cap)
 
 
 def effective_sample_size_alpha(
@@ -113,10 +114,10 @@ def effective_sample_size_alpha(
 
 
 def _capped_ratio(numerator: Tensor, denominator: Tensor, cap: float | None) -> Tensor:
-    """Element-wise; 1 where either is not above zero, which also keeps a step from being scaled to nothing."""
-    usable = (numerator > 0) & (denominator > 0)
-    ratio = torch.where(usable, numerator / torch.where(usable, denominator, 1.0), 1.0)
-    return ratio if cap is None else ratio.clamp_max(cap)
+    """Element-wise; 1, whatever the cap, where the denominator is zero."""
+    usable = denominator > 0
+    ratio = numerator / torch.where(usable, denominator, 1.0)
+    return torch.where(usable, ratio if cap is None else ratio.clamp_max(cap), 1.0)
 
 
 def effective_sample_size(weights: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:

@@ -1,0 +1,174 @@
+"""The finite difference's own machinery on 2 ranks: stochastic rounding, the search for epsilon, what is kept of it."""
+
+import pytest
+import torch
+from scipy.stats import spearmanr
+
+from tests.helpers import step_runs, tiny
+from tests.helpers.ranks import run_ranks
+from vcore_ds.engine import (
+    Direction,
+    choose_epsilon,
+    distributed,
+    finite_difference_utilities,
+    jvp_utilities,
+    perturbed,
+    probe_direction,
+)
+from vcore_ds.engine.perturb import round_stochastically
+from vcore_ds.step import StepBatches, train_step
+
+pytestmark = pytest.mark.dist
+
+
+def make_engine(precision: str):
+    recipe = step_runs.recipe(
+        model={"path": "none", "precision": precision},
+        utility={"estimator": "finite_difference", "epsilon": "auto"},
+    )
+    return recipe, step_runs.make_engine(tiny.token_loss_model(hidden_size=64, intermediate_size=128), recipe)
+
+
+def a_direction(engine) -> Direction:
+    direction = Direction(engine)
+    probe_direction(engine, step_runs.deal(tiny.rows(8, seed=9), 2), direction, normalization="sequence", clip=None)
+    return direction
+
+
+def shards(engine) -> torch.Tensor:
+    return torch.cat([p.ds_tensor.data[: engine.local_numel(p)].float() for _, p in engine.trainable])
+
+
+def check_stochastic_perturbation() -> dict[str, float]:
+    """Mean of many perturbed parameters against the exact one, in units of what rounding to nearest leaves."""
+    _, engine = make_engine("bf16")
+    direction = a_direction(engine)
+    before = shards(engine)
+    v = torch.cat([direction.shard(p)[: engine.local_numel(p)].float() for _, p in engine.trainable])
+    epsilon = 1e-3
+    exact_shift = -epsilon * v.double()
+    total, num_draws, changed = torch.zeros_like(exact_shift), 400, []
+    for seed in range(num_draws):
+        with perturbed(engine, direction, epsilon, stochastic_rounding_seed=seed) as perturbation:
+            total += shards(engine).double() - before.double()
+        changed.append(perturbation.changed_fraction)
+    with perturbed(engine, direction, epsilon) as nearest:
+        shift_of_nearest = shards(engine).double() - before.double()
+    with perturbed(engine, direction, epsilon, stochastic_rounding_seed=0):
+        first = shards(engine)
+    with perturbed(engine, direction, 0.0, stochastic_rounding_seed=3) as nothing:
+        pass
+    result = dict(
+        # Projections on the direction: 1 is a perturbation of the length that was asked for.
+        stochastic=float((total / num_draws) @ exact_shift / exact_shift.square().sum()),
+        nearest=float(shift_of_nearest @ exact_shift / exact_shift.square().sum()),
+        changed=sum(changed) / num_draws,
+        changed_by_nearest=nearest.changed_fraction,
+        changed_by_nothing=nothing.changed_fraction,
+        restored=bool(torch.equal(shards(engine), before)),
+        first_numbers=first[:500].tolist(),
+    )
+    engine.close()
+    return result
+
+
+def check_epsilon_search(precision: str) -> dict[str, float]:
+    recipe, engine = make_engine(precision)
+    direction = a_direction(engine)
+    batches = step_runs.deal(tiny.rows(8, seed=4), 2)
+    exact = torch.cat(jvp_utilities(engine, direction, batches, 1).utilities)
+
+    def agreement(epsilon: float) -> float:
+        found = finite_difference_utilities(engine, direction, batches, 1, epsilon=epsilon, measure_noise=False)
+        with engine.without_gradient():
+            base = [engine.token_losses(batch) for batch in batches]
+        differences = torch.cat([found.of(k, losses) for k, losses in enumerate(base)])
+        correlation = spearmanr(differences, exact).statistic
+        return 0.0 if correlation != correlation else float(correlation)
+
+    chosen = choose_epsilon(engine, direction, batches)
+    result = dict(
+        chosen=chosen,
+        agreement=agreement(chosen),
+        best_of_a_grid=max(agreement(10.0**exponent) for exponent in range(-6, 3)),
+        at_the_papers=agreement(1e-4),
+    )
+    engine.close()
+    return result
+
+
+def check_steps_with_auto() -> list[dict[str, float]]:
+    """Searched in the first step; then the length of the perturbation stays while the gradient's norm changes."""
+    recipe, engine = make_engine("fp32")
+    direction = Direction(engine)
+    found = []
+    for k in range(3):
+        main, probe = tiny.rows(8, seed=k), tiny.rows(4, seed=80 + k)
+        batches = StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2))
+        values = train_step(engine, recipe, batches, direction, learning_rate=1e-3, check_difference=k == 0).values
+        found.append({key: values[key] for key in ("epsilon", "direction_norm", "signal_to_noise")})
+    engine.close()
+    return found
+
+
+def check_everything() -> dict:
+    return dict(
+        rank=distributed.rank(),
+        rounding=check_stochastic_perturbation(),
+        search={precision: check_epsilon_search(precision) for precision in ("fp32", "bf16")},
+        steps=check_steps_with_auto(),
+    )
+
+
+@pytest.fixture(scope="module")
+def checks() -> list[dict]:
+    found = run_ranks(check_everything, 2, timeout_seconds=300)
+    for of_rank in found:
+        rounding = {key: value for key, value in of_rank["rounding"].items() if key != "first_numbers"}
+        print(rounding, of_rank["search"], of_rank["steps"])
+    return found
+
+
+def test_rounding_is_to_a_neighbour_and_unbiased() -> None:
+    generator = torch.Generator().manual_seed(0)
+    # bf16 numbers near 1 are 1/128 apart: a fifth of the way up, and the same below zero; and bf16 numbers themselves.
+    values = torch.tensor([1 + 0.2 / 128, -1 - 0.2 / 128, 0.0, -3.0, 1e-30])
+    drawn = torch.stack([round_stochastically(values, generator) for _ in range(20_000)])
+    assert torch.equal(drawn, drawn.bfloat16().float())
+    assert set(drawn[:, 0].tolist()) == {1.0, 1 + 1 / 128} and set(drawn[:, 1].tolist()) == {-1.0, -1 - 1 / 128}
+    assert set(drawn[:, 2].tolist()) == {0.0} and set(drawn[:, 3].tolist()) == {-3.0}
+    assert float((drawn[:, 0] - 1).mean() * 128) == pytest.approx(0.2, abs=0.015)
+    assert float(drawn.double().mean(0)[4]) == pytest.approx(1e-30, rel=1e-3)
+
+
+def test_a_stochastic_perturbation_has_the_length_that_nearest_rounding_loses(checks) -> None:
+    for of_rank in checks:
+        found = of_rank["rounding"]
+        assert found["stochastic"] == pytest.approx(1.0, abs=0.02)
+        assert abs(found["nearest"] - 1) > 0.1  # else there was nothing to mend
+        assert 0 < found["changed_by_nearest"] < found["changed"] < 1
+        assert found["changed_by_nothing"] == 0.0 and found["restored"]
+
+
+def test_ranks_round_independently(checks) -> None:
+    first, second = (of_rank["rounding"]["first_numbers"] for of_rank in checks)
+    assert first != second
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_chosen_epsilon_is_about_the_best_there_is(checks, precision: str) -> None:
+    for of_rank in checks:
+        found = of_rank["search"][precision]
+        assert found["chosen"] == checks[0]["search"][precision]["chosen"]
+        assert found["agreement"] > found["best_of_a_grid"] - 0.03
+        if precision == "bf16":
+            assert found["agreement"] > found["at_the_papers"] + 0.3
+
+
+def test_the_displacement_is_kept_from_step_to_step(checks) -> None:
+    for of_rank in checks:
+        displacements = [step["epsilon"] * step["direction_norm"] for step in of_rank["steps"]]
+        assert displacements == pytest.approx([displacements[0]] * 3, rel=1e-6)
+        assert len({step["epsilon"] for step in of_rank["steps"]}) == 3
+        assert [step["signal_to_noise"] is None for step in of_rank["steps"]] == [False, True, True]
+        assert of_rank["steps"][0]["signal_to_noise"] > 3

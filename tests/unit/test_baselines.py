@@ -1,0 +1,132 @@
+"""Weights of dft, iw_sft and random against hand-computed numbers and independent implementations."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vcore_ds.method import (
+    GlobalCounts,
+    dft_weights,
+    effective_sample_size,
+    iw_sft_weights,
+    random_mask,
+    random_weights,
+    sequence_shares,
+    token_coefficients,
+)
+from vcore_ds.method.baselines import IMPORTANCE_RATIO_CAP
+
+
+def index_of(lengths: list[int]) -> torch.Tensor:
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+
+def weighted_loss(weights, losses, index, lengths, counts, normalization) -> float:
+    shares = sequence_shares(torch.tensor(lengths), counts, normalization)
+    return float((token_coefficients(weights, index, shares) * losses).sum())
+
+
+# ---- dft -----------------------------------------------------------------------------------------------------------
+
+
+def test_dft_by_hand() -> None:
+    # Probabilities 1/2, 1/4 and 1/8: 1/2 * log 2, 1/4 * 2 log 2, 1/8 * 3 log 2.
+    losses, index, lengths = torch.tensor([2.0, 4.0, 8.0]).log(), index_of([2, 1]), [2, 1]
+    weights = dft_weights(losses, index, 2)
+    assert weights.tolist() == pytest.approx([1 / 4, 1 / 8, 1 / 8])
+    counts, log2 = GlobalCounts(2, 3), math.log(2)
+    per_token = [log2 / 2, log2 / 2, 3 * log2 / 8]
+    assert weighted_loss(weights, losses, index, lengths, counts, "token") == pytest.approx(sum(per_token) / 3)
+    by_sequence = (sum(per_token[:2]) / 2 + per_token[2]) / 2
+    assert weighted_loss(weights, losses, index, lengths, counts, "sequence") == pytest.approx(by_sequence)
+
+
+def test_dft_is_the_published_loss_over_the_global_token_count() -> None:
+    """`exp(-nll).detach() * nll` over the tokens of all ranks, value and gradient; this rank has 9 tokens of 25."""
+    logits = torch.randn(9, 11, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 11, (9,))
+    lengths = [4, 0, 5]
+
+    nll = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    published = ((-nll).exp().detach() * nll).sum() / 25
+    (expected,) = torch.autograd.grad(published, logits)
+
+    losses = -torch.log_softmax(logits, -1)[torch.arange(9), targets]
+    index = index_of(lengths)
+    weights = dft_weights(losses, index, 3)
+    assert not weights.requires_grad
+    shares = sequence_shares(torch.tensor(lengths), GlobalCounts(7, 25), "token")
+    loss = (token_coefficients(weights, index, shares) * losses).sum()
+    (found,) = torch.autograd.grad(loss, logits)
+    assert float(loss.detach()) == pytest.approx(float(published.detach()), rel=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-12)
+
+
+# ---- iw-SFT --------------------------------------------------------------------------------------------------------
+
+
+def test_the_importance_ratio_by_hand() -> None:
+    # Mean log-probability -1 now against -1.5 and -0.5 before, of sequences of 2 and 4 tokens: e^0.5 and e^-0.5.
+    losses, index = torch.tensor([0.5, 1.5, 1.0, 1.0, 1.0, 1.0]), index_of([2, 4])
+    weights = iw_sft_weights(losses, torch.tensor([-3.0, -2.0]), index, 2)
+    assert weights.tolist() == pytest.approx([math.exp(0.5) / 2] * 2 + [math.exp(-0.5) / 4] * 4)
+
+
+def test_a_model_that_is_its_reference_is_plain_sft() -> None:
+    losses, index = torch.rand(7), index_of([3, 4])
+    reference = -torch.stack([losses[:3].sum(), losses[3:].sum()])
+    assert iw_sft_weights(losses, reference, index, 2).tolist() == pytest.approx([1 / 3] * 3 + [1 / 4] * 4)
+
+
+def test_the_importance_ratio_is_clipped_at_16_as_its_authors_do() -> None:
+    weights = iw_sft_weights(torch.zeros(2), torch.tensor([-50.0]), index_of([2]), 1)
+    assert weights.tolist() == [IMPORTANCE_RATIO_CAP / 2] * 2 == [8.0, 8.0]
+
+
+def test_a_sequence_without_tokens_has_no_ratio_and_spoils_nothing() -> None:
+    weights = iw_sft_weights(torch.ones(2), torch.tensor([0.0, -2.0, 0.0]), torch.tensor([1, 1]), 3)
+    assert weights.tolist() == pytest.approx([0.5, 0.5])
+
+
+# ---- random --------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.integers(0, 40), st.floats(0.01, 1.0), st.integers(0, 2**40), st.integers(0, 10**9))
+def test_the_answer_is_kept_and_the_share_is_met(num_tokens, num_answer, share, seed, sequence_id) -> None:
+    in_answer = np.zeros(num_tokens, dtype=np.bool_)
+    in_answer[num_tokens - min(num_answer, num_tokens) :] = num_answer > 0
+    kept = random_mask(in_answer, share, seed, sequence_id)
+    assert kept[in_answer].all()
+    assert kept.sum() == max(1, round(share * num_tokens), in_answer.sum())
+    assert (random_mask(in_answer, share, seed, sequence_id) == kept).all()
+
+
+def test_which_tokens_are_kept_depends_on_seed_and_sequence_and_is_even() -> None:
+    in_answer = np.zeros(50, dtype=np.bool_)
+    masks = [random_mask(in_answer, 0.2, seed=3, sequence_id=i) for i in range(2000)]
+    share_of_each_token = np.mean(masks, axis=0)
+    assert abs(share_of_each_token - 0.2).max() < 0.05  # 5.6 standard deviations
+    assert (random_mask(in_answer, 0.2, seed=4, sequence_id=0) != masks[0]).any()
+    assert (masks[1] != masks[0]).any()
+
+
+def test_random_weights_by_hand() -> None:
+    kept = torch.tensor([True, False, False, True, False, True, False])
+    index = index_of([3, 4])
+    weights = random_weights(kept, index, 2)
+    assert weights.tolist() == [1, 0, 0, 0.5, 0, 0.5, 0]
+    losses = torch.tensor([1.0, 9, 9, 2, 9, 4, 9])
+    kept_counts = GlobalCounts(2, 3)
+    assert weighted_loss(weights, losses, index, [1, 2], kept_counts, "token") == pytest.approx(7 / 3)
+    assert weighted_loss(weights, losses, index, [1, 2], kept_counts, "sequence") == pytest.approx(2.0)
+
+
+def test_the_effective_sample_size_does_not_depend_on_the_weights_scale() -> None:
+    index = index_of([4])
+    for scale in (1.0, 0.01):
+        assert float(effective_sample_size(torch.tensor([1.0, 1, 0, 0]) * scale, index, 1)[0]) == pytest.approx(2.0)
