@@ -32,6 +32,8 @@ class Feed:
     plan: BatchPlan
     main_order: MainOrder
     probe_stream: ProbeStream | None
+    probe_dataset: Dataset
+    """What `probe_stream` draws from; the same as `dataset` unless the recipe names another."""
     pad_token_id: int
     probe_every: int = 1
     """Optimizer steps that share one probe batch."""
@@ -41,11 +43,16 @@ class Feed:
         main = self.batches(self.main_order.step(k), self.plan.micro_batch_size_per_rank)
         if self.probe_stream is None or k % self.probe_every != 0:
             return StepBatches(main, probe=[])
-        return StepBatches(main, self.batches(self.probe_stream.step(k), self.plan.probe_micro_batch_size_per_rank))
+        ids, micro = self.probe_stream.step(k), self.plan.probe_micro_batch_size_per_rank
+        return StepBatches(main, self.batches(ids, micro, self.probe_dataset))
 
-    def batches(self, ids: Sequence[int], micro_batch_size: int) -> list[Batch]:
-        """This rank's micro-batches of the global batch `ids`, as many as every other rank has."""
-        sequences = self.dataset.sequences
+    def batches(self, ids: Sequence[int], micro_batch_size: int, dataset: Dataset | None = None) -> list[Batch]:
+        """This rank's micro-batches of the global batch `ids`, as many as every other rank has.
+
+        Args:
+            ids: positions in `dataset`, which is the training data unless another is given.
+        """
+        sequences = (dataset or self.dataset).sequences
         split = split_batch(
             ids,
             [len(sequences[i]) for i in ids],
@@ -84,11 +91,18 @@ def read_dataset(
     return dataset
 
 
-def build_feed(recipe: Recipe, plan: BatchPlan, dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Feed:
-    num_sequences, seed = len(dataset.sequences), recipe.run.seed
+def build_feed(
+    recipe: Recipe,
+    plan: BatchPlan,
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    probe_dataset: Dataset | None = None,
+) -> Feed:
+    """`probe_dataset`: what the probe batch is drawn from, None for the training data."""
+    seed, of_probe = recipe.run.seed, probe_dataset or dataset
     probe_stream = None
     if recipe.method.name == "vcore":
-        probe_stream = ProbeStream(num_sequences, plan.probe_batch_size_global, seed)
+        probe_stream = ProbeStream(len(of_probe.sequences), plan.probe_batch_size_global, seed)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    main_order = MainOrder(num_sequences, plan.global_batch_size, seed)
-    return Feed(dataset, plan, main_order, probe_stream, pad_token_id, recipe.probe.every)
+    main_order = MainOrder(len(dataset.sequences), plan.global_batch_size, seed)
+    return Feed(dataset, plan, main_order, probe_stream, of_probe, pad_token_id, recipe.probe.every)

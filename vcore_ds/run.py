@@ -72,7 +72,10 @@ def train(recipe: Recipe) -> RunResult:
     validation = None
     if recipe.data.validation_path is not None:
         validation = read_dataset(recipe, recipe.data.validation_path, tokenizer, console)
-    feed = build_feed(recipe, plan, training, tokenizer)
+    probe = None
+    if recipe.method.name == "vcore" and recipe.data.probe_path is not None:
+        probe = read_dataset(recipe, recipe.data.probe_path, tokenizer, console)
+    feed = build_feed(recipe, plan, training, tokenizer, probe)
     num_steps = count_steps(recipe, len(training.sequences))
 
     engine = build_engine(recipe, ds_config)
@@ -236,10 +239,10 @@ def validate(engine: Engine, feed: Feed, dataset: Dataset | None) -> float | Non
     """Mean over held-out sequences of the mean token loss, nats; None without held-out data. A collective."""
     if dataset is None:
         return None
-    held_out = Feed(dataset, feed.plan, feed.main_order, None, feed.pad_token_id)
     total = num_sequences = 0.0
     with engine.without_gradient():
-        for batch in held_out.batches(range(len(dataset.sequences)), feed.plan.utility_micro_batch_size_per_rank):
+        every_id = range(len(dataset.sequences))
+        for batch in feed.batches(every_id, feed.plan.utility_micro_batch_size_per_rank, dataset):
             losses = engine.token_losses(batch).cpu()
             num_tokens = batch.num_supervised_tokens()
             sums = torch.zeros(batch.num_rows).index_add_(0, batch.sequence_index(), losses)

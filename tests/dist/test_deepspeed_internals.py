@@ -52,6 +52,20 @@ def cast_of_the_master_is_the_shard(e: Engine) -> bool:
     )
 
 
+def the_optimizer_counts_its_steps_and_keeps_local_moments(e: Engine) -> bool:
+    none_yet = e.num_updates == 0 and not e.optimizer.optimizer.state
+    counts, moment = [], torch.zeros(e.local_numel(weight(e)))
+    for k in range(2):
+        with e.accumulation(1):
+            e.backward(loss_on(e, seed=k))
+        clipped = e.local_gradient(weight(e)) * min(1.0, 1.0 / e.gradient_norm())  # the recipe's gradient_clipping
+        moment = 0.9 * moment + 0.1 * clipped
+        e.step(1e-3)
+        counts.append(e.num_updates)
+    same = torch.allclose(e.local_optimizer_state(weight(e), "exp_avg"), moment, rtol=1e-5, atol=1e-9)
+    return none_yet and counts == [1, 2] and same
+
+
 def a_changed_shard_is_read_only_after_the_cache_is_emptied(e: Engine) -> bool:
     with e.accumulation(1):  # from the first backward on, ZeRO-3 knows what is used again and keeps it
         e.backward(loss_on(e))
@@ -113,6 +127,7 @@ def a_later_hook_sees_the_gathered_parameter(e: Engine) -> bool:
 CHECKS: list[Callable[[Engine], bool]] = [
     local_gradient_is_the_rank_average_and_stays,
     cast_of_the_master_is_the_shard,
+    the_optimizer_counts_its_steps_and_keeps_local_moments,
     a_changed_shard_is_read_only_after_the_cache_is_emptied,
     zero_grad_resets_overwrite_or_add,
     a_non_finite_gradient_is_not_applied_and_said_so,

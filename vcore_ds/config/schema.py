@@ -116,6 +116,9 @@ class DataConfig(Section):
     """Training conversations; a relative path is relative to the working directory."""
     validation_path: Text | None = None
     """Held-out conversations for the loss before, during and after the run; null for none."""
+    probe_path: Text | None = None
+    """Conversations that the probe batch is drawn from, such as a few trusted ones where the training data is noisy:
+    utilities then say what lowers *their* loss. null draws from the training data, as the paper does."""
     cutoff_length: Annotated[int, Field(ge=2)] = 16384
     """Longest sequence, in tokens."""
     overlong: Literal["drop", "truncate"] = "drop"

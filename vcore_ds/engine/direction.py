@@ -146,25 +146,25 @@ def probe_direction(
             loss_local += float(loss.detach())
     norm = engine.gradient_norm()
     factor = 1.0 if clip is None or norm <= clip else clip / norm
-    matched = optimizer == "adam" and engine.num_updates > 0
+    num_updates = engine.num_updates if optimizer == "adam" else 0
     for _, parameter in engine.trainable:
         gradient = engine.local_gradient(parameter)
         if factor != 1.0:
             gradient = gradient * factor
-        if matched:
-            gradient = _adam_direction(engine, parameter, gradient)
+        if num_updates > 0:
+            gradient = _adam_direction(engine, parameter, gradient, step=num_updates + 1)
         direction.shard(parameter)[: gradient.numel()].copy_(gradient)
     direction.norm = distributed.norm_over_ranks(direction.buffers)
     return distributed.sum_over_ranks([loss_local])[0], norm
 
 
-def _adam_direction(engine: Engine, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+def _adam_direction(engine: Engine, parameter: nn.Parameter, gradient: Tensor, step: int) -> Tensor:
     settings = engine.optimizer.param_groups[0]  # betas and eps are the same in all groups
     return adam_direction(
         gradient,
         engine.local_optimizer_state(parameter, "exp_avg"),
         engine.local_optimizer_state(parameter, "exp_avg_sq"),
-        step=engine.num_updates + 1,
+        step=step,
         betas=settings["betas"],
         eps=settings["eps"],
     )

@@ -1,0 +1,77 @@
+"""From a step number to micro-batches: where the probe comes from, how often, and the same at any number of ranks."""
+
+import numpy as np
+import pytest
+
+from tests.helpers import step_runs
+from tests.helpers.ranks import run_ranks
+from vcore_ds.config import plan_batch
+from vcore_ds.data import Dataset, TokenizedSequence
+from vcore_ds.engine import distributed
+from vcore_ds.feed import build_feed
+
+pytestmark = pytest.mark.dist
+
+NUM_TRAINING, NUM_TRUSTED, NUM_STEPS = 20, 5, 6
+
+
+class Tokenizer:
+    pad_token_id = 0
+
+
+def dataset(num_sequences: int, token: int) -> Dataset:
+    """Sequences of one repeated token, each of its own length."""
+
+    def sequence(i: int) -> TokenizedSequence:
+        supervised = np.arange(4 + i) > 1
+        return TokenizedSequence(i, np.full(4 + i, token, dtype=np.int32), supervised)
+
+    return Dataset([sequence(i) for i in range(num_sequences)], report=None)
+
+
+def ids_by_step(probe_every: int, trusted: bool) -> list[tuple[list[int], list[int], set[int]]]:
+    """Of this rank: ids of the main and the probe batch, and the tokens of the probe."""
+    recipe = step_runs.recipe(
+        batch={"global_size": 4}, probe={"batch_size": 2, "every": probe_every}, method={"kl_budget": 0.1}
+    )
+    plan = plan_batch(recipe, distributed.world_size())
+    probe_dataset = dataset(NUM_TRUSTED, token=7) if trusted else None
+    feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), probe_dataset)
+    found = []
+    for k in range(NUM_STEPS):
+        batches = feed.step(k)
+        tokens = {int(t) for batch in batches.probe for t in batch.input_ids.unique()} - {0}
+        main, probe = ([i for batch in part for i in batch.sequence_ids] for part in (batches.main, batches.probe))
+        found.append((main, probe, tokens))
+    return found
+
+
+def every_case() -> dict[tuple[int, bool], list]:
+    return {(every, trusted): ids_by_step(every, trusted) for every in (1, 3) for trusted in (False, True)}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[int, list[dict]]:
+    return {world_size: run_ranks(every_case, world_size) for world_size in (1, 2)}
+
+
+@pytest.mark.parametrize("case", [(every, trusted) for every in (1, 3) for trusted in (False, True)])
+def test_the_same_sequences_at_any_number_of_ranks(found, case) -> None:
+    for k in range(NUM_STEPS):
+        for part in (0, 1):
+            together = sorted(i for of_rank in found[2] for i in of_rank[case][k][part])
+            assert together == sorted(found[1][0][case][k][part])
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_only_every_kth_step_probes(found, every: int) -> None:
+    for of_rank in found[2]:
+        assert [bool(ids) for _, ids, _ in of_rank[every, False]] == [k % every == 0 for k in range(NUM_STEPS)]
+
+
+def test_a_trusted_probe_comes_from_its_own_file(found) -> None:
+    (alone,) = found[1]
+    assert all(tokens == {7} and max(ids) < NUM_TRUSTED for _, ids, tokens in alone[1, True])
+    assert all(tokens == {3} for _, _, tokens in alone[1, False])
+    # The main batches are what they are without it.
+    assert [main for main, _, _ in alone[1, True]] == [main for main, _, _ in alone[1, False]]
