@@ -3,7 +3,7 @@
 # Trains SmolLM2-135M on real reasoning traces with VCORE, on all GPUs, or on two CPU processes. Three ways to start it:
 #   bash launch_scripts/quickstart.sh        deepspeed launch_scripts/quickstart.sh
 #   torchrun --nproc_per_node 2 launch_scripts/quickstart.sh
-# Arguments are overrides: ... schedule.num_steps=50 run.output_dir=runs/longer
+# Arguments are overrides and fragments to merge: ... methods/dft.yaml schedule.num_steps=50 run.output_dir=runs/dft
 # This file is bash and Python at once: bash reads this part, the launchers run the part below with Python.
 set -euo pipefail
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

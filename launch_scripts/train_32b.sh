@@ -4,8 +4,8 @@
 #   deepspeed launch_scripts/train_32b.sh    deepspeed --hostfile HOSTS launch_scripts/train_32b.sh
 #   bash launch_scripts/train_32b.sh
 #   torchrun --nproc_per_node 8 launch_scripts/train_32b.sh
-# Arguments are overrides, and --recipe FILE is another recipe:
-#   deepspeed launch_scripts/train_32b.sh --recipe launch_scripts/recipes/qwen3_32b_lora.yaml data.train_path=my.jsonl
+# Arguments are overrides and fragments to merge, and --recipe FILE is another recipe:
+#   deepspeed launch_scripts/train_32b.sh --recipe launch_scripts/recipes/qwen3_32b_math_lora.yaml methods/dft.yaml
 # This file is bash and Python at once: bash reads this part, the launchers run the part below with Python.
 set -euo pipefail
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -20,4 +20,4 @@ repository = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, repository)
 from vcore_ds.cli import launch  # noqa: E402
 
-sys.exit(launch(os.path.join(repository, "launch_scripts", "recipes", "qwen3_32b_full.yaml"), sys.argv[1:]))
+sys.exit(launch(os.path.join(repository, "launch_scripts", "recipes", "qwen3_32b_math_full.yaml"), sys.argv[1:]))

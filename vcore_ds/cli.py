@@ -5,12 +5,19 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from . import __version__
 from .config import load_recipe
 from .errors import UserError
 
-OVERRIDE_HELP = "section.key=value, replaces a value of the recipe (for example batch.global_size=16 lora=null)"
+OVERRIDE_METAVAR = "FRAGMENT.yaml | section.key=value"
+OVERRIDE_HELP = (
+    "FRAGMENT.yaml is merged over the recipe (methods/dft.yaml and presets/paper.yaml are found in "
+    "launch_scripts/recipes/); section.key=value replaces a value (batch.global_size=16 lora=null)"
+)
+
+FIDELITY_LISTS = {"epsilons": float, "probe_sizes": int, "stale_steps": int}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,23 +33,23 @@ def launch(
     recipe: str,
     arguments: Sequence[str],
     *,
-    before: Callable[[], Sequence[str]] | None = None,
+    before: Callable[[Sequence[str]], Sequence[str]] | None = None,
     after: Callable[[], None] | None = None,
 ) -> int:
     """What a script in launch_scripts/ runs as one rank: `train` with a recipe of its own.
 
     Args:
-        arguments: overrides, `--recipe FILE`, and what the launcher adds (`--local_rank`).
-        before: runs first; returns overrides to add.
+        arguments: overrides and fragments, `--recipe FILE`, and what the launcher adds (`--local_rank`).
+        before: runs first; gets the overrides and fragments, returns overrides to add.
         after: runs when the training is done.
     """
-    parser = argparse.ArgumentParser(description=f"Train {recipe}; arguments are overrides.")
+    parser = argparse.ArgumentParser(description=f"Train {recipe}; arguments are overrides and fragments.")
     parser.add_argument("--recipe", default=recipe, help="another recipe (YAML)")
     _add_train_arguments(parser)
     parsed = parser.parse_intermixed_args(arguments)
     try:
         if before is not None:
-            parsed.overrides = [*parsed.overrides, *before()]
+            parsed.overrides = [*parsed.overrides, *before(parsed.overrides)]
         code = _train(parsed)
         if after is not None:
             after()
@@ -75,9 +82,56 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Resolve and validate a recipe; print it with all defaults, and the batch arithmetic.",
     )
     check.add_argument("recipe", help="YAML file, see launch_scripts/recipes/")
-    check.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDE_HELP)
+    check.add_argument("overrides", nargs="*", metavar=OVERRIDE_METAVAR, help=OVERRIDE_HELP)
     check.add_argument("--ranks", type=int, default=1, help="data-parallel size, GPUs in all (default 1)")
     check.set_defaults(command=_check)
+
+    reference = commands.add_parser(
+        "reference",
+        help="log-probabilities that iw_sft needs, with all parameters trained",
+        description="Compute, before training, the log-probability of every training sequence under the model that "
+        "training starts from: one forward over the data. Alone it is one process; under a launcher, one per rank.",
+    )
+    reference.add_argument("recipe", help="YAML file, see launch_scripts/recipes/")
+    _add_train_arguments(reference)
+    reference.add_argument("--output", required=True, type=Path, metavar="FILE", help="file to write (.npz)")
+    reference.set_defaults(command=_reference)
+
+    fidelity = commands.add_parser(
+        "fidelity",
+        help="measure how right the utilities are",
+        description="Measure, on the recipe's own model, data, precision and parallelism, how right the utilities of "
+        "jvp and of finite differences are against a reference in higher precision, and how well small probes and kept "
+        "directions agree with a large probe. Lists are numbers separated by spaces; 0 leaves a part out.",
+    )
+    fidelity.add_argument("recipe", help="YAML file, see launch_scripts/recipes/")
+    _add_train_arguments(fidelity)
+    numbers = dict(nargs="+", metavar="N")
+    fidelity.add_argument("--output", type=Path, metavar="DIR", help="write fidelity.json and fidelity.png there")
+    fidelity.add_argument(
+        "--sequences", type=int, default=4, metavar="N", help="training sequences to measure on (default 4)"
+    )
+    fidelity.add_argument(
+        "--epsilons", **numbers, default="1 1e-1 1e-2 1e-3 1e-4 1e-5".split(), help="default 1 1e-1 ... 1e-5"
+    )
+    fidelity.add_argument("--probe-sizes", **numbers, default="1 4 8 32".split(), help="|B'|, default 1 4 8 32")
+    fidelity.add_argument(
+        "--large-probe",
+        type=int,
+        default=64,
+        metavar="N",
+        help="|B'| that these and kept directions are compared with (default 64; 0 measures neither)",
+    )
+    fidelity.add_argument(
+        "--stale-steps",
+        **numbers,
+        default="1 2 4 8".split(),
+        help="optimizer steps of the recipe's training to keep a direction for (default 1 2 4 8)",
+    )
+    fidelity.add_argument(
+        "--after-steps", type=int, default=0, metavar="N", help="train N steps before measuring (default 0)"
+    )
+    fidelity.set_defaults(command=_fidelity)
 
     # The deepspeed launcher puts its own argument before everything else, also before the command.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -91,7 +145,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDE_HELP)
+    parser.add_argument("overrides", nargs="*", metavar=OVERRIDE_METAVAR, help=OVERRIDE_HELP)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher
 
 
@@ -103,12 +157,47 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _reference(arguments: argparse.Namespace) -> int:
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    from .reference import write_reference_log_probabilities
+
+    write_reference_log_probabilities(recipe, arguments.output)
+    return 0
+
+
 def _check(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     from .run import describe_recipe
 
     print(describe_recipe(recipe, arguments.ranks))
     return 0
+
+
+def _fidelity(arguments: argparse.Namespace) -> int:
+    lists = {name: _take_numbers(arguments, name, kind) for name, kind in FIDELITY_LISTS.items()}
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    from .fidelity import FidelityOptions, measure_fidelity
+
+    options = FidelityOptions(
+        num_sequences=arguments.sequences,
+        large_probe_size=arguments.large_probe,
+        after_steps=arguments.after_steps,
+        output=arguments.output,
+        **lists,
+    )
+    measure_fidelity(recipe, options)
+    return 0
+
+
+def _take_numbers(arguments: argparse.Namespace, name: str, kind: type) -> tuple:
+    """Of an option that takes a list, without zeros: argparse also gives it the overrides that follow it."""
+    numbers = []
+    for word in getattr(arguments, name):
+        try:
+            numbers.append(kind(word))
+        except ValueError:
+            arguments.overrides.append(word)
+    return tuple(number for number in numbers if number != 0)
 
 
 def _report(error: UserError) -> int:

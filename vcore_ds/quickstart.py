@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .cli import launch
 from .config import Recipe, load_recipe
@@ -17,9 +18,9 @@ SCRIPT = "launch_scripts/quickstart.sh"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """One rank of the quickstart. `arguments` are overrides (and what a launcher adds). Returns the exit code."""
-    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
-    return launch(str(RECIPE), arguments, before=lambda: _prepare(overrides), after=_say_how_to_go_on)
+    """One rank of the quickstart. `arguments` are overrides and fragments (and what a launcher adds). Returns the exit
+    code."""
+    return launch(str(RECIPE), arguments, before=_prepare, after=_say_how_to_go_on)
 
 
 def _prepare(overrides: Sequence[str]) -> list[str]:
@@ -39,7 +40,19 @@ def _prepare(overrides: Sequence[str]) -> list[str]:
     problem, found = distributed.gather_objects((problem, found))[0]
     if problem is not None:
         raise UserError(problem)
-    chosen = {override.partition("=")[0] for override in overrides}  # what the user chose is checked, not changed
+    return without_chosen(found, recipe, overrides)
+
+
+def without_chosen(found: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
+    """`found` as overrides, without what the user chose, in an override or a fragment: that is checked, not changed."""
+
+    def value(recipe: Recipe, key: str) -> Any:
+        section, _, name = key.partition(".")
+        return getattr(getattr(recipe, section), name)
+
+    shipped = load_recipe(RECIPE)
+    chosen = {override.partition("=")[0] for override in overrides}
+    chosen |= {key for key in found if value(recipe, key) != value(shipped, key)}
     return [f"{key}={value}" for key, value in found.items() if key not in chosen]
 
 
@@ -64,7 +77,7 @@ def _say_how_to_go_on() -> None:
     if distributed.rank() == 0:
         print(
             f"\nTrain longer:   bash {SCRIPT} schedule.num_steps=100\n"
-            f"Compare to SFT: bash {SCRIPT} method.name=sft method.kl_budget=null\n"
+            f"Compare to SFT: bash {SCRIPT} methods/sft.yaml\n"
             f'Your own data:  bash {SCRIPT} data.train_path=FILE.jsonl  (lines of {{"messages": [...]}})',
             flush=True,
         )

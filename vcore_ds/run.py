@@ -224,12 +224,11 @@ def warn_of_noise(recipe: Recipe, metrics: StepMetrics, console: Console) -> Non
     assert epsilon is not None and snr is not None and changed is not None  # measured in this step
     how_chosen = " (auto)" if recipe.utility.epsilon == "auto" else ""
     if snr < RELIABLE_SIGNAL_TO_NOISE:
-        best = "the best there is" if how_chosen else "not a good one"
         console.warn(
-            f"utility.epsilon {epsilon:.3g}{how_chosen} is {best} in {recipe.model.precision}, and its utilities are "
-            f"mostly noise: the perturbation changed {changed:.1%} of the trainable parameters, and the loss change it "
-            f"made is {snr:.2f} times its error (at least {RELIABLE_SIGNAL_TO_NOISE:g} is needed). "
-            "Use utility.estimator=jvp, which has no epsilon and is right in this precision."
+            f"utility.epsilon {epsilon:.3g}{how_chosen} does not resolve the loss in {recipe.model.precision}: the "
+            f"perturbation changed {changed:.1%} of the trainable parameters, and the loss change it made is {snr:.2f} "
+            f"times its error (at least {RELIABLE_SIGNAL_TO_NOISE:g} is needed). The weights of this run are mostly "
+            "noise. Use utility.estimator=jvp, which has no epsilon and is right in this precision."
         )
     elif how_chosen:
         console.say(f"epsilon {epsilon:.3g}{how_chosen}: the loss change is {snr:.1f} times its error")

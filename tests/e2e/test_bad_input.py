@@ -20,7 +20,7 @@ from vcore_ds.errors import UserError
 pytestmark = pytest.mark.e2e
 
 RECIPES = REPOSITORY / "launch_scripts" / "recipes"
-FULL = RECIPES / "qwen3_32b_full.yaml"
+FULL = RECIPES / "qwen3_32b_math_full.yaml"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,8 +71,8 @@ def test_unknown_key(refuses: Refuses, tmp_path: Path):
 
 def test_misspelt_key_gets_the_nearest_name(refuses: Refuses, tmp_path: Path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(FULL.read_text().replace("  warmup_ratio:", "  warmup_ration:"))
-    line = next(n for n, text in enumerate(recipe.read_text().splitlines(), 1) if "warmup_ration" in text)
+    recipe.write_text(FULL.read_text() + "\nschedule:\n  warmup_ration: 0.1\n")
+    line = recipe.read_text().splitlines().index("  warmup_ration: 0.1") + 1
     message = refuses(recipe=recipe)
     assert f"{recipe}:{line}: schedule.warmup_ration: found 0.1" in message
     assert 'did you mean "schedule.warmup_ratio"?' in message
@@ -96,9 +96,15 @@ def test_override_without_its_section(refuses: Refuses):
     assert 'did you mean "batch.global_size"?' in refuses("global_size=8")
 
 
+def test_misspelt_fragment(refuses: Refuses):
+    message = refuses("methods/dtf.yaml")
+    assert f"methods/dtf.yaml: found no such file; expected a recipe file (YAML); tried {REPOSITORY}" in message
+    assert 'did you mean "methods/dft.yaml"' in message
+
+
 def test_missing_recipe(refuses: Refuses):
     message = refuses(recipe=RECIPES / "qwen3_32b.yaml")
-    assert "qwen3_32b.yaml: found no such file" in message and "qwen3_32b_full.yaml" in message
+    assert "qwen3_32b.yaml: found no such file" in message and "qwen3_32b_math_full.yaml" in message
 
 
 def test_impossible_batch_arithmetic(refuses: Refuses):

@@ -104,7 +104,7 @@ def test_torchrun_on_two_ranks_is_the_same_run(setup: TinySetup, bash_run: Run, 
 
 def test_deepspeed_on_two_ranks_with_finite_differences_and_lora(setup: TinySetup, tmp_path: Path):
     folder = tmp_path / "run"
-    recipe = "--recipe launch_scripts/recipes/qwen3_32b_lora.yaml"
+    recipe = "--recipe launch_scripts/recipes/qwen3_32b_math_lora.yaml"
     overrides = setup.overrides(folder, "utility.estimator=finite_difference", "utility.epsilon=1e-3")
     run = train(f"deepspeed --num_accelerators 2 launch_scripts/train_32b.sh {recipe}", overrides, folder)
     assert run.output.count("step 2/2  loss ") == 1
@@ -126,7 +126,7 @@ def test_deepspeed_on_two_ranks_with_finite_differences_and_lora(setup: TinySetu
 
 def test_deepspeed_alone_with_sft(setup: TinySetup, tmp_path: Path):
     folder = tmp_path / "run"
-    overrides = setup.overrides(folder, "method.name=sft", "method.kl_budget=null", "run.validate_every=1")
+    overrides = setup.overrides(folder, "methods/sft.yaml", "run.validate_every=1")
     run = train("deepspeed launch_scripts/train_32b.sh", overrides, folder)
     check_folder(run, load_recipe_of(run), some={"validation_loss"})
     first, second = read_metrics(folder)

@@ -1,7 +1,10 @@
-"""Every recipe and DeepSpeed JSON that is shipped loads, plans and merges."""
+"""Every recipe, preset, method and DeepSpeed JSON that is shipped loads, plans, merges and composes, and says what the
+paper says."""
 
+import functools
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,18 +15,36 @@ from vcore_ds.quickstart import RECIPE as QUICKSTART
 from vcore_ds.quickstart import fit_batch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-RECIPES = sorted((REPOSITORY / "launch_scripts" / "recipes").glob("*.yaml"))
+FOLDER = REPOSITORY / "launch_scripts" / "recipes"
+RECIPES = sorted([*FOLDER.glob("*.yaml"), *(FOLDER / "paper").glob("*.yaml")])
+PRESETS = ("recommended", "paper", "released_code")
+METHODS = ("sft", "dft", "iw_sft", "random")
 DEEPSPEED_CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
-NUM_RANKS = (1, 2, 4, 8, 16, 32)
+QWEN3 = ("qwen3_1.7b", "qwen3_4b", "qwen3_8b", "qwen3_32b")
+OTHERS = ("llama3.1_8b_instruct", "mistral_7b_instruct_v0.3")
+
+load = functools.cache(load_recipe)
+each_recipe = pytest.mark.parametrize(
+    "path", RECIPES, ids=lambda path: path.relative_to(FOLDER).with_suffix("").as_posix()
+)
 
 
-def test_the_recipes_that_the_documentation_names_are_there() -> None:
-    assert {path.stem for path in RECIPES} >= {"quickstart", "qwen3_32b_full", "qwen3_32b_lora"}
+def recipe_of(name: str) -> Recipe:
+    return load(FOLDER / f"{name}.yaml")
+
+
+def test_every_training_of_the_papers_tables_has_a_recipe() -> None:
+    names = {path.relative_to(FOLDER).with_suffix("").as_posix() for path in RECIPES}
+    lora = {f"{model}_{task}_lora" for model, task in product(QWEN3 + OTHERS, ("math", "code"))}
+    full = {f"{model}_{task}_full" for model, task in product(QWEN3, ("math", "code"))}
+    assert names == {"quickstart"} | lora | full | {f"paper/{name}" for name in lora}
+    assert {path.stem for path in (FOLDER / "presets").glob("*")} == set(PRESETS)
+    assert {path.stem for path in (FOLDER / "methods").glob("*")} == set(METHODS)
     names = {path.stem for path in DEEPSPEED_CONFIGS}
     assert names >= {"zero3_bf16", "zero3_fp32", "zero3_bf16_offload_optimizer"}
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@each_recipe
 def test_recipe_loads_from_any_working_directory(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe(path)
@@ -31,30 +52,199 @@ def test_recipe_loads_from_any_working_directory(path: Path, tmp_path: Path, mon
     assert load_recipe(tmp_path / "dumped.yaml") == recipe
 
 
-@pytest.mark.parametrize("num_ranks", NUM_RANKS)
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipe_plans_and_merges(path: Path, num_ranks: int) -> None:
-    recipe = load_recipe(path)
-    unit = num_ranks * recipe.batch.micro_batch_size_per_rank
-    if recipe.batch.global_size % unit != 0:
-        with pytest.raises(RecipeError, match="nearest that work"):
-            plan_batch(recipe, num_ranks)
-        return
-    plan = plan_batch(recipe, num_ranks)
-    config = deepspeed_config(recipe, plan)
-    assert config["train_batch_size"] == recipe.batch.global_size
-    assert config["train_batch_size"] == (
-        num_ranks * config["gradient_accumulation_steps"] * config["train_micro_batch_size_per_gpu"]
+@each_recipe
+def test_recipe_plans_and_merges_on_1_to_32_ranks(path: Path) -> None:
+    recipe = load(path)
+    fitting = []
+    for num_ranks in range(1, 33):
+        if recipe.batch.global_size % (num_ranks * recipe.batch.micro_batch_size_per_rank) != 0:
+            with pytest.raises(RecipeError, match="nearest that work"):
+                plan_batch(recipe, num_ranks)
+            continue
+        plan = plan_batch(recipe, num_ranks)
+        config = deepspeed_config(recipe, plan)
+        assert config["train_batch_size"] == recipe.batch.global_size
+        assert config["train_batch_size"] == (
+            num_ranks * config["gradient_accumulation_steps"] * config["train_micro_batch_size_per_gpu"]
+        )
+        assert config["bf16"]["enabled"] is (recipe.model.precision == "bf16")
+        assert plan.probe_batch_size_global % num_ranks == 0
+        fitting.append(num_ranks)
+    assert fitting == ([1, 2] if path == QUICKSTART else [1, 2, 4, 8, 16, 32])
+
+
+# ---------------------------------------------------------------- presets and methods over recipes
+
+
+def method_of(recipe: Recipe) -> dict[str, object]:
+    """What a preset states: method, utility and probe, without the sizes of micro-batches."""
+    return {
+        f"{section}.{key}": value
+        for section in ("method", "utility", "probe")
+        for key, value in recipe.model_dump()[section].items()
+        if key != "micro_batch_size_per_rank"
+    }
+
+
+@each_recipe
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_means_the_same_over_every_recipe(path: Path, preset: str) -> None:
+    expected = method_of(load_recipe(FOLDER / "qwen3_4b_math_lora.yaml", [f"presets/{preset}.yaml"]))
+    assert method_of(load_recipe(path, [f"presets/{preset}.yaml"])) == expected
+    after_a_method = load_recipe(path, ["methods/random.yaml", f"presets/{preset}.yaml"])
+    assert method_of(after_a_method) == expected
+
+
+@each_recipe
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_remedy(path: Path, name: str) -> None:
+    for presets in ([], *([f"presets/{preset}.yaml"] for preset in PRESETS)):
+        words = [*presets, f"methods/{name}.yaml"]
+        if name == "iw_sft" and load(path).lora is None:
+            with pytest.raises(RecipeError) as error:
+                load_recipe(path, words)
+            (problem,) = error.value.problems
+            assert "methods/iw_sft.yaml:" in problem and "data.reference_log_probabilities: found null" in problem
+            assert "expected the file that `vcore-ds reference RECIPE --output FILE` makes before training" in problem
+            words.append("data.reference_log_probabilities=reference.npz")  # the remedy
+        recipe = load_recipe(path, words)
+        assert recipe.method.name == name
+        plan_batch(recipe, 2)
+        preset = load_recipe(path, presets) if presets else load(path)
+        assert recipe.method.normalization == preset.method.normalization
+        changed = {"method", "data"} if name == "iw_sft" else {"method"}
+        for section in Recipe.model_fields.keys() - changed:
+            assert getattr(recipe, section) == getattr(preset, section)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "iw_sft"])
+def test_a_method_takes_the_reference_of_iw_sft_back(name: str, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(
+        "base: [qwen3_4b_math_full.yaml, methods/iw_sft.yaml]\ndata: {reference_log_probabilities: reference.npz}\n"
     )
-    assert config["bf16"]["enabled"] is (recipe.model.precision == "bf16")
-    assert plan.probe_batch_size_global % num_ranks == 0
+    assert load_recipe(mine).data.reference_log_probabilities == "reference.npz"
+    assert load_recipe(mine, [f"methods/{name}.yaml"]).data.reference_log_probabilities is None
+    with pytest.raises(RecipeError, match="found reference.npz together with method.name vcore; expected null"):
+        load_recipe(mine, ["presets/paper.yaml"])
 
 
-def test_the_32b_recipes_run_on_every_number_of_ranks() -> None:
+def test_random_keeps_a_fifth() -> None:
+    assert load_recipe(QUICKSTART, ["methods/random.yaml"]).method.keep_share == 0.2
+
+
+def test_the_two_readings_of_temperature() -> None:
+    """Method, section 3: the paper multiplies by 5e3, the released code divides by 5e3."""
+    paper = method_of(load_recipe(QUICKSTART, ["presets/paper.yaml"]))
+    released = method_of(load_recipe(QUICKSTART, ["presets/released_code.yaml"]))
+    assert paper["method.temperature"] == 5e3 and released["method.temperature"] == 1 / 5e3
+    same = {
+        "method.name": "vcore",
+        "method.kl_budget": None,
+        "method.alpha": "loss_ratio",
+        "utility.estimator": "finite_difference",
+        "utility.epsilon": 1e-4,
+        "utility.rounding": "nearest",
+        "probe.batch_size": 32,
+        "probe.direction": "sgd",
+        "probe.every": 1,
+    }
+    assert same.items() <= paper.items() and same.items() <= released.items()
+    differing = ("method.normalization", "method.alpha_scope", "method.alpha_cap", "probe.clip")
+    assert [paper[key] for key in differing] == ["sequence", "global_batch", None, None]
+    assert [released[key] for key in differing] == ["token", "micro_batch", 1.0, 1.0]
+
+
+def test_recommended_is_consistent_with_the_optimizer_of_the_recipes() -> None:
     for path in RECIPES:
-        if "32b" in path.stem:
-            for num_ranks in NUM_RANKS:
-                plan_batch(load_recipe(path), num_ranks)
+        recipe = load_recipe(path, ["presets/recommended.yaml"])
+        assert recipe.utility.estimator == "jvp" and recipe.method.temperature is None
+        if recipe.probe.direction == "adam":  # its moments are those of clipped gradients
+            assert recipe.optimizer.name == "adamw" and recipe.probe.clip == recipe.optimizer.gradient_clipping
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_explains_temperature(name: str) -> None:
+    header = (FOLDER / "presets" / f"{name}.yaml").read_text().partition("method:")[0].replace("\n# ", " ")
+    assert "means two things that are a factor of 2.5e7 apart" in header
+    assert "multiplies" in header and "divides" in header
+
+
+# ---------------------------------------------------------------- the paper's numbers
+
+SELECTION = {
+    # Table "Selected hyperparameters", (epsilon, tau * epsilon); Qwen3-1.7B "using the Qwen3-4B training setup" and
+    # Mistral "using the Llama-3.1-8B-Instruct setup" (Obs 2)
+    "llama3.1_8b_instruct_math": (1e-5, 0.8),
+    "llama3.1_8b_instruct_code": (1e-5, 0.8),
+    "mistral_7b_instruct_v0.3_math": (1e-5, 0.8),
+    "mistral_7b_instruct_v0.3_code": (1e-5, 0.8),
+    "qwen3_1.7b_math": (1e-4, 0.5),
+    "qwen3_1.7b_code": (1e-4, 0.8),
+    "qwen3_4b_math": (1e-4, 0.5),
+    "qwen3_4b_code": (1e-4, 0.8),
+    "qwen3_8b_math": (1e-5, 0.5),
+    "qwen3_8b_code": (1e-5, 0.5),
+    "qwen3_32b_math": (1e-4, 0.8),
+    "qwen3_32b_code": (1e-4, 0.8),
+}
+PATHS = {
+    "qwen3_1.7b": "Qwen/Qwen3-1.7B",
+    "qwen3_4b": "Qwen/Qwen3-4B",
+    "qwen3_8b": "Qwen/Qwen3-8B",
+    "qwen3_32b": "Qwen/Qwen3-32B",
+    "llama3.1_8b_instruct": "meta-llama/Llama-3.1-8B-Instruct",
+    "mistral_7b_instruct_v0.3": "mistralai/Mistral-7B-Instruct-v0.3",
+}
+
+
+@pytest.mark.parametrize("name", SELECTION)
+def test_the_papers_selected_epsilon_and_temperature(name: str) -> None:
+    recipe = recipe_of(f"paper/{name}_lora")
+    epsilon, product_with_epsilon = SELECTION[name]
+    assert recipe.utility.epsilon == epsilon and recipe.method.temperature is not None
+    assert recipe.method.temperature * epsilon == pytest.approx(product_with_epsilon, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", SELECTION)
+def test_a_paper_recipe_is_the_recipe_with_the_paper_preset_and_the_selection(name: str) -> None:
+    recipe = recipe_of(f"paper/{name}_lora")
+    words = [
+        "presets/paper.yaml",
+        f"method.temperature={recipe.method.temperature}",
+        f"utility.epsilon={recipe.utility.epsilon}",
+        f"run.output_dir=runs/paper/{name}_lora",
+    ]
+    assert load_recipe(FOLDER / f"{name}_lora.yaml", words) == recipe
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if path != QUICKSTART], ids=lambda path: path.stem)
+def test_the_papers_training_hyperparameters(path: Path) -> None:
+    """Table "Hyperparameter settings", and |B'| = 32 of the implementation details."""
+    recipe = load(path)
+    name = path.stem
+    model, task, kind = name.rsplit("_", 2)
+    is_qwen3 = model in QWEN3
+    assert recipe.model.path == PATHS[model] and recipe.model.precision == "bf16"
+    assert (recipe.batch.global_size, recipe.probe.batch_size, recipe.run.seed) == (32, 32, 42)
+    assert (recipe.optimizer.name, recipe.optimizer.learning_rate) == ("adamw", 2e-5 if is_qwen3 else 2e-4)
+    assert (recipe.schedule.num_steps, recipe.schedule.num_epochs) == (100 if is_qwen3 else 1000, None)
+    assert (recipe.schedule.kind, recipe.schedule.warmup_ratio) == ("cosine", 0.1 if is_qwen3 else 0.05)
+    assert recipe.data.cutoff_length == 16384
+    corpus = {"math": "openmathreasoning", "code": "opencodereasoning"}[task]
+    assert recipe.data.train_path == f"data/{corpus}_{3200 if is_qwen3 else 32000}.jsonl"
+    if kind == "full":
+        assert recipe.lora is None
+    else:
+        assert recipe.lora is not None and recipe.lora.target_modules == "all-linear"
+        lora = (recipe.lora.rank, recipe.lora.alpha, recipe.lora.dropout)
+        assert lora == ((8, 16, 0.1) if is_qwen3 else (64, 128, 0.05))
+    assert recipe.run.output_dir == f"runs/{path.relative_to(FOLDER).with_suffix('')}"
+
+
+def test_no_two_recipes_write_into_the_same_folder() -> None:
+    folders = [load(path).run.output_dir for path in RECIPES]
+    assert len(set(folders)) == len(folders)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, 16])
@@ -65,22 +255,6 @@ def test_the_quickstart_fits_any_number_of_ranks(num_ranks: int) -> None:
     assert plan.global_batch_size >= recipe.batch.global_size
     if num_ranks in (1, 2):
         assert batch == {"batch.global_size": 8, "batch.micro_batch_size_per_rank": 4}
-
-
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_the_papers_training_hyperparameters(kind: str) -> None:
-    """Table "Hyperparameter settings", column Qwen3, and |B'| = 32 of the training details."""
-    recipe = load_recipe(REPOSITORY / "launch_scripts" / "recipes" / f"qwen3_32b_{kind}.yaml")
-    assert recipe.model.path == "Qwen/Qwen3-32B" and recipe.model.precision == "bf16"
-    assert (recipe.batch.global_size, recipe.probe.batch_size, recipe.run.seed) == (32, 32, 42)
-    assert (recipe.optimizer.name, recipe.optimizer.learning_rate) == ("adamw", 2e-5)
-    assert (recipe.schedule.num_steps, recipe.schedule.kind, recipe.schedule.warmup_ratio) == (100, "cosine", 0.1)
-    assert recipe.data.cutoff_length == 16384
-    if kind == "full":
-        assert recipe.lora is None
-    else:
-        assert recipe.lora is not None and recipe.lora.target_modules == "all-linear"
-        assert (recipe.lora.rank, recipe.lora.alpha, recipe.lora.dropout) == (8, 16, 0.1)
 
 
 @pytest.mark.parametrize("path", DEEPSPEED_CONFIGS, ids=lambda path: path.stem)
@@ -106,8 +280,21 @@ def test_deepspeed_json_leaves_the_recipes_keys_alone_and_fits_its_precision(pat
         deepspeed_config(contradiction, plan_batch(contradiction, 2))
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_is_commented(path: Path) -> None:
-    """A number without a source helps nobody: each recipe starts with what it is."""
-    assert path.read_text().startswith("# ")
-    assert list(yaml.safe_load(path.read_text()))[0] == "method"
+# ---------------------------------------------------------------- the files
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.yaml")), ids=lambda path: path.relative_to(FOLDER).as_posix())
+def test_a_file_starts_with_what_it_is_and_ends_with_a_line(path: Path) -> None:
+    text = path.read_text()
+    assert text.startswith("# ") and text.endswith("\n") and max(map(len, text.splitlines())) <= 120
+
+
+@each_recipe
+def test_a_recipe_copies_nothing(path: Path) -> None:
+    """What stands in a part, a preset or another recipe is not written a second time."""
+    own = yaml.safe_load(path.read_text())
+    assert "base" in own
+    if path != QUICKSTART:
+        assert own.keys() <= {"base", "method", "utility", "run"} and len(path.read_text().splitlines()) <= 13
+        for section in own.keys() & {"method", "utility", "run"}:
+            assert len(own[section]) == 1  # temperature, epsilon, output_dir

@@ -149,8 +149,8 @@ def _names(section: str) -> str:
 
 
 def _meaning(field: FieldInfo) -> str:
-    """The field's docstring: what the value is, with its unit and scope."""
-    return (field.description or "").rstrip(".")
+    """The field's docstring in one line: what the value is, with its unit and scope."""
+    return " ".join((field.description or "").split()).rstrip(".")
 
 
 def _is_missing_key(details: ErrorDetails) -> bool:

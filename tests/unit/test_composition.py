@@ -1,0 +1,397 @@
+"""Recipes from several files: what wins, where a value comes from, and what cannot be read."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.recipes import smallest_recipe
+from vcore_ds.cli import launch, main
+from vcore_ds.config import Recipe, RecipeError, dump_recipe, load_recipe
+from vcore_ds.config.compose import SHIPPED_RECIPES, compose
+from vcore_ds.quickstart import RECIPE as QUICKSTART
+from vcore_ds.quickstart import without_chosen
+
+Sections = dict[str, Any]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a recipe that loads in `whole.yaml`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text("{}")
+    write(tmp_path / "whole.yaml", smallest_recipe())
+    return tmp_path
+
+
+def write(path: Path, content: Sections | str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def problems(recipe: str | Path, *words: str) -> tuple[str, ...]:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe, words)
+    return error.value.problems
+
+
+def the_problem(recipe: str | Path, *words: str) -> str:
+    (problem,) = problems(recipe, *words)
+    return problem
+
+
+# ---------------------------------------------------------------- what wins
+
+
+def test_a_recipe_without_base_is_itself(folder: Path) -> None:
+    assert compose("whole.yaml").values == smallest_recipe()
+
+
+def test_bases_merge_key_by_key_and_the_file_itself_comes_last(folder: Path) -> None:
+    write(folder / "a.yaml", {"run": {"seed": 1, "log_every": 1, "output_dir": "a"}, "model": {"path": "a"}})
+    write(folder / "b.yaml", {"run": {"seed": 2, "log_every": 2}, "data": {"train_path": "b"}})
+    write(folder / "c.yaml", {"base": ["a.yaml", "b.yaml"], "run": {"seed": 3}})
+    assert compose("c.yaml").values == {
+        "run": {"seed": 3, "log_every": 2, "output_dir": "a"},
+        "model": {"path": "a"},
+        "data": {"train_path": "b"},
+    }
+    write(folder / "other_order.yaml", {"base": ["b.yaml", "a.yaml"]})
+    assert compose("other_order.yaml").values["run"] == {"seed": 1, "log_every": 1, "output_dir": "a"}
+
+
+def test_a_list_is_a_value_and_is_not_joined(folder: Path) -> None:
+    write(folder / "a.yaml", {"base": "whole.yaml", "lora": {"rank": 8, "alpha": 16, "target_modules": ["q", "k"]}})
+    write(folder / "b.yaml", {"base": "a.yaml", "lora": {"target_modules": ["v"]}})
+    lora = load_recipe("b.yaml").lora
+    assert lora is not None and (lora.rank, lora.target_modules) == (8, ("v",))
+
+
+def test_null_replaces_a_section_and_a_mapping_after_it_starts_anew(folder: Path) -> None:
+    write(folder / "lora.yaml", {"base": "whole.yaml", "lora": {"rank": 8, "alpha": 16, "dropout": 0.1}})
+    write(folder / "full.yaml", {"base": "lora.yaml", "lora": None})
+    assert load_recipe("lora.yaml").lora is not None and load_recipe("full.yaml").lora is None
+    write(folder / "again.yaml", {"base": "full.yaml", "lora": {"rank": 4, "alpha": 4}})
+    again = load_recipe("again.yaml").lora
+    assert again is not None and (again.rank, again.dropout) == (4, 0.0)  # nothing is left of the first adapters
+    write(folder / "half.yaml", {"base": "full.yaml", "lora": {"rank": 4}})
+    assert the_problem("half.yaml").startswith("half.yaml:2: lora.alpha: found nothing")
+
+
+def test_bases_of_bases_are_read_first(folder: Path) -> None:
+    for name, base in zip("abcde", [None, "a", "b", "c", "d"], strict=True):
+        write(folder / f"{name}.yaml", ({"base": f"{base}.yaml"} if base else {}) | {"run": {name: 1, "last": name}})
+    assert compose("e.yaml").values["run"] == {"a": 1, "b": 1, "c": 1, "d": 1, "e": 1, "last": "e"}
+
+
+def test_a_file_may_be_the_base_of_several(folder: Path) -> None:
+    write(folder / "common.yaml", {"run": {"seed": 1}})
+    write(folder / "a.yaml", {"base": "common.yaml", "run": {"log_every": 2}})
+    write(folder / "b.yaml", {"base": "common.yaml", "run": {"output_dir": "b"}})
+    write(folder / "c.yaml", {"base": ["a.yaml", "b.yaml"]})
+    assert compose("c.yaml").values == {"run": {"seed": 1, "log_every": 2, "output_dir": "b"}}
+
+
+def test_fragments_come_after_the_recipe_in_order_and_overrides_after_them(folder: Path) -> None:
+    write(folder / "one.yaml", {"run": {"seed": 1, "log_every": 1}})
+    write(folder / "two.yaml", {"run": {"seed": 2, "output_dir": "two"}})
+    recipe = load_recipe("whole.yaml", ["run.output_dir=mine", "one.yaml", "two.yaml"])
+    assert (recipe.run.seed, recipe.run.log_every, recipe.run.output_dir) == (2, 1, "mine")
+    assert load_recipe("whole.yaml", ["two.yaml", "one.yaml"]).run.seed == 1
+
+
+def test_a_fragment_may_have_bases(folder: Path) -> None:
+    write(folder / "deep" / "one.yaml", {"run": {"seed": 1, "log_every": 7}})
+    write(folder / "deep" / "two.yaml", {"base": "one.yaml", "run": {"seed": 2}})
+    run = load_recipe("whole.yaml", ["deep/two.yaml"]).run
+    assert (run.seed, run.log_every) == (2, 7)
+
+
+def test_a_dumped_recipe_is_one_file(folder: Path) -> None:
+    write(folder / "a.yaml", {"base": "whole.yaml", "run": {"seed": 5}})
+    recipe = load_recipe("a.yaml", ["methods/random.yaml"])
+    dumped = write(folder / "elsewhere" / "recipe.yaml", dump_recipe(recipe))
+    assert "base" not in yaml.safe_load(dumped.read_text())
+    assert load_recipe(dumped) == recipe
+
+
+SECTION_VALUES = st.none() | st.dictionaries(st.sampled_from("xyz"), st.integers(0, 9), max_size=3)
+FILES = st.lists(st.dictionaries(st.sampled_from(["run", "lora", "data"]), SECTION_VALUES), min_size=1, max_size=5)
+
+
+def last_wins(files: list[Sections]) -> Sections:
+    """What a chain of files means: of each section, the keys since it was null last."""
+    expected: Sections = {}
+    for section in {section for file in files for section in file}:
+        mentions = [file[section] for file in files if section in file]
+        num_until_null = max((i + 1 for i, value in enumerate(mentions) if value is None), default=0)
+        since = mentions[num_until_null:]
+        expected[section] = {key: value for mapping in since for key, value in mapping.items()} if since else None
+    return expected
+
+
+@settings(deadline=None, max_examples=60)
+@given(FILES, st.data())
+def test_merging_is_associative(files: list[Sections], data: st.DataObject) -> None:
+    """Files named one by one, and the same files grouped into bases in any way, are the same recipe."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        paths = [write(folder / f"{i}.yaml", content) for i, content in enumerate(files)]
+        groups = iter(range(len(files)))
+
+        def grouped(group: Sequence[Path]) -> Path:
+            """A file that stands for the group, split at random places into groups of its own."""
+            if len(group) == 1:
+                return group[0]
+            cut = data.draw(st.integers(1, len(group) - 1))
+            bases = [grouped(group[:cut]), grouped(group[cut:])]
+            return write(folder / f"group_{next(groups)}.yaml", {"base": [path.name for path in bases]})
+
+        assert compose(grouped(paths)).values == last_wins(files)
+        assert compose(paths[0], [str(path) for path in paths[1:]]).values == last_wins(files)
+
+
+# ---------------------------------------------------------------- where files are found
+
+
+def test_a_base_is_looked_up_from_its_file_then_among_the_shipped(folder: Path, monkeypatch: Any) -> None:
+    (folder / "elsewhere").mkdir()
+    write(folder / "recipes" / "mine.yaml", {"base": ["../whole.yaml", "methods/dft.yaml"], "method": {}})
+    monkeypatch.chdir(folder / "elsewhere")  # plays no role
+    assert load_recipe(folder / "recipes" / "mine.yaml").method.name == "dft"
+    write(folder / "recipes" / "methods" / "dft.yaml", {"method": {"kl_budget": 0.5}})  # comes first
+    assert load_recipe(folder / "recipes" / "mine.yaml").method.kl_budget == 0.5
+
+
+def test_a_fragment_is_looked_up_in_the_working_directory_then_among_the_shipped(folder: Path) -> None:
+    assert load_recipe("whole.yaml", ["methods/dft.yaml"]).method.name == "dft"
+    write(folder / "methods" / "dft.yaml", {"method": {"kl_budget": 0.5}})
+    assert load_recipe("whole.yaml", ["methods/dft.yaml"]).method.kl_budget == 0.5
+    shipped = SHIPPED_RECIPES / "methods" / "dft.yaml"
+    assert load_recipe("whole.yaml", [str(shipped)]).method.name == "dft"
+
+
+def test_home_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    write(folder / "home" / "lab.yaml", {"run": {"seed": 9}})
+    write(folder / "mine.yaml", {"base": ["whole.yaml", "~/lab.yaml"]})
+    assert load_recipe("mine.yaml").run.seed == load_recipe("whole.yaml", ["~/lab.yaml"]).run.seed == 9
+
+
+def test_a_deepspeed_json_is_looked_up_from_the_file_that_names_it(folder: Path) -> None:
+    write(folder / "lab" / "engine.yaml", {"engine": {"deepspeed_config": "lab.json"}})
+    found = write(folder / "lab" / "lab.json", "{}")
+    write(folder / "mine.yaml", {"base": ["whole.yaml", "lab/engine.yaml"]})
+    assert load_recipe("mine.yaml").engine.deepspeed_config == str(found)
+    assert load_recipe("whole.yaml", ["lab/engine.yaml"]).engine.deepspeed_config == str(found)
+    problem = the_problem("mine.yaml", "engine.deepspeed_config=lab.json")  # an override's is the recipe's folder
+    assert str(found) not in problem and str(folder / "lab.json") in problem
+
+
+# ---------------------------------------------------------------- problems
+
+
+def test_every_problem_names_the_file_and_line_where_the_value_stands(folder: Path) -> None:
+    write(folder / "parts" / "a.yaml", "# comment\nrun:\n  seed: -1\n  log_every: 0\n  lgo_every: 1\n")
+    write(folder / "parts" / "b.yaml", "base: a.yaml\nrun:\n  log_every: -2\nmethod:\n  temperature: 1\n")
+    write(folder / "mine.yaml", "base:\n  - whole.yaml\n  - parts/b.yaml\nutility: {epsilon: 1}\n")
+    write(folder / "fragment.yaml", "data:\n  cutoff_length: 1\n")
+    found = problems("mine.yaml", "fragment.yaml", "batch.global_size=0")
+    assert sorted(problem.split(": found")[0] for problem in found) == [
+        "fragment.yaml:2: data.cutoff_length",
+        "mine.yaml:4: utility.epsilon",
+        "override batch.global_size=0: batch.global_size",
+        "parts/a.yaml:3: run.seed",
+        "parts/a.yaml:5: run.lgo_every",
+        "parts/b.yaml:3: run.log_every",  # the value that a.yaml gave is gone, and its line with it
+        "whole.yaml:2: method.kl_budget",
+    ]
+
+
+def test_a_line_of_a_replaced_section_is_forgotten(folder: Path) -> None:
+    write(folder / "a.yaml", "base: whole.yaml\nlora:\n  rank: 8\n  alpha: 16\n")
+    write(folder / "b.yaml", "base: a.yaml\nlora: null\n")
+    write(folder / "c.yaml", "base: b.yaml\n\n\nlora: {rank: 8}\n")
+    assert the_problem("c.yaml").startswith("c.yaml:4: lora.alpha: found nothing")
+
+
+def test_a_shipped_file_is_named_in_full(folder: Path) -> None:
+    iw_sft = SHIPPED_RECIPES / "methods" / "iw_sft.yaml"
+    line = iw_sft.read_text().splitlines().index("  name: iw_sft") + 1
+    assert the_problem("whole.yaml", "methods/iw_sft.yaml").startswith(
+        f"{iw_sft}:{line}: data.reference_log_probabilities: found null together with method.name iw_sft and lora null"
+    )
+
+
+def test_duplicate_keys_in_several_files_are_all_reported(folder: Path) -> None:
+    write(folder / "a.yaml", "run:\n  seed: 1\n  seed: 2\n")
+    write(folder / "b.yaml", "base: [whole.yaml, a.yaml, a.yaml]\nlora: null\nlora: null\n")
+    assert sorted(problems("b.yaml")) == [  # a.yaml is read twice and reported once
+        "a.yaml:3: run.seed: found a second time (first in line 2); expected once",
+        "b.yaml:3: lora: found a second time (first in line 2); expected once",
+    ]
+    write(folder / "c.yaml", "base: whole.yaml\nbase: a.yaml\n")
+    assert "c.yaml:2: base: found a second time (first in line 1); expected once" in problems("c.yaml")
+
+
+@pytest.mark.parametrize("base", [3, None, True, {"a": 1}, ["whole.yaml", 3], [""], [None], ""])
+def test_a_base_that_is_no_file_name(folder: Path, base: Any) -> None:
+    write(folder / "mine.yaml", {"run": {"seed": 1}, "base": base})
+    problem = the_problem("mine.yaml")
+    assert problem.startswith("mine.yaml:3: base: found ")
+    assert problem.endswith("; expected a file name, or a list of file names")
+
+
+def test_no_bases(folder: Path) -> None:
+    write(folder / "mine.yaml", {"base": []} | smallest_recipe())
+    assert load_recipe("mine.yaml") == load_recipe("whole.yaml")
+
+
+def test_missing_bases_name_the_chain_and_are_reported_together(folder: Path) -> None:
+    write(folder / "deep" / "b.yaml", {"base": ["nowhere.yaml", "../whole.yml"]})
+    write(folder / "a.yaml", {"base": "deep/b.yaml"})
+    write(folder / "mine.yaml", "run: {seed: 1}\nbase:\n- a.yaml\n- gone.yaml\n")
+    first, second, third = problems("mine.yaml")
+    assert first.startswith(
+        'deep/b.yaml:1: base: found "nowhere.yaml", which is no file '
+        "(mine.yaml -> a.yaml -> deep/b.yaml -> nowhere.yaml); expected a recipe file (YAML); "
+        f"tried {folder}/deep/nowhere.yaml, {SHIPPED_RECIPES}/nowhere.yaml"
+    )
+    assert 'deep/b.yaml:1: base: found "../whole.yml", which is no file' in second
+    assert 'mine.yaml:2: base: found "gone.yaml", which is no file (mine.yaml -> gone.yaml)' in third
+
+
+def test_what_a_missing_file_leaves_out_is_not_reported_but_a_malformed_override_is(folder: Path) -> None:
+    write(folder / "mine.yaml", {"base": "nowhere.yaml"})
+    base, override = problems("mine.yaml", "run.seed")
+    assert "nowhere.yaml" in base and "override run.seed" in override
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("methods/dtf.yaml", '"methods/dft.yaml"'),
+        ("dft.yaml", '"methods/dft.yaml"'),  # the right name, without its folder
+        ("preset/paper.yaml", '"presets/paper.yaml"'),
+        ("hwole.yaml", '"whole.yaml"'),  # in the working directory
+    ],
+)
+def test_a_misspelt_file_gets_the_nearest_name(folder: Path, word: str, hint: str) -> None:
+    problem = the_problem("whole.yaml", word)
+    assert problem.startswith(f"{word}: found no such file; expected a recipe file (YAML); tried {folder / word}, ")
+    assert f"did you mean {hint}" in problem
+    write(folder / "mine.yaml", {"base": ["whole.yaml", word]})
+    problem = the_problem("mine.yaml")
+    assert (
+        problem.startswith(f'mine.yaml:1: base: found "{word}", which is no file') and f"did you mean {hint}" in problem
+    )
+
+
+def test_nothing_is_guessed_for_a_name_like_no_other(folder: Path) -> None:
+    assert "did you mean" not in the_problem("whole.yaml", "zzzzzzzz.yaml")
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("methods/dft", '; did you mean "methods/dft.yaml"?'),
+        ("dft", '; did you mean "methods/dft.yaml"?'),
+        ("whole", '; did you mean "whole.yaml"?'),
+        ("seed", '; did you mean "run.seed=VALUE"?'),
+        ("zzzzzzzz", ""),
+    ],
+)
+def test_a_fragment_without_its_ending(folder: Path, word: str, hint: str) -> None:
+    expected = f'override {word}: found "{word}"; expected section.key=value or FILE.yaml{hint}'
+    assert the_problem("whole.yaml", word) == expected
+
+
+def test_base_is_no_override(folder: Path) -> None:
+    assert the_problem("whole.yaml", "base=methods/dft.yaml") == (
+        'override base=methods/dft.yaml: base: found "methods/dft.yaml"; expected the name of the file alone, FILE.yaml'
+    )
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_cycle_names_its_chain(folder: Path, length: int) -> None:
+    names = [f"{i}.yaml" for i in range(length)]
+    for name, base in zip(names, [*names[1:], names[0]], strict=True):
+        write(folder / name, {"base": ["whole.yaml", f"./{base}"]})
+    assert the_problem("0.yaml") == (
+        f'{names[-1]}:1: base: found "./0.yaml", which is read already ({" -> ".join([*names, "0.yaml"])}); '
+        "expected files that are not based on each other"
+    )
+
+
+def test_a_cycle_through_a_link_is_seen(folder: Path) -> None:
+    write(folder / "a.yaml", {"base": "link.yaml"})
+    (folder / "link.yaml").symlink_to(folder / "a.yaml")
+    assert "which is read already" in the_problem("a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("run: [\n", r"part.yaml:2:1: found text that is not YAML"),
+        ("- a\n", 'part.yaml: found ["a"]; expected sections'),
+        ("", "part.yaml: found nothing; expected sections"),
+        ("\udcff", "part.yaml: found bytes that are not UTF-8"),
+    ],
+)
+def test_a_part_that_is_no_recipe(folder: Path, content: str, words: str) -> None:
+    (folder / "part.yaml").write_bytes(content.encode("utf-8", "surrogateescape"))
+    write(folder / "mine.yaml", {"base": ["whole.yaml", "part.yaml"]})
+    for recipe, fragments in (("mine.yaml", []), ("whole.yaml", ["part.yaml"])):
+        assert words in the_problem(recipe, *fragments)
+
+
+def test_a_section_that_is_no_mapping(folder: Path) -> None:
+    write(folder / "mine.yaml", {"base": "whole.yaml", "run": 5})
+    assert the_problem("mine.yaml").startswith("mine.yaml:2: run: found 5; expected a section")
+    write(folder / "again.yaml", {"base": "mine.yaml", "run": {"output_dir": "o"}})
+    assert load_recipe("again.yaml").run.output_dir == "o"
+
+
+# ---------------------------------------------------------------- the commands
+
+
+def test_check_takes_fragments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    words = ["methods/dft.yaml", "run.seed=7", "--ranks", "2", "methods/random.yaml", "run.log_every=3"]
+    assert main(["check", "whole.yaml", *words]) == 0
+    printed = capsys.readouterr().out
+    recipe = Recipe.model_validate(yaml.safe_load(printed.partition("\nBatch: ")[0]), strict=False)
+    assert recipe == load_recipe("whole.yaml", ["methods/random.yaml", "run.seed=7", "run.log_every=3"])
+
+
+def test_check_refuses_a_misspelt_fragment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "whole.yaml", "methods/dtf.yaml"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("vcore-ds: methods/dtf.yaml: found no such file") and captured.out == ""
+
+
+def test_a_launch_script_hands_fragments_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the launchers call it; the run itself ends at the recipe's contradiction, before anything is built."""
+    seen = []
+
+    def before(words: Sequence[str]) -> list[str]:
+        seen.extend(words)
+        return ["method.temperature=1"]
+
+    assert launch("whole.yaml", ["--local_rank=0", "methods/sft.yaml", "run.seed=3"], before=before) == 2
+    assert seen == ["methods/sft.yaml", "run.seed=3"]
+    assert "method.temperature: found 1 together with method.name sft" in capsys.readouterr().err
+
+
+def test_the_quickstart_keeps_what_a_fragment_or_an_override_chose(folder: Path) -> None:
+    found = {"model.path": "m", "data.train_path": "t", "batch.global_size": 9, "run.output_dir": "o"}
+    write(folder / "mine.yaml", {"data": {"train_path": "mine.jsonl"}})
+    words = ["mine.yaml", "batch.global_size=8"]
+    assert without_chosen(found, load_recipe(QUICKSTART, words), words) == ["model.path=m", "run.output_dir=o"]
+    assert len(without_chosen(found, load_recipe(QUICKSTART), [])) == 4
