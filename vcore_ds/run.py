@@ -244,7 +244,7 @@ def validate(engine: Engine, feed: Feed, dataset: Dataset | None) -> float | Non
         for batch in feed.batches(every_id, feed.plan.utility_micro_batch_size_per_rank, dataset):
             losses = engine.token_losses(batch).cpu()
             num_tokens = batch.num_supervised_tokens()
-            sums = torch.zeros(batch.num_rows).index_add_(0, batch.sequence_index(), losses)
+            sums = torch.zeros(batch.num_sequences).index_add_(0, batch.sequence_index(), losses)
             total += float((sums / num_tokens.clamp_min(1)).sum())
             num_sequences += float((num_tokens > 0).sum())
     total, num_sequences = distributed.sum_over_ranks([total, num_sequences])

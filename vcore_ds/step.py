@@ -121,7 +121,7 @@ def train_step(
             gibbs = s = None
             if utilities is not None:
                 s = utilities.of(k, losses.detach())
-                gibbs = vcore_weights(method, s, index, batch.num_rows)
+                gibbs = vcore_weights(method, s, index, batch.num_sequences)
                 q = gibbs.weights
             else:
                 q = baseline_weights(method, batch, losses.detach(), None if reference is None else reference[k])
@@ -129,7 +129,7 @@ def train_step(
             shares = sequence_shares(num_kept, kept_counts, method.normalization)
             token_losses_weighted = token_coefficients(q, index, shares) * losses
             alpha_here = 1.0 if gibbs is None else alpha_before_backward(method, losses.detach(), s, q, index, shares)
-            loss = segment_sum(token_losses_weighted, index, batch.num_rows) * alpha_here
+            loss = segment_sum(token_losses_weighted, index, batch.num_sequences) * alpha_here
             engine.backward(loss.sum())
             sums.add(
                 batch,
@@ -201,41 +201,41 @@ def estimate_utilities(
     )
 
 
-def vcore_weights(method: MethodConfig, utilities: Tensor, index: Tensor, num_rows: int) -> GibbsWeights:
+def vcore_weights(method: MethodConfig, utilities: Tensor, index: Tensor, num_sequences: int) -> GibbsWeights:
     """`q[i,t]` of the tokens of one micro-batch."""
     if method.kl_budget is not None:
-        return gibbs_weights_for_budget(utilities, index, num_rows, method.kl_budget)
+        return gibbs_weights_for_budget(utilities, index, num_sequences, method.kl_budget)
     assert method.temperature is not None  # the recipe's rules
-    return gibbs_weights(utilities, index, num_rows, method.temperature)
+    return gibbs_weights(utilities, index, num_sequences, method.temperature)
 
 
 def baseline_weights(method: MethodConfig, batch: Batch, losses: Tensor, reference: Tensor | None) -> Tensor:
     """Weights `[N]` of the tokens of one micro-batch for the methods without utilities."""
-    index, num_rows = batch.sequence_index().to(losses.device), batch.num_rows
+    index, num_sequences = batch.sequence_index().to(losses.device), batch.num_sequences
     if method.name == "dft":
-        return dft_weights(losses, index, num_rows)
+        return dft_weights(losses, index, num_sequences)
     if method.name == "iw_sft":
         assert reference is not None
-        return iw_sft_weights(losses, reference, index, num_rows)
+        return iw_sft_weights(losses, reference, index, num_sequences)
     if method.name == "random":
-        return random_weights(batch.kept_targets().to(losses.device), index, num_rows)
-    return uniform_weights(index, num_rows)
+        return random_weights(batch.kept_targets().to(losses.device), index, num_sequences)
+    return uniform_weights(index, num_sequences)
 
 
 def alpha_before_backward(
     method: MethodConfig, losses: Tensor, utilities: Tensor, weights: Tensor, index: Tensor, shares: Tensor
 ) -> Tensor | float:
-    """The alpha that a micro-batch knows by itself: of each sequence `[num_rows]`, or one for all; 1 where alpha
+    """The alpha that a micro-batch knows by itself: of each sequence `[num_sequences]`, or one for all; 1 where alpha
     belongs to the global batch."""
-    num_rows = len(shares)
+    num_sequences = len(shares)
     if method.alpha == "effective_sample_size":
-        return effective_sample_size_alpha(weights, index, num_rows, method.alpha_cap)
+        return effective_sample_size_alpha(weights, index, num_sequences, method.alpha_cap)
     if method.alpha_scope == "global_batch" or method.alpha == "none":
         return 1.0
     if method.alpha == "variance":
-        moments = utility_moments(utilities, weights, index, num_rows)
+        moments = utility_moments(utilities, weights, index, num_sequences)
         return variance_alpha(*utility_variances(moments), method.alpha_cap).to(losses.dtype)
-    uniform = token_coefficients(uniform_weights(index, num_rows), index, shares)
+    uniform = token_coefficients(uniform_weights(index, num_sequences), index, shares)
     weighted = token_coefficients(weights, index, shares)
     return loss_ratio_alpha((uniform * losses).sum(), (weighted * losses).sum(), method.alpha_cap).to(losses.dtype)
 

@@ -36,7 +36,7 @@ def make_recipe(method: str, lora: bool, normalization: str):
 def keep_some(batch: Batch) -> list[torch.Tensor]:
     """Marks 40% of each row's targets, two of them always; returns the masks over the targets."""
     masks, batch.kept = [], torch.zeros_like(batch.labels, dtype=torch.bool)
-    for row in range(batch.num_rows):
+    for row in range(batch.num_sequences):
         targets = batch.labels[row] != -100
         in_answer = np.zeros(int(targets.sum()), dtype=np.bool_)
         in_answer[-2:] = True

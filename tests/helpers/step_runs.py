@@ -44,8 +44,8 @@ def make_engine(model, recipe: Recipe, *, persistence_threshold: int = 0, coales
 
 def deal(batch: Batch, micro_batch_size: int) -> list[Batch]:
     """This rank's micro-batches of a global batch: rows dealt out one by one, an idle one where rows run out."""
-    own = list(range(distributed.rank(), batch.num_rows, distributed.world_size()))
-    most = -(-batch.num_rows // distributed.world_size())
+    own = list(range(distributed.rank(), batch.num_sequences, distributed.world_size()))
+    most = -(-batch.num_sequences // distributed.world_size())
     parts = [own[start : start + micro_batch_size] for start in range(0, most, micro_batch_size)]
     return [tiny.take(batch, part) if part else idle_batch(0) for part in parts]
 

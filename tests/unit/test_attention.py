@@ -7,7 +7,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
 from tests.helpers.allocations import Allocations
-from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, block_attention, forward_mode_attention
+from vcore_ds.models.attention import (
+    FORWARD_MODE_ATTENTION,
+    block_attention,
+    forward_mode_attention,
+    segment_starts,
+)
 
 SCALE = 0.37
 
@@ -20,11 +25,14 @@ def inputs(num_tokens: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 8
     return tuple(drawn[:3]), tuple(drawn[3:])
 
 
-def visible(num_tokens: int, key_mask: Tensor | None, sliding_window: int | None) -> Tensor:
-    """[1 or 2, 1, T, T]: query (row) may see key (column)."""
+def visible(num_tokens: int, key_mask: Tensor | None, sliding_window: int | None, segments: Tensor | None) -> Tensor:
+    """[1 or 2, 1, T, T]: query (row) may see key (column). `segments` [2, T]: the sequence of each token."""
     seen = torch.ones(num_tokens, num_tokens).tril().bool()
     if sliding_window is not None:
         seen &= ~torch.ones(num_tokens, num_tokens).tril(-sliding_window).bool()
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None, :])
+        return seen[:, None] if key_mask is None else seen[:, None] & key_mask[:, None, None, :]
     return seen[None, None] if key_mask is None else seen[None, None] & key_mask[:, None, None, :]
 
 
@@ -54,17 +62,29 @@ def check(
     moving: str = "qkv",
     dtype: torch.dtype = torch.float64,
     tolerance: float = 1e-12,
+    lengths: tuple[list[int], list[int]] | None = None,
     **sizes: int,
 ) -> None:
+    """`lengths`: of the sequences in each of the two rows, None for one in each."""
     primals, tangents = inputs(num_tokens, dtype=dtype, **sizes)
     key_mask = padding(pad, num_tokens)
     given = tuple(tangent if name in moving else None for name, tangent in zip("qkv", tangents, strict=True))
+    starts = segments = None
+    if lengths is not None:
+        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+        starts, segments = segment_starts(positions), (positions == 0).cumsum(1)
     output, d_output = block_attention(
-        *primals, given, scale=SCALE, key_mask=key_mask, sliding_window=sliding_window, block_tokens=block_tokens
+        *primals,
+        given,
+        scale=SCALE,
+        key_mask=key_mask,
+        segment_starts=starts,
+        sliding_window=sliding_window,
+        block_tokens=block_tokens,
     )
     assert (output.dtype, output.shape) == (dtype, primals[0].shape)
 
-    seen = visible(num_tokens, key_mask, sliding_window).expand(2, 1, -1, -1)
+    seen = visible(num_tokens, key_mask, sliding_window, segments).expand(2, 1, -1, -1)
     blind = ~seen.any(-1, keepdim=True)  # queries without a key: padding on the left, whose softmax is nan
     exact = tuple(tensor.double() for tensor in primals)
     full = tuple(t.double() * (name in moving) for name, t in zip("qkv", tangents, strict=True))
@@ -98,6 +118,23 @@ def test_padding_and_sliding_windows(pad: str, sliding_window: int | None) -> No
     check(60, pad=pad, sliding_window=sliding_window)
 
 
+@pytest.mark.parametrize("sliding_window", [None, 7])
+@pytest.mark.parametrize(
+    "lengths",
+    [([60], [60]), ([20, 40], [60]), ([16, 16, 28], [1, 58, 1]), ([1] * 60, [17, 3, 33, 7]), ([48, 12], [5, 55])],
+    ids=str,
+)
+def test_sequences_in_one_row_do_not_see_each_other(lengths, sliding_window: int | None) -> None:
+    check(60, lengths=lengths, sliding_window=sliding_window)
+    check(60, lengths=lengths, dtype=torch.float32, tolerance=1e-5, pad="right")
+
+
+def test_where_sequences_start() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
+    assert segment_starts(positions).tolist() == [[0, 0, 0, 3, 3, 5], [0] * 6]
+    assert segment_starts(positions[1:]) is None
+
+
 @pytest.mark.parametrize("moving", ["", "q", "k", "v", "qk", "qv", "kv"])
 def test_tangents_of_some_inputs_only(moving: str) -> None:
     check(41, moving=moving, pad="right")
@@ -110,7 +147,7 @@ def test_scores_far_beyond_the_range_of_exp(growing: bool) -> None:
     steps = torch.arange(40.0, dtype=torch.float64)[:, None]
     query, key = query.abs() + 1, (key.abs() + 1) * (steps if growing else 40 - steps) * 10
     output, d_output = block_attention(query, key, value, tangents, scale=SCALE, block_tokens=16)
-    seen = visible(40, None, None)
+    seen = visible(40, None, None, None)
     expected = torch.func.jvp(lambda q, k, v: unfused(q, k, v, seen), (query, key, value), tangents)
     torch.testing.assert_close((output, d_output), expected, rtol=1e-9, atol=1e-9)
 
@@ -187,7 +224,7 @@ def in_blocks(primals, tangents) -> None:
 def whole(primals, tangents) -> None:
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
-        unfused(*duals, visible(primals[0].shape[2], None, None))
+        unfused(*duals, visible(primals[0].shape[2], None, None, None))
 
 
 def test_memory_grows_linearly_with_the_length() -> None:

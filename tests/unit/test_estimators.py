@@ -44,7 +44,7 @@ def uniform_gradient(model: TokenLossModel, batch: Batch) -> Parameters:
     """The probe direction: gradient of the mean over sequences of the mean token loss."""
     parameters = trained(model)
     losses, index = model(batch.input_ids, batch.labels), batch.sequence_index()
-    loss = (losses / batch.num_supervised_tokens()[index]).sum() / batch.num_rows
+    loss = (losses / batch.num_supervised_tokens()[index]).sum() / batch.num_sequences
     return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 

@@ -1,7 +1,7 @@
 """Chat data: reading, tokens with supervision, the training order, batches. No collectives; the same on all ranks."""
 
 from vcore_ds.data.answers import keep_random_tokens
-from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate, idle_batch, merge_batches
+from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate, idle_batch, merge_batches, pack
 from vcore_ds.data.conversations import Conversation, Message, read_conversations
 from vcore_ds.data.order import MainOrder, ProbeStream, split_batch
 from vcore_ds.data.reference import with_reference, write_reference
@@ -21,6 +21,7 @@ __all__ = [
     "idle_batch",
     "keep_random_tokens",
     "merge_batches",
+    "pack",
     "read_conversations",
     "split_batch",
     "tokenize_conversations",

@@ -15,13 +15,15 @@ _LENGTH_MULTIPLE = 8  # tokens; matrix units are at their best on such sizes
 
 @dataclass
 class Batch:
-    """One micro-batch of one rank: b sequences, padded on the right to T tokens.
+    """One micro-batch of one rank: b rows, padded on the right to T tokens.
 
-    There is no attention mask: attention is causal, so no token sees the padding that follows it.
+    A row is one sequence, or several that are packed one after the other and do not see each other. There is no
+    attention mask: attention is causal, so no token sees the padding that follows it, and positions that start again at
+    0 keep packed sequences apart.
     """
 
     sequence_ids: list[int]
-    """[b]"""
+    """[num_sequences], in the order of their numbers; none in an idle batch"""
     input_ids: torch.Tensor
     """int64 [b, T]"""
     labels: torch.Tensor
@@ -29,19 +31,33 @@ class Batch:
     kept: torch.Tensor | None = None
     """bool [b, T], the targets that carry loss; None for all of them"""
     reference_log_probability: torch.Tensor | None = None
-    """fp32 [b], nats, of each row's targets together under the reference model"""
+    """fp32 [num_sequences], nats, of each sequence's targets together under the reference model"""
+    segments: torch.Tensor | None = None
+    """int64 [b, T], the number of the sequence that each token belongs to, -1 for padding; None where row i is
+    sequence i"""
 
     @property
-    def num_rows(self) -> int:
-        return self.labels.shape[0]
+    def num_sequences(self) -> int:
+        """Of the ragged tensors that belong to this batch: an idle row counts as one, without tokens."""
+        return self.labels.shape[0] if self.segments is None else int(self.segments.max()) + 1
+
+    def position_ids(self) -> torch.Tensor | None:
+        """int64 [b, T], from 0 in every packed sequence (and in the padding); None where a row is one sequence."""
+        if self.segments is None:
+            return None
+        columns = torch.arange(self.segments.shape[1])
+        begins = torch.ones_like(self.segments, dtype=torch.bool)
+        begins[:, 1:] = self.segments[:, 1:] != self.segments[:, :-1]
+        return columns - torch.where(begins, columns, 0).cummax(1).values
 
     def supervised(self) -> torch.Tensor:
-        """bool [b, T - 1]: the token after this position is a target. Token 0 has nothing before it to predict it."""
+        """bool [b, T - 1]: the token after this position is a target. A sequence's first token never is: it has nothing
+        before it to predict it."""
         return self.labels[:, 1:] != IGNORED_LABEL
 
     def num_supervised_tokens(self) -> torch.Tensor:
-        """int64 [b], `n_i` of each row."""
-        return self.supervised().sum(1)
+        """int64 [num_sequences], `n_i` of each sequence."""
+        return torch.bincount(self.sequence_index(), minlength=self.num_sequences)
 
     def kept_targets(self) -> torch.Tensor:
         """bool [N], which supervised tokens carry loss, in the order in which the model returns losses."""
@@ -51,30 +67,46 @@ class Batch:
         return self.kept[:, 1:][supervised]
 
     def num_kept_tokens(self) -> torch.Tensor:
-        """int64 [b], supervised tokens of each row that carry loss."""
-        supervised = self.supervised()
-        return (supervised if self.kept is None else supervised & self.kept[:, 1:]).sum(1)
+        """int64 [num_sequences], supervised tokens of each sequence that carry loss."""
+        return torch.bincount(self.sequence_index()[self.kept_targets()], minlength=self.num_sequences)
 
     def sequence_index(self) -> torch.Tensor:
-        """int64 [N], the row of each supervised token, in the order in which the model returns losses."""
-        return self.supervised().nonzero()[:, 0]
+        """int64 [N], the sequence of each supervised token, in the order in which the model returns losses."""
+        supervised = self.supervised()
+        return supervised.nonzero()[:, 0] if self.segments is None else self.segments[:, 1:][supervised]
 
 
 def collate(sequences: Sequence[TokenizedSequence], pad_token_id: int) -> Batch:
-    """One batch of at least one sequence; T is the longest length, rounded up to a multiple of 8 tokens."""
-    longest = max(len(sequence) for sequence in sequences)
-    shape = (len(sequences), -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
+    """One batch of at least one sequence, a row each; see `pack`."""
+    return pack([[sequence] for sequence in sequences], pad_token_id)
+
+
+def pack(rows: Sequence[Sequence[TokenizedSequence]], pad_token_id: int) -> Batch:
+    """One batch of rows with one or more sequences each; T is the longest row, rounded up to a multiple of 8 tokens."""
+    sequences = [sequence for row in rows for sequence in row]
+    longest = max(sum(len(sequence) for sequence in row) for row in rows)
+    shape = (len(rows), -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
     input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
     labels = torch.full(shape, IGNORED_LABEL, dtype=torch.int64)
-    for i, sequence in enumerate(sequences):
-        ids = torch.from_numpy(sequence.input_ids).long()
-        input_ids[i, : len(ids)] = ids
-        labels[i, : len(ids)] = ids.masked_fill(torch.from_numpy(~sequence.supervised), IGNORED_LABEL)
+    segments = torch.full(shape, -1, dtype=torch.int64)
+    kept = torch.zeros(shape, dtype=torch.bool)
+    number = 0
+    for i, row in enumerate(rows):
+        start = 0
+        for sequence in row:
+            columns = slice(start, start + len(sequence))
+            ids = torch.from_numpy(sequence.input_ids).long()
+            input_ids[i, columns] = ids
+            labels[i, columns] = ids.masked_fill(torch.from_numpy(~sequence.supervised), IGNORED_LABEL)
+            segments[i, columns] = number
+            if sequence.kept is not None:
+                kept[i, columns] = torch.from_numpy(sequence.kept)
+            start, number = columns.stop, number + 1
     batch = Batch([sequence.sequence_id for sequence in sequences], input_ids, labels)
+    if len(sequences) > len(rows):
+        batch.segments = segments
     if sequences[0].kept is not None:
-        batch.kept = torch.zeros(shape, dtype=torch.bool)
-        for i, sequence in enumerate(sequences):
-            batch.kept[i, : len(sequence)] = torch.from_numpy(sequence.kept)
+        batch.kept = kept
     if sequences[0].reference_log_probability is not None:
         batch.reference_log_probability = torch.tensor([s.reference_log_probability for s in sequences])
     return batch
@@ -94,9 +126,20 @@ def merge_batches(batches: Sequence[Batch]) -> Batch:
         padded = [torch.nn.functional.pad(t, (0, longest - t.shape[1]), value=fill) for t in tensors]
         return torch.cat(padded)
 
+    segments = None
+    if any(batch.segments is not None for batch in batches):
+        parts, offset = [], 0
+        for batch in batches:
+            own = batch.segments
+            if own is None:
+                own = torch.arange(batch.num_sequences)[:, None].expand_as(batch.labels)
+            parts.append(torch.where(own < 0, own, own + offset))
+            offset += batch.num_sequences
+        segments = join(parts, -1)
     # Any id will do as padding: no real token sees it and no loss is taken there.
     return Batch(
         [i for batch in batches for i in batch.sequence_ids],
         join([batch.input_ids for batch in batches], 0),
         join([batch.labels for batch in batches], IGNORED_LABEL),
+        segments=segments,
     )

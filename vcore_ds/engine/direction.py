@@ -137,9 +137,9 @@ def probe_direction(
         for batch in batches:
             losses = engine.token_losses(batch)
             index = batch.sequence_index().to(losses.device)
-            n_i = segment_sum(torch.ones_like(losses), index, batch.num_rows)
+            n_i = segment_sum(torch.ones_like(losses), index, batch.num_sequences)
             coefficients = token_coefficients(
-                uniform_weights(index, batch.num_rows), index, sequence_shares(n_i, counts, normalization)
+                uniform_weights(index, batch.num_sequences), index, sequence_shares(n_i, counts, normalization)
             )
             loss = (coefficients * losses).sum()
             engine.backward(loss)

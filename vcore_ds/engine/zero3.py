@@ -76,7 +76,12 @@ class Engine:
 
         A collective: every rank must call it as often as the others, with an idle batch if it has nothing.
         """
-        return self.deepspeed(input_ids=batch.input_ids.to(self.device), labels=batch.labels.to(self.device))
+        positions = batch.position_ids()
+        return self.deepspeed(
+            input_ids=batch.input_ids.to(self.device),
+            labels=batch.labels.to(self.device),
+            position_ids=None if positions is None else positions.to(self.device),
+        )
 
     @contextmanager
     def accumulation(self, num_backwards: int) -> Iterator[None]:

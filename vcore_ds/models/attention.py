@@ -36,6 +36,7 @@ def block_attention(
     *,
     scale: float,
     key_mask: Tensor | None = None,
+    segment_starts: Tensor | None = None,
     sliding_window: int | None = None,
     block_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -47,6 +48,8 @@ def block_attention(
         tangents: of query, key and value, each shaped like it or None for zero.
         scale: factor on the scores.
         key_mask: `[B, T]` bool, False where a key is padding. A query without any visible key gives 0.
+        segment_starts: `[B, T]`, the first token that each query may see, where a row holds several sequences; it does
+            not fall along a row. None for one sequence a row.
         sliding_window: a query sees this many last keys, itself included; None for all.
         block_tokens: side of a score block; None takes that of the device.
 
@@ -71,6 +74,7 @@ def block_attention(
     output = torch.empty_like(query)
     d_output = torch.empty_like(query) if with_tangent else None
     positions = torch.arange(num_tokens, device=query.device)
+    first_visible = [] if segment_starts is None else segment_starts.amin(0).tolist()
 
     for query_start in range(0, num_tokens, block_tokens):
         query_block = slice(query_start, min(query_start + block_tokens, num_tokens))
@@ -84,11 +88,13 @@ def block_attention(
         d_weighted_value = torch.zeros_like(weighted_value) if with_tangent else None
 
         first_key = 0 if sliding_window is None else max(0, query_start - sliding_window + 1)
+        if segment_starts is not None:  # what lies before is hidden from the whole block
+            first_key = max(first_key, first_visible[query_start])
         for key_start in range(first_key // block_tokens * block_tokens, query_block.stop, block_tokens):
             key_block = slice(key_start, min(key_start + block_tokens, query_block.stop))
             k, v = key[:, key_block], value[:, key_block]
             scores = _product(q, k.transpose(1, 2), accumulate).mul_(scale)
-            hidden = _hidden(query_block, key_block, positions, key_mask, sliding_window)
+            hidden = _hidden(query_block, key_block, positions, key_mask, segment_starts, sliding_window)
             if hidden is not None:  # [b, t, s] -> [B*K, G*t, s]
                 hidden = hidden.reshape(-1, 1, num_queries, hidden.shape[-1])
                 scores.view(batch, num_heads, num_queries, -1).masked_fill_(hidden, -torch.inf)
@@ -133,7 +139,12 @@ def _product(left: Tensor, right: Tensor, accumulate: torch.dtype) -> Tensor:
 
 
 def _hidden(
-    queries: slice, keys: slice, positions: Tensor, key_mask: Tensor | None, sliding_window: int | None
+    queries: slice,
+    keys: slice,
+    positions: Tensor,
+    key_mask: Tensor | None,
+    segment_starts: Tensor | None,
+    sliding_window: int | None,
 ) -> Tensor | None:
     """`[1 or B, t, s]` bool, True where a query may not see a key; None where all may."""
     hidden = None
@@ -143,6 +154,9 @@ def _hidden(
     if sliding_window is not None and queries.stop - 1 - keys.start >= sliding_window:
         too_far = (distance >= sliding_window)[None]
         hidden = too_far if hidden is None else hidden | too_far
+    if segment_starts is not None:
+        foreign = positions[None, None, keys] < segment_starts[:, queries, None]
+        hidden = foreign if hidden is None else hidden | foreign
     if key_mask is not None:
         padding = ~key_mask[:, None, keys]
         hidden = padding.expand(-1, len(distance), -1) if hidden is None else hidden | padding
@@ -159,9 +173,13 @@ def forward_mode_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_ids: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention interface around `block_attention`; inputs may be dual tensors.
+
+    Positions `[1 or B, T]` that start again at 0 within a row divide it into sequences that do not see each other, as
+    in Hugging Face's own attention.
 
     Returns the output `[B, T, A, D]`, dual where an input is, and None for the attention weights.
 
@@ -179,12 +197,21 @@ def forward_mode_attention(
         (d_query, d_key, d_value),
         scale=scale,
         key_mask=None if attention_mask is None else attention_mask.bool(),
+        segment_starts=None if position_ids is None else segment_starts(position_ids),
         sliding_window=sliding_window,
     )
     output = output.transpose(1, 2).contiguous()
     if d_output is not None:
         output = forward_ad.make_dual(output, d_output.transpose(1, 2).contiguous())
     return output, None
+
+
+def segment_starts(position_ids: Tensor) -> Tensor | None:
+    """`[B, T]`, the column where each token's sequence begins, from positions that restart there; None where every
+    row is one sequence."""
+    columns = torch.arange(position_ids.shape[1], device=position_ids.device)
+    starts = torch.where(position_ids == 0, columns, 0).cummax(1).values
+    return starts if bool((starts > 0).any()) else None
 
 
 # Both registrations are additions under a name of our own: no other model of the process is changed. The mask

@@ -81,15 +81,17 @@ class TokenLossModel(nn.Module):
         """The decoder layers, in order; empty where the architecture keeps them in no list."""
         return list(next((m for m in self.decoder.modules() if isinstance(m, nn.ModuleList)), []))
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Losses in nats, fp32, `[N]`: the supervised tokens in row-major order.
 
         Args:
             input_ids: `[b, T]`, right-padded. No attention mask: under causal attention no real token sees the
                 padding behind it, and without a mask the fastest kernels serve.
             labels: `[b, T]`, not shifted; `IGNORED_LABEL` where a token is not supervised. Column 0 is never predicted.
+            position_ids: `[b, T]`, where rows hold several sequences: they start again at 0 in each, and Hugging Face's
+                masks keep apart what restarts. None for one sequence a row.
         """
-        hidden = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        hidden = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         targets = labels[:, 1:]
         supervised = targets != IGNORED_LABEL
         return self.base.get_output_embeddings()(hidden[:, :-1][supervised], targets[supervised])

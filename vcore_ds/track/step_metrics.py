@@ -62,7 +62,7 @@ class TokenWeights:
         own = index == 0
         return cls(
             batch.sequence_ids[0],
-            batch.labels[0, 1:][batch.supervised()[0]],
+            batch.labels[:, 1:][batch.supervised()][own.cpu()],
             losses[own].cpu(),
             None if utilities is None else utilities[own].cpu(),
             weights[own].cpu(),
@@ -130,13 +130,13 @@ class StepSums:
 
     def add(self, batch: Batch, result: MicroBatchResult, counts: GlobalCounts, normalization: Normalization) -> None:
         """`counts`: of all supervised tokens, also where the method keeps only some."""
-        rows, index = batch.num_rows, result.sequence_index
-        num_tokens = segment_sum(torch.ones_like(result.losses), index, rows)
+        num_sequences, index = batch.num_sequences, result.sequence_index
+        num_tokens = segment_sum(torch.ones_like(result.losses), index, num_sequences)
         s = torch.zeros_like(result.losses) if result.utilities is None else result.utilities
-        nothing = result.losses.new_zeros(rows)
+        nothing = result.losses.new_zeros(num_sequences)
         gibbs = result.gibbs or GibbsWeights(result.weights, nothing, nothing, nothing.bool())
-        sequence_losses = segment_sum(result.losses, index, rows)
-        finite = torch.isfinite(sequence_losses) & torch.isfinite(segment_sum(s, index, rows))
+        sequence_losses = segment_sum(result.losses, index, num_sequences)
+        finite = torch.isfinite(sequence_losses) & torch.isfinite(segment_sum(s, index, num_sequences))
         self._finite.append((batch.sequence_ids, finite))
         shares = sequence_shares(num_tokens, counts, normalization)
         sums = torch.stack(
@@ -146,7 +146,7 @@ class StepSums:
                 result.scaled_loss.double(),
                 gibbs.temperature.double().sum(),
                 gibbs.kl.double().sum(),
-                effective_sample_size(result.weights, index, rows).double().sum(),
+                effective_sample_size(result.weights, index, num_sequences).double().sum(),
                 result.weights.double().sum(),
                 gibbs.saturated.double().sum(),
                 s.double().sum(),
@@ -155,7 +155,7 @@ class StepSums:
                 num_tokens.double().sum(),
             ]
         )
-        sums = torch.cat([sums, utility_moments(s, result.weights, index, rows)])
+        sums = torch.cat([sums, utility_moments(s, result.weights, index, num_sequences)])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def over_ranks(self) -> StepTotals:

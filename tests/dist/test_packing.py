@@ -1,0 +1,143 @@
+"""Packed equals unpacked: losses, utilities, weights, gradients, for sft and vcore, jvp and finite difference."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import step_runs, tiny
+from tests.helpers.ranks import run_ranks
+from vcore_ds.data import Batch, TokenizedSequence, collate, idle_batch, merge_batches, pack
+from vcore_ds.engine import Direction, distributed
+from vcore_ds.step import StepBatches, train_step
+
+pytestmark = pytest.mark.dist
+
+LENGTHS = (17, 5, 9, 24, 3, 12, 8, 30)
+
+
+def sequences(seed: int = 0) -> list[TokenizedSequence]:
+    generator = np.random.default_rng(seed)
+
+    def sequence(i: int, length: int) -> TokenizedSequence:
+        ids = generator.integers(1, tiny.VOCABULARY, length, dtype=np.int32)
+        return TokenizedSequence(i, ids, np.arange(length) >= 1 + i % 3)
+
+    return [sequence(i, length) for i, length in enumerate(LENGTHS)]
+
+
+def layouts(made: list[TokenizedSequence]) -> dict[str, list[Batch]]:
+    """This rank's micro-batches: the same sequences a row each, or packed in rows, in one or two batches."""
+    own = made[distributed.rank() :: distributed.world_size()]
+    half = len(own) // 2
+    return {
+        "a row each": [collate(own[:half], 0), collate(own[half:], 0)],
+        "one row a batch": [pack([own[:half]], 0), pack([own[half:]], 0)],
+        "rows of several and of one": [pack([own[1:], own[:1]], 0), idle_batch(0)],
+    }
+
+
+SECTIONS = {
+    "sft": {"method": {"name": "sft", "normalization": "token"}},
+    "jvp": {"method": {"kl_budget": 0.2}},
+    "jvp, adam, lora": {
+        "method": {"kl_budget": 0.2},
+        "probe": {"direction": "adam"},
+        "lora": {"rank": 4, "alpha": 8},
+    },
+    "finite difference": {
+        "method": {"kl_budget": 0.2, "alpha": "variance"},
+        "utility": {"estimator": "finite_difference", "epsilon": 5.0},
+    },
+    "dft": {"method": {"name": "dft"}},
+}
+
+
+def run_layout(section: str, layout: str, batches_per_pass: int, attention: str) -> dict[str, torch.Tensor]:
+    recipe = step_runs.recipe(**SECTIONS[section])
+    model = tiny.token_loss_model(lora=recipe.lora is not None)
+    model.base.config._attn_implementation = attention
+    engine = step_runs.make_engine(model, recipe)
+    direction = Direction(engine) if recipe.method.name == "vcore" else None
+    found: dict[str, torch.Tensor] = {}
+    for k in range(2):
+        main = layouts(sequences(seed=k))[layout]
+        probe = layouts(sequences(seed=10 + k))[layout] if direction is not None else []
+        with step_runs.Recorder(engine) as recorded:
+            metrics = train_step(
+                engine,
+                recipe,
+                StepBatches(main, probe),
+                direction,
+                learning_rate=step_runs.LEARNING_RATE,
+                batches_per_utility_pass=batches_per_pass,
+            )
+        for batch, result in zip(main, recorded.results, strict=True):
+            for number, sequence_id in enumerate(batch.sequence_ids):
+                own = result.sequence_index == number
+                found[f"{k} losses {sequence_id}"] = result.losses[own]
+                found[f"{k} weights {sequence_id}"] = result.weights[own]
+                if result.utilities is not None:
+                    found[f"{k} utilities {sequence_id}"] = result.utilities[own]
+        found[f"{k} gradient"] = torch.cat([g.flatten() for g in recorded.gradient.values()])
+        numbers = ("loss", "weighted_loss", "alpha", "effective_sample_size", "grad_norm")
+        found[f"{k} metrics"] = torch.tensor([metrics.values[name] for name in numbers])
+        example = metrics.example
+        found[f"{k} example"] = example.token_ids[:1] * 0 + len(example.token_ids) - len(example.weights)
+    engine.close()
+    return found
+
+
+def run_all() -> dict[str, dict[str, float]]:
+    """Worst relative deviation from a row each, by quantity."""
+    worst = {}
+    for section in SECTIONS:
+        for attention in ("sdpa", "eager") if section == "jvp" else ("sdpa",):
+            expected = run_layout(section, "a row each", 1, attention)
+            for layout, batches_per_pass in (("one row a batch", 2), ("rows of several and of one", 2)):
+                found = run_layout(section, layout, batches_per_pass, attention)
+                assert found.keys() == expected.keys()
+                # All sequences of a step together: the one supervised token of a short one may be near zero.
+                together = {" ".join(name.split()[:2]) for name in found}
+                deviations: dict[str, float] = {}
+                for start in sorted(together):
+                    names = [name for name in found if name.startswith(start)]
+                    left, right = (torch.cat([tensors[name] for name in names]) for tensors in (found, expected))
+                    quantity = start.split()[1]
+                    deviations[quantity] = max(deviations.get(quantity, 0.0), step_runs.relative_error(left, right))
+                worst[f"{section}, {attention}, {layout}"] = deviations
+    return worst
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_packed_equals_unpacked(world_size: int) -> None:
+    for rank, worst in enumerate(run_ranks(run_all, world_size, timeout_seconds=400)):
+        for case, deviations in worst.items():
+            print(f"rank {rank}, {case}: " + "  ".join(f"{name} {value:.1e}" for name, value in deviations.items()))
+            assert all(deviation < 1e-5 for deviation in deviations.values()), case
+
+
+# ---- the tensors ---------------------------------------------------------------------------------------------------
+
+
+def test_a_packed_batch_by_hand() -> None:
+    def sequence(i: int, *ids: int) -> TokenizedSequence:
+        return TokenizedSequence(i, np.array(ids, dtype=np.int32), np.arange(len(ids)) >= 1)
+
+    batch = pack([[sequence(7, 1, 2, 3), sequence(9, 4, 5)], [sequence(4, 6, 7, 8, 9)]], pad_token_id=0)
+    assert batch.sequence_ids == [7, 9, 4] and batch.num_sequences == 3
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [6, 7, 8, 9, 0, 0, 0, 0]]
+    assert batch.labels.tolist() == [[-100, 2, 3, -100, 5, -100, -100, -100], [-100, 7, 8, 9] + [-100] * 4]
+    assert batch.segments.tolist() == [[0, 0, 0, 1, 1, -1, -1, -1], [2, 2, 2, 2, -1, -1, -1, -1]]
+    assert batch.position_ids().tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2, 3]]
+    assert batch.sequence_index().tolist() == [0, 0, 1, 2, 2, 2]
+    assert batch.num_supervised_tokens().tolist() == [2, 1, 3]
+
+    merged = merge_batches([idle_batch(0), batch, collate([sequence(5, 3, 3, 3)], 0)])
+    assert merged.sequence_ids == [7, 9, 4, 5] and merged.num_sequences == 5
+    assert merged.sequence_index().tolist() == [1, 1, 2, 3, 3, 3, 4, 4]
+    assert merged.num_supervised_tokens().tolist() == [0, 2, 1, 3, 2]
+
+
+def test_rows_of_one_sequence_need_no_segments() -> None:
+    batch = collate(sequences(), 0)
+    assert batch.segments is None and batch.position_ids() is None and batch.num_sequences == len(LENGTHS)
