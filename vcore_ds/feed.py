@@ -14,12 +14,15 @@ from .data import (
     collate,
     idle_batch,
     keep_random_tokens,
+    pack,
+    pack_batch,
     read_conversations,
     split_batch,
     tokenize_conversations,
     with_reference,
 )
 from .engine import distributed
+from .models import attention_length
 from .step import StepBatches
 from .track.console import Console
 
@@ -35,8 +38,10 @@ class Feed:
     probe_dataset: Dataset
     """What `probe_stream` draws from; the same as `dataset` unless the recipe names another."""
     pad_token_id: int
-    probe_every: int = 1
+    probe_every: int
     """Optimizer steps that share one probe batch."""
+    attention_length: float
+    """Tokens of a sequence whose attention costs as much as its linear layers; weighs the rows of a packed batch."""
 
     def step(self, k: int) -> StepBatches:
         """Batches of optimizer step k, from 0."""
@@ -53,9 +58,23 @@ class Feed:
             ids: positions in `dataset`, which is the training data unless another is given.
         """
         sequences = (dataset or self.dataset).sequences
+        lengths = [len(sequences[i]) for i in ids]
+        if self.plan.packed_row_tokens is not None:
+            rows = pack_batch(
+                ids,
+                lengths,
+                rank=distributed.rank(),
+                data_parallel_size=self.plan.data_parallel_size,
+                row_tokens=self.plan.packed_row_tokens,
+                attention_length=self.attention_length,
+            )
+            return [
+                pack([[sequences[i] for i in row]], self.pad_token_id) if row else idle_batch(self.pad_token_id)
+                for row in rows
+            ]
         split = split_batch(
             ids,
-            [len(sequences[i]) for i in ids],
+            lengths,
             rank=distributed.rank(),
             data_parallel_size=self.plan.data_parallel_size,
             micro_batch_size=micro_batch_size,
@@ -105,4 +124,13 @@ def build_feed(
         probe_stream = ProbeStream(len(of_probe.sequences), plan.probe_batch_size_global, seed)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     main_order = MainOrder(len(dataset.sequences), plan.global_batch_size, seed)
-    return Feed(dataset, plan, main_order, probe_stream, of_probe, pad_token_id, recipe.probe.every)
+    return Feed(
+        dataset,
+        plan,
+        main_order,
+        probe_stream,
+        of_probe,
+        pad_token_id,
+        probe_every=recipe.probe.every,
+        attention_length=attention_length(recipe.model.path) if plan.packed_row_tokens is not None else 0.0,
+    )

@@ -102,6 +102,16 @@ def test_torchrun_on_two_ranks_is_the_same_run(setup: TinySetup, bash_run: Run, 
     assert run.losses == pytest.approx(bash_run.losses, rel=1e-5)
 
 
+def test_packed_rows_on_two_ranks_are_the_same_run(setup: TinySetup, bash_run: Run, tmp_path: Path):
+    folder = tmp_path / "run"
+    overrides = setup.overrides(folder, "batch.packed_row_tokens=300", model=setup.tied)
+    run = train("torchrun --nproc_per_node 2 launch_scripts/train_32b.sh", overrides, folder)
+    assert "4 sequences a step, packed into rows of at most 300 tokens on 2 ranks" in run.output
+    assert check_folder(run, load_recipe_of(run)) == 2
+    check_model(run, setup, setup.tied)
+    assert run.losses == pytest.approx(bash_run.losses, rel=1e-5)
+
+
 def test_deepspeed_on_two_ranks_with_finite_differences_and_lora(setup: TinySetup, tmp_path: Path):
     folder = tmp_path / "run"
     recipe = "--recipe launch_scripts/recipes/qwen3_32b_math_lora.yaml"

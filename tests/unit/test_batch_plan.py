@@ -21,6 +21,7 @@ def test_plan() -> None:
         global_batch_size=32,
         micro_batch_size_per_rank=2,
         num_micro_batches_per_rank=8,
+        packed_row_tokens=None,
         probe_batch_size_global=4,
         probe_batch_size_per_rank=2,
         probe_micro_batch_size_per_rank=2,
@@ -105,3 +106,11 @@ def test_a_plan_adds_up_and_every_remedy_works(groups: int, micro: int, ranks: i
 def test_a_plan_needs_a_rank() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         plan(0)
+
+
+def test_packed_batches_need_not_divide() -> None:
+    found = plan(3, batch={"global_size": 32, "packed_row_tokens": 16384})
+    assert found.num_micro_batches_per_rank is None and found.packed_row_tokens == 16384
+    assert found.describe().startswith(
+        "32 sequences a step, packed into rows of at most 16,384 tokens on 3 ranks; probe "
+    )

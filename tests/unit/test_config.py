@@ -295,6 +295,16 @@ def test_a_key_that_is_no_text(tmp_path: Path) -> None:
 
 
 RULES = [
+    (
+        ["batch.packed_row_tokens=4096", "data.cutoff_length=8192"],
+        "batch.packed_row_tokens: found 4096 together with data.cutoff_length 8192; expected at least 8192, so that "
+        "the longest sequence has room (or a smaller cutoff_length)",
+    ),
+    (
+        ["batch.packed_row_tokens=16384", "probe.micro_batch_size_per_rank=2"],
+        "probe.micro_batch_size_per_rank: found 2 together with batch.packed_row_tokens 16384; expected 1: a "
+        "micro-batch is one packed row, and packed_row_tokens says how much it holds",
+    ),
     (["method.kl_budget=null"], "method.kl_budget: found neither temperature nor kl_budget; expected exactly one of "),
     (["method.temperature=2"], "found temperature 2 and kl_budget 0.05; expected exactly one of method.temperature"),
     *(
@@ -414,7 +424,14 @@ REMEDIES = [
     (["method.alpha_scope=micro_batch", "method.alpha=none"], [["method.alpha_scope=global_batch"]]),
     (["method.alpha_scope=micro_batch", "method.alpha=effective_sample_size"], [["method.alpha=loss_ratio"]]),
     (["method.alpha=variance", "batch.global_size=1"], [["method.alpha=loss_ratio"], ["batch.global_size=2"]]),
-    (["method.alpha=variance", "method.alpha_scope=micro_batch"], [["method.alpha_scope=global_batch"]]),
+    (
+        ["method.alpha=variance", "method.alpha_scope=micro_batch"],
+        [["method.alpha_scope=global_batch"]],
+    ),
+    (
+        ["batch.packed_row_tokens=16384", "batch.micro_batch_size_per_rank=4"],
+        [["batch.micro_batch_size_per_rank=1"]],
+    ),
     (["probe.direction=adam", "optimizer.name=sgd"], [["probe.direction=sgd"], ["optimizer.name=adamw"]]),
     (
         ["method.name=iw_sft", "method.kl_budget=null"],
@@ -443,6 +460,7 @@ def test_the_remedy_of_a_rule_helps(tmp_path: Path, overrides: list[str], remedi
         ["method.name=random", "method.kl_budget=null", "method.alpha=variance", "batch.global_size=1"],
         ["method.name=iw_sft", "method.kl_budget=null", "lora={rank: 8, alpha: 16}"],
         ["method.alpha=variance", "method.alpha_scope=micro_batch", "batch.micro_batch_size_per_rank=2"],
+        ["method.alpha=variance", "method.alpha_scope=micro_batch", "batch.packed_row_tokens=16384"],
         ["method.alpha=effective_sample_size"],
         ["utility.estimator=finite_difference", "utility.epsilon=auto", "utility.rounding=stochastic"],
         ["probe.direction=adam", "probe.clip=0.5", "probe.every=8"],

@@ -15,8 +15,11 @@ class BatchPlan:
     global_batch_size: int
     """|B|: over all ranks and micro-batches."""
     micro_batch_size_per_rank: int
-    num_micro_batches_per_rank: int
-    """Gradient accumulation steps: global = data_parallel_size x this x micro_batch_size_per_rank."""
+    num_micro_batches_per_rank: int | None
+    """Gradient accumulation steps: global = data_parallel_size x this x micro_batch_size_per_rank. None with packing,
+    where it depends on the lengths of the step's sequences."""
+    packed_row_tokens: int | None
+    """Most tokens of a row that holds several sequences; None for a row each."""
     probe_batch_size_global: int
     """|B'|: over all ranks, after rounding up; 0 for a method without a probe."""
     probe_batch_size_per_rank: int
@@ -29,6 +32,12 @@ class BatchPlan:
     def describe(self) -> str:
         """One line, such as `32 sequences a step = 2 ranks x 8 micro-batches x 2; probe 4 = 2 ranks x 2`."""
         ranks = _count(self.data_parallel_size, "rank")
+        if self.num_micro_batches_per_rank is None:
+            probe = f"; probe {self.probe_batch_size_global}" if self.probe_batch_size_global else ""
+            return (
+                f"{_count(self.global_batch_size, 'sequence')} a step, packed into rows of at most "
+                f"{self.packed_row_tokens:,} tokens on {ranks}{probe}"
+            )
         micro_batches = _count(self.num_micro_batches_per_rank, "micro-batch", "es")
         line = (
             f"{_count(self.global_batch_size, 'sequence')} a step"
@@ -48,7 +57,8 @@ def plan_batch(recipe: Recipe, data_parallel_size: int) -> BatchPlan:
     if data_parallel_size < 1:
         raise ValueError(f"data_parallel_size must be at least 1, got {data_parallel_size}")
     global_size, micro = recipe.batch.global_size, recipe.batch.micro_batch_size_per_rank
-    if global_size % (data_parallel_size * micro) != 0:
+    is_packed = recipe.batch.packed_row_tokens is not None
+    if not is_packed and global_size % (data_parallel_size * micro) != 0:
         raise RecipeError([_explain_indivisible(global_size, micro, data_parallel_size)])
     probe = recipe.probe.batch_size if recipe.method.name == "vcore" else 0
     if recipe.probe.round_up:
@@ -57,7 +67,8 @@ def plan_batch(recipe: Recipe, data_parallel_size: int) -> BatchPlan:
         data_parallel_size=data_parallel_size,
         global_batch_size=global_size,
         micro_batch_size_per_rank=micro,
-        num_micro_batches_per_rank=global_size // (data_parallel_size * micro),
+        num_micro_batches_per_rank=None if is_packed else global_size // (data_parallel_size * micro),
+        packed_row_tokens=recipe.batch.packed_row_tokens,
         probe_batch_size_global=probe,
         probe_batch_size_per_rank=math.ceil(probe / data_parallel_size),
         probe_micro_batch_size_per_rank=recipe.probe.micro_batch_size_per_rank or micro,

@@ -43,10 +43,14 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
 def _owned_by_recipe(recipe: Recipe, plan: BatchPlan) -> dict[str, tuple[Any, str]]:
     """JSON key -> (the recipe's value, the recipe's key)."""
     is_bf16 = recipe.model.precision == "bf16"
+    # DeepSpeed wants three numbers that multiply; it does not use them here, since the engine counts micro-batches
+    # itself. With packing their number differs from step to step.
+    micro, accumulation = plan.micro_batch_size_per_rank, plan.num_micro_batches_per_rank or 1
+    batch_size = micro * accumulation * plan.data_parallel_size
     return {
-        "train_micro_batch_size_per_gpu": (plan.micro_batch_size_per_rank, "batch.micro_batch_size_per_rank"),
-        "gradient_accumulation_steps": (plan.num_micro_batches_per_rank, "batch.global_size and the number of ranks"),
-        "train_batch_size": (plan.global_batch_size, "batch.global_size"),
+        "train_micro_batch_size_per_gpu": (micro, "batch.micro_batch_size_per_rank"),
+        "gradient_accumulation_steps": (accumulation, "batch.global_size and the number of ranks"),
+        "train_batch_size": (batch_size, "batch.global_size"),
         "bf16.enabled": (is_bf16, "model.precision"),
         "fp16.enabled": (False, "model.precision"),
         "gradient_clipping": (recipe.optimizer.gradient_clipping or 0.0, "optimizer.gradient_clipping"),

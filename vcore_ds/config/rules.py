@@ -22,6 +22,7 @@ def broken_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     """Yields every broken rule. Reads no key without a default, so that it also works on a half-valid recipe."""
     yield from _method_rules(recipe)
     yield from _alpha_rules(recipe)
+    yield from _packing_rules(recipe)
     yield from _probe_rules(recipe)
     yield from _reference_rules(recipe)
     yield from _training_rules(recipe)
@@ -78,7 +79,7 @@ def _alpha_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
             "(or set method.alpha to loss_ratio)",
         )
     size, key = batch.global_size, "batch.global_size"
-    if method.alpha_scope == "micro_batch":
+    if method.alpha_scope == "micro_batch" and batch.packed_row_tokens is None:
         size, key = batch.micro_batch_size_per_rank, "batch.micro_batch_size_per_rank"
     if method.alpha == "variance" and size == 1:
         yield BrokenRule(
@@ -87,6 +88,30 @@ def _alpha_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
             "loss_ratio: one sequence has no variance "
             f"(or set {'method.alpha_scope to global_batch' if 'micro' in key else key + ' to at least 2'})",
         )
+
+
+def _packing_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
+    tokens = recipe.batch.packed_row_tokens
+    if tokens is None:
+        return
+    if tokens < recipe.data.cutoff_length:
+        yield BrokenRule(
+            ("batch.packed_row_tokens", "data.cutoff_length"),
+            f"{tokens} together with data.cutoff_length {recipe.data.cutoff_length}",
+            f"at least {recipe.data.cutoff_length}, so that the longest sequence has room (or a smaller cutoff_length)",
+        )
+    sizes = {
+        "batch": recipe.batch.micro_batch_size_per_rank,
+        "probe": recipe.probe.micro_batch_size_per_rank,
+        "utility": recipe.utility.micro_batch_size_per_rank,
+    }
+    for section, size in sizes.items():
+        if size not in (None, 1):
+            yield BrokenRule(
+                (f"{section}.micro_batch_size_per_rank", "batch.packed_row_tokens"),
+                f"{size} together with batch.packed_row_tokens {tokens}",
+                "1: a micro-batch is one packed row, and packed_row_tokens says how much it holds",
+            )
 
 
 def _probe_rules(recipe: "Recipe") -> Iterator[BrokenRule]:

@@ -134,6 +134,9 @@ class BatchConfig(Section):
     """|B|, sequences per optimizer step over all ranks and micro-batches."""
     micro_batch_size_per_rank: Annotated[int, Field(ge=1)] = 1
     """Sequences per rank in one forward and backward."""
+    packed_row_tokens: Annotated[int, Field(ge=2)] | None = None
+    """Pack sequences into rows of at most this many tokens, a row per rank in one forward and backward, without padding
+    and of about equal cost on all ranks; null gives every sequence a row of its own."""
 
 
 class OptimizerConfig(Section):

@@ -4,6 +4,7 @@ from .attention import FORWARD_MODE_ATTENTION, block_attention
 from .causal_lm import (
     TokenLossHead,
     TokenLossModel,
+    attention_length,
     check_forward_mode,
     check_model_folder,
     load_causal_lm,
@@ -16,6 +17,7 @@ __all__ = [
     "TokenLossHead",
     "TokenLossModel",
     "add_lora",
+    "attention_length",
     "block_attention",
     "check_forward_mode",
     "check_model_folder",

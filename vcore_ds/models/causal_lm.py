@@ -136,6 +136,21 @@ def check_forward_mode(path: str) -> None:
         )
 
 
+def attention_length(path: str) -> float:
+    """Tokens of a sequence whose causal attention costs as much as the linear layers of its decoder.
+
+    A token at position t needs 4 t products per head dimension, on average half of that over a sequence; and 2 per
+    linear parameter of a layer. Architectures whose configuration has other names are taken for dense Llama-like ones.
+    """
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    hidden, num_heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // num_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
+    layer_parameters = hidden * head_dim * (2 * num_heads + 2 * num_kv_heads) + 3 * hidden * intermediate
+    return layer_parameters / (num_heads * head_dim)
+
+
 def load_causal_lm(path: str, *, dtype: torch.dtype, attention: str, gradient_checkpointing: bool) -> PreTrainedModel:
     """The pretrained model, ready to train. Under ZeRO-3 loading each rank keeps its shards only.
 
