@@ -41,9 +41,18 @@ def test_every_sequence_once_and_no_row_too_long(lengths, num_ranks, room, atten
 
 
 def test_by_hand() -> None:
-    # The longest first, each to the cheapest row: 9 | 6 | then 5 to the 6... with rows of 11 tokens for 2 ranks.
+    # The longest first, each to the cheapest row: 9 and 6, then 5 to the 6, then 2 to the 9.
     (first,), (second,) = all_rows([9, 6, 5, 2], 2, 11, 1e9)
     assert sorted([sorted(first), sorted(second)]) == [[1000, 1003], [1001, 1002]]
+    # A long sequence sets the level of its micro-step, and the short ones are filled up to it: 10 beside 5 + 5, then
+    # 3 beside 3. Rows of equal numbers of tokens, 8 and 8 twice, would be waited for as long with less in them.
+    per_rank = all_rows([10, 5, 5, 3, 3], 2, 10, 1e9)
+    assert {frozenset(rows[0]) for rows in per_rank} == {frozenset({1000}), frozenset({1001, 1002})}
+    assert {frozenset(rows[1]) for rows in per_rank} == {frozenset({1003}), frozenset({1004})}
+
+
+def test_more_ranks_than_sequences() -> None:
+    assert sorted(all_rows([7, 7, 7], 5, 10, 1e9)) == [[[]], [[]], [[1000]], [[1001]], [[1002]]]
 
 
 def long_tailed(num_sequences: int, seed: int) -> list[int]:
@@ -53,7 +62,7 @@ def long_tailed(num_sequences: int, seed: int) -> list[int]:
     return [int(n) for n in drawn if 64 <= n <= ROW_TOKENS][:num_sequences]
 
 
-@pytest.mark.parametrize("batch_size", [256, 512])
+@pytest.mark.parametrize("batch_size", [64, 128, 512])
 def test_ranks_wait_little_for_each_other_on_long_tailed_lengths(batch_size: int) -> None:
     """Qwen3-32B on 8 ranks. With few sequences a step the longest one alone may cost more than a rank's share."""
     attention, waiting, padding = 59_000.0, [], []

@@ -2,6 +2,10 @@
 
 import heapq
 from collections.abc import Sequence
+from itertools import count
+
+MICRO_STEP_GAIN = 0.03
+"""Share of a step's time that one more micro-step has to save: each gathers all layers once more."""
 
 
 def pack_batch(
@@ -17,9 +21,8 @@ def pack_batch(
     micro-batch.
 
     Every rank gets the same number of rows, and rows that run at the same time cost about the same: ZeRO-3 gathers the
-    layers together, so the slowest rank of a micro-step is waited for. The longest sequences are dealt out first, each
-    to the row that costs least so far and has room (longest-processing-time scheduling). A row is as long as what it
-    holds, so packing leaves no padding; rows are empty where there are fewer sequences than ranks.
+    layers together, so the slowest rank of a micro-step is waited for. A row is as long as what it holds, so packing
+    leaves no padding; rows are empty where there are fewer sequences than ranks.
 
     Args:
         row_tokens: most tokens of a row; no sequence is longer.
@@ -28,29 +31,49 @@ def pack_batch(
     Returns:
         The same rows for the same arguments on every rank; together all ids, each once.
     """
-    order = sorted(range(len(ids)), key=lambda i: -lengths[i])
     costs = [n * (1.0 + n / attention_length) for n in lengths]
-    num_micro_steps = max(1, -(-sum(lengths) // (row_tokens * data_parallel_size)))
-    while (rows := _fill(order, lengths, costs, num_micro_steps * data_parallel_size, row_tokens)) is None:
-        num_micro_steps += 1
-    rows.sort(key=lambda row: -sum(costs[i] for i in row))
-    return [[ids[i] for i in row] for row in rows[rank::data_parallel_size]]
+    fewest = max(1, -(-sum(lengths) // (row_tokens * data_parallel_size)))
+    best: list[list[list[int]]] | None = None
+    best_time = float("inf")
+    for num_micro_steps in count(fewest):
+        micro_steps = _fill(lengths, costs, data_parallel_size, row_tokens, num_micro_steps)
+        if micro_steps is not None:
+            time = sum(max(sum(costs[i] for i in row) for row in rows) for rows in micro_steps)
+            if best is not None and time > best_time * (1.0 - MICRO_STEP_GAIN):
+                break
+            best, best_time = micro_steps, time
+    assert best is not None
+    return [[ids[i] for i in rows[rank]] for rows in best]
 
 
 def _fill(
-    order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], num_rows: int, row_tokens: int
-) -> list[list[int]] | None:
-    """Positions in each of `num_rows` rows, or None where they do not fit that way."""
-    rows: list[list[int]] = [[] for _ in range(num_rows)]
-    by_cost = [(0.0, row, 0) for row in range(num_rows)]  # cost, row, tokens
-    for i in order:
-        too_full = []
-        while by_cost and by_cost[0][2] + lengths[i] > row_tokens:
-            too_full.append(heapq.heappop(by_cost))
-        if not by_cost:
-            return None
-        cost, row, tokens = heapq.heappop(by_cost)
-        rows[row].append(i)
-        for entry in (*too_full, (cost + costs[i], row, tokens + lengths[i])):
-            heapq.heappush(by_cost, entry)
-    return rows
+    lengths: Sequence[int], costs: Sequence[float], num_rows: int, row_tokens: int, num_micro_steps: int
+) -> list[list[list[int]]] | None:
+    """Positions by micro-step and row, or None where they do not fit that way.
+
+    The longest sequence that is left sets the level of a micro-step, and its rows are filled up to that level with the
+    longest ones that fit, each into the row that costs least so far: so what stands alone in its row is not waited for
+    longer than it takes. The last micro-step takes what is left, levelled as well as that allows.
+    """
+    left = sorted(range(len(lengths)), key=lambda i: -costs[i])
+    micro_steps = []
+    for steps_left in range(num_micro_steps, 0, -1):
+        level = max([costs[i] for i in left[:1]] + [sum(costs[i] for i in left) / (steps_left * num_rows)])
+        rows: list[list[int]] = [[] for _ in range(num_rows)]
+        by_cost = [(0.0, row, 0) for row in range(num_rows)]  # cost, row, tokens
+        later = []
+        for i in left:
+            too_full = []
+            while by_cost and by_cost[0][2] + lengths[i] > row_tokens:
+                too_full.append(heapq.heappop(by_cost))
+            if by_cost and (steps_left == 1 or by_cost[0][0] + costs[i] <= level):
+                cost, row, tokens = heapq.heappop(by_cost)
+                rows[row].append(i)
+                too_full.append((cost + costs[i], row, tokens + lengths[i]))
+            else:
+                later.append(i)
+            for entry in too_full:
+                heapq.heappush(by_cost, entry)
+        micro_steps.append(rows)
+        left = later
+    return micro_steps if not left else None
