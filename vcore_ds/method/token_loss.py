@@ -77,6 +77,7 @@ class _TokenLoss(torch.autograd.Function):
             logits = _logits(hidden[block], weight, bias)
             log_normalizers[block] = torch.logsumexp(logits, dim=-1)
             losses[block] = log_normalizers[block] - logits.gather(1, targets[block, None]).squeeze(1)
+            del logits  # before the next block's are made
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalizers)
         return losses
 
@@ -100,6 +101,7 @@ class _TokenLoss(torch.autograd.Function):
                 d_hidden[block] = d_logits @ weight
             if d_weight is not None:
                 d_weight += d_logits.t() @ hidden[block]
+            del d_logits  # before the next block's are made
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
@@ -123,11 +125,13 @@ def _loss_and_tangent(
     for start in range(0, len(targets), size := _block_size(weight)):
         block = slice(start, start + size)
         logits = _logits(hidden[block], weight, bias)
-        d_logits = torch.zeros_like(logits)
-        if d_hidden is not None:
-            d_logits += _product(d_hidden[block], weight)
+        d_logits = _product(d_hidden[block], weight) if d_hidden is not None else None
         if d_weight is not None:
-            d_logits += _product(hidden[block], d_weight)
+            from_weight = _product(hidden[block], d_weight)
+            d_logits = from_weight if d_logits is None else d_logits.add_(from_weight)
+            del from_weight
+        if d_logits is None:
+            d_logits = torch.zeros_like(logits)
         if d_bias is not None:
             d_logits += d_bias
         index = targets[block, None]
@@ -136,4 +140,6 @@ def _loss_and_tangent(
         target_tangents = d_logits.gather(1, index).squeeze(1)
         probabilities = logits.sub_(log_normalizers).exp_()
         tangents[block] = d_logits.mul_(probabilities).sum(-1) - target_tangents
+        # Otherwise they would live until the next block's have been made, and two blocks be whole at a time.
+        del logits, d_logits, probabilities
     return losses, tangents
