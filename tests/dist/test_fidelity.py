@@ -2,7 +2,9 @@
 
 The reference is the derivative of the plain Hugging Face model in fp64 along the direction that the engine holds, so
 that the estimator alone is compared; for full parameters also along the exact model's own probe gradient, which adds
-the error of the engine's bf16 probe. `pytest -s` prints the table.
+the error of the engine's bf16 probe. fp64 is slow, so it holds, on one sequence, the sharded model computed in fp32
+(`forward_mode(..., precision)`, also what `vcore-ds fidelity` measures against), and that holds the estimators on all.
+The same on a tiny model on one and two ranks, from bf16 and from fp32. `pytest -s` prints the table.
 
 What is left between forward mode and the reference is the bf16 model itself, whose losses differ as well. That is worst
 for adapters just off B = 0: peft adds their output to a base output that is already rounded, so what is below half an
@@ -22,11 +24,20 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.config import deepspeed_config, load_recipe, plan_batch
 from vcore_ds.data import IGNORED_LABEL, Batch, Conversation, collate, tokenize_conversations
-from vcore_ds.engine import Direction, Engine, finite_difference_utilities, jvp_utilities, probe_direction
-from vcore_ds.models import load_tokenizer
+from vcore_ds.engine import (
+    Direction,
+    Engine,
+    finite_difference_utilities,
+    forward_mode,
+    jvp_utilities,
+    losses_and_utilities,
+    probe_direction,
+)
+from vcore_ds.models import TokenLossModel, load_tokenizer
 from vcore_ds.quickstart_data import prepare_quickstart_data
 from vcore_ds.run import build_engine
 
@@ -35,6 +46,7 @@ pytestmark = pytest.mark.dist
 REPOSITORY = Path(__file__).resolve().parents[2]
 EPSILONS = (1e-2, 1e-4)
 LORA = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+HIGHER_PRECISION = {"bf16": torch.float32, "fp32": torch.float64}
 SETTINGS = ("full", "lora at init", "lora after 3 steps")
 
 
@@ -47,6 +59,9 @@ class Fidelity:
     """Standard deviation of the exact utilities."""
     jvp: float
     jvp_relative_error: float
+    upcast_relative_error: float
+    """Of forward mode with the parameters of each module in fp32, which the others are compared with, against the
+    reference in fp64; over the tokens of the first sequence."""
     jvp_along_exact_gradient: float | None
     """With the utilities along the reference's own probe gradient; None where it was not computed."""
     finite_difference: dict[float, float]
@@ -63,15 +78,21 @@ def model_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def fidelity(model_folder: Path) -> dict[str, Fidelity]:
-    (measured,) = run_ranks(measure_all, 1, str(model_folder), timeout_seconds=500)
+def on_one_rank(model_folder: Path) -> list[tuple[dict[str, "Fidelity"], dict[str, "Upcast"]]]:
+    return run_ranks(measure_all, 1, str(model_folder), timeout_seconds=500)
+
+
+@pytest.fixture(scope="session")
+def fidelity(on_one_rank: list[tuple[dict[str, "Fidelity"], dict[str, "Upcast"]]]) -> dict[str, Fidelity]:
+    ((measured, _),) = on_one_rank
     print(f"\n{'Spearman with the exact utilities':34s}{'jvp':>8s}" + "".join(f"{f'eps {e:g}':>18s}" for e in EPSILONS))
     for setting, found in measured.items():
         differences = [f"{found.finite_difference[e]:.3f} ({found.changed_fraction[e]:.2%})" for e in EPSILONS]
         print(f"{setting:34s}{found.jvp:8.4f}" + "".join(f"{difference:>18s}" for difference in differences))
         print(
-            f"    {found.num_tokens} tokens, spread {found.exact_spread:.3g}, relative error of jvp "
-            f"{found.jvp_relative_error:.3f}, jvp along the exact gradient {found.jvp_along_exact_gradient}"
+            f"    {found.num_tokens} tokens, spread {found.exact_spread:.3g}; relative error of jvp "
+            f"{found.jvp_relative_error:.3f}, of the fp32 reference {found.upcast_relative_error:.1e}; jvp along the "
+            f"exact gradient {found.jvp_along_exact_gradient}"
         )
     print("in brackets: share of the trainable parameters that the perturbation changed")
     return measured
@@ -98,10 +119,28 @@ def test_a_finite_difference_that_stands_clear_of_rounding_is_right(fidelity: di
     assert fidelity["full"].finite_difference[1e-2] > 0.85
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_upcast_reference_is_the_exact_derivative(fidelity: dict[str, Fidelity], setting: str) -> None:
+    assert fidelity[setting].upcast_relative_error < 2e-5
+
+
+def test_the_upcast_reference_on_one_and_two_ranks(
+    on_one_rank: list[tuple[dict[str, "Fidelity"], dict[str, "Upcast"]]],
+) -> None:
+    (_, single), *double = on_one_rank[0], *run_ranks(measure_upcasts, 2)
+    for found in (single, *double):
+        for setting, upcast in found.items():
+            assert upcast.dtype == HIGHER_PRECISION[setting.split()[0]]
+            # Hugging Face's norms compute in fp32, also in the fp64 model that is compared with.
+            assert upcast.loss_error < 1e-5 and upcast.relative_error < 2e-6, (setting, upcast)
+            assert upcast.relative_error_without > (1e-3 if "bf16" in setting else 0), (setting, upcast)
+            assert upcast.leaves_nothing_behind, setting
+
+
 # ---- on the rank ---------------------------------------------------------------------------------------------------
 
 
-def measure_all(model_folder: str) -> dict[str, Fidelity]:
+def measure_all(model_folder: str) -> tuple[dict[str, Fidelity], dict[str, "Upcast"]]:
     tokenizer = load_tokenizer(model_folder)
     measured = {}
     for lora in (False, True):
@@ -120,7 +159,7 @@ def measure_all(model_folder: str) -> dict[str, Fidelity]:
                 engine.step(learning_rate=2e-3)
             measured["lora after 3 steps"] = measure(engine, direction, reference, tokenizer)
         engine.close()
-    return measured
+    return measured, measure_upcasts()
 
 
 def measure(engine: Engine, direction: Direction, reference: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Fidelity:
@@ -129,24 +168,84 @@ def measure(engine: Engine, direction: Direction, reference: nn.Module, tokenize
     (jvp,) = jvp_utilities(engine, direction, [main], 1).utilities
     with torch.no_grad():
         losses = engine.token_losses(main)
+    with forward_mode(engine, direction, precision=torch.float32):
+        upcast = losses_and_utilities(engine, main)[1]
     differences, changed = {}, {}
     for epsilon in EPSILONS:
         estimate = finite_difference_utilities(engine, direction, [main], 1, epsilon=epsilon, measure_noise=False)
         differences[epsilon], changed[epsilon] = estimate.of(0, losses), estimate.changed_fraction
 
     copy_trained_parameters(engine, reference)
-    exact = exact_utilities(reference, whole_direction(engine, direction), main)
+    first = tiny.take(main, [0])
+    own = slice(0, int(first.num_supervised_tokens().sum()))
+    exact = exact_utilities(reference, whole_direction(engine, direction), first)
     along_exact_gradient = None
-    if not hasattr(reference, "peft_config"):  # one setting is enough, it costs as much as all the rest
-        along_exact_gradient = spearman(jvp, exact_utilities(reference, exact_gradient(reference, probe), main))
+    if not hasattr(reference, "peft_config"):  # one setting is enough
+        along_exact_gradient = spearman(jvp, along_the_exact_gradient(reference, probe, main))
     return Fidelity(
-        num_tokens=len(exact),
-        exact_spread=float(exact.std()),
-        jvp=spearman(jvp, exact),
-        jvp_relative_error=float((jvp - exact).norm() / exact.norm()),
+        num_tokens=len(upcast),
+        exact_spread=float(upcast.std()),
+        jvp=spearman(jvp, upcast),
+        jvp_relative_error=step_runs.relative_error(jvp, upcast),
+        upcast_relative_error=step_runs.relative_error(upcast[own], exact),
         jvp_along_exact_gradient=along_exact_gradient,
-        finite_difference={epsilon: spearman(found, exact) for epsilon, found in differences.items()},
+        finite_difference={epsilon: spearman(found, upcast) for epsilon, found in differences.items()},
         changed_fraction=changed,
+    )
+
+
+@dataclass
+class Upcast:
+    """Forward mode in the next higher precision on a tiny model, with the exact derivative; of one rank's rows."""
+
+    dtype: torch.dtype
+    loss_error: float
+    """Largest, nats."""
+    relative_error: float
+    relative_error_without: float
+    """Of forward mode in the parameters' precision."""
+    leaves_nothing_behind: bool
+
+
+def measure_upcasts() -> dict[str, Upcast]:
+    """By precision and what is trained."""
+    return {
+        f"{precision} {'lora' if lora else 'full'}": measure_upcast(precision, lora)
+        for precision in HIGHER_PRECISION
+        for lora in (False, True)
+    }
+
+
+def measure_upcast(precision: str, lora: bool) -> Upcast:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model = tiny.with_lora(tiny.qwen3(tied=lora)) if lora else tiny.qwen3(tied=lora)
+    model = model.to(dtype)  # as DeepSpeed makes it: adapters and buffers too
+    recipe = step_runs.recipe(model={"path": "none", "precision": precision})
+    reference = step_runs.reference_of(model, recipe).model.double().eval()
+    # peft's hook there asks for gradients in place, which torch.func refuses; no value depends on it.
+    reference.get_input_embeddings()._forward_hooks.clear()
+    engine = step_runs.make_engine(TokenLossModel(model), recipe)
+    direction = Direction(engine)
+    probe_direction(engine, step_runs.deal(tiny.rows(3, seed=5), 2), direction, normalization="sequence", clip=None)
+    whole = whole_direction(engine, direction)
+    batches = step_runs.deal(tiny.rows(4), 1)
+
+    before = torch.cat(jvp_utilities(engine, direction, batches, 1).utilities)
+    with forward_mode(engine, direction, HIGHER_PRECISION[precision]):
+        losses, utilities = map(
+            torch.cat, zip(*(losses_and_utilities(engine, batch) for batch in batches), strict=True)
+        )
+    after = torch.cat(jvp_utilities(engine, direction, batches, 1).utilities)
+    parameters = {name: parameter.detach() for name, parameter in trained(reference).items()}
+    expected_losses = torch.cat([exact_losses(reference, parameters, batch) for batch in batches]).detach()
+    expected = torch.cat([exact_utilities(reference, whole, batch) for batch in batches])
+    engine.close()
+    return Upcast(
+        dtype=losses.dtype if losses.dtype == utilities.dtype else torch.float16,
+        loss_error=float((losses - expected_losses).abs().max()),
+        relative_error=step_runs.relative_error(utilities, expected),
+        relative_error_without=step_runs.relative_error(before, expected),
+        leaves_nothing_behind=torch.equal(before, after),
     )
 
 
@@ -210,16 +309,18 @@ def exact_losses(model: nn.Module, parameters: dict[str, Tensor], batch: Batch) 
 
 def exact_utilities(model: nn.Module, direction: dict[str, Tensor], batch: Batch) -> Tensor:
     parameters = {name: parameter.detach() for name, parameter in trained(model).items()}
-    tangents = {name: direction[name].double() for name in parameters}
+    tangents = {name: direction[name].to(parameter.dtype) for name, parameter in parameters.items()}
     losses, utilities = torch.func.jvp(lambda p: exact_losses(model, p, batch), (parameters,), (tangents,))
-    assert losses.dtype == torch.float64
+    assert losses.dtype == next(iter(parameters.values())).dtype
     return utilities.detach()
 
 
-def exact_gradient(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Of the mean over sequences of the mean token loss; in fp32, which is exact enough beside bf16 and sooner done."""
+def along_the_exact_gradient(model: nn.Module, probe: Batch, main: Batch) -> Tensor:
+    """Utilities along the gradient of the mean over sequences of the mean token loss; in fp32, which is exact enough
+    beside bf16 and sooner done."""
     model = copy.deepcopy(model).float()
     parameters = trained(model)
-    losses, index = exact_losses(model, dict(parameters), batch), batch.sequence_index()
-    loss = (losses / batch.num_supervised_tokens()[index]).sum() / batch.num_rows
-    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+    losses, index = exact_losses(model, dict(parameters), probe), probe.sequence_index()
+    loss = (losses / probe.num_supervised_tokens()[index]).sum() / probe.num_sequences
+    gradient = torch.autograd.grad(loss, list(parameters.values()))
+    return exact_utilities(model, dict(zip(parameters, gradient, strict=True)), main)

@@ -1,0 +1,95 @@
+"""`vcore-ds fidelity` as it is typed, on one process and on two ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib import image
+
+from tests.e2e.commands import run_command
+from tests.e2e.conftest import TinySetup
+
+pytestmark = pytest.mark.e2e
+
+RECIPE = "launch_scripts/recipes/quickstart.yaml"
+
+
+def fidelity(launcher: str, arguments: list[str]) -> str:
+    done = run_command(f"{launcher} fidelity {RECIPE} {' '.join(arguments)}")
+    assert done.returncode == 0, done.stdout
+    assert "Traceback" not in done.stdout
+    return done.stdout
+
+
+def read(folder: Path) -> dict[str, Any]:
+    assert image.imread(folder / "fidelity.png").std() > 0.02
+    return json.loads((folder / "fidelity.json").read_text(), parse_constant=pytest.fail)
+
+
+def by_epsilon(report: dict[str, Any]) -> dict[float | None, dict[str, Any]]:
+    """None: jvp."""
+    return {found["epsilon"]: found for found in report["estimators"]}
+
+
+def test_two_ranks_measure_what_one_process_does(setup: TinySetup, tmp_path: Path) -> None:
+    recipe = setup.overrides(tmp_path / "run", "lora=null", "probe.direction=sgd", "probe.clip=null")
+    own = ["utility.estimator=finite_difference", "utility.epsilon=3e-3"]
+    options = "--after-steps 1 --stale-steps 1 8 --epsilons 1e-2 1e-8".split()  # overrides may follow a list
+    one, two = tmp_path / "one", tmp_path / "two"
+    said = fidelity("vcore-ds", [*recipe, *options, *own, "--output", str(one)])
+    fidelity("torchrun --nproc_per_node 2 -m vcore_ds.cli", [*recipe, *options, *own, "--output", str(two)])
+    single, double = read(one), read(two)
+
+    assert (single["precision"], single["reference_precision"]) == ("fp32", "fp64")
+    assert single["environment"]["world_size"] == 1 and double["environment"]["world_size"] == 2
+    assert single["num_sequences"] == 4 and single["num_tokens"] == double["num_tokens"] > 40
+    assert single["recipe"]["utility"]["epsilon"] == 3e-3
+    assert double["utility_std"] == pytest.approx(single["utility_std"], rel=1e-3) and single["utility_std"] > 0
+    assert list(by_epsilon(single)) == list(by_epsilon(double)) == [None, 1e-2, 3e-3, 1e-8]
+    assert [found["epsilon"] for found in single["estimators"] if found["of_recipe"]] == [3e-3]
+    for report in (single, double):
+        jvp, long, own_epsilon, short = by_epsilon(report).values()
+        assert jvp["estimator"] == "jvp" and long["estimator"] == "finite_difference"
+        assert jvp["spearman"] > 0.9999 and jvp["relative_error"] < 1e-4 and jvp["weight_overlap"] > 0.9999
+        # What holds in exact arithmetic holds here: the error of a finite difference falls with its step.
+        assert 0 < own_epsilon["relative_error"] < 0.5 * long["relative_error"]
+        assert own_epsilon["spearman"] > 0.99
+        # In fp32 this step is rounding.
+        assert short["signal_to_noise"] < own_epsilon["signal_to_noise"] and short["spearman"] < 0.9
+        assert 0 < short["changed_fraction"] < 1 and 0 < short["rounding_floor_nats"] < 1e-4
+        assert [found["batch_size"] for found in report["probe_sizes"]] == [1, 2, 4]
+        assert [found["num_draws"] for found in report["probe_sizes"]] == [4, 2, 1]
+        assert [found["steps"] for found in report["stale_directions"]] == [1]
+        assert any("cannot be kept for 8" in note for note in report["notes"])
+    for found, again in zip(single["probe_sizes"], double["probe_sizes"], strict=True):
+        assert again["spearman"] == pytest.approx(found["spearman"], abs=0.02) and found["spearman"] < 1
+    stale, again = single["stale_directions"][0], double["stale_directions"][0]
+    assert again["spearman"] == pytest.approx(stale["spearman"], abs=0.02) and stale["spearman"] < 1
+
+    for words in ("Spearman", "*finite_difference", "Probe size", "Stale direction", *single["recommendations"]):
+        assert words in said
+    assert not (tmp_path / "run").exists()  # a measurement is no run
+
+
+def test_a_recipe_without_utilities_in_bf16_under_the_deepspeed_launcher(setup: TinySetup, tmp_path: Path) -> None:
+    output = tmp_path / "found"
+    own = "utility.estimator=finite_difference utility.epsilon=auto utility.rounding=stochastic".split()
+    own.append(f"data.probe_path={setup.validation}")
+    arguments = ["methods/sft.yaml", *setup.overrides(tmp_path / "run", *own, precision="bf16"), "lora=null"]
+    arguments += ["--large-probe", "0", "--epsilons", "1e-5", "--output", str(output)]
+    said = fidelity("deepspeed --num_accelerators 2 --module vcore_ds.cli", arguments)
+    report = read(output)
+    assert report["recipe"]["method"]["name"] == "sft" and "method sft has no utilities" in said
+    assert f"Data: {setup.validation}: 5 of 5 conversations" in said and report["probe_batch_size"] == 2
+    jvp, searched, short = report["estimators"]
+    assert jvp["spearman"] > 0.95 and 0 < jvp["relative_error"] < 0.1
+    assert [found["of_recipe"] for found in report["estimators"]] == [False, True, False]
+    assert f"search for epsilon: {searched['epsilon']:.3g}" in said
+    assert searched["signal_to_noise"] > short["signal_to_noise"] and searched["spearman"] > 0.5
+    assert short["spearman"] is None or abs(short["spearman"]) < 0.5
+    assert report["probe_sizes"] == report["stale_directions"] == []
+
+    again = run_command(f"vcore-ds fidelity {RECIPE} {' '.join(arguments)}")
+    assert again.returncode == 2 and "Traceback" not in again.stdout
+    assert f"--output {output}: holds a fidelity.json already" in again.stdout
