@@ -37,7 +37,7 @@ def _method_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
             ("method.kl_budget", "method.temperature", "method.name"),
             " and ".join(f"{key} {value}" for key, value in given.items()) or "neither temperature nor kl_budget",
             "exactly one of method.temperature and method.kl_budget with method.name vcore; "
-            + ("set the other to null" if given else "start from method.kl_budget: 0.05"),
+            + ("set the other to null" if given else "start from method.kl_budget: 0.005"),
         )
     if method.name != "vcore":
         for key, value in given.items():
