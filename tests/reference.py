@@ -52,7 +52,7 @@ class Reference:
                 return [torch.zeros_like(s) if (t := forward_ad.unpack_dual(s).tangent) is None else t for s in out]
 
     def adam_jacobian_times(self, gradient):
-        """`J_k g`, with the Jacobian by autograd through Adam's update as its paper writes it; g before the first step."""
+        """`J_k g`, the Jacobian by autograd through Adam's update as its paper writes it; g before the first step."""
         group, found = self.optimizer.param_groups[0], {}
         (b1, b2), eps = group["betas"], group["eps"]
         for name, parameter in self.trained.items():
@@ -78,7 +78,7 @@ class Reference:
     def step(self, main, probe, *, method="vcore", temperature=None, kl_budget=None, normalization="sequence",
              alpha="loss_ratio", cap=1.0, clip=None, epsilon=None, kept=None, optimizer="sgd", probe_clip=None,
              groups=None):  # fmt: skip
-        """`kept`: for method random, a mask [n_i] per row. `groups`: rows of each micro-batch, for an alpha of their own."""
+        """`kept`: for method random, a mask [n_i] per row. `groups`: rows of each micro-batch with its own alpha."""
 
         def counts(batch):
             return (batch.labels[:, 1:] != -100).sum(1)

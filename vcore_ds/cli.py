@@ -133,6 +133,54 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     fidelity.set_defaults(command=_fidelity)
 
+    prepare = commands.add_parser(
+        "prepare",
+        help="raw data to a store of tokens",
+        description="Filter, sample and tokenize raw data into a store of tokens. math: OpenMathReasoning, answers "
+        "checked by math-verify; code: OpenCodeReasoning-2; chat: rows of messages, ShareGPT or Alpaca. Run again "
+        "after an interruption it goes on where it was.",
+    )
+    prepare.add_argument("kind", choices=["math", "code", "chat"], help="which rules, prompt and columns")
+    prepare.add_argument(
+        "sources",
+        nargs="*",
+        metavar="SOURCE",
+        help="files (.jsonl, .json, .parquet), folders, patterns or hub ids; default of math "
+        "nvidia/OpenMathReasoning, of code nvidia/OpenCodeReasoning-2",
+    )
+    prepare.add_argument(
+        "--tokenizer", required=True, metavar="MODEL", help="folder or hub id of the model that will be trained"
+    )
+    prepare.add_argument("--output", required=True, type=Path, metavar="DIR", help="the store to make")
+    prepare.add_argument(
+        "--sample",
+        type=_positive,
+        metavar="N",
+        help="sequences to keep, at random (the paper: 3200 or 32000; default all)",
+    )
+    prepare.add_argument("--seed", type=int, default=42, help="of the sample (default 42)")
+    prepare.add_argument(
+        "--cutoff-length", type=_positive, default=16384, metavar="N", help="longest sequence, tokens (default 16384)"
+    )
+    prepare.add_argument(
+        "--overlong", choices=["drop", "truncate"], default="drop", help="what becomes of longer ones (default drop)"
+    )
+    prepare.add_argument("--split", help="split of hub data (default math: cot, code: cpp, chat: train)")
+    prepare.add_argument("--processes", type=_positive, metavar="N", help="default: one per CPU core")
+    prepare.add_argument(
+        "--answer-seconds", type=_positive, default=5, metavar="N", help="CPU time to compare one answer (default 5)"
+    )
+    prepare.add_argument(
+        "--statements",
+        metavar="DIR",
+        help="code: folder with copies of the data sets that hold the problems (taco, apps, code_contests, "
+        "codeforces); default: the hub",
+    )
+    prepare.add_argument(
+        "--max-malformed", type=float, default=0.01, metavar="SHARE", help="refuse more malformed rows (default 0.01)"
+    )
+    prepare.set_defaults(command=_prepare, overrides=[])
+
     # The deepspeed launcher puts its own argument before everything else, also before the command.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     # Overrides that follow an option are left over: argparse ends the list of overrides where an option begins.
@@ -187,6 +235,37 @@ def _fidelity(arguments: argparse.Namespace) -> int:
     )
     measure_fidelity(recipe, options)
     return 0
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    kind, sources = arguments.kind, arguments.sources + arguments.overrides  # those after an option
+    if not sources and kind == "chat":
+        raise UserError("prepare chat: found no SOURCE; expected files, folders or hub ids with conversations")
+    from .data.prepare import HUB_IDS, SPLITS, PrepareRequest, prepare
+
+    request = PrepareRequest(
+        kind=kind,
+        sources=tuple(sources or [HUB_IDS[kind]]),
+        tokenizer=arguments.tokenizer,
+        split=arguments.split or SPLITS[kind],
+        sample=arguments.sample,
+        seed=arguments.seed,
+        cutoff_length=arguments.cutoff_length,
+        overlong=arguments.overlong,
+        answer_seconds=arguments.answer_seconds,
+        statements=arguments.statements,
+    )
+    processes = arguments.processes or os.cpu_count() or 1
+    prepare(request, arguments.output, processes=processes, max_malformed_share=arguments.max_malformed)
+    return 0
+
+
+def _positive(word: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"found {number}, expected at least 1")
+    return number
 
 
 def _take_numbers(arguments: argparse.Namespace, name: str, kind: type) -> tuple:

@@ -6,14 +6,9 @@ from vcore_ds.data.conversations import Conversation, Message, read_conversation
 from vcore_ds.data.order import MainOrder, ProbeStream, split_batch
 from vcore_ds.data.packing import pack_batch
 from vcore_ds.data.reference import with_reference, write_reference
+from vcore_ds.data.rendering import render_prompt
 from vcore_ds.data.store import TokenStore, write_store
-from vcore_ds.data.tokenization import (
-    Dataset,
-    TokenizationReport,
-    TokenizedSequence,
-    render_prompt,
-    tokenize_conversations,
-)
+from vcore_ds.data.tokenization import Dataset, TokenizationReport, TokenizedSequence, tokenize_conversations
 
 __all__ = [
     "IGNORED_LABEL",

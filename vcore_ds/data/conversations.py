@@ -30,6 +30,15 @@ class Conversation:
         return f"{self.path}:{self.row}"
 
 
+def split_thinking(text: str) -> tuple[str, str] | None:
+    """(thinking, answer) of a text that is exactly one `<think>` pair and what follows it; else None."""
+    thinking, closing, answer = text.partition("</think>")
+    before, opening, thinking = thinking.partition("<think>")
+    if before.strip() or not (opening and closing) or "<think>" in thinking + answer or "</think>" in answer:
+        return None
+    return thinking.strip("\n"), answer.lstrip("\n")
+
+
 def read_conversations(path: str | Path) -> list[Conversation]:
     """All conversations of a `.jsonl`/`.json` file (an object a line) or a `.parquet` file with the column `messages`.
 
@@ -45,7 +54,7 @@ def read_conversations(path: str | Path) -> list[Conversation]:
     if path.suffix.lower() not in readers:
         raise UserError(f"{path}: found a file ending in {path.suffix!r}, expected .jsonl, .json or .parquet.")
     rows = readers[path.suffix.lower()](path)
-    conversations = [Conversation(row, _messages(value, f"{path}:{row}"), str(path)) for row, value in rows]
+    conversations = [Conversation(row, check_messages(value, f"{path}:{row}"), str(path)) for row, value in rows]
     if not conversations:
         raise UserError(f"{path}: the file is empty. {_EXPECTED} in each row.")
     return conversations
@@ -86,7 +95,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
     yield from enumerate(rows, start=1)
 
 
-def _messages(row: Any, location: str) -> list[Message]:
+def check_messages(row: Any, location: str) -> list[Message]:
+    """The messages of a row {"messages": [..]}, without their null keys. Raises `UserError` that begins with `location`
+    for what is no conversation."""
     if not isinstance(row, dict):
         raise UserError(f"{location}: found {_kind(row)}. {_EXPECTED}.")
     if "messages" not in row:

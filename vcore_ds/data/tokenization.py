@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from jinja2 import TemplateError
 
 from vcore_ds.data.answers import answer_spans
-from vcore_ds.data.conversations import Conversation, Message
+from vcore_ds.data.conversations import Conversation
+from vcore_ds.data.rendering import RenderedConversation, check_tokenizer, render_conversation
 from vcore_ds.errors import UserError
 
 if TYPE_CHECKING:
@@ -107,24 +107,15 @@ def tokenize_conversations(
 ) -> Dataset:
     """Render each conversation with the tokenizer's chat template and mark the tokens of its assistant turns.
 
-    A turn is supervised from the end of the generation prompt up to and including the end-of-turn token.
+    A turn is supervised from the end of the generation prompt (`render_prompt`) up to and including the end-of-turn
+    token: its thinking too, with the marker `<think>` unless the generation prompt already ends in it.
     A sequence of more than `cutoff_length` tokens is dropped or truncated to its first `cutoff_length` tokens.
     `mark_answers` also finds the tokens inside `\\boxed{...}`.
 
     Raises `UserError` for a tokenizer without chat template or without character offsets, for a conversation
     that the template refuses, and if no sequence is left.
     """
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"The tokenizer of {tokenizer.name_or_path} has no chat template, so conversations cannot be rendered. "
-            "Use an instruction-tuned model, or save a chat template with the tokenizer (chat_template.jinja)."
-        )
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"The tokenizer of {tokenizer.name_or_path} ({type(tokenizer).__name__}) gives no character offsets, which "
-            "tell the assistant's tokens. Expected a fast tokenizer: a model folder with tokenizer.json."
-        )
-
+    check_tokenizer(tokenizer)
     sequences: list[TokenizedSequence] = []
     num_dropped_overlong = num_truncated = num_without_supervision = num_unsupervised_turns = 0
     for sequence, num_turns_without_span in _tokenize(conversations, tokenizer):
@@ -163,67 +154,39 @@ def tokenize_conversations(
     return Dataset(sequences, report)
 
 
+def tokenize_rendered(
+    rendered: Sequence[RenderedConversation], tokenizer: "PreTrainedTokenizerBase"
+) -> list[TokenizedSequence]:
+    """Whole sequences, with `in_answer`; ids are rows from 0. A sequence may be without supervision."""
+    # The template writes the special tokens itself.
+    encoded = tokenizer(
+        [item.text for item in rendered],
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_offsets_mapping=True,
+        verbose=False,
+    )
+    sequences = []
+    for item, ids, pairs in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        offsets = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        supervised = _tokens_within([span for span in item.spans if span is not None], offsets)
+        supervised[:1] = False
+        in_answer = supervised & _tokens_touching(answer_spans(item.text), offsets)
+        sequences.append(
+            TokenizedSequence(item.conversation.row - 1, np.array(ids, dtype=np.int32), supervised, in_answer)
+        )
+    return sequences
+
+
 def _tokenize(
     conversations: Sequence[Conversation], tokenizer: "PreTrainedTokenizerBase"
 ) -> Iterator[tuple[TokenizedSequence, int]]:
     """Whole sequences, each with the number of assistant turns that have no span."""
     for start in range(0, len(conversations), _CHUNK):
         chunk = conversations[start : start + _CHUNK]
-        rendered = [_render_with_spans(conversation, tokenizer) for conversation in chunk]
-        # The template writes the special tokens itself.
-        encoded = tokenizer(
-            [text for text, _ in rendered],
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
-        for conversation, (text, spans), ids, pairs in zip(
-            chunk, rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
-        ):
-            offsets = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-            supervised = _tokens_within([span for span in spans if span is not None], offsets)
-            supervised[:1] = False
-            in_answer = supervised & _tokens_touching(answer_spans(text), offsets)
-            sequence = TokenizedSequence(conversation.row - 1, np.array(ids, dtype=np.int32), supervised, in_answer)
-            yield sequence, spans.count(None)
-
-
-def _render_with_spans(
-    conversation: Conversation, tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[str, list[tuple[int, int] | None]]:
-    """The conversation as text, and for each assistant turn the range of characters that the model generates.
-
-    A range is None where what the model sees and generates turn by turn is no beginning of the whole text: templates
-    may rewrite earlier turns (Qwen3 removes their thinking) or the turn itself.
-    """
-
-    def render(messages: list[Message], *, add_generation_prompt: bool) -> str:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-
-    messages = conversation.messages
-    try:
-        text = render(messages, add_generation_prompt=False)
-    except TemplateError as error:
-        raise UserError(
-            f"{conversation.location}: the chat template of {tokenizer.name_or_path} refuses this conversation "
-            f"(roles {', '.join(message['role'] for message in messages)}): {error}."
-        ) from None
-
-    def span(turn: int) -> tuple[int, int] | None:
-        try:
-            prompt = render(messages[:turn], add_generation_prompt=True)
-            prompt_and_turn = render(messages[: turn + 1], add_generation_prompt=False)
-        except TemplateError:  # fine as a whole, refused in part: no prompt leads to this turn
-            return None
-        if not (text.startswith(prompt_and_turn) and prompt_and_turn.startswith(prompt)):
-            return None
-        # Templates end a turn with its end-of-turn token and a newline that no model ever generates.
-        return len(prompt), len(prompt_and_turn.rstrip())
-
-    # A first turn without any prompt has nothing to be predicted from.
-    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    return text, [span(turn) if turn > 0 else None for turn in turns]
+        rendered = [render_conversation(conversation, tokenizer) for conversation in chunk]
+        for item, sequence in zip(rendered, tokenize_rendered(rendered, tokenizer), strict=True):
+            yield sequence, item.spans.count(None)
 
 
 def _tokens_within(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:

@@ -2,6 +2,9 @@
 
 Every trainable parameter becomes a dual number whose tangent is the gathered probe direction; the tangent of a token's
 loss is its utility, `s[i,t] = <v, grad l[i,t]>`, with no step size and nothing to restore.
+
+The same pass gives a reference in higher precision without a second model: each module's parameters are replaced while
+it runs, so they can as well be replaced by copies in fp32 or fp64, and activations follow.
 """
 
 from collections.abc import Iterator
@@ -10,6 +13,7 @@ from functools import partial
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 
 from ..data import Batch
@@ -19,14 +23,22 @@ from .zero3 import Engine
 
 
 @contextmanager
-def forward_mode(engine: Engine, direction: Direction) -> Iterator[None]:
+def forward_mode(engine: Engine, direction: Direction, precision: torch.dtype | None = None) -> Iterator[None]:
     """Inside, `losses_and_utilities` differentiates along `direction`. No model code is changed; all hooks are
-    removed."""
+    removed.
+
+    Args:
+        precision: compute in this dtype, from the parameters and the direction as they stand in the shards (so at the
+            very point where the training forward computes, without its rounding); None for that of the parameters.
+            Frozen parameters too. Each module's copy lives while that module runs. Hugging Face's norms compute in
+            fp32 whatever their input is, so fp64 is exact to fp32's rounding in those.
+    """
     config = engine.module.base.config
     attention_before = config._attn_implementation
     _give_deepspeed_hooks_a_tangent_rule(engine.module)
-    tangents = _TangentGatherer(direction)
-    with engine.without_gradient():
+    tangents = _TangentGatherer(direction, precision)
+    # peft would cast an adapter's input to the dtype that the adapter has outside its forward.
+    with engine.without_gradient(), disable_input_dtype_casting(engine.module, active=precision is not None):
         config._attn_implementation = FORWARD_MODE_ATTENTION
         try:
             tangents.attach(engine)
@@ -37,8 +49,8 @@ def forward_mode(engine: Engine, direction: Direction) -> Iterator[None]:
 
 
 def losses_and_utilities(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Losses and utilities of the supervised tokens of `batch`, both fp32 `[N]`; within `forward_mode`. A
-    collective."""
+    """Losses and utilities of the supervised tokens of `batch`, both fp32 `[N]` (fp64 in that precision); within
+    `forward_mode`. A collective."""
     with forward_ad.dual_level():
         losses, utilities = forward_ad.unpack_dual(engine.token_losses(batch))
     if utilities is None:  # no tokens here, so nothing carried a tangent to the end
@@ -75,10 +87,10 @@ def _dual_linear(layer: nn.Linear, x: Tensor) -> Tensor:
 class _TangentGatherer:
     """Makes parameters dual as the forward reaches them: at most two groups of tangents are whole at a time."""
 
-    def __init__(self, direction: Direction):
-        self._direction = direction
+    def __init__(self, direction: Direction, precision: torch.dtype | None):
+        self._direction, self._precision = direction, precision
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._dual_modules: list[nn.Module] = []
+        self._replaced_modules: list[nn.Module] = []
         self._linears: list[nn.Linear] = []
         self._whole: dict[int, Tensor] = {}
         self._in_flight: dict[int, tuple[Tensor, torch.distributed.Work]] = {}
@@ -100,23 +112,23 @@ class _TangentGatherer:
             if type(module) is nn.Linear and "forward" not in module.__dict__:
                 self._linears.append(module)
                 module.forward = partial(_dual_linear, module)
-            if own:
-                self._dual_modules.append(module)
-                self._handles.append(module.register_forward_pre_hook(self._make_dual))
-                self._handles.append(module.register_forward_hook(self._drop_dual))
+            if own or (self._precision is not None and any(True for _ in module.parameters(recurse=False))):
+                self._replaced_modules.append(module)
+                self._handles.append(module.register_forward_pre_hook(self._replace))
+                self._handles.append(module.register_forward_hook(self._put_back))
             for number in gathered_here:
                 self._handles.append(module.register_forward_hook(self._release_hook(number)))
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for module in self._dual_modules:  # the forward may have raised between the hooks
-            self._drop_dual(module)
+        for module in self._replaced_modules:  # the forward may have raised between the hooks
+            self._put_back(module)
         for layer in self._linears:
             del layer.forward  # the instance's; the class's is in force again
         for _, work in self._in_flight.values():
             work.wait()  # started on every rank, so it ends; a pending collective would meet the next one
-        self._handles, self._dual_modules, self._linears, self._in_flight, self._whole = [], [], [], {}, {}
+        self._handles, self._replaced_modules, self._linears, self._in_flight, self._whole = [], [], [], {}, {}
 
     def _gather_hook(self, number: int, prefetch: int | None):
         def gather(module: nn.Module, _: object) -> None:
@@ -134,12 +146,15 @@ class _TangentGatherer:
 
         return release
 
-    def _make_dual(self, module: nn.Module, _: object) -> None:
+    def _replace(self, module: nn.Module, _: object) -> None:
         # An attribute of the instance hides the parameter of the same name: nn.Module looks there first.
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in self._whole:
-                module.__dict__[name] = forward_ad.make_dual(parameter.data, self._whole[id(parameter)])
+            tangent = None if parameter is None else self._whole.get(id(parameter))
+            if parameter is None or (tangent is None and self._precision is None):
+                continue
+            value = parameter.data.to(self._precision or parameter.dtype)
+            module.__dict__[name] = value if tangent is None else forward_ad.make_dual(value, tangent.to(value.dtype))
 
-    def _drop_dual(self, module: nn.Module, *_: object) -> None:
+    def _put_back(self, module: nn.Module, *_: object) -> None:
         for name in module._parameters:
             module.__dict__.pop(name, None)

@@ -1,0 +1,99 @@
+"""`vcore-ds prepare` as a user runs it: killed and run again, refused, and its store read."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.e2e.commands import REPOSITORY, run_command
+from tests.unit.test_prepare import chat_row, contents, math_row, write_lines
+from tests.unit.test_store import make_tokenizer
+from vcore_ds.data import TokenStore
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def prepare_line(tmp_path: Path) -> str:
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [math_row(n, expected_answer=str(n + n % 3 // 2)) for n in range(600)]
+    (tmp_path / "raw").mkdir()
+    for part in range(6):
+        table = pa.Table.from_pylist(rows[part::6])
+        pq.write_table(table, tmp_path / "raw" / f"cot-0000{part}-of-00006.parquet")
+    return f"vcore-ds prepare math {tmp_path}/raw --tokenizer {tmp_path}/model --sample 150 --output {tmp_path}"
+
+
+def test_a_killed_prepare_goes_on_to_the_same_bytes(prepare_line: str, tmp_path: Path) -> None:
+    straight = run_command(f"{prepare_line}/straight --processes 1")
+    assert straight.returncode == 0, straight.stdout
+    assert "rows read" in straight.stdout and "the paper (CoT, Qwen3)" in straight.stdout
+    assert f"{'kept':<10}" in straight.stdout
+
+    curated = tmp_path / "store.unfinished" / "curated"
+    line = shlex.split(f"{prepare_line}/store --processes 2")
+    command = [str(Path(sys.executable).with_name(line[0])), *line[1:]]
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not list(curated.glob("*.json")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)  # this process alone: its own must notice
+        process.wait()
+    finished = {path.name: path.stat().st_mtime_ns for path in curated.glob("*.json")}
+    deadline = time.monotonic() + 60
+    while _is_alive(process.pid):
+        assert time.monotonic() < deadline, "processes outlive the command that was killed"
+        time.sleep(0.1)
+
+    again = run_command(f"{prepare_line}/store --processes 1")
+    assert again.returncode == 0, again.stdout
+    assert "going on where an earlier run ended" in again.stdout
+    assert f"{len(finished)} of 6 shards were finished before" in again.stdout
+    assert contents(tmp_path / "store") == contents(tmp_path / "straight")
+    assert len(TokenStore(tmp_path / "store", make_tokenizer())) == 150
+
+
+def _is_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    # Ended ones that nobody waits for count as alive to killpg.
+    states = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group:
+            states.append(fields[0])
+    return any(state != "Z" for state in states)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ("chat", "prepare chat: found no SOURCE"),
+        ("chat {rows} --max-malformed 0.1", "1 of 2 rows are malformed (50.00%), expected at most 10.00%"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path, arguments: str, found: str) -> None:
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    rows = write_lines(tmp_path / "rows.jsonl", [chat_row(0), "x"])
+    options = f"--tokenizer {tmp_path}/model --output {tmp_path}/store --processes 1"
+    done = run_command(f"vcore-ds prepare {arguments.format(rows=rows)} {options}")
+    assert done.returncode == 2 and "Traceback" not in done.stdout
+    assert found in done.stdout
+    assert not (tmp_path / "store").exists()

@@ -1,0 +1,627 @@
+"""Raw rows in the schemas of the real data sets to token stores: rules, sampling, restarts, every kind of bad row."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.unit.test_store import make_tokenizer
+from vcore_ds.data import TokenStore
+from vcore_ds.data.prepare import PrepareReport, PrepareRequest, curation, prepare, shards, sources
+from vcore_ds.data.prepare.report import LengthSummary
+from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
+from vcore_ds.data.prepare.statements import Statements
+from vcore_ds.data.prepare.verification import AnswerChecker
+from vcore_ds.data.prompts import code_prompt, math_prompt
+from vcore_ds.errors import UserError
+
+TRACE = "<think>\nHm, {n}.\n</think>\n\nThe answer is \\boxed{{{n}}}."
+
+
+def math_row(n: int = 4, **changes: Any) -> dict[str, Any]:
+    """A row of nvidia/OpenMathReasoning, split cot."""
+    row = {
+        "expected_answer": str(n),
+        "problem_type": "has_answer_extracted",
+        "problem_source": "aops_c4_high_school_math",
+        "generation_model": "DeepSeek-R1",
+        "pass_rate_72b_tir": "0.96875",
+        "problem": f"What is ${n} + 0$?",
+        "generated_solution": TRACE.format(n=n),
+        "inference_mode": "cot",
+        "used_in_kaggle": False,
+    }
+    return row | changes
+
+
+def code_row(**changes: Any) -> dict[str, Any]:
+    """A row of nvidia/OpenCodeReasoning-2, split cpp."""
+    row = {
+        "question_id": "q1",
+        "id": "1",
+        "question": "-",
+        "r1_generation": "<think>\nRead, add.\n</think>\n\n```cpp\nint main() {}\n```",
+        "solution": "int main() {}",
+        "judgement": "right",
+        "qwq_critique": "It is right.",
+        "pass_rate": "1.0",
+        "source": "codeforces",
+        "dataset": "taco",
+        "split": "train",
+        "index": "1",
+        "difficulty": "EASY",
+        "license": "cc-by-4.0",
+    }
+    return row | changes
+
+
+def chat_row(n: int = 0) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"answer {n}"}]}
+
+
+def write_lines(path: Path, rows: list[Any]) -> Path:
+    """Texts as they are, everything else as JSON."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+@pytest.fixture
+def run(tmp_path: Path, tokenizer: str) -> Callable[..., PrepareReport | None]:
+    def run(
+        kind: str,
+        source: Path,
+        output: str = "store",
+        *,
+        processes: int = 1,
+        max_malformed_share: float = 1.0,
+        **request,
+    ) -> PrepareReport | None:
+        whole = PrepareRequest(
+            kind=kind, sources=(str(source),), tokenizer=tokenizer, split="cot", answer_seconds=1, **request
+        )
+        said: list[str] = []
+        run.said = said
+        return prepare(
+            whole, tmp_path / output, processes=processes, max_malformed_share=max_malformed_share, say=said.append
+        )
+
+    return run
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def texts(folder: Path) -> list[str]:
+    tokenizer = make_tokenizer()
+    return [tokenizer.decode(sequence.input_ids) for sequence in TokenStore(folder, tokenizer)]
+
+
+# Rules
+
+
+@pytest.fixture(scope="module")
+def checker() -> Iterator[AnswerChecker]:
+    checker = AnswerChecker(1)
+    yield checker
+    checker.close()
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer", "verdict"),
+    [
+        ("\\frac{1}{2}", "0.5", "equivalent"),
+        ("x = 5", "5", "equivalent"),
+        ("\\text{Yes}", "\\text{Yes}", "equivalent"),
+        ("3", "4", "different"),
+        ("3", "\\frac{{", "different"),
+        ("9^{9^{9^{9}}}", "3", "unfinished"),  # hangs in C, where no signal handler of Python's runs
+        ("2", "\\frac{4}{2}", "equivalent"),  # by the next process
+    ],
+)
+def test_answers_are_compared_and_hanging_ones_given_up(
+    checker: AnswerChecker, expected: str, answer: str, verdict: str
+) -> None:
+    started = time.perf_counter()
+    assert checker.check(expected, answer) == verdict
+    assert time.perf_counter() - started < 30  # of wall time, on a loaded machine
+
+
+def test_a_good_math_row_becomes_the_papers_prompt_and_the_whole_trace(checker: AnswerChecker) -> None:
+    user, assistant = curation.math_messages(math_row(expected_answer="\\frac{8}{2}"), checker.check)
+    assert user == {"role": "user", "content": math_prompt("What is $4 + 0$?")}
+    assert assistant == {"role": "assistant", "content": "<think>\nHm, 4.\n</think>\n\nThe answer is \\boxed{4}."}
+    without_opening = math_row(generated_solution=TRACE.format(n=4).removeprefix("<think>"))
+    assert curation.math_messages(without_opening, checker.check)[1] == assistant
+
+
+def test_the_last_box_behind_the_thinking_counts() -> None:
+    compared = []
+
+    def check(expected: str, answer: str) -> str:
+        compared.append((expected, answer))
+        return "equivalent"
+
+    trace = "<think>\\boxed{1}</think>So \\boxed{2}, or rather \\boxed{\\frac{3}{1}}."
+    curation.math_messages(math_row(3, generated_solution=trace), check)
+    assert compared == [("3", "\\frac{3}{1}")]
+
+
+MATH_DROPPED = {
+    curation.OTHER_PROBLEM_TYPE: math_row(problem_type="no_answer_extracted", expected_answer=None),
+    curation.OTHER_MODEL: math_row(generation_model="QwQ-32B"),
+    curation.NOT_BOXED: math_row(generated_solution="<think>\n\\boxed{4}\n</think>\n\nFour."),
+    curation.NOT_EQUIVALENT: math_row(expected_answer="5"),
+    curation.UNFINISHED: math_row(expected_answer="9^{9^{9^{9}}}"),
+}
+NOT_ONE_THINKING = [
+    "The answer is \\boxed{4}.",
+    "<think>never closed \\boxed{4}",
+    "<think>a</think>b<think>c</think>\\boxed{4}",
+    "<think>a<think>b</think>\\boxed{4}",
+    "<think>a</think>b</think>\\boxed{4}",
+    "first \\boxed{4} <think>a</think>\\boxed{4}",
+    "<think> </think>\\boxed{4}",
+    "<think>\\boxed{4}</think>",
+]
+MATH_MALFORMED = {
+    "no object": ([], "found list, expected an object"),
+    "no field": ({k: v for k, v in math_row().items() if k != "problem_type"}, "no field `problem_type`, found expec"),
+    "another set": (code_row(), "no field `problem_type`, found question_id"),
+    "null": (math_row(expected_answer=None), "`expected_answer` is NoneType"),
+    "number": (math_row(problem=3), "`problem` is int (3), expected a text"),
+    "empty": (math_row(generated_solution=" "), "`generated_solution` is empty"),
+}
+
+
+@pytest.mark.parametrize(("rule", "row"), MATH_DROPPED.items())
+def test_math_rows_are_dropped_by_rule(checker: AnswerChecker, rule: str, row: dict) -> None:
+    with pytest.raises(curation.Dropped) as dropped:
+        curation.math_messages(row, checker.check)
+    assert dropped.value.args == (rule,)
+
+
+@pytest.mark.parametrize("trace", NOT_ONE_THINKING)
+def test_a_trace_must_be_one_pair_and_an_answer(checker: AnswerChecker, trace: str) -> None:
+    with pytest.raises(curation.Dropped) as dropped:
+        curation.math_messages(math_row(generated_solution=trace), checker.check)
+    assert dropped.value.args == (curation.NOT_ONE_THINKING,)
+
+
+@pytest.mark.parametrize(("row", "found"), MATH_MALFORMED.values(), ids=MATH_MALFORMED.keys())
+def test_malformed_math_rows_say_what_was_found(checker: AnswerChecker, row: Any, found: str) -> None:
+    with pytest.raises(curation.Malformed) as malformed:
+        curation.math_messages(row, checker.check)
+    assert found in malformed.value.args[0]
+
+
+@pytest.fixture(scope="module")
+def statements(tmp_path_factory: pytest.TempPathFactory) -> Statements:
+    """Local copies of two of the data sets, in the hub's layout and their schemas, loaded by `datasets`."""
+    folder = tmp_path_factory.mktemp("statements")
+    codeforces = {
+        "description": "Add.",
+        "input_format": "Two numbers.",
+        "output_format": None,
+        "examples": [{"input": "1 2", "output": "3"}],
+        "note": "",
+    }
+    rows = {"taco": [{"question": "zero"}, {"question": "one"}], "codeforces": [codeforces, {"description": None}]}
+    for name, table in rows.items():
+        (folder / name / "data").mkdir(parents=True)
+        pq.write_table(pa.Table.from_pylist(table), folder / name / "data" / "train-00000-of-00001.parquet")
+    return Statements(str(folder))
+
+
+def test_code_rows_take_their_statement_where_they_refer_to(statements: Statements) -> None:
+    user, assistant = curation.code_messages(code_row(), statements.find)
+    assert user["content"] == code_prompt("one")
+    assert assistant["content"] == "<think>\nRead, add.\n</think>\n\n```cpp\nint main() {}\n```"
+    own, _ = curation.code_messages(code_row(question="Mine.", dataset=None), statements.find)
+    assert own["content"] == code_prompt("Mine.")
+    user, _ = curation.code_messages(code_row(dataset="open-r1/codeforces", index="0"), statements.find)
+    statement = "Add.\n\nInput\n\nTwo numbers.\n\nExamples\n\nInput\n\n1 2\n\nOutput\n\n3"
+    assert user["content"] == code_prompt(statement)
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        (code_row(judgement="wrong"), curation.NOT_RIGHT),
+        (code_row(judgement=None), curation.NOT_RIGHT),
+        (code_row(r1_generation="```cpp\n```"), curation.NOT_ONE_THINKING),
+        (code_row(index="2"), curation.NO_STATEMENT),
+        (code_row(dataset="elsewhere"), curation.NO_STATEMENT),
+        (code_row(dataset="open-r1/codeforces"), curation.NO_STATEMENT),
+    ],
+)
+def test_code_rows_are_dropped_by_rule(statements: Statements, row: dict, rule: str) -> None:
+    with pytest.raises(curation.Dropped) as dropped:
+        curation.code_messages(row, statements.find)
+    assert dropped.value.args == (rule,)
+
+
+def test_statements_that_cannot_be_loaded_are_an_error(statements: Statements, tmp_path: Path) -> None:
+    with pytest.raises(curation.Malformed, match="`index` is 'x'"):
+        curation.code_messages(code_row(index="x"), statements.find)
+    with pytest.raises(UserError, match="problem statements of apps .train. cannot be loaded.*--statements"):
+        Statements(str(tmp_path)).find("apps", "train", 0)
+
+
+CHAT = {
+    "messages": ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "messages"),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "weight": None}], "id": "7"},
+        "ShareGPT",
+    ),
+    "ShareGPT of roles": (
+        {"conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "messages": None},
+        "ShareGPT",
+    ),
+    "Alpaca": ({"instruction": "q", "input": "", "output": "a"}, "Alpaca"),
+    "Alpaca without input": ({"instruction": "q", "output": "a", "input": None}, "Alpaca"),
+}
+
+
+@pytest.mark.parametrize(("row", "shape"), CHAT.values(), ids=CHAT.keys())
+def test_chat_shapes_are_told_by_their_keys(row: dict, shape: str) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert curation.chat_messages(row) == (shape, messages)
+
+
+def test_chat_shapes_with_system_and_history() -> None:
+    alpaca = {"instruction": "do", "input": "this", "output": "a", "system": "s", "history": [["q", "b"]]}
+    sharegpt = {
+        "system": "s",
+        "conversations": [
+            {"from": "human", "value": "q"},
+            {"from": "gpt", "value": "b"},
+            {"from": "user", "value": "do\nthis"},
+            {"from": "ASSISTANT", "value": "a"},
+        ],
+    }
+    expected = [("system", "s"), ("user", "q"), ("assistant", "b"), ("user", "do\nthis"), ("assistant", "a")]
+    for row in (alpaca, sharegpt):
+        assert [(m["role"], m["content"]) for m in curation.chat_messages(row)[1]] == expected
+    thinks = {
+        "messages": [*chat_row()["messages"][:1], {"role": "assistant", "content": "a", "reasoning_content": "t"}]
+    }
+    assert curation.chat_messages(thinks)[1][1]["reasoning_content"] == "t"
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ("text", "found str, expected an object"),
+        ({"prompt": "x", "answer": None}, "found the keys prompt; expected `messages`, `conversations`"),
+        ({"messages": []}, "`messages` is an empty list"),
+        ({"messages": [{"role": "user"}]}, "message 1 has no `content`"),
+        ({"messages": [{"role": "user", "content": "q"}]}, "no turn of the assistant"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "no turn of the assistant that answers something"),
+        (
+            {"messages": chat_row()["messages"][:1] + [{"role": "assistant", "content": " "}]},
+            "no turn of the assistant",
+        ),
+        ({"conversations": "q"}, "`conversations` is str, expected a list"),
+        ({"conversations": ["q"]}, "turn 1 is str"),
+        ({"conversations": [{"from": "narrator", "value": "q"}]}, "turn 1 is from 'narrator', expected one of human"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "`content` is a number"),
+        ({"instruction": "", "output": "a"}, "`instruction` is empty"),
+        ({"instruction": "q", "output": ["a"]}, "`output` is list"),
+        ({"instruction": "q", "output": "a", "history": ["x"]}, "`history` has an entry that is no pair"),
+    ],
+)
+def test_malformed_chat_rows_say_what_was_found(row: Any, found: str) -> None:
+    with pytest.raises(curation.Malformed) as malformed:
+        curation.chat_messages(row)
+    assert found in malformed.value.args[0]
+
+
+# Sources
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 7, 8, 64, 10_000])
+def test_every_line_is_in_exactly_one_shard(tmp_path: Path, monkeypatch, shard_bytes: int) -> None:
+    monkeypatch.setattr(sources, "_JSONL_SHARD_BYTES", shard_bytes)
+    lines = ['{"n": 0}', "", '{"n": 2}', "x" * 30, "[]", '{"n": "ü"}', '{"n": 6}']
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode())  # without a last line break
+    rows, first = {}, 0
+    for shard in find_shards([str(path)], "train"):
+        numbers = list(shard.rows())
+        rows |= {first + number: row for number, row in numbers}
+        first += len(numbers)
+    assert list(rows) == list(range(7)) and rows[1] is BLANK
+    assert rows[3] == Broken("not JSON (Expecting value at column 1)")
+    assert [rows[i] for i in (0, 2, 4, 5, 6)] == [{"n": 0}, {"n": 2}, [], {"n": "ü"}, {"n": 6}]
+
+
+def test_parquet_and_lists_are_read_and_a_copy_of_a_hub_data_set_by_its_split(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sources, "_PARQUET_SHARD_ROWS", 4)
+    data = tmp_path / "data"
+    data.mkdir()
+    pq.write_table(pa.Table.from_pylist([{"n": i} for i in range(10)]), data / "cot-0.parquet", row_group_size=3)
+    (data / "tir-0.json").write_text(json.dumps([{"n": 20}, {"n": 21}]))
+    cot = find_shards([str(tmp_path)], "cot")
+    assert [[row["n"] for _, row in shard.rows()] for shard in cot] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]
+    (tir,) = find_shards([f"{tmp_path}/**/*.json"], "cot")
+    assert list(tir.rows()) == [(0, {"n": 20}), (1, {"n": 21})]
+    assert len(find_shards([str(tmp_path)], "train")) == 3  # no file of that name: all of them
+
+
+def test_hub_data_are_streamed_by_data_file(tmp_path: Path) -> None:
+    """By `datasets`, from a folder in the hub's layout."""
+    (tmp_path / "data").mkdir()
+    for number in range(3):
+        table = pa.Table.from_pylist([{"n": 10 * number + i} for i in range(2)])
+        pq.write_table(table, tmp_path / "data" / f"cot-0000{number}-of-00003.parquet")
+        pq.write_table(table, tmp_path / "data" / f"tir-0000{number}-of-00003.parquet")
+    streamed = sources.load_hub(str(tmp_path), "cot", None)
+    assert streamed.num_shards == 3
+    shards_of_hub = [Shard("hub", str(tmp_path), i, 3, "cot") for i in range(3)]
+    assert [[row["n"] for _, row in shard.rows()] for shard in shards_of_hub] == [[0, 1], [10, 11], [20, 21]]
+    with pytest.raises(UserError, match="the split 'cpp' cannot be loaded"):
+        sources.load_hub(str(tmp_path), "cpp", None)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("missing.jsonl", "there is no such file"),
+        ("./some/where", "there is no such file"),
+        ("no*.jsonl", "found no file of this pattern"),
+        ("empty.jsonl", "the file is empty"),
+        ("notes.txt", "found a file ending in '.txt', expected .jsonl, .json or .parquet"),
+        ("folder", "found no .jsonl, .json or .parquet file in this folder"),
+        ("broken.parquet", "not a readable parquet file"),
+        ("nobody-at-all/nothing", "no data set of that name can be reached on the hub"),
+    ],
+)
+def test_sources_that_are_none_are_refused(tmp_path: Path, monkeypatch, source: str, found: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "broken.parquet").write_text("x")
+    with pytest.raises(UserError) as error:
+        find_shards([source], "train")
+    assert found in str(error.value)
+
+
+# The whole command
+
+
+def test_all_rows_are_accounted_for(run, tmp_path: Path) -> None:
+    rows = [
+        *(math_row(n) for n in range(6)),
+        *MATH_DROPPED.values(),
+        *(math_row(generated_solution=trace) for trace in NOT_ONE_THINKING),
+        *(row for row, _ in MATH_MALFORMED.values()),
+        math_row(9, generated_solution=TRACE.format(n=9).replace("Hm", "Hm " * 400)),
+        "",
+        "{broken",
+        '{"problem": "\\ud800"}'.replace('"problem"', '"problem_type"'),
+    ]
+    source = write_lines(tmp_path / "rows.jsonl", rows)
+    report = run("math", source, cutoff_length=500)
+    assert report.num_rows == len(rows) - 1 == report.num_malformed + sum(report.dropped.values()) + report.num_kept
+    assert (report.num_malformed, report.num_kept) == (len(MATH_MALFORMED) + 1, 6)
+    expected = dict.fromkeys(MATH_DROPPED, 1) | {curation.NOT_ONE_THINKING: len(NOT_ONE_THINKING)}
+    expected |= {"longer than 500 tokens": 1}
+    expected[curation.OTHER_PROBLEM_TYPE] += 1  # half of a surrogate pair is another type
+    assert report.dropped == expected
+    faults = (tmp_path / "store.malformed.txt").read_text().splitlines()
+    assert len(faults) == report.num_malformed
+    assert faults[0].startswith(f"{source}:{6 + len(MATH_DROPPED) + len(NOT_ONE_THINKING) + 1}: found list")
+    assert faults[-1].startswith(f"{source}:{len(rows) - 1}: not JSON")
+    table = run.said[-1]
+    assert "3,155.01" in table and f"{'kept':<10}" in table and "p95" in table
+    assert [sequence.sequence_id for sequence in TokenStore(tmp_path / "store")] == list(range(6))
+    assert texts(tmp_path / "store")[2].count("<think>") == 1
+    manifest = json.loads((tmp_path / "store" / "manifest.json").read_text())
+    assert manifest["counts"]["dropped"] == report.dropped
+    assert manifest["filters"]["prompt"] == math_prompt("{ORIGINAL QUESTION}")
+    assert not (tmp_path / "store.unfinished").exists()
+
+
+def test_code_goes_the_same_way(run, tmp_path: Path, statements: Statements) -> None:
+    rows = [code_row(), code_row(judgement="wrong"), code_row(index="9"), code_row(index="x"), code_row(index="0")]
+    source = tmp_path / "cpp-00000-of-00001.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), source)
+    report = run("code", source, statements=statements.folder)
+    assert report.dropped == {curation.NOT_RIGHT: 1, curation.NO_STATEMENT: 1}
+    assert (report.num_malformed, report.num_kept) == (1, 2)
+    assert f"{source}:4: `index` is 'x'" in (tmp_path / "store.malformed.txt").read_text()
+    prompt = f"<|im_start|>user\n{code_prompt('one')}<|im_end|>\n<|im_start|>assistant\n<think>\nRead, add."
+    assert texts(tmp_path / "store")[0].startswith(prompt)
+    assert "2,861.25" in run.said[-1]
+
+
+def test_lengths_are_summarized() -> None:
+    assert LengthSummary.of(list(range(1, 101))) == LengthSummary(mean=50.5, p50=50, p95=95, max=100)
+    assert LengthSummary.of([7]) == LengthSummary(mean=7, p50=7, p95=7, max=7)
+
+
+def test_a_sample_is_the_rows_with_the_smallest_keys_that_fit(run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sources, "_JSONL_SHARD_BYTES", 2_000)
+    rows = [chat_row(n) for n in range(200)]
+    for n in range(0, 200, 5):
+        rows[n]["messages"][1]["content"] *= 100
+    source = write_lines(tmp_path / "rows.jsonl", rows)
+    run("chat", source, sample=30, cutoff_length=200, seed=7)
+    fits = []
+    line = 0
+    for number, shard in enumerate(find_shards([str(source)], "train")):
+        for index, _ in shard.rows():
+            if line % 5:
+                fits.append((shards.sample_key(7, number, index), line))
+            line += 1
+    expected = sorted(line for _, line in sorted(fits)[:30])
+    assert [sequence.sequence_id for sequence in TokenStore(tmp_path / "store")] == expected
+    run("chat", source, "other", sample=30, cutoff_length=200, seed=8)
+    assert [sequence.sequence_id for sequence in TokenStore(tmp_path / "other")] != expected
+
+
+def test_neither_processes_nor_interruptions_change_a_byte(run, tmp_path: Path, monkeypatch) -> None:
+    """Interrupted in both rounds; what was finished is not done again."""
+    monkeypatch.setattr(sources, "_JSONL_SHARD_BYTES", 4_000)
+    monkeypatch.setattr("vcore_ds.data.prepare.run._BLOCK", 16)
+    source = write_lines(tmp_path / "rows.jsonl", [chat_row(n) for n in range(300)])
+    run("chat", source, "straight", sample=100)
+    run("chat", source, "parallel", sample=100, processes=2)
+    assert contents(tmp_path / "parallel") == contents(tmp_path / "straight")
+
+    done: list[str] = []
+
+    def interrupt(name: str, after: int) -> None:
+        function = getattr(shards, name)
+
+        def interrupted(task, *rest):
+            if len(done) == after:
+                raise KeyboardInterrupt
+            done.append(name)
+            return function(task, *rest)
+
+        monkeypatch.setattr(shards, name, interrupted)
+
+    num_shards, num_blocks = len(find_shards([str(source)], "train")), -(-100 // 16)
+    assert num_shards > 4
+    with monkeypatch.context() as monkeypatch:
+        interrupt("curate_shard", 3)
+        with pytest.raises(KeyboardInterrupt):
+            run("chat", source, "store", sample=100)
+    with monkeypatch.context() as monkeypatch:
+        interrupt("curate_shard", -1)
+        interrupt("tokenize_block", num_shards + 2)
+        with pytest.raises(KeyboardInterrupt):
+            run("chat", source, "store", sample=100)
+    assert done == ["curate_shard"] * num_shards + ["tokenize_block"] * 2
+    with monkeypatch.context() as monkeypatch:
+        interrupt("tokenize_block", -1)
+        run("chat", source, "store", sample=100)
+    assert done.count("tokenize_block") == num_blocks
+    assert contents(tmp_path / "store") == contents(tmp_path / "straight")
+
+
+def test_a_finished_store_is_left_alone(run, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "rows.jsonl", [chat_row(n) for n in range(5)])
+    assert run("chat", source) is not None
+    assert run.said[0] == f"{source}: shape messages, by the keys of its rows (messages)"
+    before = contents(tmp_path / "store")
+    assert run("chat", source) is None and "is there already" in run.said[-1]
+    with pytest.raises(UserError, match="found a store made with another filters: .*name another --output"):
+        run("chat", source, cutoff_length=7)
+    with pytest.raises(UserError, match="made with another source"):
+        write_lines(source, [chat_row(n) for n in range(6)])
+        run("chat", source)
+    assert contents(tmp_path / "store") == before
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match="is there already and is no token store"):
+        run("chat", source, "folder")
+
+
+def test_another_request_begins_anew(run, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "rows.jsonl", [chat_row(0), "x"])
+    with pytest.raises(UserError):
+        run("chat", source, max_malformed_share=0.1)
+    run("chat", source, seed=1)
+    assert "beginning anew" in "".join(run.said)
+
+
+def test_too_many_malformed_rows_are_refused_and_a_higher_limit_goes_on(run, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "rows.jsonl", [*(chat_row(n) for n in range(8)), "x", {"a": 1}])
+    with pytest.raises(UserError) as error:
+        run("chat", source, max_malformed_share=0.19)
+    assert "2 of 10 rows are malformed (20.00%), expected at most 19.00%" in str(error.value)
+    assert f"The first: {source}:9: not JSON" in str(error.value)
+    listed = (tmp_path / "store.unfinished" / "malformed.txt").read_text()
+    assert f"{source}:10: found the keys a; expected" in listed
+    assert run("chat", source, max_malformed_share=0.2).num_kept == 8
+    assert "1 of 1 shards were finished before" in run.said
+    assert (tmp_path / "store.malformed.txt").read_text() == listed
+
+
+def test_a_prompt_longer_than_the_cutoff_is_named(run, tmp_path: Path) -> None:
+    long = chat_row(1)
+    long["messages"][0]["content"] *= 100
+    source = write_lines(tmp_path / "rows.jsonl", [chat_row(0), long])
+    with pytest.raises(UserError) as error:
+        run("chat", source, cutoff_length=100, max_malformed_share=0.1)
+    assert f"{source}:2: the prompt alone has 2" in str(error.value)
+    assert "expected fewer than the cutoff, 100" in str(error.value)
+    assert run("chat", source, cutoff_length=100).dropped == {"prompt alone longer than the cutoff": 1}
+
+
+def test_truncation_keeps_the_beginning(run, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "rows.jsonl", [chat_row(0)])
+    run("chat", source, "whole")
+    report = run("chat", source, cutoff_length=25, overlong="truncate")
+    assert report.lengths.max == 25
+    assert texts(tmp_path / "whole")[0].startswith(texts(tmp_path / "store")[0])
+
+
+def test_nothing_left_is_an_error_with_the_table(run, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "rows.jsonl", [math_row(generation_model="QwQ-32B")])
+    with pytest.raises(UserError) as error:
+        run("math", source)
+    assert "no row is left" in str(error.value) and curation.OTHER_MODEL in str(error.value)
+    source = write_lines(tmp_path / "short.jsonl", [chat_row(0)])
+    with pytest.raises(UserError) as error:
+        run("chat", source, cutoff_length=25)
+    assert "no sequence is left" in str(error.value) and "longer than 25 tokens" in str(error.value)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_sample_that_does_not_fit_is_an_error_and_a_small_set_is_not(run, tmp_path: Path) -> None:
+    rows = [chat_row(n) for n in range(50)]
+    for row in rows[:40]:
+        row["messages"][1]["content"] *= 20
+    source = write_lines(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(UserError, match=r"only \d of 20 rows drawn at random fit --cutoff-length 100, expected 10"):
+        run("chat", source, sample=10, cutoff_length=100)
+    assert run("chat", source, sample=80).num_kept == 50
+    assert "Fewer than the 80 that were asked for" in run.said[-1]
+
+
+def test_a_template_that_refuses_a_row_is_a_fault_of_the_row(run, tmp_path: Path, tokenizer: str) -> None:
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    made = make_tokenizer()
+    made.chat_template = template + made.chat_template
+    made.save_pretrained(tokenizer)
+    with_system = {"messages": [{"role": "system", "content": "s"}, *chat_row(1)["messages"]]}
+    source = write_lines(tmp_path / "rows.jsonl", [chat_row(0), with_system])
+    assert run("chat", source).dropped == {"refused by the chat template": 1}
+    assert f"{source}:2: the chat template" in (tmp_path / "store.malformed.txt").read_text()
+
+
+def test_half_of_a_surrogate_pair_is_malformed(run, tmp_path: Path) -> None:
+    row = json.dumps(chat_row(1)).replace("answer 1", "\\ud800")
+    source = write_lines(tmp_path / "rows.jsonl", [chat_row(0), row])
+    assert run("chat", source).num_malformed == 1
+    assert "surrogate" in (tmp_path / "store.malformed.txt").read_text()
+
+
+def test_a_tokenizer_that_cannot_serve_is_refused(run, tmp_path: Path, tokenizer: str) -> None:
+    source = write_lines(tmp_path / "rows.jsonl", [chat_row(0)])
+    made = make_tokenizer()
+    made.chat_template = None
+    made.save_pretrained(tmp_path / "bare")
+    request = PrepareRequest("chat", (str(source),), str(tmp_path / "bare"), "train")
+    with pytest.raises(UserError, match="has no chat template"):
+        prepare(request, tmp_path / "store")
+    request = PrepareRequest("chat", (str(source),), str(tmp_path / "nowhere"), "train")
+    with pytest.raises(UserError, match="--tokenizer: .*no tokenizer can be loaded"):
+        prepare(request, tmp_path / "store")

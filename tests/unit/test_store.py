@@ -1,0 +1,184 @@
+"""The token store: what goes in comes out, and what is wrong with a folder is said before training."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from vcore_ds.data import TokenizedSequence, TokenStore, collate, keep_random_tokens, write_store
+from vcore_ds.data.store import tokenizer_hash, write_reference_log_probabilities
+from vcore_ds.data.tokenization import Dataset, TokenizationReport
+from vcore_ds.errors import UserError
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_tokenizer(*, template: str = CHATML, merges: tuple = ()) -> PreTrainedTokenizerFast:
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [a + b for a, b in merges]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=template)
+
+
+def make_sequences(num_sequences: int = 7) -> list[TokenizedSequence]:
+    random = np.random.default_rng(3)
+    sequences = []
+    for i in range(num_sequences):
+        length = int(random.integers(4, 30))
+        supervised = np.arange(length) >= length // 2
+        in_answer = np.arange(length) == length - 2
+        ids = random.integers(0, 151_936, length).astype(np.int32)
+        sequences.append(TokenizedSequence(3 * i + 1, ids, supervised, in_answer))
+    return sequences
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    write_store(tmp_path / "store", make_sequences(), make_tokenizer(), seed=42)
+    return tmp_path / "store"
+
+
+def test_what_goes_in_comes_out(store: Path) -> None:
+    opened, expected = TokenStore(store, make_tokenizer(), cutoff_length=30), make_sequences()
+    assert len(opened) == 7
+    assert opened.lengths.tolist() == [len(sequence) for sequence in expected]
+    assert opened.num_supervised_tokens.tolist() == [sequence.supervised.sum() for sequence in expected]
+    for found, sequence in zip(opened, expected, strict=True):
+        assert found.sequence_id == sequence.sequence_id
+        np.testing.assert_array_equal(found.input_ids, sequence.input_ids)
+        np.testing.assert_array_equal(found.supervised, sequence.supervised)
+        np.testing.assert_array_equal(found.in_answer, sequence.in_answer)
+        assert found.input_ids.dtype == np.int32 and found.supervised.dtype == np.bool_
+        assert found.reference_log_probability is None
+    assert [sequence.sequence_id for sequence in opened[-2:]] == [16, 19]
+    assert opened[-1].sequence_id == 19
+    with pytest.raises(IndexError):
+        opened[7]
+    manifest = json.loads((store / "manifest.json").read_text())
+    assert manifest["seed"] == 42
+    assert manifest["num_tokens"] == sum(len(sequence) for sequence in expected)
+
+
+def test_a_store_serves_where_a_list_of_sequences_does(store: Path) -> None:
+    opened = TokenStore(store)
+    found, expected = collate(opened[:3], pad_token_id=0), collate(make_sequences()[:3], pad_token_id=0)
+    assert torch.equal(found.input_ids, expected.input_ids) and torch.equal(found.labels, expected.labels)
+    report = TokenizationReport(30, 7, 0, 0, 0, 0, 1, 1, 1, 1, 1)
+    kept = keep_random_tokens(Dataset(opened, report), 0.5, seed=0)
+    assert all((s.kept & s.in_answer).sum() == 1 for s in kept.sequences)
+
+
+def test_the_same_input_gives_the_same_bytes(store: Path, tmp_path: Path) -> None:
+    write_store(tmp_path / "again", iter(make_sequences()), make_tokenizer(), seed=42)
+    names = sorted(path.name for path in store.iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
+    assert all((store / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in names)
+
+
+def test_megatron_core_itself_reads_the_tokens(store: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(str(store / "tokens"))
+    assert [sequence.tolist() for sequence in dataset[0:7]] == [s.input_ids.tolist() for s in make_sequences()]
+
+
+def test_reference_log_probabilities_are_added(store: Path) -> None:
+    values = -np.arange(7) / 3
+    write_reference_log_probabilities(store, values, "some/model")
+    opened = TokenStore(store)
+    assert [sequence.reference_log_probability for sequence in opened] == values.tolist()
+    with pytest.raises(ValueError, match="6 log-probabilities of 7 sequences"):
+        write_reference_log_probabilities(store, values[:6], "some/model")
+
+
+def test_a_tokenizers_settings_of_the_last_call_are_not_part_of_its_hash() -> None:
+    tokenizer = make_tokenizer()
+    before = tokenizer_hash(tokenizer)
+    tokenizer("some text", truncation=True, max_length=3)
+    assert tokenizer_hash(tokenizer) == before
+
+
+def truncate(path: Path, num_bytes: int) -> None:
+    path.write_bytes(path.read_bytes()[:-num_bytes])
+
+
+BROKEN = {
+    "truncated tokens": (lambda s: truncate(s / "tokens.bin", 4), "tokens.bin: truncated: found "),
+    "truncated index": (lambda s: truncate(s / "tokens.idx", 1), "tokens.idx: truncated: found "),
+    "truncated marks": (lambda s: truncate(s / "marks.bin", 1), "marks.bin: truncated: found "),
+    "longer file": (lambda s: (s / "marks.bin").write_bytes(b"0" * 999), "not the file that was written: found 999"),
+    "missing file": (lambda s: (s / "sequence_id.npy").unlink(), "sequence_id.npy: the file is missing"),
+    "no manifest": (lambda s: (s / "manifest.json").unlink(), "found no manifest.json there, only marks.bin"),
+    "no folder": (shutil.rmtree, "there is no such folder"),
+    "broken manifest": (lambda s: (s / "manifest.json").write_text("{"), "not the manifest of a token store"),
+    "another manifest": (lambda s: (s / "manifest.json").write_text("[]"), "not the manifest of a token store"),
+    "another format": (lambda s: (s / "manifest.json").write_text('{"format": "v9"}'), "found the format 'v9'"),
+    "broken index": (
+        lambda s: (s / "marks.idx").write_bytes(b"x" * (s / "marks.idx").stat().st_size),
+        "not an index of megatron-core's format",
+    ),
+    "short reference": (
+        lambda s: np.save(s / "reference_log_probability.npy", np.zeros(3)),
+        "found 3 log-probabilities, expected one for each of the 7 sequences",
+    ),
+}
+
+
+@pytest.mark.parametrize(("breaks", "found"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_store_is_refused(store: Path, breaks, found: str) -> None:
+    breaks(store)
+    with pytest.raises(UserError) as error:
+        TokenStore(store)
+    assert str(error.value).startswith(str(store))
+    assert found in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [({"template": CHATML + " "}, "chat template"), ({"merges": (("a", "n"),)}, "tokenizer")],
+)
+def test_a_store_of_another_tokenizer_or_template_is_refused(store: Path, changes: dict, what: str) -> None:
+    with pytest.raises(UserError, match=f"found tokens of another {what} .*make it again with `vcore-ds prepare`"):
+        TokenStore(store, make_tokenizer(**changes))
+
+
+def test_a_store_of_longer_sequences_is_refused(store: Path) -> None:
+    longest = max(len(sequence) for sequence in make_sequences())
+    TokenStore(store, cutoff_length=longest)
+    with pytest.raises(UserError, match=f"up to {longest} tokens, expected at most {longest - 1}"):
+        TokenStore(store, cutoff_length=longest - 1)
+
+
+def test_nothing_half_written_has_the_name_of_a_store(tmp_path: Path) -> None:
+    bare = TokenizedSequence(5, np.arange(3, dtype=np.int32), np.zeros(3, dtype=np.bool_))
+    with pytest.raises(UserError, match="sequence 5 .3 tokens. has no supervised token"):
+        write_store(tmp_path / "store", [*make_sequences(), bare], make_tokenizer())
+    with pytest.raises(UserError, match="no sequence to store"):
+        write_store(tmp_path / "store", [], make_tokenizer())
+    assert not (tmp_path / "store").exists()
+    write_store(tmp_path / "store", make_sequences(), make_tokenizer())
+    with pytest.raises(UserError, match="is there already"):
+        write_store(tmp_path / "store", make_sequences(), make_tokenizer())
+
+
+def test_opening_a_store_warns_of_nothing_and_loads_megatron_core_only_then(store: Path) -> None:
+    code = (
+        "import sys, vcore_ds.data as data\n"
+        "assert not any(name.startswith('megatron') for name in sys.modules)\n"
+        f"store = data.TokenStore({str(store)!r})\n"
+        "print(len(store), len(store[0]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == (f"7 {len(make_sequences()[0])}\n", "")

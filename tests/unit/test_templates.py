@@ -1,0 +1,198 @@
+"""Conversations rendered with the chat templates of real models: what is supervised, and the prompts of both phases."""
+
+import copy
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from vcore_ds.data import Conversation, render_prompt, tokenize_conversations
+from vcore_ds.data.prompts import code_prompt, math_prompt
+from vcore_ds.data.rendering import render_conversation
+from vcore_ds.errors import UserError
+
+TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
+THINKING = "<think>\nOkay, 2 and 2.\n\nThat is four.\n</think>\n\nIt is \\boxed{4}."
+
+# (begin of sequence, end of turn) and the markers that are single tokens in the model's own vocabulary.
+SPECIAL = {
+    "qwen3": ("", "<|im_end|>", ["<|im_start|>", "<think>", "</think>"]),
+    "qwen3_5_think": ("", "<|im_end|>", ["<|im_start|>", "<think>", "</think>"]),
+    "llama3_1": ("<|begin_of_text|>", "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>"]),
+    "mistral_nemo": ("<s>", "</s>", ["[INST]", "[/INST]"]),
+    "smollm2": ("<|im_start|>", "<|im_end|>", []),
+    "deepseek_r1_distill": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", ["<｜User｜>", "<｜Assistant｜>"]),
+}
+# How LLaMA 3 and Qwen3 cut text into words: line breaks stay together, whatever follows.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+OPENED_BY_PROMPT = {"qwen3_5_think", "deepseek_r1_distill"}
+
+
+@lru_cache
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    """Bytes, and the model's own special tokens and chat template."""
+    merges = [("Ċ", "Ċ"), ("Ġ", "Ġ"), (":", "Ċ"), (".", "Ċ"), ("Ġ", "I")]
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [a + b for a, b in merges]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    begin, end, markers = SPECIAL[name]
+    tokenizer.add_special_tokens([token for token in (begin, end, *markers) if token])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=begin or None,
+        eos_token=end,
+        chat_template=(TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def tokenize(name: str, *messages: tuple[str, str], **of_last: str):
+    turns = [{"role": role, "content": content} for role, content in messages]
+    turns[-1] |= of_last
+    dataset = tokenize_conversations(
+        [Conversation(1, turns, "chat.jsonl")], tokenizer_of(name), cutoff_length=10_000, overlong="drop"
+    )
+    return dataset.sequences[0]
+
+
+def supervised_runs(name: str, sequence) -> list[str]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], sequence.supervised, [0]]).astype(int)))
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return [tokenizer_of(name).decode(sequence.input_ids[start:end]) for start, end in pairs]
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_thinking_and_the_end_of_turn_are_supervised_with_exactly_one_pair(name: str) -> None:
+    sequence = tokenize(name, ("user", "2 + 2?"), ("assistant", THINKING))
+    (target,) = supervised_runs(name, sequence)
+    expected = THINKING + SPECIAL[name][1]
+    assert target == (expected.removeprefix("<think>\n") if name in OPENED_BY_PROMPT else expected)
+    whole = tokenizer_of(name).decode(sequence.input_ids)
+    assert (whole.count("<think>"), whole.count("</think>")) == (1, 1)
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_thinking_in_a_field_of_its_own_is_the_same(name: str) -> None:
+    thinking, _, answer = THINKING.removeprefix("<think>\n").partition("\n</think>\n\n")
+    inside = tokenize(name, ("user", "2 + 2?"), ("assistant", THINKING))
+    beside = tokenize(name, ("user", "2 + 2?"), ("assistant", answer), reasoning_content=thinking)
+    np.testing.assert_array_equal(inside.input_ids, beside.input_ids)
+    np.testing.assert_array_equal(inside.supervised, beside.supervised)
+
+
+@pytest.mark.parametrize("prompt", [math_prompt("What is $2 + 2$?"), code_prompt("Add two numbers.\n\nInput\n\n2 2")])
+@pytest.mark.parametrize("name", SPECIAL)
+def test_the_training_prompt_is_the_evaluation_prompt(name: str, prompt: str) -> None:
+    """Text and ids, against the call that vLLM's `LLM.chat` makes with the paper's `enable_thinking=True`."""
+    tokenizer, messages = tokenizer_of(name), [{"role": "user", "content": prompt}]
+    sequence = tokenize(name, ("user", prompt), ("assistant", THINKING))
+    num_prompt_tokens = int(np.flatnonzero(sequence.supervised)[0])
+    in_training = sequence.input_ids[:num_prompt_tokens]
+    at_evaluation = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, enable_thinking=True, return_dict=False
+    )
+    assert in_training.tolist() == at_evaluation
+    assert tokenizer(render_prompt(messages, tokenizer), add_special_tokens=False)["input_ids"] == at_evaluation
+    assert sequence.supervised[num_prompt_tokens:].sum() >= len(THINKING) // 2
+    assert prompt in tokenizer.decode(in_training)
+    assert render_prompt(messages, tokenizer).rstrip().endswith("<think>") == (name in OPENED_BY_PROMPT)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think"])
+def test_thinking_of_earlier_turns_is_removed_and_they_are_context(name: str) -> None:
+    sequence = tokenize(name, ("user", "1?"), ("assistant", THINKING), ("user", "2?"), ("assistant", THINKING))
+    assert len(supervised_runs(name, sequence)) == 1
+    assert tokenizer_of(name).decode(sequence.input_ids).count("Okay, 2 and 2") == 1
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "mistral_nemo", "smollm2"])
+def test_all_turns_of_templates_without_thinking_are_supervised(name: str) -> None:
+    sequence = tokenize(name, ("user", "1?"), ("assistant", "one"), ("user", "2?"), ("assistant", "two"))
+    end = SPECIAL[name][1]
+    assert supervised_runs(name, sequence) == [f"one{end}", f"two{end}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [(name, THINKING) for name in SPECIAL] + [(name, "four") for name in SPECIAL if name not in OPENED_BY_PROMPT],
+)
+def test_a_system_message_reaches_the_prompt_in_training_as_in_evaluation(name: str, answer: str) -> None:
+    """Mistral's template writes it only where no answer follows."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    sequence = tokenize(name, ("system", "Be brief."), ("user", "2 + 2?"), ("assistant", answer))
+    first = int(np.flatnonzero(sequence.supervised)[0])
+    ids = tokenizer_of(name).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert sequence.input_ids[:first].tolist() == ids
+    assert "Be brief." in tokenizer_of(name).decode(ids)
+
+
+def test_the_space_that_mistral_7b_puts_before_an_answer_is_kept() -> None:
+    """Its template differs from Nemo's in two spaces; with a system message the turn is written by us."""
+    of_nemo = tokenizer_of("mistral_nemo")
+    template = of_nemo.chat_template.replace('{{- message["content"] + eos', '{{- " " + message["content"] + eos')
+    spaced = copy.deepcopy(of_nemo)
+    spaced.chat_template = template.replace('"[INST]"', '"[INST] "')
+    turns = [{"role": role, "content": text} for role, text in [("user", "2?"), ("assistant", "four")]]
+    for messages in (turns, [{"role": "system", "content": "Be brief."}, *turns]):
+        rendered = render_conversation(Conversation(1, messages), spaced)
+        assert rendered.text.endswith("2?[/INST] four</s>")
+        assert [rendered.text[slice(*span)] for span in rendered.spans] == [" four</s>"]
+
+
+def test_an_answer_without_thinking_gets_the_empty_block_of_its_template() -> None:
+    (target,) = supervised_runs("qwen3", tokenize("qwen3", ("user", "2 + 2?"), ("assistant", "4")))
+    assert target == "<think>\n\n</think>\n\n4<|im_end|>"
+
+
+def test_an_answer_without_thinking_is_no_target_behind_a_prompt_that_opens_it() -> None:
+    with pytest.raises(UserError, match="no supervised token"):
+        tokenize("deepseek_r1_distill", ("user", "2 + 2?"), ("assistant", "4"))
+
+
+def test_a_template_that_prints_the_date_prints_the_same_one_every_day() -> None:
+    prompt = render_prompt([{"role": "user", "content": "q"}], tokenizer_of("llama3_1"))
+    assert "Today Date: 26 Jul 2024" in prompt
+    dated = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer_of("llama3_1").backend_tokenizer,
+        chat_template="{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}",
+    )
+    assert render_prompt([{"role": "user", "content": "q"}], dated) == "26 Jul 2024"
+
+
+def test_the_papers_prompts_are_verbatim() -> None:
+    assert math_prompt("{Q}") == (
+        "You are a helpful and accurate assistant for solving the following math problem:\n{Q}\n\n"
+        "Please reason step by step, and put the correct answer within \\boxed{} at last."
+    )
+    lines = code_prompt("{Q}").split("\n")
+    assert lines[0].startswith("You are an expert competitive programmer.") and lines[0].endswith("outputs.")
+    assert lines[1].endswith("then provide a complete implementation in c++17.")
+    assert lines[2:5] == [
+        "",
+        "Your solution must read input from standard input (cin) and write output to standard output (cout).",
+        "Do not include any debug prints or additional output.",
+    ]
+    assert lines[5:] == [
+        "",
+        "Put your final solution within a single code block:",
+        "```cpp",
+        "<your code here>",
+        "```",
+        "",
+        "# Problem",
+        "{Q}",
+        "",
+        "Now solve the problem and return the code.",
+    ]

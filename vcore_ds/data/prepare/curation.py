@@ -1,0 +1,177 @@
+"""From a raw row to a conversation, or the rule that drops it (appendix "Dataset Curation for supervised tasks")."""
+
+from collections.abc import Callable
+from typing import Any
+
+from vcore_ds.data.answers import answer_spans
+from vcore_ds.data.conversations import Message, check_messages, split_thinking
+from vcore_ds.data.prompts import code_prompt, math_prompt
+from vcore_ds.errors import UserError
+
+# Rules, in the order in which they are tried: the lines of the table.
+OTHER_PROBLEM_TYPE = 'problem_type is not "has_answer_extracted"'
+OTHER_MODEL = 'generation_model is not "DeepSeek-R1"'
+NOT_RIGHT = 'judgement is not "right"'
+NOT_ONE_THINKING = "not exactly one <think> pair with an answer"
+NOT_BOXED = "no \\boxed{} in the answer"
+NOT_EQUIVALENT = "math-verify: not the expected answer"
+UNFINISHED = "math-verify: past the time limit"
+NO_STATEMENT = "the problem's statement is not to be had"
+RULES = (
+    OTHER_PROBLEM_TYPE,
+    OTHER_MODEL,
+    NOT_RIGHT,
+    NOT_ONE_THINKING,
+    NOT_BOXED,
+    NOT_EQUIVALENT,
+    UNFINISHED,
+    NO_STATEMENT,
+)
+
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
+
+
+class Dropped(Exception):
+    """The row is well formed and not wanted; `args[0]` is the rule."""
+
+
+class Malformed(Exception):
+    """The row is not what it should be; `args[0]` says what was found and expected."""
+
+
+def math_messages(row: Any, check_answer: Callable[[str, str], str]) -> list[Message]:
+    """Of a row of OpenMathReasoning.
+
+    Args:
+        check_answer: (expected, answer) to a verdict, see `AnswerChecker.check`.
+    """
+    _keep_only(row, "problem_type", "has_answer_extracted", OTHER_PROBLEM_TYPE)
+    _keep_only(row, "generation_model", "DeepSeek-R1", OTHER_MODEL)
+    fields = _texts(row, "problem", "generated_solution", "expected_answer")
+    thinking, answer = _split_trace(fields["generated_solution"])
+    spans = answer_spans(answer)
+    if not spans:
+        raise Dropped(NOT_BOXED)
+    verdict = check_answer(fields["expected_answer"], answer[slice(*spans[-1])])
+    if verdict != "equivalent":
+        raise Dropped(UNFINISHED if verdict == "unfinished" else NOT_EQUIVALENT)
+    return _messages(math_prompt(fields["problem"].strip()), thinking, answer)
+
+
+def code_messages(row: Any, find_statement: Callable[[str, str, int], str | None]) -> list[Message]:
+    """Of a row of OpenCodeReasoning-2.
+
+    Args:
+        find_statement: (data set, split, index) to the text of a problem, for rows whose `question` is "-".
+    """
+    _keep_only(row, "judgement", "right", NOT_RIGHT)
+    fields = _texts(row, "question", "r1_generation")
+    thinking, answer = _split_trace(fields["r1_generation"])
+    statement: str | None = fields["question"].strip()
+    if statement == "-":
+        where = _texts(row, "dataset", "split", "index")
+        if not where["index"].isdecimal():
+            raise Malformed(f"`index` is {where['index']!r}, expected the number of the problem")
+        statement = find_statement(where["dataset"], where["split"], int(where["index"]))
+    if not statement:
+        raise Dropped(NO_STATEMENT)
+    return _messages(code_prompt(statement), thinking, answer)
+
+
+def chat_messages(row: Any) -> tuple[str, list[Message]]:
+    """(shape, messages) of a row in one of three shapes, told by its keys: `messages` (role and content), `ShareGPT`
+    (`conversations` of from and value, or role and content), `Alpaca` (instruction, input, output)."""
+    if not isinstance(row, dict):
+        raise Malformed(f"found {type(row).__name__}, expected an object")
+    row = {key: value for key, value in row.items() if value is not None}  # columns that other rows have
+    if "messages" in row:
+        shape, messages = "messages", row["messages"]
+    elif "conversations" in row:
+        shape, messages = "ShareGPT", _sharegpt(row)
+    elif "instruction" in row and "output" in row:
+        shape, messages = "Alpaca", _alpaca(row)
+    else:
+        keys = ", ".join(row) or "no key at all"
+        raise Malformed(f"found the keys {keys}; expected `messages`, `conversations`, or `instruction` and `output`")
+    try:
+        checked = check_messages({"messages": messages}, "row")
+    except UserError as error:
+        raise Malformed(str(error).removeprefix("row").lstrip(": ")) from None
+    if not any(message["role"] == "assistant" and message["content"].strip() for message in checked[1:]):
+        raise Malformed("no turn of the assistant that answers something")
+    return shape, checked
+
+
+def _sharegpt(row: dict[str, Any]) -> list[Message]:
+    if not isinstance(row["conversations"], list):
+        raise Malformed(f"`conversations` is {type(row['conversations']).__name__}, expected a list")
+    messages = []
+    if isinstance(row.get("system"), str) and row["system"].strip():
+        messages.append({"role": "system", "content": row["system"]})
+    for number, turn in enumerate(row["conversations"], start=1):
+        if not isinstance(turn, dict):
+            raise Malformed(f"turn {number} is {type(turn).__name__}, expected an object with `from` and `value`")
+        turn = {key: value for key, value in turn.items() if value is not None}
+        speaker, text = turn.pop("from", turn.pop("role", None)), turn.pop("value", turn.pop("content", None))
+        if not isinstance(speaker, str) or speaker.lower() not in _SPEAKERS:
+            raise Malformed(f"turn {number} is from {speaker!r}, expected one of {', '.join(_SPEAKERS)}")
+        messages.append({**turn, "role": _SPEAKERS[speaker.lower()], "content": text})
+    return messages
+
+
+def _alpaca(row: dict[str, Any]) -> list[Message]:
+    fields = _texts(
+        {"input": "", "system": "", **row}, "instruction", "input", "output", "system", empty={"input", "system"}
+    )
+    messages = [{"role": "system", "content": fields["system"]}] if fields["system"].strip() else []
+    for pair in row.get("history") or []:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise Malformed("`history` has an entry that is no pair of question and answer")
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    question = "\n".join(text for text in (fields["instruction"], fields["input"]) if text)
+    return [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": fields["output"]}]
+
+
+def _split_trace(text: str) -> tuple[str, str]:
+    """(thinking, answer); R1 was often prompted with the opening marker, which is then missing."""
+    if "<think>" not in text:
+        text = "<think>" + text
+    parts = split_thinking(text)
+    if parts is None or not all(part.strip() for part in parts):
+        raise Dropped(NOT_ONE_THINKING)
+    return parts[0].strip(), parts[1].strip()
+
+
+def _messages(prompt: str, thinking: str, answer: str) -> list[Message]:
+    content = f"<think>\n{thinking}\n</think>\n\n{answer}"
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": content}]
+
+
+def _keep_only(row: Any, name: str, value: str, rule: str) -> None:
+    if not isinstance(row, dict):
+        raise Malformed(f"found {type(row).__name__}, expected an object")
+    if name not in row:
+        raise Malformed(f"no field `{name}`, found {', '.join(row) or 'none'}")
+    if row[name] != value:
+        raise Dropped(rule)
+
+
+def _texts(row: Any, *names: str, empty: set[str] = frozenset()) -> dict[str, str]:
+    """Fields of a row that must be texts, and not be empty unless they may."""
+    for name in names:
+        if name not in row:
+            raise Malformed(f"no field `{name}`, found {', '.join(row) or 'none'}")
+        if not isinstance(row[name], str):
+            raise Malformed(f"`{name}` is {type(row[name]).__name__} ({row[name]!r:.60}), expected a text")
+        if not row[name].strip() and name not in empty:
+            raise Malformed(f"`{name}` is empty")
+    return {name: row[name] for name in names}

@@ -1,0 +1,113 @@
+"""What is asked of `vcore-ds prepare`, and whether a store, finished or not, was made by the same request."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from vcore_ds.data.prepare import curation
+from vcore_ds.data.prepare.shards import Kind, write_json
+from vcore_ds.data.prepare.sources import Shard, describe_source
+from vcore_ds.data.prompts import code_prompt, math_prompt
+from vcore_ds.data.store import MANIFEST, describe_tokenizer
+from vcore_ds.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SPLITS = {"math": "cot", "code": "cpp", "chat": "train"}
+HUB_IDS = {"math": "nvidia/OpenMathReasoning", "code": "nvidia/OpenCodeReasoning-2"}
+
+
+@dataclass(frozen=True)
+class PrepareRequest:
+    """What decides the bytes of the store."""
+
+    kind: Kind
+    sources: tuple[str, ...]
+    """files, folders, patterns, or ids on the hub"""
+    tokenizer: str
+    """folder or hub id of the model to train"""
+    split: str
+    """of data sets on the hub"""
+    sample: int | None = None
+    """sequences to keep, chosen at random; None for all"""
+    seed: int = 42
+    cutoff_length: int = 16384
+    """longest sequence, tokens"""
+    overlong: Literal["drop", "truncate"] = "drop"
+    answer_seconds: int = 5
+    """CPU seconds for comparing one answer"""
+    statements: str | None = None
+    """folder with the problem statements that OpenCodeReasoning-2 refers to; None for the hub"""
+
+
+def describe_origin(
+    request: PrepareRequest, raw_shards: Sequence[Shard], tokenizer: "PreTrainedTokenizerBase"
+) -> dict[str, Any]:
+    """Entries of the manifest that decide its bytes: equal for two stores that are equal."""
+    filters = _filters(request)
+    return {
+        "kind": request.kind,
+        "source": describe_source(raw_shards),
+        "tokenizer": describe_tokenizer(tokenizer),
+        "filters": filters,
+        "filters_hash": hashlib.sha256(json.dumps(filters, sort_keys=True).encode()).hexdigest(),
+        "seed": request.seed,
+    }
+
+
+def check_finished(output: Path, made_from: dict[str, Any]) -> None:
+    """Raises `UserError` where `output` is no store, or one of another origin."""
+    remedy = "name another --output, or delete it"
+    try:
+        manifest = json.loads((output / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UserError(f"{output}: is there already and is no token store; {remedy}") from None
+    for key, value in made_from.items():
+        if manifest.get(key) != value:
+            raise UserError(
+                f"{output}: found a store made with another {key}: {_shorten(manifest.get(key))}, expected "
+                f"{_shorten(value)}; {remedy}"
+            )
+
+
+def resume_or_begin(folder: Path, made_from: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Leaves the folder of an unfinished store as it is, or makes an empty one where it is of another origin."""
+    path = folder / "request.json"
+    if path.is_file():
+        if json.loads(path.read_text(encoding="utf-8")) == made_from:
+            say(f"{folder}: going on where an earlier run ended")
+            return
+        say(f"{folder}: of another request (data, tokenizer, filters or seed); beginning anew")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_json(path, made_from)
+
+
+def _filters(request: PrepareRequest) -> dict[str, Any]:
+    """All that decides, besides data, tokenizer and seed, what is in the store."""
+    filters: dict[str, Any] = {key: getattr(request, key) for key in ("split", "sample", "cutoff_length", "overlong")}
+    if request.kind == "math":
+        filters |= {
+            "prompt": math_prompt("{ORIGINAL QUESTION}"),
+            "rules": [curation.OTHER_PROBLEM_TYPE, curation.OTHER_MODEL, curation.NOT_EQUIVALENT],
+            "answer_seconds": request.answer_seconds,
+            "math_verify": version("math-verify"),
+        }
+    if request.kind == "code":
+        filters |= {
+            "prompt": code_prompt("{ORIGINAL QUESTION}"),
+            "rules": [curation.NOT_RIGHT],
+            "statements": request.statements,
+        }
+    return filters
+
+
+def _shorten(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 160 else text[:157] + "..."

@@ -1,0 +1,257 @@
+"""The work of one process on one shard: rows to conversations, conversations to tokens. Each leaves finished files."""
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from vcore_ds.data.conversations import Conversation, Message
+from vcore_ds.data.prepare import curation
+from vcore_ds.data.prepare.sources import BLANK, Broken, Shard
+from vcore_ds.data.prepare.statements import Statements
+from vcore_ds.data.prepare.verification import AnswerChecker
+from vcore_ds.data.rendering import RenderedConversation, render_conversation
+from vcore_ds.data.store import IN_ANSWER, SUPERVISED
+from vcore_ds.data.tokenization import TokenizedSequence, tokenize_rendered
+from vcore_ds.errors import UserError
+
+NUM_EXAMPLES_OF_FAULTS = 20  # of one shard
+
+_EMPTY_THINKING = re.compile(r"<think>\s*</think>")
+
+Kind = Literal["math", "code", "chat"]
+
+
+@dataclass(frozen=True)
+class CurationTask:
+    """A shard of raw rows to curate."""
+
+    kind: Kind
+    shard_number: int
+    shard: Shard
+    seed: int
+    answer_seconds: int
+    """CPU seconds for comparing one answer"""
+    statements_folder: str | None
+    folder: Path
+
+
+@dataclass
+class ShardReport:
+    """What became of the rows of a shard."""
+
+    num_rows: int = 0
+    num_numbers: int = 0
+    """rows and blank lines, so that the row numbers of the next shard can go on from here"""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """rows by the rule that dropped them"""
+    shapes: dict[str, int] = field(default_factory=dict)
+    """of chat data"""
+    num_malformed: int = 0
+    faults: list[tuple[int, str]] = field(default_factory=list)
+    """(number within the shard, reason), of the first malformed rows"""
+    num_curated: int = 0
+
+
+@dataclass(frozen=True)
+class Curated:
+    """A conversation that passed all rules."""
+
+    key: int
+    """uniform in 64 bits, from seed, shard and number: a sample is the rows with the smallest keys"""
+    shard_number: int
+    number: int
+    offset: int
+    """of its line in the shard's file of conversations, in bytes"""
+
+
+def curate_shard(task: CurationTask, key_limit: int) -> ShardReport:
+    """Applies the rules to all rows of a shard; of those that pass, writes the ones with keys below `key_limit`.
+
+    The files `NNNNN.jsonl` (conversations), `NNNNN.npy` (their keys, numbers and offsets) and `NNNNN.json` (the report,
+    written last) replace those of an interrupted run.
+    """
+    report, dropped, shapes, index = ShardReport(), Counter(), Counter(), []
+    checker = AnswerChecker(task.answer_seconds)
+    unfinished = task.folder / f"{task.shard_number:05d}.{os.getpid()}.unfinished"
+    try:
+        with unfinished.open("wb") as file:
+            for number, row in task.shard.rows():
+                report.num_numbers = number + 1
+                if row is BLANK:
+                    continue
+                report.num_rows += 1
+                try:
+                    messages = _curate(task, row, checker, shapes)
+                    _check_unicode(messages)
+                except curation.Dropped as reason:
+                    dropped[reason.args[0]] += 1
+                    continue
+                except curation.Malformed as reason:
+                    report.num_malformed += 1
+                    if len(report.faults) < NUM_EXAMPLES_OF_FAULTS:
+                        report.faults.append((number, reason.args[0]))
+                    continue
+                report.num_curated += 1
+                key = sample_key(task.seed, task.shard_number, number)
+                if key < key_limit:
+                    index.append((key, number, file.tell()))
+                    file.write(json.dumps(messages).encode() + b"\n")
+    finally:
+        checker.close()
+    report.dropped, report.shapes = dict(dropped), dict(shapes)
+    np.save(task.folder / f"{task.shard_number:05d}.npy", np.array(index, dtype=np.uint64).reshape(-1, 3))
+    unfinished.replace(task.folder / f"{task.shard_number:05d}.jsonl")
+    write_json(task.folder / f"{task.shard_number:05d}.json", asdict(report))
+    return report
+
+
+def sample_key(seed: int, shard_number: int, number: int) -> int:
+    digest = hashlib.blake2b(f"{seed} {shard_number} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def read_report(folder: Path, shard_number: int) -> ShardReport | None:
+    """Of a shard that is finished; else None."""
+    path = folder / f"{shard_number:05d}.json"
+    return ShardReport(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def read_curated(folder: Path, shard_number: int) -> list[Curated]:
+    """Without the conversations."""
+    index = np.load(folder / f"{shard_number:05d}.npy").tolist()
+    return [Curated(key, shard_number, number, offset) for key, number, offset in index]
+
+
+@dataclass(frozen=True)
+class TokenizationTask:
+    """Curated conversations to tokenize."""
+
+    block_number: int
+    rows: Sequence[Curated]
+    locations: Sequence[str]
+    """of each row, for messages"""
+    sequence_ids: Sequence[int]
+    """of each row, from 0"""
+    tokenizer: str
+    cutoff_length: int
+    overlong: Literal["drop", "truncate"]
+    curated_folder: Path
+    folder: Path
+
+
+OVERLONG, UNSUPERVISED, REFUSED, LONG_PROMPT, KEPT = range(5)
+"""What became of a conversation. `REFUSED` by the chat template and `LONG_PROMPT` are faults of the row."""
+
+
+def tokenize_block(task: TokenizationTask) -> None:
+    """Writes `NNNNN.npz`: for each row what became of it, and the tokens of the kept ones behind each other."""
+    tokenizer = _load_tokenizer(task.tokenizer)
+    outcomes = np.zeros(len(task.rows), dtype=np.uint8)
+    faults: list[str] = []
+    rendered: list[RenderedConversation] = []
+    for i, row in enumerate(task.rows):
+        messages = _read_messages(task.curated_folder, row)
+        # Messages about a conversation begin with its location, "path:row".
+        path, _, number = task.locations[i].rpartition(":")
+        try:
+            rendered.append(render_conversation(Conversation(int(number), messages, path), tokenizer))
+            outcomes[i] = KEPT
+        except UserError as error:
+            outcomes[i] = REFUSED
+            faults.append(str(error))
+    ids, marks, lengths, sequence_ids, empty_thinking = [], [], [], [], []
+    sequences = iter(zip(rendered, tokenize_rendered(rendered, tokenizer), strict=True) if rendered else ())
+    for i in np.flatnonzero(outcomes == KEPT):
+        item, sequence = next(sequences)
+        outcomes[i] = _judge(sequence, task.cutoff_length, task.overlong)
+        if outcomes[i] == LONG_PROMPT:
+            prompt_length = int(np.flatnonzero(sequence.supervised)[0])
+            faults.append(
+                f"{task.locations[i]}: the prompt alone has {prompt_length:,} tokens, expected fewer than the cutoff, "
+                f"{task.cutoff_length:,}"
+            )
+        if outcomes[i] != KEPT:
+            continue
+        assert sequence.in_answer is not None
+        ids.append(sequence.input_ids[: task.cutoff_length])
+        mark = sequence.supervised * SUPERVISED + sequence.in_answer * IN_ANSWER
+        marks.append(mark[: task.cutoff_length].astype(np.uint8))
+        lengths.append(len(ids[-1]))
+        sequence_ids.append(task.sequence_ids[i])
+        empty_thinking.append(_adds_empty_thinking(item))
+    unfinished = task.folder / f"{task.block_number:05d}.{os.getpid()}.unfinished"
+    with unfinished.open("wb") as file:
+        np.savez(
+            file,
+            outcomes=outcomes,
+            faults=np.array(faults, dtype=np.str_),
+            lengths=np.array(lengths, dtype=np.int64),
+            sequence_ids=np.array(sequence_ids, dtype=np.int64),
+            empty_thinking=np.array(empty_thinking, dtype=np.bool_),
+            ids=np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32),
+            marks=np.concatenate(marks) if marks else np.zeros(0, dtype=np.uint8),
+        )
+    unfinished.replace(task.folder / f"{task.block_number:05d}.npz")
+
+
+def _adds_empty_thinking(item: RenderedConversation) -> bool:
+    added = len(_EMPTY_THINKING.findall(item.text))
+    return added > sum(len(_EMPTY_THINKING.findall(message["content"])) for message in item.conversation.messages)
+
+
+def _judge(sequence: TokenizedSequence, cutoff_length: int, overlong: str) -> int:
+    if not sequence.supervised.any():
+        return UNSUPERVISED
+    if not sequence.supervised[:cutoff_length].any():
+        return LONG_PROMPT
+    return OVERLONG if overlong == "drop" and len(sequence) > cutoff_length else KEPT
+
+
+def write_json(path: Path, value: Any) -> None:
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    unfinished.write_text(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _curate(task: CurationTask, row: Any, checker: AnswerChecker, shapes: Counter[str]) -> list[Message]:
+    if isinstance(row, Broken):
+        raise curation.Malformed(row.reason)
+    if task.kind == "math":
+        return curation.math_messages(row, checker.check)
+    if task.kind == "code":
+        return curation.code_messages(row, _statements(task.statements_folder).find)
+    shape, messages = curation.chat_messages(row)
+    shapes[shape] += 1
+    return messages
+
+
+def _check_unicode(messages: list[Message]) -> None:
+    try:
+        json.dumps(messages, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise curation.Malformed(f"half of a surrogate pair, which is no Unicode text ({error.reason})") from None
+
+
+def _read_messages(folder: Path, row: Curated) -> list[Message]:
+    with (folder / f"{row.shard_number:05d}.jsonl").open("rb") as file:
+        file.seek(row.offset)
+        return json.loads(file.readline())
+
+
+_statements = lru_cache(maxsize=1)(Statements)
+
+
+@lru_cache(maxsize=1)
+def _load_tokenizer(name: str):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)

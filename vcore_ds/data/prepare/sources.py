@@ -1,0 +1,227 @@
+"""Raw rows from files and from the Hugging Face hub, in shards that processes read independently.
+
+How a source is cut into shards depends on the source alone, so a row's shard and its number within the shard name it
+for good, whatever the number of processes.
+"""
+
+import glob
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vcore_ds.errors import UserError
+
+_JSONL_SHARD_BYTES = 32 * 2**20
+_PARQUET_SHARD_ROWS = 10_000
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A row that cannot be read."""
+
+    reason: str
+
+
+BLANK = Broken("blank line")
+"""A line that counts for line numbers and is no row."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of one source, read from start to end by one process."""
+
+    kind: str
+    """`lines` (bytes `start` to `stop` of a file, whole lines), `array` (a JSON file that is one list), `parquet` (row
+    groups `start` to `stop`), `hub` (data file number `start` of `stop`)."""
+    source: str
+    """file, or id on the hub"""
+    start: int = 0
+    stop: int = 0
+    split: str = ""
+    """of a hub data set"""
+    revision: str | None = None
+    """of a hub data set: the commit, so that a restart reads the same"""
+
+    def rows(self) -> Iterator[tuple[int, Any]]:
+        """(number within the shard from 0, row or `Broken` or `BLANK`)."""
+        return {"lines": _lines, "array": _array, "parquet": _parquet, "hub": _hub}[self.kind](self)
+
+
+def find_shards(sources: Sequence[str], split: str) -> list[Shard]:
+    """Shards of files, folders and patterns of files (`.jsonl`, `.json`, `.parquet`), and of data sets on the hub.
+
+    Args:
+        split: of those on the hub, which are streamed: one shard a data file. Of a folder that is a copy of such a data
+            set the files named `SPLIT-*`; of other folders all files.
+
+    Raises:
+        UserError: a source is neither a file nor on the hub, or is empty.
+    """
+    shards: list[Shard] = []
+    for source in sources:
+        files = _files(source, split)
+        if files is None:
+            shards += _hub_shards(source, split)
+        for path in files or []:
+            shards += _file_shards(path)
+    return shards
+
+
+def describe_source(shards: Sequence[Shard]) -> list[dict[str, Any]]:
+    """For the manifest: each file with a fingerprint, each hub data set with its commit."""
+    described = {}
+    for shard in shards:
+        if shard.source in described:
+            continue
+        if shard.kind == "hub":
+            described[shard.source] = {"hub": shard.source, "split": shard.split, "revision": shard.revision}
+        else:
+            described[shard.source] = {"file": shard.source, "fingerprint": _fingerprint(Path(shard.source))}
+    return list(described.values())
+
+
+def _fingerprint(path: Path) -> str:
+    """Of size, beginning and end: changes when a file is made anew, and costs no reading of 50 GB."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        beginning = file.read(2**20)
+        file.seek(max(0, size - 2**20))
+        return hashlib.sha256(f"{size} ".encode() + beginning + file.read()).hexdigest()
+
+
+def _files(source: str, split: str) -> list[Path] | None:
+    """None for what can only be an id on the hub."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix.lower() not in _SUFFIXES:
+            raise UserError(f"{path}: found a file ending in {path.suffix!r}, expected .jsonl, .json or .parquet")
+        return [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES)
+        if not files:
+            raise UserError(f"{path}: found no .jsonl, .json or .parquet file in this folder")
+        return [file for file in files if file.name.startswith(f"{split}-")] or files
+    if any(character in source for character in "*?["):
+        files = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+        if not files:
+            raise UserError(f"{source}: found no file of this pattern (looked from {Path.cwd()})")
+        return files
+    if source.startswith((".", "/", "~")) or source.count("/") != 1 or path.suffix.lower() in _SUFFIXES:
+        raise UserError(f"{source}: there is no such file (looked from {Path.cwd()}), and it is no hub id (owner/name)")
+    return None
+
+
+def _file_shards(path: Path) -> list[Shard]:
+    size = path.stat().st_size
+    if size == 0:
+        raise UserError(f"{path}: the file is empty")
+    if path.suffix.lower() == ".parquet":
+        return _parquet_shards(path)
+    with path.open("rb") as file:
+        if path.suffix.lower() == ".json" and file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            return [Shard("array", str(path))]
+    starts = range(0, size, _JSONL_SHARD_BYTES)
+    return [Shard("lines", str(path), start, min(start + _JSONL_SHARD_BYTES, size)) for start in starts]
+
+
+def _lines(shard: Shard) -> Iterator[tuple[int, Any]]:
+    """A line belongs to the shard that its first byte lies in."""
+    with open(shard.source, "rb") as file:
+        if shard.start > 0:
+            file.seek(shard.start - 1)
+            file.readline()  # the end of a line of the shard before, or just its line break
+        number = 0
+        while file.tell() < shard.stop and (line := file.readline()):
+            is_first = shard.start == 0 and number == 0
+            try:
+                text = line.decode("utf-8-sig" if is_first else "utf-8").strip()
+                yield number, json.loads(text) if text else BLANK
+            except UnicodeDecodeError as error:
+                yield number, Broken(f"not UTF-8 text ({error.reason} at byte {error.start})")
+            except json.JSONDecodeError as error:
+                yield number, Broken(f"not JSON ({error.msg} at column {error.colno})")
+            except RecursionError:
+                yield number, Broken("not JSON (nested too deeply)")
+            number += 1
+
+
+def _array(shard: Shard) -> Iterator[tuple[int, Any]]:
+    try:
+        rows = json.loads(Path(shard.source).read_text(encoding="utf-8-sig"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{shard.source}: begins like a list and is not JSON: {error}") from None
+    yield from enumerate(rows)
+
+
+def _parquet_shards(path: Path) -> list[Shard]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.read_metadata(path)
+    except pa.ArrowException as error:
+        raise UserError(f"{path}: not a readable parquet file ({error})") from None
+    shards, start, num_rows = [], 0, 0
+    for group in range(metadata.num_row_groups):
+        num_rows += metadata.row_group(group).num_rows
+        if num_rows >= _PARQUET_SHARD_ROWS or group == metadata.num_row_groups - 1:
+            shards.append(Shard("parquet", str(path), start, group + 1))
+            start, num_rows = group + 1, 0
+    return shards
+
+
+def _parquet(shard: Shard) -> Iterator[tuple[int, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(shard.source) as file:
+            for batch in file.iter_batches(256, row_groups=range(shard.start, shard.stop)):
+                for row in batch.to_pylist():
+                    yield number, row
+                    number += 1
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{shard.source}: not readable to its end ({error}); is the download complete?") from None
+
+
+def _hub_shards(name: str, split: str) -> list[Shard]:
+    from huggingface_hub import HfApi
+
+    try:
+        revision = HfApi().dataset_info(name).sha
+    except Exception as error:  # offline, gated, misspelt: a dozen exception classes of three packages
+        raise UserError(
+            f"{name}: no such file, and no data set of that name can be reached on the hub ({_first_line(error)}); "
+            "download it on a machine with a connection (`hf download --repo-type dataset`) and give the folder"
+        ) from None
+    num_shards = load_hub(name, split, revision).num_shards
+    return [Shard("hub", name, number, num_shards, split, revision) for number in range(num_shards)]
+
+
+def load_hub(name: str, split: str, revision: str | None):
+    """A `datasets.IterableDataset` that downloads while it is read; `name` may be a folder in the hub's layout."""
+    from datasets import get_dataset_config_names, load_dataset
+
+    try:
+        configs = get_dataset_config_names(name, revision=revision)
+        # Splits that are configurations of their own (OpenCodeReasoning-2 has had both layouts).
+        config = split if split in configs else None
+        return load_dataset(name, config, split=split, streaming=True, revision=revision)
+    except Exception as error:
+        raise UserError(f"{name}: the split {split!r} cannot be loaded: {_first_line(error)}") from None
+
+
+def _hub(shard: Shard) -> Iterator[tuple[int, Any]]:
+    dataset = load_hub(shard.source, shard.split, shard.revision)
+    if dataset.num_shards != shard.stop:
+        raise UserError(f"{shard.source}: found {dataset.num_shards} data files, expected {shard.stop}; begin anew")
+    yield from enumerate(dataset.shard(num_shards=shard.stop, index=shard.start))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,80 @@
+"""Problem statements that OpenCodeReasoning-2 only refers to: its `question` is "-", its license not being theirs.
+
+As its data card prescribes, `dataset`, `split` and `index` of a row lead to the statement in one of four data sets.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from vcore_ds.errors import UserError
+
+# Two are loading scripts on the hub, which `datasets` no longer runs: the hub's own conversion to parquet is read.
+_PARQUET = "refs/convert/parquet"
+_HUB: dict[str, dict[str, Any]] = {
+    "taco": {"path": "BAAI/TACO", "revision": _PARQUET, "data_dir": "ALL"},
+    "apps": {"path": "codeparrot/apps", "revision": _PARQUET, "data_dir": "all"},
+    "code_contests": {"path": "deepmind/code_contests"},
+    "open-r1/codeforces": {"path": "open-r1/codeforces"},
+}
+
+
+class Statements:
+    """Statements by data set, split and index. Each split is loaded when first asked for, and mapped, not read."""
+
+    def __init__(self, folder: str | None) -> None:
+        """`folder`: local copies of the data sets, in its subfolders `taco`, `apps`, `code_contests`, `codeforces`;
+        None downloads them from the hub."""
+        self.folder = folder
+        self._splits: dict[tuple[str, str], Any] = {}
+
+    def find(self, dataset: str, split: str, index: int) -> str | None:
+        """None where there is no such problem, or it has no statement.
+
+        Raises:
+            UserError: the data set cannot be loaded.
+        """
+        if dataset not in _HUB:
+            return None
+        rows = self._split(dataset, split)
+        if not 0 <= index < len(rows):
+            return None
+        row = rows[index]
+        if dataset in ("taco", "apps"):
+            return row["question"]
+        return _codeforces_statement(row) if dataset == "open-r1/codeforces" else row["description"]
+
+    def _split(self, dataset: str, split: str) -> Any:
+        if (dataset, split) not in self._splits:
+            from datasets import load_dataset
+
+            where = _HUB[dataset]
+            if self.folder is not None:
+                where = {"path": str(Path(self.folder) / dataset.rpartition("/")[2])}
+            try:
+                self._splits[dataset, split] = load_dataset(**where, split=split)
+            except Exception as error:  # offline, gated, no such folder: a dozen exception classes
+                message = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise UserError(
+                    f"{where['path']}: problem statements of {dataset} ({split}) cannot be loaded: {message}; "
+                    "download the data sets and name their folder with --statements"
+                ) from None
+        return self._splits[dataset, split]
+
+
+def _codeforces_statement(row: dict[str, Any]) -> str | None:
+    parts = [row["description"]]
+    if not parts[0]:
+        return None
+    if row.get("input_format"):
+        parts += ["Input", row["input_format"]]
+    if row.get("output_format"):
+        parts += ["Output", row["output_format"]]
+    if row.get("examples"):
+        parts.append("Examples")
+        for example in row["examples"]:
+            for title in ("input", "output"):
+                if title in example:
+                    parts += [title.capitalize(), example[title]]
+    if row.get("note"):
+        parts += ["Note", row["note"]]
+    return "\n\n".join(parts)

@@ -1,0 +1,293 @@
+"""Tokenized sequences on disk, mapped into memory: all ranks of a node share its pages and none reads it whole.
+
+A store is a folder, written once by one process:
+
+    manifest.json                    what it was made from: hashes of tokenizer and chat template, filters, seed, counts
+    tokens.bin, tokens.idx           int32, the ids of all sequences, in megatron-core's IndexedDataset format
+    marks.bin, marks.idx             uint8, for each token: 1 supervised, 2 inside \\boxed{..}
+    sequence_id.npy                  int64 [n], where each sequence was among all rows read, from 0
+    num_supervised_tokens.npy        int32 [n]
+    reference_log_probability.npy    fp64 [n], nats; only once `write_reference_log_probabilities` has added it
+"""
+
+import hashlib
+import json
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vcore_ds.data.tokenization import TokenizedSequence
+from vcore_ds.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MANIFEST = "manifest.json"
+FORMAT = "vcore_ds token store, version 1"
+SUPERVISED, IN_ANSWER = 1, 2
+
+_INDEX_HEADER = b"MMIDIDX\x00\x00"
+_REMEDY = "make it again with `vcore-ds prepare`"
+
+
+class TokenStore(Sequence[TokenizedSequence]):
+    """An open store. Sequences are read from the mapped file when they are asked for, and are copies."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        *,
+        cutoff_length: int | None = None,
+    ) -> None:
+        """Checks all that can be checked without reading the tokens.
+
+        Args:
+            tokenizer: the tokenizer of the model to train; it and its chat template must be those of the store.
+            cutoff_length: longest sequence in tokens that the caller can take.
+
+        Raises:
+            UserError: there is no store, a file is missing or not whole, or the store is of another tokenizer,
+                template or cutoff.
+        """
+        self.folder = Path(folder)
+        self.manifest = _read_manifest(self.folder)
+        _check_files(self.folder, self.manifest["files"])
+        if tokenizer is not None:
+            self._check_tokenizer(tokenizer)
+        if cutoff_length is not None and self.manifest["max_length"] > cutoff_length:
+            raise UserError(
+                f"{self.folder}: found sequences of up to {self.manifest['max_length']:,} tokens, expected at most "
+                f"{cutoff_length:,} (data.cutoff_length); raise it to {self.manifest['max_length']}, or {_REMEDY} "
+                f"and --cutoff-length {cutoff_length}"
+            )
+        indexed_dataset = _indexed_dataset()
+        try:
+            self._tokens = indexed_dataset.IndexedDataset(str(self.folder / "tokens"))
+            self._marks = indexed_dataset.IndexedDataset(str(self.folder / "marks"))
+        except (AssertionError, ValueError, KeyError) as error:
+            raise UserError(f"{self.folder}: no readable index ({error or type(error).__name__}); {_REMEDY}") from None
+        self.sequence_ids: np.ndarray = np.load(self.folder / "sequence_id.npy", mmap_mode="r")
+        """int64 [n]"""
+        self.num_supervised_tokens: np.ndarray = np.load(self.folder / "num_supervised_tokens.npy", mmap_mode="r")
+        """int32 [n]"""
+        self.reference_log_probabilities = self._read_reference()
+        """fp64 [n], nats; None where they were not made"""
+        found = {len(self._tokens), len(self._marks), len(self.sequence_ids), len(self.num_supervised_tokens)}
+        if found != {self.manifest["num_sequences"]}:
+            raise UserError(
+                f"{self.folder}: found files of {' and '.join(f'{n:,}' for n in sorted(found))} sequences, expected "
+                f"{self.manifest['num_sequences']:,} ({MANIFEST}); {_REMEDY}"
+            )
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int32 [n], tokens of each sequence, without reading any."""
+        return self._tokens.sequence_lengths
+
+    def describe(self) -> str:
+        """A line on what there is to train on."""
+        counts = self.manifest
+        return (
+            f"{len(self):,} sequences: {counts['num_tokens']:,} tokens, {counts['num_supervised_tokens']:,} of them "
+            f"supervised; up to {counts['max_length']:,} tokens a sequence"
+        )
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index):
+        """The sequence at a position; a list of them for a slice."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i = range(len(self))[index]
+        marks = self._marks[i]
+        reference = self.reference_log_probabilities
+        return TokenizedSequence(
+            sequence_id=int(self.sequence_ids[i]),
+            input_ids=np.array(self._tokens[i]),  # copies: what is mapped cannot be written to, which torch wants
+            supervised=(marks & SUPERVISED).astype(np.bool_),
+            in_answer=(marks & IN_ANSWER).astype(np.bool_),
+            reference_log_probability=None if reference is None else float(reference[i]),
+        )
+
+    def __iter__(self) -> Iterator[TokenizedSequence]:
+        return (self[i] for i in range(len(self)))
+
+    def _check_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        made_with = self.manifest["tokenizer"]
+        for what, found, expected in (
+            ("tokenizer", tokenizer_hash(tokenizer), made_with["hash"]),
+            ("chat template", template_hash(tokenizer), made_with["chat_template_hash"]),
+        ):
+            if found != expected:
+                raise UserError(
+                    f"{self.folder}: found tokens of another {what} (that of {made_with['name']}, {expected[:12]}), "
+                    f"expected the {what} of {tokenizer.name_or_path} ({found[:12]}); {_REMEDY} "
+                    f"and --tokenizer {tokenizer.name_or_path}"
+                )
+
+    def _read_reference(self) -> np.ndarray | None:
+        path = self.folder / "reference_log_probability.npy"
+        if not path.is_file():
+            return None
+        try:
+            values = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError, OSError) as error:
+            raise UserError(f"{path}: not readable ({error}); delete the file and make it again") from None
+        if values.shape != (self.manifest["num_sequences"],):
+            raise UserError(
+                f"{path}: found {values.size:,} log-probabilities, expected one for each of the "
+                f"{self.manifest['num_sequences']:,} sequences; delete the file and make it again"
+            )
+        return values
+
+
+def write_store(
+    folder: str | Path,
+    sequences: Iterable[TokenizedSequence],
+    tokenizer: "PreTrainedTokenizerBase",
+    **manifest: Any,
+) -> None:
+    """Writes a store aside and renames it, so that a folder of this name is always whole; the same input gives the
+    same bytes.
+
+    Args:
+        sequences: at least one, each with at least one supervised token; read once, one at a time.
+        manifest: further entries for the manifest, to be written as JSON (source, filters, seed, counts ..).
+
+    Raises:
+        UserError: the folder is there already, there is no sequence, or one without a supervised token.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise UserError(f"{folder}: is there already; delete it or write the store to another folder")
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    builder = _indexed_dataset().IndexedDatasetBuilder
+    tokens = builder(str(unfinished / "tokens.bin"), dtype=np.int32)
+    marks = builder(str(unfinished / "marks.bin"), dtype=np.uint8)
+    sequence_ids, num_supervised_tokens, lengths = [], [], []
+    for sequence in sequences:
+        num_supervised = int(sequence.supervised.sum())
+        if num_supervised == 0:
+            raise UserError(
+                f"{folder}: sequence {sequence.sequence_id} ({len(sequence):,} tokens) has no supervised token, so "
+                "there is nothing to learn from it; leave it out"
+            )
+        mark = sequence.supervised.astype(np.uint8) * SUPERVISED
+        if sequence.in_answer is not None:
+            mark |= sequence.in_answer.astype(np.uint8) * IN_ANSWER
+        tokens.add_document(sequence.input_ids, [len(sequence)])
+        marks.add_document(mark, [len(sequence)])
+        sequence_ids.append(sequence.sequence_id)
+        num_supervised_tokens.append(num_supervised)
+        lengths.append(len(sequence))
+    if not lengths:
+        raise UserError(f"{folder}: no sequence to store")
+    tokens.finalize(str(unfinished / "tokens.idx"))
+    marks.finalize(str(unfinished / "marks.idx"))
+    np.save(unfinished / "sequence_id.npy", np.array(sequence_ids, dtype=np.int64))
+    np.save(unfinished / "num_supervised_tokens.npy", np.array(num_supervised_tokens, dtype=np.int32))
+    entries = {
+        "format": FORMAT,
+        "num_sequences": len(lengths),
+        "num_tokens": sum(lengths),
+        "num_supervised_tokens": sum(num_supervised_tokens),
+        "max_length": max(lengths),
+        "tokenizer": describe_tokenizer(tokenizer),
+        "files": {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())},
+        **manifest,
+    }
+    text = json.dumps(entries, indent=2, sort_keys=True, ensure_ascii=False)
+    (unfinished / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    unfinished.rename(folder)
+
+
+def write_reference_log_probabilities(folder: str | Path, log_probabilities: Sequence[float], model: str) -> None:
+    """Adds to a store the log-probability of each sequence's supervised tokens together, in nats, under `model`."""
+    store = TokenStore(folder)
+    if len(log_probabilities) != len(store):
+        raise ValueError(f"{len(log_probabilities)} log-probabilities of {len(store)} sequences")
+    path = store.folder / "reference_log_probability.npy"
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("wb") as file:
+        np.save(file, np.asarray(log_probabilities, dtype=np.float64))
+    (store.folder / "reference_model.json").write_text(json.dumps({"model": model}) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def describe_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
+    """Name, and hashes of what decides which tokens a conversation becomes."""
+    return {
+        "name": str(tokenizer.name_or_path),
+        "hash": tokenizer_hash(tokenizer),
+        "chat_template_hash": template_hash(tokenizer),
+    }
+
+
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """SHA-256 of vocabulary, merges, normalisation and special tokens (not of truncation and padding, which are
+    settings of the last call)."""
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    del parts["truncation"], parts["padding"]
+    return _sha256(json.dumps(parts, sort_keys=True))
+
+
+def template_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """SHA-256 of the chat template that renders conversations."""
+    return _sha256(tokenizer.get_chat_template())
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder (looked from {Path.cwd()}); expected a token store")
+    if not path.is_file():
+        found = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
+        raise UserError(f"{folder}: no token store: found no {MANIFEST} there, only {found}; {_REMEDY}")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise UserError(f"{path}: found the format {manifest['format']!r}, expected {FORMAT!r}; {_REMEDY}")
+        for key in ("num_sequences", "max_length", "tokenizer", "files"):
+            manifest[key]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not the manifest of a token store ({error!r}); {_REMEDY}") from None
+    return manifest
+
+
+def _check_files(folder: Path, sizes: dict[str, int]) -> None:
+    """`sizes`: bytes of each file, as written."""
+    for name, expected in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"{path}: the file is missing from its store; copy the whole folder again, or {_REMEDY}")
+        found = path.stat().st_size
+        if found != expected:
+            state = "truncated" if found < expected else "not the file that was written"
+            raise UserError(
+                f"{path}: {state}: found {found:,} bytes, expected {expected:,} ({MANIFEST}); copy the whole folder "
+                f"again, or {_REMEDY}"
+            )
+        with path.open("rb") as file:
+            if path.suffix == ".idx" and file.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
+                raise UserError(f"{path}: not an index of megatron-core's format; {_REMEDY}")
+
+
+def _indexed_dataset():
+    """megatron-core's module, imported here and not above: it brings 150 modules of megatron-core (seconds, 130 MiB),
+    which warn of GPU packages that storing tokens has no use for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import indexed_dataset
+    return indexed_dataset
