@@ -11,6 +11,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.commands import ALWAYS, has_control_characters, read_metrics, run_command
+from vcore_ds.config import load_recipe
+from vcore_ds.quickstart import RECIPE
 
 pytestmark = pytest.mark.e2e
 
@@ -39,7 +41,7 @@ def test_quickstart(tmp_path: Path):
 
     first, second = read_metrics(folder)
     assert set(first) == set(second) == ALWAYS and first["sequences"] == 4
-    assert first["kl"] == pytest.approx(0.05, rel=0.01)
+    assert first["kl"] == pytest.approx(load_recipe(RECIPE).method.kl_budget, rel=0.01)
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["world_size"] == 2 or torch.cuda.is_available()
 
