@@ -1,0 +1,142 @@
+"""The tables of docs/experiments.md, from the results of the runs."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+from scipy.stats import t as student_t
+
+from tests.experiments.training import Setting
+
+Result = dict[str, Any]
+BySeed = dict[int, Result]
+
+
+def setting_of(result: Result) -> Setting:
+    """Of a line of results.jsonl; one that is older than a setting had its default."""
+    return Setting(**{field.name: result.get(field.name, field.default) for field in fields(Setting)})
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and half-width of its 95% confidence interval (Student's t); nan for fewer than three values, which support
+    none."""
+    values = np.asarray(values)
+    if len(values) < 3:
+        return float(values.mean()), math.nan
+    half = student_t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
+    return float(values.mean()), float(half)
+
+
+def cell(values: Sequence[float], digits: int, *, difference: bool = False) -> str:
+    """`mean ± half-width`; a difference has its sign, and is bold where the interval does not contain 0."""
+    mean, half = interval(values)
+    text = f"{mean:{'+' if difference else ''}.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
+    return f"**{text}**" if difference and abs(mean) > half else text
+
+
+def paired(row: BySeed, reference: BySeed, key: str) -> list[float]:
+    return [row[seed][key] - reference[seed][key] for seed in sorted(row.keys() & reference.keys())]
+
+
+def table(part: Sequence[Setting], results: Sequence[Result]) -> str:
+    """Markdown: a row per setting, differences to `sft` on the same seeds."""
+    by_row: dict[Setting, BySeed] = {}
+    for result in results:
+        setting = setting_of(result)
+        by_row.setdefault(replace(setting, seed=0), {})[setting.seed] = result
+    first = part[0]
+    rates = [row for row in by_row if replace(row, learning_rate=0.0) == _training(first)]
+    best = min(rates, key=lambda row: np.mean([result["held_out_loss"] for result in by_row[row].values()]))
+    lines = [
+        "| row | rate | seeds | held-out loss | to sft, same rate | to best sft | accuracy % | to sft, same rate "
+        "| AUC | planted mass |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in part:
+        if row not in by_row:
+            continue
+        found = by_row[row]
+        same = by_row.get(replace(_training(row), learning_rate=row.learning_rate), {})
+
+        def difference(reference: BySeed, key: str, digits: int, found: BySeed = found) -> str:
+            values = paired(found, reference, key)
+            if key == "accuracy":
+                values = [100 * value for value in values]
+            return cell(values, digits, difference=True) if values and found is not reference else ""
+
+        columns = [
+            name_of(row),
+            f"{row.learning_rate:g}",
+            str(len(found)),
+            cell([result["held_out_loss"] for result in found.values()], 4),
+            difference(same, "held_out_loss", 4),
+            difference(by_row[best], "held_out_loss", 4),
+            cell([100 * result["accuracy"] for result in found.values()], 1),
+            difference(same, "accuracy", 1),
+            *(_mean(found, key) for key in ("auc", "planted_mass")),
+        ]
+        lines.append("| " + " | ".join(columns) + " |")
+    at_start = {
+        result["seed"]: result for result in results if _training(setting_of(result)) == _training(first)
+    }.values()
+    loss, accuracy = (cell([r[key] for r in at_start], 3) for key in ("loss_at_start", "accuracy_at_start"))
+    return f"Before training: held-out loss {loss}, accuracy {accuracy}.\n\n" + "\n".join(lines)
+
+
+def kinds_table(part: Sequence[Setting], results: Sequence[Result]) -> str:
+    """Where on the held-out traces the loss is, for the runs that recorded it; means over their seeds."""
+    keys = ("loss_step_start", "loss_sum_digit", "loss_answer", "held_out_loss")
+    lines = [
+        "| row | rate | seeds | start of a step | digit of the sum | answer | all |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in part:
+        found = [r for r in results if replace(setting_of(r), seed=0) == row and keys[0] in r]
+        if found:
+            means = [f"{np.mean([result[key] for result in found]):.3f}" for key in keys]
+            seeds = " ".join(str(seed) for seed in sorted(result["seed"] for result in found))
+            lines.append("| " + " | ".join([name_of(row), f"{row.learning_rate:g}", seeds, *means]) + " |")
+    return "\n".join(lines)
+
+
+def name_of(row: Setting) -> str:
+    if row.method == "sft_mixed":
+        return f"sft on the batch and {row.probe_size} clean sequences"
+    if row.method != "vcore":
+        return row.method
+    extras: list[Callable[[], str | None]] = [
+        lambda: f"alpha {row.alpha}" if row.alpha != "loss_ratio" else None,
+        lambda: f"budget {row.budget_schedule}" if row.budget_schedule != "constant" else None,
+        lambda: f"probe of {row.probe_size}" if row.probe_size != Setting.probe_size else None,
+        lambda: f"probe {row.probe_data}" if row.probe_data != "training" else None,
+        lambda: f"probe loss {row.probe_loss}" if row.probe_loss != "uniform" else None,
+        lambda: "utilities bf16 noise" if row.utility != "jvp" else None,
+    ]
+    described = [text for text in (extra() for extra in extras) if text is not None]
+    return ", ".join([f"vcore {row.direction} {row.kl_budget:g}", *described])
+
+
+def smollm2_table(results: Sequence[Result]) -> str:
+    by_row: dict[str, BySeed] = {}
+    for result in results:
+        by_row.setdefault(result["row"], {})[result["seed"]] = result
+    lines = ["| row | seeds | held-out loss | to sft | seconds |", "|---|---|---|---|---|"]
+    for row, found in by_row.items():
+        difference = cell(paired(found, by_row["sft"], "after"), 4, difference=True) if row != "sft" else ""
+        after = cell([result["after"] for result in found.values()], 4)
+        seconds = np.mean([result["seconds"] for result in found.values()])
+        lines.append(f"| {row} | {len(found)} | {after} | {difference} | {seconds:.0f} |")
+    return f"Before training: {results[0]['before']:.4f}.\n\n" + "\n".join(lines)
+
+
+def _training(row: Setting) -> Setting:
+    """What all rows of a table have in common: plain `sft`, whatever the rate."""
+    shared = ("regime", "optimizer", "num_steps", "training_noise")
+    return Setting(learning_rate=0.0, **{name: getattr(row, name) for name in shared})
+
+
+def _mean(found: BySeed, key: str) -> str:
+    values = [result[key] for result in found.values() if key in result]
+    return f"{np.mean(values):.2f}" if values else ""

@@ -1,0 +1,169 @@
+"""Addition with written-out steps, with parts of the training traces spoiled at known positions.
+
+A clean sequence, 4 digits in base 4 (10 tokens of prompt, 27 of trace):
+
+    3 1 0 2 + 0 3 2 3 =   2 3 0 1 ;   0 2 1 3 ;   1 3 0 0 ;   3 0 1 0 ;   # 1 0 0 3 1 .
+          prompt          steps from the lowest digits up: two digits,    the answer, last carry
+                          carry in, digit of the sum                      and highest digit first
+
+Base 4, because a model that costs 20 ms a step learns its addition table in 600 steps; that of base 10 takes thousands.
+
+Spoiled traces have, with known probabilities, two kinds of planted noise. The answer stays right, as in traces that
+were selected by their answer.
+
+    wrong       a step's digit of the sum is another one, drawn at random: 1 token
+    irrelevant  a part of 6 tokens before a step, `~`, four random digits, `;`
+
+So most planted tokens cannot be predicted; they are not the only kind of noise that real traces have.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from vcore_ds.method import segment_sum
+
+NUM_DIGITS = 4
+BASE = 4
+PLUS, EQUALS, END_OF_STEP, IRRELEVANT, ANSWER, END = range(BASE, BASE + 6)
+VOCABULARY = BASE + 6
+PROMPT_LENGTH = 2 * NUM_DIGITS + 2
+ANSWER_LENGTH = NUM_DIGITS + 3  # `#`, the digits with the last carry, the end
+CLEAN_LENGTH = 5 * NUM_DIGITS + ANSWER_LENGTH  # supervised tokens
+
+SOUND, WRONG_STEP, IRRELEVANT_PART = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Traces:
+    """Right-padded; B sequences of at most T tokens, N supervised tokens in row-major order."""
+
+    input_ids: Tensor
+    """`[B, T]`"""
+    supervised: Tensor
+    """bool `[B, T - 1]`, whether the next token is one of the trace."""
+    sequence_index: Tensor
+    """`[N]`, the row of each supervised token."""
+    planted: Tensor
+    """`[N]`, SOUND, WRONG_STEP or IRRELEVANT_PART."""
+    in_answer: Tensor
+    """bool `[N]`, the digits of the answer."""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+class TraceStream:
+    """An endless stream of traces, a function of its seed alone."""
+
+    def __init__(
+        self, seed: int | list[int], *, wrong: float = 0.2, irrelevant: float = 0.3, pool_size: int | None = None
+    ):
+        """
+        Args:
+            wrong: probability that a step is wrong.
+            irrelevant: probability of an irrelevant part before a step.
+            pool_size: number of different traces, drawn with replacement; None for ever new ones.
+        """
+        self._random = np.random.default_rng(seed)
+        self._wrong, self._irrelevant = wrong, irrelevant
+        self._pool = None if pool_size is None else [self._trace() for _ in range(pool_size)]
+
+    def take(self, num_sequences: int) -> Traces:
+        if self._pool is None:
+            rows = [self._trace() for _ in range(num_sequences)]
+        else:
+            rows = [self._pool[i] for i in self._random.integers(0, len(self._pool), num_sequences)]
+        longest = max(len(tokens) for tokens, _ in rows)
+        input_ids = torch.full((num_sequences, longest), END)
+        planted = torch.full((num_sequences, longest), -1)
+        in_answer = torch.zeros((num_sequences, longest), dtype=torch.bool)
+        for row, (tokens, kinds) in enumerate(rows):
+            input_ids[row, : len(tokens)] = torch.tensor(tokens)
+            planted[row, PROMPT_LENGTH : len(tokens)] = torch.tensor(kinds)
+            in_answer[row, len(tokens) - ANSWER_LENGTH + 1 : len(tokens) - 1] = True
+        supervised = planted[:, 1:] >= 0
+        index = torch.arange(num_sequences)[:, None].expand_as(supervised)[supervised]
+        return Traces(input_ids, supervised, index, planted[:, 1:][supervised], in_answer[:, 1:][supervised])
+
+    def _trace(self) -> tuple[list[int], list[int]]:
+        """Tokens, and the kind of each one after the prompt."""
+        random = self._random
+        a, b = (list(map(int, random.integers(0, BASE, NUM_DIGITS))) for _ in range(2))  # highest digit first
+        tokens, kinds = [*a, PLUS, *b, EQUALS], []
+        carry, total = 0, []
+        for x, y in zip(reversed(a), reversed(b), strict=True):
+            if random.random() < self._irrelevant:
+                tokens += [IRRELEVANT, *map(int, random.integers(0, BASE, 4)), END_OF_STEP]
+                kinds += [IRRELEVANT_PART] * 6
+            digit = (x + y + carry) % BASE
+            is_wrong = random.random() < self._wrong
+            written = (digit + int(random.integers(1, BASE))) % BASE if is_wrong else digit
+            tokens += [x, y, carry, written, END_OF_STEP]
+            kinds += [SOUND, SOUND, SOUND, WRONG_STEP if is_wrong else SOUND, SOUND]
+            carry = (x + y + carry) // BASE
+            total.append(digit)
+        tokens += [ANSWER, carry, *reversed(total), END]
+        return tokens, kinds + [SOUND] * ANSWER_LENGTH
+
+
+def join(first: Traces, second: Traces) -> Traces:
+    """One batch of both."""
+    longest = max(first.input_ids.shape[1], second.input_ids.shape[1])
+
+    def both(name: str, length: int, padding: int) -> Tensor:
+        tensors = [getattr(traces, name) for traces in (first, second)]
+        return torch.cat([pad(tensor, (0, length - tensor.shape[1]), value=padding) for tensor in tensors])
+
+    return Traces(
+        both("input_ids", longest, END),
+        both("supervised", longest - 1, False),
+        torch.cat([first.sequence_index, second.sequence_index + len(first)]),
+        torch.cat([first.planted, second.planted]),
+        torch.cat([first.in_answer, second.in_answer]),
+    )
+
+
+def answers_match(generated: Tensor, traces: Traces) -> Tensor:
+    """bool `[B]`: the answer, from `#` to the end, is that of the trace.
+
+    Args:
+        generated: `[B, T']`, continuations of the prompts; what follows the first END is ignored.
+    """
+    matches = []
+    for row, continuation in enumerate(generated.tolist()):
+        tokens = traces.input_ids[row].tolist()
+        end = tokens.index(END) + 1
+        stop = continuation.index(END) + 1 if END in continuation else 0
+        matches.append(stop > 0 and continuation[:stop][-ANSWER_LENGTH:] == tokens[end - ANSWER_LENGTH : end])
+    return torch.tensor(matches)
+
+
+def separation(weights: Tensor, traces: Traces, kind: int | None = None) -> float:
+    """AUC of token weights: probability that a sound token outweighs a planted one of the same sequence, ties counting
+    half; mean over the sequences that have both. 0.5 is chance, nan where no sequence has both.
+
+    Args:
+        weights: `[N]`, their scale within a sequence is free.
+        kind: WRONG_STEP or IRRELEVANT_PART counts these planted tokens alone; None all.
+    """
+    is_planted = traces.planted > SOUND if kind is None else traces.planted == kind
+    areas = []
+    for row in range(len(traces)):
+        here = traces.sequence_index == row
+        sound, spoiled = weights[here & (traces.planted == SOUND)], weights[here & is_planted]
+        if len(sound) and len(spoiled):
+            difference = sound[:, None] - spoiled[None, :]
+            areas.append(((difference > 0).double() + 0.5 * (difference == 0).double()).mean())
+    return float(torch.stack(areas).mean()) if areas else float("nan")
+
+
+def planted_mass(weights: Tensor, traces: Traces) -> float:
+    """Share of the batch's weight that lies on planted tokens, relative to that of uniform weights; 1 is chance."""
+    is_planted = (traces.planted > SOUND).to(weights.dtype)
+    num_tokens = segment_sum(torch.ones_like(weights), traces.sequence_index, len(traces))
+    uniform = float((is_planted / num_tokens[traces.sequence_index]).sum()) / len(traces)
+    return float((is_planted * weights).sum() / weights.sum()) / uniform
