@@ -72,8 +72,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Run a recipe: alone it is one process; under deepspeed, torchrun or srun, one per rank.",
         epilog="Several ranks: deepspeed --module vcore_ds.cli train RECIPE, or a script of launch_scripts/.",
     )
-    train.add_argument("recipe", help="YAML file, see launch_scripts/recipes/")
-    _add_train_arguments(train)
+    _add_recipe_arguments(train)
     train.set_defaults(command=_train)
 
     check = commands.add_parser(
@@ -92,8 +91,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Compute, before training, the log-probability of every training sequence under the model that "
         "training starts from: one forward over the data. Alone it is one process; under a launcher, one per rank.",
     )
-    reference.add_argument("recipe", help="YAML file, see launch_scripts/recipes/")
-    _add_train_arguments(reference)
+    _add_recipe_arguments(reference)
     reference.add_argument("--output", required=True, type=Path, metavar="FILE", help="file to write (.npz)")
     reference.set_defaults(command=_reference)
 
@@ -104,8 +102,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "jvp and of finite differences are against a reference in higher precision, and how well small probes and kept "
         "directions agree with a large probe. Lists are numbers separated by spaces; 0 leaves a part out.",
     )
-    fidelity.add_argument("recipe", help="YAML file, see launch_scripts/recipes/")
-    _add_train_arguments(fidelity)
+    _add_recipe_arguments(fidelity)
     numbers = dict(nargs="+", metavar="N")
     fidelity.add_argument("--output", type=Path, metavar="DIR", help="write fidelity.json and fidelity.png there")
     fidelity.add_argument(
@@ -190,6 +187,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     arguments.overrides += later
     return arguments
+
+
+def _add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="YAML file, see launch_scripts/recipes/")
+    _add_train_arguments(parser)
 
 
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:

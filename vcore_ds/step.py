@@ -124,7 +124,8 @@ def train_step(
                 gibbs = vcore_weights(method, s, index, batch.num_sequences)
                 q = gibbs.weights
             else:
-                q = baseline_weights(method, batch, losses.detach(), None if reference is None else reference[k])
+                reference_here = None if reference is None else reference[k]
+                q = baseline_weights(method, batch, losses.detach(), index, reference_here)
             num_kept = batch.num_kept_tokens().to(losses.device)
             shares = sequence_shares(num_kept, kept_counts, method.normalization)
             token_losses_weighted = token_coefficients(q, index, shares) * losses
@@ -209,9 +210,11 @@ def vcore_weights(method: MethodConfig, utilities: Tensor, index: Tensor, num_se
     return gibbs_weights(utilities, index, num_sequences, method.temperature)
 
 
-def baseline_weights(method: MethodConfig, batch: Batch, losses: Tensor, reference: Tensor | None) -> Tensor:
+def baseline_weights(
+    method: MethodConfig, batch: Batch, losses: Tensor, index: Tensor, reference: Tensor | None
+) -> Tensor:
     """Weights `[N]` of the tokens of one micro-batch for the methods without utilities."""
-    index, num_sequences = batch.sequence_index().to(losses.device), batch.num_sequences
+    num_sequences = batch.num_sequences
     if method.name == "dft":
         return dft_weights(losses, index, num_sequences)
     if method.name == "iw_sft":

@@ -14,6 +14,8 @@ from .utilities import (
     choose_epsilon,
     finite_difference_utilities,
     jvp_utilities,
+    measured_losses,
+    perturbed_losses,
     signal_to_noise,
 )
 from .zero3 import Engine, NonFiniteGradient
@@ -33,7 +35,9 @@ __all__ = [
     "jvp_utilities",
     "log_probabilities",
     "losses_and_utilities",
+    "measured_losses",
     "perturbed",
+    "perturbed_losses",
     "probe_direction",
     "reference_log_probabilities",
     "save_hugging_face",

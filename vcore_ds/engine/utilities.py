@@ -74,15 +74,14 @@ def finite_difference_utilities(
         measure_noise: also measure `signal_to_noise`; costs two more forwards of the batch.
         stochastic_rounding_seed: see `perturbed`.
     """
-    with perturbed(engine, direction, epsilon, stochastic_rounding_seed=stochastic_rounding_seed) as perturbation:
-        below = _losses(engine, batches, batches_per_pass)
-    result = FiniteDifferenceUtilities(epsilon, below, None, perturbation.changed_fraction)
+    seed = stochastic_rounding_seed
+    below, changed_fraction = perturbed_losses(engine, direction, batches, epsilon, batches_per_pass, seed)
+    result = FiniteDifferenceUtilities(epsilon, below, None, changed_fraction)
     if engine.has_dropout or measure_noise:
-        base = _losses(engine, batches, batches_per_pass)
+        base = measured_losses(engine, batches, batches_per_pass)
         result.base_losses = base if engine.has_dropout else None
         if measure_noise:
-            with perturbed(engine, direction, -epsilon, stochastic_rounding_seed=stochastic_rounding_seed):
-                above = _losses(engine, batches, batches_per_pass)
+            above, _ = perturbed_losses(engine, direction, batches, -epsilon, batches_per_pass, seed)
             result.signal_to_noise = signal_to_noise(torch.cat(below), torch.cat(base), torch.cat(above))
     return result
 
@@ -103,16 +102,16 @@ def choose_epsilon(
     if not direction.norm:
         return 1.0  # no direction: every difference is zero
     batch = batches[:1]
-    base = torch.cat(_losses(engine, batch, 1))
+    base = torch.cat(measured_losses(engine, batch, 1))
     norm = engine.parameter_norm()
     best, best_epsilon, num_worse = 0.0, norm * RELATIVE_DISPLACEMENTS[-1] / direction.norm, 0
     for relative in RELATIVE_DISPLACEMENTS:
         epsilon = relative * norm / direction.norm
-        around = []
-        for sign in (1, -1):
-            with perturbed(engine, direction, sign * epsilon, stochastic_rounding_seed=stochastic_rounding_seed):
-                around.append(torch.cat(_losses(engine, batch, 1)))
-        clearness = signal_to_noise(around[0], base, around[1])
+        below, above = (
+            torch.cat(perturbed_losses(engine, direction, batch, signed, 1, stochastic_rounding_seed)[0])
+            for signed in (epsilon, -epsilon)
+        )
+        clearness = signal_to_noise(below, base, above)
         if clearness > best:
             best, best_epsilon, num_worse = clearness, epsilon, 0
         elif best > 0:
@@ -140,7 +139,22 @@ def signal_to_noise(below: Tensor, base: Tensor, above: Tensor) -> float:
     return (signal / (2 * rounding)) ** 0.5 if rounding > 0 else float("inf") if signal > 0 else 0.0
 
 
-def _losses(engine: Engine, batches: Sequence[Batch], batches_per_pass: int) -> list[Tensor]:
+def perturbed_losses(
+    engine: Engine,
+    direction: Direction,
+    batches: Sequence[Batch],
+    epsilon: float,
+    batches_per_pass: int,
+    stochastic_rounding_seed: int | None,
+) -> tuple[list[Tensor], float]:
+    """Losses `[N]` of each micro-batch at `theta - epsilon v`, and the share of parameters that changed. A
+    collective."""
+    with perturbed(engine, direction, epsilon, stochastic_rounding_seed=stochastic_rounding_seed) as perturbation:
+        return measured_losses(engine, batches, batches_per_pass), perturbation.changed_fraction
+
+
+def measured_losses(engine: Engine, batches: Sequence[Batch], batches_per_pass: int) -> list[Tensor]:
+    """Losses `[N]` of each micro-batch of this rank, without gradient and without dropout. A collective."""
     losses: list[Tensor] = []
     with engine.without_gradient():
         for merged, sizes in _passes(batches, batches_per_pass):

@@ -14,7 +14,8 @@ from ..engine import (
     forward_mode,
     jvp_utilities,
     losses_and_utilities,
-    perturbed,
+    measured_losses,
+    perturbed_losses,
     probe_direction,
     signal_to_noise,
 )
@@ -71,8 +72,7 @@ class Bench:
 
     def losses(self) -> Tensor:
         """Of this rank's tokens only."""
-        with self.engine.without_gradient():
-            return torch.cat([self.engine.token_losses(batch) for batch in self.batches])
+        return torch.cat(measured_losses(self.engine, self.batches, batches_per_pass=1))
 
     def own_epsilon(self) -> float | None:
         """Of the recipe, searched for where it says `auto`."""
@@ -82,17 +82,17 @@ class Bench:
 
     def finite_difference(self, epsilon: float, base: Tensor) -> tuple[Tensor, Estimate]:
         """Utilities, and all of the estimate but its agreement; `base`: `losses()` of this rank."""
-        seed = self._rounding_seed
-        with perturbed(self.engine, self.direction, epsilon, stochastic_rounding_seed=seed) as perturbation:
-            below = self.losses()
-        with perturbed(self.engine, self.direction, -epsilon, stochastic_rounding_seed=seed):
-            above = self.losses()
+        (below, changed_fraction), (above, _) = (
+            perturbed_losses(self.engine, self.direction, self.batches, signed, 1, self._rounding_seed)
+            for signed in (epsilon, -epsilon)
+        )
+        below, above = torch.cat(below), torch.cat(above)
         symmetric = over_ranks([above + below - 2 * base]).double()
         return over_ranks([(base - below) / epsilon]), Estimate(
             "finite_difference",
             epsilon,
             agreement=NOTHING,
-            changed_fraction=perturbation.changed_fraction,
+            changed_fraction=changed_fraction,
             signal_to_noise=signal_to_noise(below, base, above),
             rounding_floor_nats=float((symmetric.square().mean() / 6).sqrt()),
         )
