@@ -19,4 +19,5 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from vcore_ds.quickstart import main  # noqa: E402
 
-sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__":  # processes that prepare data import this file
+    sys.exit(main(sys.argv[1:]))

@@ -20,4 +20,5 @@ repository = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, repository)
 from vcore_ds.cli import launch  # noqa: E402
 
-sys.exit(launch(os.path.join(repository, "launch_scripts", "recipes", "qwen3_32b_math_full.yaml"), sys.argv[1:]))
+if __name__ == "__main__":  # processes that prepare data import this file
+    sys.exit(launch(os.path.join(repository, "launch_scripts", "recipes", "qwen3_32b_math_full.yaml"), sys.argv[1:]))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from . import __version__
 from .config import load_recipe
-from .errors import UserError
+from .errors import RunStopped, UserError
+from .signals import stop_signals
 
 OVERRIDE_METAVAR = "FRAGMENT.yaml | section.key=value"
 OVERRIDE_HELP = (
@@ -21,11 +22,12 @@ FIDELITY_LISTS = {"epsilons": float, "probe_sizes": int, "stale_steps": int}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 the run failed (with a traceback), 2 something the user gave cannot work."""
+    """Exit code: 0 done, 1 the run failed (with a traceback), 2 something the user gave cannot work, 85 the run was
+    asked to stop and has saved."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
         return arguments.command(arguments)
-    except UserError as error:
+    except (UserError, RunStopped) as error:
         return _report(error)
 
 
@@ -47,6 +49,7 @@ def launch(
     parser.add_argument("--recipe", default=recipe, help="another recipe (YAML)")
     _add_train_arguments(parser)
     parsed = parser.parse_intermixed_args(arguments)
+    stop_signals.listen()
     try:
         if before is not None:
             parsed.overrides = [*parsed.overrides, *before(parsed.overrides)]
@@ -54,7 +57,7 @@ def launch(
         if after is not None:
             after()
         return code
-    except UserError as error:
+    except (UserError, RunStopped) as error:
         return _report(error)
 
 
@@ -84,6 +87,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     check.add_argument("overrides", nargs="*", metavar=OVERRIDE_METAVAR, help=OVERRIDE_HELP)
     check.add_argument("--ranks", type=int, default=1, help="data-parallel size, GPUs in all (default 1)")
     check.set_defaults(command=_check)
+
+    preflight = commands.add_parser(
+        "preflight",
+        help="compare the nodes of a run before it starts",
+        description="Started like train, one process per rank: compares packages, commit, GPUs, files and free disk of "
+        "all nodes, and times an all-reduce. Exit code 2 where a node is not fit, with what to do about it.",
+    )
+    _add_recipe_arguments(preflight)
+    preflight.set_defaults(command=_preflight)
 
     reference = commands.add_parser(
         "reference",
@@ -178,6 +190,25 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     prepare.set_defaults(command=_prepare, overrides=[])
 
+    export = commands.add_parser(
+        "export",
+        help="a Hugging Face folder out of a run's checkpoint",
+        description="Write the full weights, the adapter, or the model with its adapter merged in, out of a run's "
+        "checkpoint of any world size: in one process, without a GPU, one file's worth of weights in memory.",
+    )
+    export.add_argument("run", type=Path, metavar="RUN", help="a run's folder (run.output_dir)")
+    export.add_argument(
+        "--checkpoint", metavar="NAME", help="of RUN/checkpoints, such as step_00000100 (default: the newest)"
+    )
+    export.add_argument(
+        "--output", type=Path, metavar="DIR", help="new folder (default RUN/export/CHECKPOINT/model, adapter or merged)"
+    )
+    export.add_argument("--merge", action="store_true", help="LoRA: merge the adapter into the model")
+    export.add_argument(
+        "--dtype", choices=["bf16", "fp32"], help="of the weights (default: the run's precision; an adapter: fp32)"
+    )
+    export.set_defaults(command=_export, overrides=[])
+
     # The deepspeed launcher puts its own argument before everything else, also before the command.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     # Overrides that follow an option are left over: argparse ends the list of overrides where an option begins.
@@ -200,10 +231,20 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    stop_signals.listen()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     from .run import train  # after the recipe: torch and deepspeed take seconds to import, a typo should not
 
     train(recipe)
+    return 0
+
+
+def _preflight(arguments: argparse.Namespace) -> int:
+    stop_signals.listen()
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    from .preflight import preflight
+
+    preflight(recipe)
     return 0
 
 
@@ -262,6 +303,21 @@ def _prepare(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _export(arguments: argparse.Namespace) -> int:
+    if arguments.overrides:
+        raise UserError(f"export: found {' '.join(arguments.overrides)} after RUN; expected one run and options")
+    from .export import export_run
+
+    export_run(
+        arguments.run,
+        checkpoint=arguments.checkpoint,
+        output=arguments.output,
+        merge=arguments.merge,
+        dtype=arguments.dtype,
+    )
+    return 0
+
+
 def _positive(word: str) -> int:
     """A whole number of at least 1, for argparse."""
     number = int(word)
@@ -281,14 +337,16 @@ def _take_numbers(arguments: argparse.Namespace, name: str, kind: type) -> tuple
     return tuple(number for number in numbers if number != 0)
 
 
-def _report(error: UserError) -> int:
+def _report(error: UserError | RunStopped) -> int:
     """Once per node: the ranks of a node share files, so they fail alike."""
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        stop_signals.leave()
         print(f"vcore-ds: {error}", file=sys.stderr, flush=True)
     else:
         # A launcher ends all ranks as soon as one fails; the one that speaks must get to.
+        stop_signals.leave(last_words_seconds=0.0)
         time.sleep(5)
-    return UserError.EXIT_CODE
+    return error.EXIT_CODE
 
 
 if __name__ == "__main__":

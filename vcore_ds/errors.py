@@ -1,4 +1,4 @@
-"""The one exception for what a user can cause and mend."""
+"""How a command ends without a traceback: something the user can mend, or a stop that was asked for."""
 
 
 class UserError(Exception):
@@ -10,3 +10,16 @@ class UserError(Exception):
     """
 
     EXIT_CODE = 2
+
+
+EXIT_STOPPED = 85
+"""Exit code of a run that was asked to stop and has saved what there was to save: start it again and it goes on."""
+
+
+class RunStopped(Exception):
+    """The run was asked to stop, and did at the end of a step, on all ranks together.
+
+    The message is one line: why, after which step, where it is saved, how to go on.
+    """
+
+    EXIT_CODE = EXIT_STOPPED

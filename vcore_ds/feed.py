@@ -1,6 +1,6 @@
 """From a recipe's data files to the micro-batches of every step, on every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -11,14 +11,16 @@ from .data import (
     Dataset,
     MainOrder,
     ProbeStream,
+    TokenStore,
+    Waste,
     collate,
     idle_batch,
     keep_random_tokens,
+    measure_waste,
     pack,
     pack_batch,
-    read_conversations,
     split_batch,
-    tokenize_conversations,
+    store_of,
     with_reference,
 )
 from .engine import distributed
@@ -41,11 +43,11 @@ class Feed:
     probe_every: int
     """Optimizer steps that share one probe batch."""
     attention_length: float
-    """Tokens of a sequence whose attention costs as much as its linear layers; weighs the rows of a packed batch."""
+    """Tokens of a sequence whose attention costs as much as its linear layers; weighs the rows of a batch."""
 
     def step(self, k: int) -> StepBatches:
         """Batches of optimizer step k, from 0."""
-        main = self.batches(self.main_order.step(k), self.plan.micro_batch_size_per_rank)
+        main = self._of_rank(self._main_layout(k), self.dataset)
         if self.probe_stream is None or k % self.probe_every != 0:
             return StepBatches(main, probe=[])
         ids, micro = self.probe_stream.step(k), self.plan.probe_micro_batch_size_per_rank
@@ -57,57 +59,71 @@ class Feed:
         Args:
             ids: positions in `dataset`, which is the training data unless another is given.
         """
-        sequences = (dataset or self.dataset).sequences
-        lengths = [len(sequences[i]) for i in ids]
-        if self.plan.packed_row_tokens is not None:
-            rows = pack_batch(
-                ids,
-                lengths,
-                rank=distributed.rank(),
-                data_parallel_size=self.plan.data_parallel_size,
-                row_tokens=self.plan.packed_row_tokens,
-                attention_length=self.attention_length,
-            )
-            return [
-                pack([[sequences[i] for i in row]], self.pad_token_id) if row else idle_batch(self.pad_token_id)
-                for row in rows
-            ]
-        split = split_batch(
+        sequences = self.dataset if dataset is None else dataset
+        return self._of_rank(self._layout(ids, micro_batch_size, sequences), sequences)
+
+    def waste(self, steps: Iterable[int]) -> Waste:
+        """Padding, and waiting for the slowest rank, of the main batches of some steps together."""
+        layouts = [micro_step for k in steps for micro_step in self._main_layout(k)]
+        lengths = {i: int(self.dataset.lengths[i]) for ranks in layouts for ids in ranks for i in ids}
+        is_packed = self.plan.packed_row_tokens is not None
+        return measure_waste(layouts, lengths, attention_length=self.attention_length, is_packed=is_packed)
+
+    def _main_layout(self, k: int) -> list[list[list[int]]]:
+        return self._layout(self.main_order.step(k), self.plan.micro_batch_size_per_rank, self.dataset)
+
+    def _layout(self, ids: Sequence[int], micro_batch_size: int, dataset: Dataset) -> list[list[list[int]]]:
+        """Positions in `dataset` by micro-step and rank."""
+        lengths = [int(dataset.lengths[i]) for i in ids]
+        ranks = self.plan.data_parallel_size
+        if self.plan.packed_row_tokens is None:
+            return split_batch(ids, lengths, data_parallel_size=ranks, micro_batch_size=micro_batch_size)
+        return pack_batch(
             ids,
             lengths,
-            rank=distributed.rank(),
-            data_parallel_size=self.plan.data_parallel_size,
-            micro_batch_size=micro_batch_size,
+            data_parallel_size=ranks,
+            row_tokens=self.plan.packed_row_tokens,
+            attention_length=self.attention_length,
         )
-        return [
-            collate([sequences[i] for i in part], self.pad_token_id) if part else idle_batch(self.pad_token_id)
-            for part in split
-        ]
+
+    def _of_rank(self, micro_steps: Sequence[Sequence[Sequence[int]]], dataset: Dataset) -> list[Batch]:
+        batches = []
+        for ranks in micro_steps:
+            sequences = [dataset[i] for i in ranks[distributed.rank()]]
+            if not sequences:
+                batches.append(idle_batch(self.pad_token_id))
+            elif self.plan.packed_row_tokens is not None:
+                batches.append(pack([sequences], self.pad_token_id))
+            else:
+                batches.append(collate(sequences, self.pad_token_id))
+        return batches
 
 
 def read_training_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console) -> Dataset:
     """With what the recipe's method needs to know of each sequence."""
-    is_random = recipe.method.name == "random"
-    dataset = read_dataset(recipe, recipe.data.train_path, tokenizer, console, mark_answers=is_random)
-    if is_random:
+    dataset = read_dataset(recipe, recipe.data.train_path, tokenizer, console)
+    if recipe.method.name == "random":
         return keep_random_tokens(dataset, recipe.method.keep_share, recipe.run.seed)
     if recipe.data.reference_log_probabilities is not None:
         return with_reference(dataset, recipe.data.reference_log_probabilities)
     return dataset
 
 
-def read_dataset(
-    recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBase, console: Console, *, mark_answers: bool = False
-) -> Dataset:
-    dataset = tokenize_conversations(
-        read_conversations(path),
-        tokenizer,
-        cutoff_length=recipe.data.cutoff_length,
-        overlong=recipe.data.overlong,
-        mark_answers=mark_answers,
+def read_dataset(recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBase, console: Console) -> TokenStore:
+    """A token store, or raw data, which one process makes one before the others look. A collective."""
+    folder = distributed.first_rank_first(
+        lambda: store_of(
+            path,
+            tokenizer,
+            cutoff_length=recipe.data.cutoff_length,
+            overlong=recipe.data.overlong,
+            cache_folder=recipe.data.cache_dir,
+            say=console.say,
+        )
     )
-    console.say(f"Data: {path}: {dataset.report.describe()}")
-    return dataset
+    store = TokenStore(folder, tokenizer, cutoff_length=recipe.data.cutoff_length)
+    console.say(f"Data: {path}: {store.describe()}")
+    return store
 
 
 def build_feed(
@@ -118,12 +134,12 @@ def build_feed(
     probe_dataset: Dataset | None = None,
 ) -> Feed:
     """`probe_dataset`: what the probe batch is drawn from, None for the training data."""
-    seed, of_probe = recipe.run.seed, probe_dataset or dataset
+    seed, of_probe = recipe.run.seed, dataset if probe_dataset is None else probe_dataset
     probe_stream = None
     if recipe.method.name == "vcore":
-        probe_stream = ProbeStream(len(of_probe.sequences), plan.probe_batch_size_global, seed)
+        probe_stream = ProbeStream(len(of_probe), plan.probe_batch_size_global, seed)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    main_order = MainOrder(len(dataset.sequences), plan.global_batch_size, seed)
+    main_order = MainOrder(len(dataset), plan.global_batch_size, seed)
     return Feed(
         dataset,
         plan,
@@ -132,5 +148,5 @@ def build_feed(
         of_probe,
         pad_token_id,
         probe_every=recipe.probe.every,
-        attention_length=attention_length(recipe.model.path) if plan.packed_row_tokens is not None else 0.0,
+        attention_length=attention_length(recipe.model.path),
     )

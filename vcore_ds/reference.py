@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from .config import Recipe, deepspeed_config, plan_batch
-from .data import write_reference
+from .data import TokenStore, write_reference
 from .engine import Engine, distributed, log_probabilities
 from .errors import UserError
 from .feed import Feed, build_feed, read_dataset
@@ -38,13 +38,13 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
     feed = build_feed(recipe, plan, dataset, tokenizer)
     engine = build_engine(recipe, deepspeed_config(recipe, plan))
     found: dict[int, float] = {}  # by position in the data
-    num_sequences = len(dataset.sequences)
+    num_sequences = len(dataset)
     # Longest first, in groups that keep every rank equally busy; all ranks see the same groups, so all take part.
-    by_length = sorted(range(num_sequences), key=lambda i: -len(dataset.sequences[i]))
+    by_length = sorted(range(num_sequences), key=lambda i: -dataset.lengths[i])
     group_size = distributed.world_size() * plan.utility_micro_batch_size_per_rank * 8
     started = time.perf_counter()
     for start in range(0, num_sequences, group_size):
-        found.update(_of_group(feed, engine, by_length[start : start + group_size]))
+        found.update(_of_group(feed, dataset, engine, by_length[start : start + group_size]))
         minutes = (time.perf_counter() - started) / 60
         console.say(f"{len(found):,} of {num_sequences:,} sequences, {minutes:.1f} min")
     if distributed.rank() == 0:
@@ -56,9 +56,9 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
     )
 
 
-def _of_group(feed: Feed, engine: Engine, positions: list[int]) -> dict[int, float]:
+def _of_group(feed: Feed, dataset: TokenStore, engine: Engine, positions: list[int]) -> dict[int, float]:
     """Position in the data -> nats, of all ranks' sequences. A collective."""
-    position_of = {feed.dataset.sequences[i].sequence_id: i for i in positions}
+    position_of = {int(dataset.sequence_ids[i]): i for i in positions}
     batches = feed.batches(positions, feed.plan.utility_micro_batch_size_per_rank)
     own = {}
     for batch, values in zip(batches, log_probabilities(engine, batches), strict=True):

@@ -2,23 +2,28 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from .checkpoints import Checkpoints
 from .config import Recipe, deepspeed_config, dump_recipe, plan_batch
 from .data import Dataset
 from .engine import (
     Direction,
     Engine,
     NonFiniteGradient,
+    Stops,
     build_optimizer,
     distributed,
     save_hugging_face,
     sharded_loading,
+    watchdog,
 )
+from .errors import RunStopped
 from .feed import Feed, build_feed, read_dataset, read_training_data
 from .models import (
     TokenLossModel,
@@ -28,10 +33,12 @@ from .models import (
     load_causal_lm,
     load_tokenizer,
 )
+from .signals import stop_signals
 from .step import NonFiniteLoss, StepBatches, train_step
 from .track.console import Console, describe_token_weights
-from .track.run_folder import RunFolder, refuse_used_folder
+from .track.run_folder import LOST_METRICS, RunFolder, export_folder, goes_on
 from .track.step_metrics import StepMetrics
+from .track.wandb_log import WandbLog
 
 RELIABLE_SIGNAL_TO_NOISE = 3.0
 """Below this, a finite difference orders tokens by rounding as much as by utility (Spearman under about 0.9)."""
@@ -47,7 +54,8 @@ class RunResult:
     export_folder: Path
     validation_loss_before: float | None
     validation_loss_after: float | None
-    last_step: StepMetrics
+    last_step: StepMetrics | None
+    """None where the run was resumed after its last step."""
 
 
 def train(recipe: Recipe) -> RunResult:
@@ -57,16 +65,28 @@ def train(recipe: Recipe) -> RunResult:
         UserError: before anything is written, for whatever the user can mend.
         NonFiniteLoss, NonFiniteGradient: with step, rank and sequence ids; the parameters are those of the last good
         step.
+        RunStopped: on all ranks alike, after a checkpoint.
     """
     folder = Path(recipe.run.output_dir)
-    refuse_used_folder(folder)
+    resumes = goes_on(recipe)
     check_model(recipe)
     distributed.start_process_group(recipe.engine.timeout_minutes)
+    with watchdog.watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
+        return train_together(recipe, folder, resumes)
+
+
+def train_together(recipe: Recipe, folder: Path, resumes: bool) -> RunResult:
+    """The run, with the process group up. A collective."""
     console = Console(enabled=distributed.rank() == 0)
     plan = plan_batch(recipe, distributed.world_size())
     ds_config = deepspeed_config(recipe, plan)
     console.say(f"Batch: {plan.describe()}")
+    checkpoints = Checkpoints(recipe, console)
+    found = checkpoints.newest() if resumes else None
+    if resumes and found is None:
+        console.say(f"{folder} holds this run without a checkpoint: it begins at its first step")
 
+    watchdog.mark("reading data")
     tokenizer = load_tokenizer(recipe.model.path)
     training = read_training_data(recipe, tokenizer, console)
     validation = None
@@ -76,25 +96,47 @@ def train(recipe: Recipe) -> RunResult:
     if recipe.method.name == "vcore" and recipe.data.probe_path is not None:
         probe = read_dataset(recipe, recipe.data.probe_path, tokenizer, console)
     feed = build_feed(recipe, plan, training, tokenizer, probe)
-    num_steps = count_steps(recipe, len(training.sequences))
+    num_steps = count_steps(recipe, len(training))
+    if found is not None:
+        checkpoints.check_data(found, feed)
 
+    watchdog.mark("loading the model")
     engine = build_engine(recipe, ds_config)
     direction = Direction(engine) if recipe.method.name == "vcore" else None
     console.say(describe_engine(recipe, engine, direction))
 
-    run_folder = RunFolder(folder, recipe, distributed.world_size()) if distributed.rank() == 0 else None
+    num_done = 0
+    if found is not None:
+        watchdog.mark("loading the checkpoint")
+        num_done = checkpoints.load(found, engine, direction)
+    if resumes:
+        checkpoints.clear_above(num_done)
+    run_folder = RunFolder(folder, recipe, distributed.world_size(), num_done) if distributed.rank() == 0 else None
+    if run_folder is not None and run_folder.num_lost_lines:
+        console.say(f"{run_folder.num_lost_lines} line(s) of later steps moved to {folder / LOST_METRICS}")
+    if run_folder is not None and recipe.run.wandb_project is not None:
+        run_folder.wandb = WandbLog(recipe, console, checkpoints.wandb_run_id)
+        checkpoints.wandb_run_id = run_folder.wandb.run_id
+        console.say(f"Weights & Biases: {run_folder.wandb.url or 'offline'}")
+    console.say(describe_waste(feed, num_done, num_steps))
     console.say(f"Run: {num_steps} steps, written to {folder}\n")
-    before = validate(engine, feed, validation)
+    if found is None:
+        checkpoints.validation_loss_before = validate(engine, feed, validation)
+    before = checkpoints.validation_loss_before
     if before is not None:
         console.say(f"held-out loss before training: {before:.4f}")
-    last_step = run_steps(recipe, engine, feed, direction, num_steps, run_folder, console, validation)
+    with stop_signals.held_back():
+        last_step = run_steps(
+            recipe, engine, feed, direction, num_steps, run_folder, console, validation, checkpoints, num_done
+        )
+    # A signal from here on ends the process at once: the run goes on from its last checkpoint, which is of this point.
     after = validate(engine, feed, validation)
 
-    export_folder = folder / ("adapter" if recipe.lora is not None else "model")
-    save_hugging_face(engine, tokenizer, export_folder)
+    watchdog.mark("export")
+    save_hugging_face(engine, tokenizer, recipe.model.path, export_folder(recipe))
     if run_folder is not None:
         run_folder.close()
-    result = RunResult(folder, export_folder, before, after, last_step)
+    result = RunResult(folder, export_folder(recipe), before, after, last_step)
     console.say(summarize(result, tokenizer))
     engine.close()
     return result
@@ -168,12 +210,18 @@ def run_steps(
     run_folder: RunFolder | None,
     console: Console,
     validation: Dataset | None,
-) -> StepMetrics:
-    """The loop. Returns the last step's metrics."""
-    console.start_steps(num_steps)
+    checkpoints: Checkpoints,
+    num_done: int,
+) -> StepMetrics | None:
+    """The loop, from step `num_done` (from 0) on. Returns the last step's metrics, None where none was left."""
+    console.start_steps(num_steps, num_done)
     started = time.perf_counter()
     metrics = None
-    for k in range(num_steps):
+    of_checkpoint: dict[str, float] = {}
+    stops = Stops(Path(recipe.run.output_dir), recipe.run.time_limit_minutes)
+    for k in range(num_done, num_steps):
+        watchdog.mark("batches", step=k + 1)
+        seed_dropout(recipe.run.seed, k)
         batches = feed.step(k)
         uses_difference = recipe.method.name == "vcore" and recipe.utility.estimator == "finite_difference"
         check_difference = uses_difference and k % CHECK_DIFFERENCE_EVERY == 0
@@ -194,19 +242,39 @@ def run_steps(
             raise type(error)(f"step {k + 1}: {describe_fault(error, batches)}") from None
         if check_difference:
             warn_of_noise(recipe, metrics, console)
-        epoch = (k + 1) * feed.plan.global_batch_size / len(feed.dataset.sequences)
-        line = {"step": k + 1, "epoch": epoch, **metrics.values}
+        epoch = (k + 1) * feed.plan.global_batch_size / len(feed.dataset)
+        line = {"step": k + 1, "epoch": epoch, **metrics.values, **asdict(feed.waste([k])), **of_checkpoint}
+        of_checkpoint = {}
         done = k + 1
         if recipe.run.validate_every is not None and done % recipe.run.validate_every == 0 and done < num_steps:
             line["validation_loss"] = validate(engine, feed, validation)
         if run_folder is not None:
             run_folder.write_metrics(line)
-        seconds_left = (time.perf_counter() - started) / done * (num_steps - done)
+        seconds_left = (time.perf_counter() - started) / (done - num_done) * (num_steps - done)
         log = done % recipe.run.log_every == 0 or done == num_steps
         console.step(done, num_steps, metrics.values, seconds_left, log)
+        reason = stops.agreed_reason()
+        if reason is not None or checkpoints.due(done, num_steps):
+            watchdog.mark("checkpoint")
+            if run_folder is not None:
+                run_folder.flush()  # no checkpoint without the lines of its steps; its cost stands in the next line
+            saved = checkpoints.save(done, engine, direction, feed)
+            of_checkpoint = saved.metrics
+            stops.record_save(saved.seconds)
+            if reason is not None:
+                console.end_steps()
+                raise RunStopped(
+                    f"stopped by {reason} after step {done} of {num_steps} and saved in {saved.folder}; the same "
+                    "command goes on from there"
+                )
     console.end_steps()
-    assert metrics is not None  # num_steps is at least 1
     return metrics
+
+
+def seed_dropout(seed: int, k: int) -> None:
+    """Makes the dropout of step k (from 0) a function of run, step and rank, so that resuming needs no generator's
+    state; different on every rank. Everything else that is random has its own generator."""
+    torch.manual_seed(int(np.random.SeedSequence([seed, k, distributed.rank()]).generate_state(1, np.uint64)[0]))
 
 
 def describe_fault(error: Exception, batches: StepBatches) -> str:
@@ -238,9 +306,10 @@ def validate(engine: Engine, feed: Feed, dataset: Dataset | None) -> float | Non
     """Mean over held-out sequences of the mean token loss, nats; None without held-out data. A collective."""
     if dataset is None:
         return None
+    watchdog.mark("validation")
     total = num_sequences = 0.0
     with engine.without_gradient():
-        every_id = range(len(dataset.sequences))
+        every_id = range(len(dataset))
         for batch in feed.batches(every_id, feed.plan.utility_micro_batch_size_per_rank, dataset):
             losses = engine.token_losses(batch).cpu()
             num_tokens = batch.num_supervised_tokens()
@@ -249,6 +318,15 @@ def validate(engine: Engine, feed: Feed, dataset: Dataset | None) -> float | Non
             num_sequences += float((num_tokens > 0).sum())
     total, num_sequences = distributed.sum_over_ranks([total, num_sequences])
     return total / num_sequences
+
+
+def describe_waste(feed: Feed, num_done: int, num_steps: int) -> str:
+    steps = range(num_done, min(num_steps, num_done + 50)) or range(1)
+    waste = feed.waste(steps)
+    return (
+        f"Batches: {waste.padding_share:.2%} padding, slowest rank {waste.rank_imbalance:.3f} x mean "
+        f"(main batches of steps {steps[0] + 1} to {steps[-1] + 1})"
+    )
 
 
 def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None) -> str:
@@ -286,8 +364,9 @@ def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:
             f"\nheld-out loss: {result.validation_loss_before:.4f} before, "
             f"{result.validation_loss_after:.4f} after training"
         )
-    if result.last_step.example is not None and result.last_step.example.utilities is not None:
-        lines.append("\n" + describe_token_weights(result.last_step.example, tokenizer))
+    example = result.last_step.example if result.last_step is not None else None
+    if example is not None and example.utilities is not None:
+        lines.append("\n" + describe_token_weights(example, tokenizer))
     lines.append(f"\nResult: {result.export_folder} (Hugging Face format)\nMetrics: {result.folder / 'metrics.jsonl'}")
     return "\n".join(lines)
 
@@ -299,5 +378,5 @@ def describe_recipe(recipe: Recipe, num_ranks: int) -> str:
     """
     plan = plan_batch(recipe, num_ranks)
     deepspeed_config(recipe, plan)
-    refuse_used_folder(Path(recipe.run.output_dir))
+    goes_on(recipe)
     return f"{dump_recipe(recipe).rstrip()}\n\nBatch: {plan.describe()}"

@@ -54,11 +54,10 @@ def own_batches(num: int, seed: int, micro_batch_size: int) -> list[Batch]:
     split = split_batch(
         range(num),
         [len(sequence) for sequence in made],
-        rank=distributed.rank(),
         data_parallel_size=distributed.world_size(),
         micro_batch_size=micro_batch_size,
     )
-    return [collate([made[i] for i in part], 0) for part in split]
+    return [collate([made[i] for i in ranks[distributed.rank()]], 0) for ranks in split]
 
 
 def deepspeed_config() -> dict:

@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vcore_ds.data import Conversation, TokenizedSequence, TokenStore, tokenize_conversations, write_store
+from tests.helpers.conversations import tokenize
+from vcore_ds.data import Conversation, TokenizedSequence, TokenStore, write_store
 from vcore_ds.data.prepare import PrepareRequest, curation, find_shards, prepare
 from vcore_ds.data.prepare.verification import AnswerChecker
 from vcore_ds.data.store import _indexed_dataset
@@ -89,11 +90,11 @@ def measure_parts(folder: Path, tokenizer_name: str) -> dict:
     seconds = {"reading": time.perf_counter() - started}
     seconds["rules and math-verify"], conversations = curate(rows)
     started = time.perf_counter()
-    dataset = tokenize_conversations(conversations, tokenizer, cutoff_length=16384, overlong="drop", mark_answers=True)
+    sequences = tokenize(conversations, tokenizer)
     seconds["template and tokenizer"] = time.perf_counter() - started
     _indexed_dataset()  # seconds of imports that do not grow with the data
     started = time.perf_counter()
-    write_store(folder / "parts", dataset.sequences, tokenizer)
+    write_store(folder / "parts", sequences, tokenizer)
     seconds["writing"] = time.perf_counter() - started
     total = sum(seconds.values())
     return {name: {"seconds": value, "share": value / total} for name, value in seconds.items()}

@@ -9,7 +9,7 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_grad, z3_l
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.engine import Engine, distributed
+from vcore_ds.engine import Engine, checkpoint, distributed
 
 pytestmark = pytest.mark.dist
 
@@ -124,6 +124,50 @@ def a_later_hook_sees_the_gathered_parameter(e: Engine) -> bool:
     return seen == [(64, 32)]
 
 
+def the_optimizers_own_shards_are_reached_without_a_copy(e: Engine) -> bool:
+    with e.accumulation(1):
+        e.backward(loss_on(e))
+    e.step(1e-3)
+    parameter, shards = weight(e), []
+    for key in (None, "exp_avg", "exp_avg_sq"):
+        shard, group = e.optimizer._get_fp32_opt_state_partition(
+            parameter, release_swap_buffers=False, optim_state_key=key
+        )
+        shards.append(shard.detach())
+    flat = e.optimizer.fp32_partitioned_groups_flat[group]
+    own = [flat, *(e.optimizer.optimizer.state[flat][key] for key in ("exp_avg", "exp_avg_sq"))]
+    before = e.optimizer.grad_position[e.optimizer.get_param_id(parameter)]
+    return before[0] == group and all(
+        shard.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        and shard.numel() == parameter.ds_tensor.numel()
+        for shard, whole in zip(shards, own, strict=True)
+    )
+
+
+def a_step_without_gradient_and_rate_makes_the_state_and_moves_nothing(e: Engine) -> bool:
+    before = [flat.detach().clone() for flat in e.optimizer.fp32_partitioned_groups_flat]
+    checkpoint._make_optimizer_state(e)
+    states = [e.optimizer.optimizer.state[flat] for flat in e.optimizer.fp32_partitioned_groups_flat]
+    return (
+        all(torch.equal(a, b) for a, b in zip(before, e.optimizer.fp32_partitioned_groups_flat, strict=True))
+        and all(set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in states)
+        and not any(state[key].any() for state in states for key in ("exp_avg", "exp_avg_sq"))
+        and e.num_updates == 1  # which is why the count is set afterwards
+    )
+
+
+def a_shard_is_a_chunk_of_the_flat_parameter(e: Engine) -> bool:
+    whole = dict(tiny.token_loss_model().named_parameters())
+    return all(
+        torch.equal(
+            e.local_master(parameter),
+            # `Shard(0)` of a DTensor is torch.chunk's part; of a small tensor the last ranks may have none.
+            [*whole[name].detach().flatten().chunk(distributed.world_size()), torch.empty(0)][distributed.rank()],
+        )
+        for name, parameter in e.trainable
+    )
+
+
 CHECKS: list[Callable[[Engine], bool]] = [
     local_gradient_is_the_rank_average_and_stays,
     cast_of_the_master_is_the_shard,
@@ -133,6 +177,9 @@ CHECKS: list[Callable[[Engine], bool]] = [
     a_non_finite_gradient_is_not_applied_and_said_so,
     a_layer_is_a_leaf_with_identity_functions,
     a_later_hook_sees_the_gathered_parameter,
+    the_optimizers_own_shards_are_reached_without_a_copy,
+    a_step_without_gradient_and_rate_makes_the_state_and_moves_nothing,
+    a_shard_is_a_chunk_of_the_flat_parameter,
 ]
 
 

@@ -1,12 +1,16 @@
 """From a step number to micro-batches: where the probe comes from, how often, and the same at any number of ranks."""
 
+import tempfile
+from collections import Counter
+from functools import lru_cache
+
 import numpy as np
 import pytest
 
-from tests.helpers import step_runs
+from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.config import plan_batch
-from vcore_ds.data import Dataset, TokenizedSequence
+from vcore_ds.data import TokenizedSequence
 from vcore_ds.engine import distributed
 from vcore_ds.feed import build_feed
 
@@ -19,20 +23,39 @@ class Tokenizer:
     pad_token_id = 0
 
 
-def dataset(num_sequences: int, token: int) -> Dataset:
+class Sequences(list):
+    """What a store is to the feed."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(sequence) for sequence in self]
+
+
+def dataset(num_sequences: int, token: int) -> Sequences:
     """Sequences of one repeated token, each of its own length."""
 
     def sequence(i: int) -> TokenizedSequence:
         supervised = np.arange(4 + i) > 1
         return TokenizedSequence(i, np.full(4 + i, token, dtype=np.int32), supervised)
 
-    return Dataset([sequence(i) for i in range(num_sequences)], report=None)
+    return Sequences(sequence(i) for i in range(num_sequences))
+
+
+@lru_cache(maxsize=1)
+def model_folder() -> str:
+    """With the configuration that the costs of attention and linear layers are taken from."""
+    folder = tempfile.mkdtemp()
+    tiny.qwen3().config.save_pretrained(folder)
+    return folder
 
 
 def ids_by_step(probe_every: int, trusted: bool) -> list[tuple[list[int], list[int], set[int]]]:
     """Of this rank: ids of the main and the probe batch, and the tokens of the probe."""
     recipe = step_runs.recipe(
-        batch={"global_size": 4}, probe={"batch_size": 2, "every": probe_every}, method={"kl_budget": 0.1}
+        batch={"global_size": 4},
+        probe={"batch_size": 2, "every": probe_every},
+        method={"kl_budget": 0.1},
+        model={"path": model_folder(), "precision": "fp32"},
     )
     plan = plan_batch(recipe, distributed.world_size())
     probe_dataset = dataset(NUM_TRUSTED, token=7) if trusted else None
@@ -75,3 +98,36 @@ def test_a_trusted_probe_comes_from_its_own_file(found) -> None:
     assert all(tokens == {3} for _, _, tokens in alone[1, False])
     # The main batches are what they are without it.
     assert [main for main, _, _ in alone[1, True]] == [main for main, _, _ in alone[1, False]]
+
+
+@pytest.mark.parametrize("packed_row_tokens", [None, 64])
+def test_the_same_batches_in_the_same_order_at_1_2_4_and_8_ranks(monkeypatch, packed_row_tokens: int | None) -> None:
+    """The feed of each rank, one after the other in this process: nothing of it is a collective."""
+    recipe = step_runs.recipe(
+        batch={"global_size": 8, "packed_row_tokens": packed_row_tokens},
+        probe={"batch_size": 4, "round_up": False},  # else 8 ranks draw 8
+        data={"train_path": "none", "cutoff_length": 64},
+        model={"path": model_folder(), "precision": "fp32"},
+    )
+
+    def steps(num_ranks: int) -> list[tuple]:
+        of_ranks = []
+        for rank in range(num_ranks):
+            monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+            feed = build_feed(recipe, plan_batch(recipe, num_ranks), dataset(NUM_TRAINING, token=3), Tokenizer())
+            of_ranks.append([feed.step(k) for k in range(NUM_STEPS)])
+        found = []
+        for batches in zip(*of_ranks, strict=True):
+            for part in ("main", "probe"):
+                assert len({len(getattr(of_rank, part)) for of_rank in batches}) == 1  # as many micro-batches
+            main, probe = (
+                Counter(i for of_rank in batches for batch in getattr(of_rank, part) for i in batch.sequence_ids)
+                for part in ("main", "probe")
+            )
+            found.append((main, probe))
+        return found
+
+    alone = steps(1)
+    assert all(main.total() == 8 and probe.total() == 4 for main, probe in alone)
+    assert len({frozenset(main.items()) for main, _ in alone}) > 1
+    assert steps(2) == steps(4) == steps(8) == alone

@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.config import deepspeed_config, load_recipe, plan_batch
-from vcore_ds.data import IGNORED_LABEL, Batch, Conversation, collate, tokenize_conversations
+from tests.helpers.conversations import tokenize
+from vcore_ds.data import IGNORED_LABEL, Batch, Conversation, collate
 from vcore_ds.engine import (
     Direction,
     Engine,
@@ -266,9 +267,7 @@ def arithmetic(tokenizer: PreTrainedTokenizerBase, seeds: range) -> Batch:
         )
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         conversations.append(Conversation(row, turns))
-    dataset = tokenize_conversations(conversations, tokenizer, cutoff_length=512, overlong="drop")
-    assert len(dataset.sequences) == len(seeds)
-    return collate(dataset.sequences, pad_token_id=tokenizer.pad_token_id)
+    return collate(tokenize(conversations, tokenizer), pad_token_id=tokenizer.pad_token_id)
 
 
 # ---- the reference: Hugging Face's model alone, in fp64 ------------------------------------------------------------

@@ -18,18 +18,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _OF_THIS_PROCESS = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT DS_ACCELERATOR".split()
 
 ALWAYS = set(
-    "step epoch loss weighted_loss alpha tau kl num_saturated effective_sample_size total_weight utility_mean "
-    "utility_std direction_norm probe_loss probe_grad_norm grad_norm learning_rate supervised_tokens sequences seconds "
-    "seconds_probe seconds_utility seconds_main seconds_step tokens_per_second peak_memory_bytes".split()
+    "step epoch padding_share rank_imbalance loss weighted_loss alpha tau kl num_saturated effective_sample_size "
+    "total_weight utility_mean utility_std direction_norm probe_loss probe_grad_norm grad_norm "
+    "learning_rate supervised_tokens sequences seconds seconds_probe seconds_utility seconds_main seconds_step tokens_per_second peak_memory_bytes".split()
 )
 FINITE_DIFFERENCE = {"epsilon", "changed_fraction", "signal_to_noise"}
 
 
-def run_command(line: str, *, timeout_seconds: float = 240, terminal: bool = False) -> subprocess.CompletedProcess[str]:
-    """Runs `line` from the repository as from a shell in the environment; stdout holds stderr too.
-
-    `terminal`: on a pseudo-terminal, with a person's progress bar.
-    """
+def command_environment() -> dict[str, str]:
+    """Of a shell in the environment, for one command."""
     environment = {key: value for key, value in os.environ.items() if key not in _OF_THIS_PROCESS}
     environment |= {
         "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
@@ -38,12 +35,20 @@ def run_command(line: str, *, timeout_seconds: float = 240, terminal: bool = Fal
     }
     if torch.cuda.is_available():  # two ranks cannot share one GPU, and these tests are about the CPU's numbers
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    return environment
+
+
+def run_command(line: str, *, timeout_seconds: float = 240, terminal: bool = False) -> subprocess.CompletedProcess[str]:
+    """Runs `line` from the repository as from a shell in the environment; stdout holds stderr too.
+
+    `terminal`: on a pseudo-terminal, with a person's progress bar.
+    """
     # A new pseudo-terminal has no size, and a bar on it would be empty.
     words = ["script", "-qec", f"stty rows 50 cols 200; {line}", "/dev/null"] if terminal else shlex.split(line)
     process = subprocess.Popen(
         words,
         cwd=REPOSITORY,
-        env=environment,
+        env=command_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

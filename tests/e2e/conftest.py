@@ -27,6 +27,7 @@ class TinySetup:
     tied: Path
     train: Path
     validation: Path
+    cache: Path
 
     def overrides(
         self, output_dir: Path, *changes: str, model: Path | None = None, precision: str = "fp32"
@@ -38,9 +39,11 @@ class TinySetup:
             f"engine.deepspeed_config=ds_configs/zero3_{precision}.json",
             f"data.train_path={self.train}",
             f"data.validation_path={self.validation}",
+            f"data.cache_dir={self.cache}",
             "data.cutoff_length=256",
             "batch.global_size=4",
             "batch.micro_batch_size_per_rank=1",
+            "batch.packed_row_tokens=null",
             "probe.batch_size=2",
             "optimizer.learning_rate=0.01",
             "schedule.num_steps=2",
@@ -90,4 +93,5 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> TinySetup:
         tied=write_model(folder / "tied", tied=True),
         train=write_conversations(folder / "train.jsonl", sums(range(12))),
         validation=write_conversations(folder / "validation.jsonl", sums(range(20, 25))),
+        cache=folder / "cache",
     )

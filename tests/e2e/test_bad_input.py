@@ -155,7 +155,7 @@ def test_missing_validation_file(refuses: Refuses, tmp_path: Path):
 def test_empty_data_file(refuses: Refuses, tmp_path: Path):
     (tmp_path / "train.jsonl").write_text("\n\n")
     message = refuses(f"data.train_path={tmp_path}/train.jsonl")
-    assert f"{tmp_path}/train.jsonl: the file is empty" in message and '{"messages": [' in message
+    assert f"{tmp_path}/train.jsonl: no row is left" in message
 
 
 def test_line_that_is_not_json(refuses: Refuses, tmp_path: Path, setup: TinySetup):
@@ -175,11 +175,13 @@ def test_message_without_content(refuses: Refuses, tmp_path: Path, setup: TinySe
 
 def test_all_sequences_longer_than_the_cutoff(refuses: Refuses, setup: TinySetup):
     message = refuses("data.cutoff_length=20")
-    assert f"No sequence is left to learn from ({setup.train})" in message
-    assert "12 dropped: longer than 20 tokens" in message
+    assert f"{setup.train}: no sequence is left" in message
+    assert "prompt alone longer than the cutoff            12" in message
 
 
-@pytest.mark.parametrize("overlong, verb", [("drop", "dropped: longer than"), ("truncate", "truncated to their first")])
+@pytest.mark.parametrize(
+    "overlong, verb", [("drop", "dropped: longer than 64 tokens"), ("truncate", "kept only to the cutoff")]
+)
 def test_some_sequences_longer_than_the_cutoff_are_counted(refuses: Refuses, tmp_path: Path, overlong: str, verb: str):
     pairs = [("q", "a" * n) for n in (10, 60, 20, 70, 80)]
     train = write_conversations(tmp_path / "train.jsonl", pairs)
@@ -188,7 +190,7 @@ def test_some_sequences_longer_than_the_cutoff_are_counted(refuses: Refuses, tmp
         f"data.train_path={train}", "data.validation_path=none", f"data.overlong={overlong}", "data.cutoff_length=64"
     )
     kept = 2 if overlong == "drop" else 5
-    assert f"Data: {train}: {kept} of 5 conversations kept" in output and f"3 {verb} 64 tokens" in output
+    assert f"Data: {train}: {kept} of 5 rows kept" in output and f"3 {verb}" in output
 
 
 # Models

@@ -99,7 +99,7 @@ def test_the_reference_holds_every_sequences_log_probability(reference: Referenc
             log_p = torch.log_softmax(model(input_ids=ids).logits[0, :-1], -1)
         expected.append(float(log_p.gather(1, ids[0, 1:, None])[start - 1 :].sum()))
     with np.load(reference.file) as stored:
-        assert stored["sequence_id"].tolist() == list(range(12))
+        assert stored["log_probability"].shape == (12,)
         np.testing.assert_allclose(stored["log_probability"], expected, rtol=1e-5)
     assert "12 of 12 sequences" in reference.output
 

@@ -28,6 +28,8 @@ class Allocations(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if not isinstance(tensor, torch.Tensor) or StorageWeakRef(tensor.untyped_storage()) in known:
                 continue
+            if tensor.is_meta:  # has a size, and no memory
+                continue
             self._live[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
             self.largest_numel = max(self.largest_numel, tensor.untyped_storage().nbytes() // tensor.element_size())
             self.shapes.add(tuple(tensor.shape))

@@ -1,18 +1,15 @@
 """The final answer in a text, the tokens a method keeps, and the reference's numbers beside the data."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from tests.e2e.conftest import make_tokenizer
-from vcore_ds.data import (
-    Conversation,
-    collate,
-    keep_random_tokens,
-    tokenize_conversations,
-    with_reference,
-    write_reference,
-)
+from tests.helpers import conversations
+from vcore_ds.data import Conversation, TokenStore, collate, keep_random_tokens, with_reference, write_reference
 from vcore_ds.data.answers import answer_spans
 from vcore_ds.errors import UserError
 from vcore_ds.models import check_forward_mode
@@ -36,52 +33,55 @@ def test_answer_spans(text: str, answers: list[str]) -> None:
     assert [text[start:end] for start, end in answer_spans(text)] == answers
 
 
-def dataset(*replies: str, mark_answers: bool = True, cutoff_length: int = 1000):
-    conversations = [
-        Conversation(
-            path="data.jsonl",
-            row=row,
-            messages=[
-                {"role": "user", "content": r"Put \boxed{this} in a box"},
-                {"role": "assistant", "content": reply},
-            ],
-        )
-        for row, reply in enumerate(replies, start=1)
-    ]
-    return tokenize_conversations(
-        conversations, make_tokenizer(), cutoff_length=cutoff_length, overlong="truncate", mark_answers=mark_answers
-    )
+@pytest.fixture
+def dataset(tmp_path: Path) -> Callable[..., TokenStore]:
+    def make(*replies: str) -> TokenStore:
+        talks = [
+            Conversation(
+                path="data.jsonl",
+                row=row,
+                messages=[
+                    {"role": "user", "content": r"Put \boxed{this} in a box"},
+                    {"role": "assistant", "content": reply},
+                ],
+            )
+            for row, reply in enumerate(replies, start=1)
+        ]
+        tokenizer = make_tokenizer()
+        folder = tmp_path / f"store{len(list(tmp_path.iterdir()))}"
+        return conversations.store(folder, conversations.tokenize(talks, tokenizer), tokenizer)
+
+    return make
 
 
 def text_of(sequence, mask: np.ndarray) -> str:
     return make_tokenizer().decode(sequence.input_ids[mask])
 
 
-def test_only_the_assistants_answer_counts() -> None:
-    (sequence,) = dataset(r"It is \boxed{\frac{3}{4}}, or \boxed{0.75}.").sequences
+def test_only_the_assistants_answer_counts(dataset) -> None:
+    (sequence,) = dataset(r"It is \boxed{\frac{3}{4}}, or \boxed{0.75}.")
     assert text_of(sequence, sequence.in_answer) == r"\frac{3}{4}" + "0.75"
     assert not sequence.in_answer[~sequence.supervised].any()
-    assert dataset("x", mark_answers=False).sequences[0].in_answer is None
 
 
-def test_the_kept_tokens_of_a_batch() -> None:
+def test_the_kept_tokens_of_a_batch(dataset) -> None:
     data = keep_random_tokens(dataset(r"word " * 30 + r"\boxed{777}", "no answer here at all"), 0.2, seed=1)
-    first, second = data.sequences
+    first, second = data
     for sequence in (first, second):
         assert sequence.kept.sum() == round(0.2 * sequence.supervised.sum())
         assert not sequence.kept[~sequence.supervised].any()
     assert "777" in text_of(first, first.kept)
 
-    batch = collate(data.sequences, pad_token_id=0)
+    batch = collate(list(data), pad_token_id=0)
     assert batch.num_kept_tokens().tolist() == [first.kept.sum(), second.kept.sum()]
     kept_labels = batch.labels[:, 1:][batch.supervised()][batch.kept_targets()]
     assert kept_labels.tolist() == [*first.input_ids[first.kept], *second.input_ids[second.kept]]
     again = keep_random_tokens(dataset(r"word " * 30 + r"\boxed{777}", "no answer here at all"), 0.2, seed=1)
-    assert all((a.kept == b.kept).all() for a, b in zip(again.sequences, data.sequences, strict=True))
+    assert all((a.kept == b.kept).all() for a, b in zip(again, data, strict=True))
 
 
-def test_without_a_mask_every_target_is_kept() -> None:
-    batch = collate(dataset("abc", "defgh").sequences, pad_token_id=0)
+def test_without_a_mask_every_target_is_kept(dataset) -> None:
+    batch = collate(list(dataset("abc", "defgh")), pad_token_id=0)
     assert torch.equal(batch.num_kept_tokens(), batch.num_supervised_tokens())
     assert batch.kept_targets().tolist() == [True] * int(batch.num_supervised_tokens().sum())
 
@@ -89,33 +89,25 @@ def test_without_a_mask_every_target_is_kept() -> None:
 # ---- reference log-probabilities -----------------------------------------------------------------------------------
 
 
-def test_reference_log_probabilities_come_back_to_their_sequences(tmp_path) -> None:
+def test_reference_log_probabilities_come_back_to_their_sequences(dataset, tmp_path) -> None:
     data, path = dataset("abc", "defgh", "ij"), tmp_path / "deep" / "reference"
     write_reference(path, data, [-1.5, -2.25, -1e4], model="some/model")
     assert [p.name for p in path.parent.iterdir()] == ["reference"]  # nothing unfinished, no name changed
     found = with_reference(data, str(path))
-    assert [sequence.reference_log_probability for sequence in found.sequences] == [-1.5, -2.25, -1e4]
-    assert collate(found.sequences[:2], 0).reference_log_probability.tolist() == [-1.5, -2.25]
+    assert [sequence.reference_log_probability for sequence in found] == [-1.5, -2.25, -1e4]
+    assert collate(found[:2], 0).reference_log_probability.tolist() == [-1.5, -2.25]
 
 
 @pytest.mark.parametrize("other", [("abc", "defgh"), ("abc", "defgi", "ij"), ("abc", "ij", "defgh")])
-def test_a_reference_of_other_data_is_refused(tmp_path, other: tuple[str, ...]) -> None:
+def test_a_reference_of_other_data_is_refused(dataset, tmp_path, other: tuple[str, ...]) -> None:
     path = tmp_path / "reference.npz"
     write_reference(path, dataset("abc", "defgh", "ij"), [-1.0, -2.0, -3.0], model="m")
     with pytest.raises(UserError, match="of 3 other sequences.*vcore-ds reference"):
         with_reference(dataset(*other), str(path))
 
 
-def test_a_reference_of_another_cutoff_is_refused(tmp_path) -> None:
-    path = tmp_path / "reference.npz"
-    write_reference(path, dataset("a long reply"), [-1.0], model="m")
-    length = len(dataset("a long reply").sequences[0])
-    with pytest.raises(UserError, match="cutoff_length"):
-        with_reference(dataset("a long reply", cutoff_length=length - 2), str(path))
-
-
 @pytest.mark.parametrize("content", [None, b"", b"not a zip file", b"PK\x03\x04 cut off"])
-def test_what_is_no_reference_file_is_refused(tmp_path, content: bytes | None) -> None:
+def test_what_is_no_reference_file_is_refused(dataset, tmp_path, content: bytes | None) -> None:
     path = tmp_path / "reference.npz"
     if content is not None:
         path.write_bytes(content)

@@ -15,12 +15,12 @@ DEEPSPEED = {
 }
 
 
-def merged(folder: Path, deepspeed: Any, **sections: dict[str, Any]) -> dict[str, Any]:
-    """The JSON (a value, or its text) merged with a recipe of 32 sequences a step, on 2 ranks."""
+def merged(folder: Path, deepspeed: Any, *, num_ranks: int = 2, **sections: dict[str, Any]) -> dict[str, Any]:
+    """The JSON (a value, or its text) merged with a recipe of 32 sequences a step."""
     path = folder / "ds.json"
     path.write_text(deepspeed if isinstance(deepspeed, str) else json.dumps(deepspeed))
     recipe = Recipe.model_validate(smallest_recipe() | {"engine": {"deepspeed_config": str(path)}} | sections)
-    return deepspeed_config(recipe, plan_batch(recipe, 2))
+    return deepspeed_config(recipe, plan_batch(recipe, num_ranks))
 
 
 def test_merge(tmp_path: Path) -> None:
@@ -36,6 +36,7 @@ def test_merge(tmp_path: Path) -> None:
         "fp16": {"enabled": False},
         "gradient_clipping": 0.5,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
     }
     unclipped = {"learning_rate": 0.1, "gradient_clipping": None}
     fp32 = merged(tmp_path, DEEPSPEED, model={"path": "m", "precision": "fp32"}, optimizer=unclipped)
@@ -69,7 +70,8 @@ CONTRADICTIONS = [
     (zero(stage=2), "zero_optimization.stage: found 2; expected 3"),
     (zero(memory_efficient_linear=True), "zero_optimization.memory_efficient_linear: found true together with the "
      "recipe's utility.estimator jvp; expected false"),
-    (zero(zero_hpz_partition_size=8), "zero_optimization.zero_hpz_partition_size: found 8 together with"),
+    (zero(zero_quantized_weights=True), "zero_optimization.zero_quantized_weights: found true; expected false"),
+    (zero(zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients: found true; expected false"),
     (zero(offload_param={"device": "nvme"}), 'zero_optimization.offload_param.device: found "nvme"; expected "cpu"'),
     (zero(offload_optimizer={"device": "nvme"}), 'zero_optimization.offload_optimizer.device: found "nvme"; expected'),
     (zero(reduce_bucket_size="auto"), 'zero_optimization.reduce_bucket_size: found "auto"; expected a value'),
@@ -84,6 +86,14 @@ def test_contradiction(tmp_path: Path, changes: dict[str, Any], words: str) -> N
         merged(tmp_path, DEEPSPEED | changes)
     assert len(error.value.problems) == 1, error.value.problems
     assert error.value.problems[0].startswith(f"{tmp_path / 'ds.json'}: {words}")
+
+
+def test_hierarchical_partitioning_needs_whole_nodes(tmp_path: Path) -> None:
+    for num_ranks, size in ((2, 8), (8, 8), (16, 8), (8, 1)):  # more than all ranks is all of them
+        config = merged(tmp_path, zero(zero_hpz_partition_size=size), num_ranks=num_ranks)
+        assert config["zero_optimization"]["zero_hpz_partition_size"] == size
+    with pytest.raises(RecipeError, match="zero_hpz_partition_size: found 3 on 4 ranks; expected a divisor of 4"):
+        merged(tmp_path, zero(zero_hpz_partition_size=3), num_ranks=4)
 
 
 def test_contradictions_at_once(tmp_path: Path) -> None:

@@ -63,6 +63,11 @@ def test_probe_and_main_order_are_independent() -> None:
     assert set(counts) == set(range(num_sequences)) and max(counts.values()) < 1.2 * min(counts.values())
 
 
+def by_rank(ids: list[int], lengths: list[int], data_parallel_size: int, micro_batch_size: int) -> list:
+    micro_steps = split_batch(ids, lengths, data_parallel_size=data_parallel_size, micro_batch_size=micro_batch_size)
+    return [list(micro_batches) for micro_batches in zip(*micro_steps, strict=True)]
+
+
 @pytest.mark.parametrize("data_parallel_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
 def test_any_number_of_ranks_sees_the_same_global_batches(data_parallel_size: int, micro_batch_size: int) -> None:
@@ -70,16 +75,7 @@ def test_any_number_of_ranks_sees_the_same_global_batches(data_parallel_size: in
     lengths = [(7 * i) % 41 + 1 for i in range(100)]
     for k in range(5):
         ids = order.step(k)
-        per_rank = [
-            split_batch(
-                ids,
-                [lengths[i] for i in ids],
-                rank=rank,
-                data_parallel_size=data_parallel_size,
-                micro_batch_size=micro_batch_size,
-            )
-            for rank in range(data_parallel_size)
-        ]
+        per_rank = by_rank(ids, [lengths[i] for i in ids], data_parallel_size, micro_batch_size)
         num_micro_batches = len(ids) // (data_parallel_size * micro_batch_size)
         assert all([len(micro) for micro in rank] == [micro_batch_size] * num_micro_batches for rank in per_rank)
         assert Counter(i for rank in per_rank for micro in rank for i in micro) == Counter(ids)
@@ -89,15 +85,11 @@ def test_any_number_of_ranks_sees_the_same_global_batches(data_parallel_size: in
 
 
 def test_equal_lengths_keep_the_order_of_the_batch() -> None:
-    assert split_batch([5, 3, 9, 1], [2, 2, 2, 2], rank=0, data_parallel_size=2, micro_batch_size=1) == [[5], [9]]
-    assert split_batch([5, 3, 9, 1], [2, 2, 2, 2], rank=1, data_parallel_size=2, micro_batch_size=1) == [[3], [1]]
+    assert by_rank([5, 3, 9, 1], [2, 2, 2, 2], 2, 1) == [[[5], [9]], [[3], [1]]]
 
 
 def test_ranks_without_a_probe_sequence_get_an_empty_micro_batch() -> None:
-    micro_batches = [
-        split_batch([4, 8, 6], [10, 20, 30], rank=rank, data_parallel_size=4, micro_batch_size=2) for rank in range(4)
-    ]
-    assert micro_batches == [[[6]], [[8]], [[4]], [[]]]
+    assert by_rank([4, 8, 6], [10, 20, 30], 4, 2) == [[[6]], [[8]], [[4]], [[]]]
 
 
 @given(
@@ -107,10 +99,7 @@ def test_ranks_without_a_probe_sequence_get_an_empty_micro_batch() -> None:
 )
 def test_every_sequence_goes_to_one_rank(lengths: list[int], data_parallel_size: int, micro_batch_size: int) -> None:
     ids = [100 + i % 7 for i in range(len(lengths))]  # also with an id that comes twice in a batch
-    per_rank = [
-        split_batch(ids, lengths, rank=rank, data_parallel_size=data_parallel_size, micro_batch_size=micro_batch_size)
-        for rank in range(data_parallel_size)
-    ]
+    per_rank = by_rank(ids, lengths, data_parallel_size, micro_batch_size)
     assert Counter(i for rank in per_rank for micro in rank for i in micro) == Counter(ids)
     assert len({len(rank) for rank in per_rank}) == 1
     assert all(len(micro) <= micro_batch_size for rank in per_rank for micro in rank)

@@ -5,25 +5,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vcore_ds.data import pack_batch
+from vcore_ds.data import measure_waste, pack_batch
 from vcore_ds.models import attention_length
 
 ROW_TOKENS = 16_384
 
 
 def all_rows(lengths: list[int], num_ranks: int, row_tokens: int, attention: float) -> list[list[list[int]]]:
+    """By rank."""
     ids = [1000 + i for i in range(len(lengths))]
-    return [
-        pack_batch(
-            ids,
-            lengths,
-            rank=rank,
-            data_parallel_size=num_ranks,
-            row_tokens=row_tokens,
-            attention_length=attention,
-        )
-        for rank in range(num_ranks)
-    ]
+    micro_steps = pack_batch(
+        ids, lengths, data_parallel_size=num_ranks, row_tokens=row_tokens, attention_length=attention
+    )
+    return [list(rows) for rows in zip(*micro_steps, strict=True)]
 
 
 @settings(deadline=None)
@@ -55,6 +49,19 @@ def test_more_ranks_than_sequences() -> None:
     assert sorted(all_rows([7, 7, 7], 5, 10, 1e9)) == [[[]], [[]], [[1000]], [[1001]], [[1002]]]
 
 
+def test_waste_by_hand() -> None:
+    lengths = {1: 8, 2: 16, 3: 20}
+    # One micro-step of two ranks: 8 + 16 tokens beside 20. Without attention, costs are tokens.
+    packed = measure_waste([[[1, 2], [3]]], lengths, attention_length=1e12, is_packed=True)
+    assert packed.padding_share == pytest.approx(4 / 48) and packed.rank_imbalance == pytest.approx(24 / 22)
+    # A row each: the 8 is padded to 16, and the 20 to 24.
+    rows = measure_waste([[[1, 2], [3]]], lengths, attention_length=1e12, is_packed=False)
+    assert rows.padding_share == pytest.approx(12 / 56) and rows.rank_imbalance == pytest.approx(32 / 28)
+    # An idle rank is waited for by nobody, and waits; micro-steps add up.
+    idle = measure_waste([[[2], []], [[1], [1]]], lengths, attention_length=16, is_packed=True)
+    assert idle.rank_imbalance == pytest.approx((16 * 2 + 8 * 1.5) / (16 * 2 / 2 + 8 * 1.5))
+
+
 def long_tailed(num_sequences: int, seed: int) -> list[int]:
     """Like the paper's data: mean 3,155 tokens, cut off at 16,384."""
     generator = np.random.default_rng(seed)
@@ -77,7 +84,14 @@ def test_ranks_wait_little_for_each_other_on_long_tailed_lengths(batch_size: int
         )
         waiting.append(costs.max(0).sum() / costs.mean(0).sum())  # of every micro-step, the slowest rank
         tokens = [sum(lengths[i - 1000] for i in row) for rows in per_rank for row in rows]
-        padding.append(sum(-(-n // 8) * 8 for n in tokens) / sum(tokens) - 1)
+        padding.append(1 - sum(tokens) / sum(-(-n // 8) * 8 for n in tokens))
+        waste = measure_waste(
+            list(zip(*per_rank, strict=True)),
+            {1000 + i: n for i, n in enumerate(lengths)},
+            attention_length=attention,
+            is_packed=True,
+        )
+        assert waste.padding_share == pytest.approx(padding[-1]) and waste.rank_imbalance == pytest.approx(waiting[-1])
     print(f"|B| {batch_size}: slowest rank {np.mean(waiting):.3f} x mean, padding {np.mean(padding):.2%}")
     assert np.mean(waiting) < 1.05 and np.mean(padding) < 0.02
 

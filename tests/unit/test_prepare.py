@@ -1,6 +1,7 @@
 """Raw rows in the schemas of the real data sets to token stores: rules, sampling, restarts, every kind of bad row."""
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -559,10 +560,16 @@ def test_a_prompt_longer_than_the_cutoff_is_named(run, tmp_path: Path) -> None:
     long["messages"][0]["content"] *= 100
     source = write_lines(tmp_path / "rows.jsonl", [chat_row(0), long])
     with pytest.raises(UserError) as error:
-        run("chat", source, cutoff_length=100, max_malformed_share=0.1)
+        run("chat", source, cutoff_length=100, overlong="truncate", max_malformed_share=0.1)
     assert f"{source}:2: the prompt alone has 2" in str(error.value)
     assert "expected fewer than the cutoff, 100" in str(error.value)
-    assert run("chat", source, cutoff_length=100).dropped == {"prompt alone longer than the cutoff": 1}
+    for overlong in ("truncate", "drop"):
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+        report = run("chat", source, cutoff_length=100, overlong=overlong)
+        assert report.dropped == {"prompt alone longer than the cutoff": 1}
+    # Where long sequences are dropped, it is one of them.
+    shutil.rmtree(tmp_path / "store")
+    assert run("chat", source, cutoff_length=100, max_malformed_share=0.0).num_kept == 1
 
 
 def test_truncation_keeps_the_beginning(run, tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from vcore_ds.data import TokenizedSequence, TokenStore, collate, keep_random_tokens, write_store
-from vcore_ds.data.store import tokenizer_hash, write_reference_log_probabilities
-from vcore_ds.data.tokenization import Dataset, TokenizationReport
+from vcore_ds.data.store import tokenizer_hash
 from vcore_ds.errors import UserError
 
 CHATML = (
@@ -61,7 +60,6 @@ def test_what_goes_in_comes_out(store: Path) -> None:
         np.testing.assert_array_equal(found.supervised, sequence.supervised)
         np.testing.assert_array_equal(found.in_answer, sequence.in_answer)
         assert found.input_ids.dtype == np.int32 and found.supervised.dtype == np.bool_
-        assert found.reference_log_probability is None
     assert [sequence.sequence_id for sequence in opened[-2:]] == [16, 19]
     assert opened[-1].sequence_id == 19
     with pytest.raises(IndexError):
@@ -75,9 +73,9 @@ def test_a_store_serves_where_a_list_of_sequences_does(store: Path) -> None:
     opened = TokenStore(store)
     found, expected = collate(opened[:3], pad_token_id=0), collate(make_sequences()[:3], pad_token_id=0)
     assert torch.equal(found.input_ids, expected.input_ids) and torch.equal(found.labels, expected.labels)
-    report = TokenizationReport(30, 7, 0, 0, 0, 0, 1, 1, 1, 1, 1)
-    kept = keep_random_tokens(Dataset(opened, report), 0.5, seed=0)
-    assert all((s.kept & s.in_answer).sum() == 1 for s in kept.sequences)
+    kept = keep_random_tokens(opened, 0.5, seed=0)
+    assert all((s.kept & s.in_answer).sum() == 1 for s in kept)
+    assert (kept.lengths == opened.lengths).all() and len(kept[2:5]) == 3
 
 
 def test_the_same_input_gives_the_same_bytes(store: Path, tmp_path: Path) -> None:
@@ -94,13 +92,33 @@ def test_megatron_core_itself_reads_the_tokens(store: Path) -> None:
     assert [sequence.tolist() for sequence in dataset[0:7]] == [s.input_ids.tolist() for s in make_sequences()]
 
 
-def test_reference_log_probabilities_are_added(store: Path) -> None:
-    values = -np.arange(7) / 3
-    write_reference_log_probabilities(store, values, "some/model")
-    opened = TokenStore(store)
-    assert [sequence.reference_log_probability for sequence in opened] == values.tolist()
-    with pytest.raises(ValueError, match="6 log-probabilities of 7 sequences"):
-        write_reference_log_probabilities(store, values[:6], "some/model")
+def test_the_digest_is_of_tokens_and_supervision(store: Path, tmp_path: Path) -> None:
+    digest = TokenStore(store).digest
+
+    def of(change) -> str:
+        sequences = make_sequences()
+        change(sequences)
+        folder = tmp_path / f"other{len(list(tmp_path.iterdir()))}"
+        write_store(folder, sequences, make_tokenizer(), seed=43)
+        return TokenStore(folder).digest
+
+    def change_token(sequences):
+        sequences[3].input_ids[-1] += 1
+
+    def change_target(sequences):
+        sequences[3].supervised[1] = True
+
+    def move_border(sequences):  # the same tokens in the same order
+        a, b = sequences[0], sequences[1]
+        both = [np.concatenate([getattr(s, key) for s in (a, b)]) for key in ("input_ids", "supervised", "in_answer")]
+        cut = len(a) + 1
+        sequences[:2] = [
+            TokenizedSequence(a.sequence_id, *(array[:cut] for array in both)),
+            TokenizedSequence(b.sequence_id, *(array[cut:] for array in both)),
+        ]
+
+    assert of(lambda sequences: None) == digest
+    assert len({digest, *map(of, (change_token, change_target, move_border))}) == 4
 
 
 def test_a_tokenizers_settings_of_the_last_call_are_not_part_of_its_hash() -> None:
@@ -128,10 +146,6 @@ BROKEN = {
     "broken index": (
         lambda s: (s / "marks.idx").write_bytes(b"x" * (s / "marks.idx").stat().st_size),
         "not an index of megatron-core's format",
-    ),
-    "short reference": (
-        lambda s: np.save(s / "reference_log_probability.npy", np.zeros(3)),
-        "found 3 log-probabilities, expected one for each of the 7 sequences",
     ),
 }
 

@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from vcore_ds.data import Conversation, render_prompt, tokenize_conversations
+from tests.helpers import conversations
+from vcore_ds.data import Conversation, render_prompt
 from vcore_ds.data.prompts import code_prompt, math_prompt
 from vcore_ds.data.rendering import render_conversation
-from vcore_ds.errors import UserError
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 THINKING = "<think>\nOkay, 2 and 2.\n\nThat is four.\n</think>\n\nIt is \\boxed{4}."
@@ -61,10 +61,8 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
 def tokenize(name: str, *messages: tuple[str, str], **of_last: str):
     turns = [{"role": role, "content": content} for role, content in messages]
     turns[-1] |= of_last
-    dataset = tokenize_conversations(
-        [Conversation(1, turns, "chat.jsonl")], tokenizer_of(name), cutoff_length=10_000, overlong="drop"
-    )
-    return dataset.sequences[0]
+    (sequence,) = conversations.tokenize([Conversation(1, turns, "chat.jsonl")], tokenizer_of(name))
+    return sequence
 
 
 def supervised_runs(name: str, sequence) -> list[str]:
@@ -157,8 +155,7 @@ def test_an_answer_without_thinking_gets_the_empty_block_of_its_template() -> No
 
 
 def test_an_answer_without_thinking_is_no_target_behind_a_prompt_that_opens_it() -> None:
-    with pytest.raises(UserError, match="no supervised token"):
-        tokenize("deepseek_r1_distill", ("user", "2 + 2?"), ("assistant", "4"))
+    assert not tokenize("deepseek_r1_distill", ("user", "2 + 2?"), ("assistant", "4")).supervised.any()
 
 
 def test_a_template_that_prints_the_date_prints_the_same_one_every_day() -> None:

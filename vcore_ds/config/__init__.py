@@ -4,6 +4,17 @@ from vcore_ds.config.batch_plan import BatchPlan, plan_batch
 from vcore_ds.config.deepspeed_json import deepspeed_config
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.problems import RecipeError
+from vcore_ds.config.resume import differing_keys, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
 
-__all__ = ["BatchPlan", "Recipe", "RecipeError", "deepspeed_config", "dump_recipe", "load_recipe", "plan_batch"]
+__all__ = [
+    "BatchPlan",
+    "Recipe",
+    "RecipeError",
+    "deepspeed_config",
+    "differing_keys",
+    "dump_recipe",
+    "load_recipe",
+    "plan_batch",
+    "read_resolved_recipe",
+]

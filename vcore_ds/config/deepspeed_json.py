@@ -29,6 +29,7 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
         *_shape_problems(config),
         *_owned_problems(config, owned),
         *_zero_problems(config, recipe),
+        *_placement_problems(config, plan),
     ]
     if problems:
         raise RecipeError(f"{file}: {problem}" for problem in problems)
@@ -37,6 +38,9 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
     _set(config, "data_types.grad_accum_dtype", "fp32")
     # DeepSpeed keeps a list of optimizers it has tried under ZeRO, and torch's SGD is not on it. Ours are tested.
     _set(config, "zero_allow_untested_optimizer", True)
+    # With an offloaded optimizer it insists on its own Adam, compiled at first use; PyTorch's fused one updates on the
+    # CPU as well.
+    _set(config, "zero_force_ds_cpu_optimizer", False)
     return config
 
 
@@ -84,12 +88,6 @@ def _zero_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     stage = _get(config, "zero_optimization.stage")
     if stage != 3:
         yield f"zero_optimization.stage: {_found(stage)}; expected 3 (shards of parameters are what the probe works on)"
-    hpz = _get(config, "zero_optimization.zero_hpz_partition_size")
-    if uses_vcore and hpz not in (_MISSING, 1, "auto"):
-        yield (
-            f"zero_optimization.zero_hpz_partition_size: {_found(hpz)} together with the recipe's method.name vcore; "
-            "expected 1 (it keeps a second copy of the shards, which a perturbation would not reach)"
-        )
     if uses_vcore and recipe.utility.estimator == "jvp":
         linear = _get(config, "zero_optimization.memory_efficient_linear")
         if linear is not False:
@@ -104,11 +102,27 @@ def _zero_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
             f"data_types.grad_accum_dtype: {_found(accumulation)}; expected fp32 "
             "(16-bit accumulation rounds the gradients of late micro-batches away)"
         )
+
+
+def _placement_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str]:
+    """Where shards lie and in what form they travel."""
     for offload in ("offload_param", "offload_optimizer"):
         if _get(config, f"zero_optimization.{offload}.device") == "nvme":
             yield (
                 f'zero_optimization.{offload}.device: found "nvme"; expected "cpu" or "none" '
                 "(the probe and the perturbation read and write the shards in memory)"
+            )
+    hpz, num_ranks = _get(config, "zero_optimization.zero_hpz_partition_size"), plan.data_parallel_size
+    if isinstance(hpz, int) and hpz > 1 and num_ranks % min(hpz, num_ranks) != 0:
+        yield (
+            f"zero_optimization.zero_hpz_partition_size: found {hpz} on {num_ranks} ranks; expected a divisor of "
+            f"{num_ranks} (the GPUs of one node)"
+        )
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if _get(config, f"zero_optimization.{key}") is True:
+            yield (
+                f"zero_optimization.{key}: found true; expected false (losses and utilities would be those of weights "
+                "or gradients rounded to 8 or 4 bits, without a word about it)"
             )
 
 

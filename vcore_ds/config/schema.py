@@ -110,10 +110,12 @@ class LoraConfig(Section):
 
 
 class DataConfig(Section):
-    """Chat data: one {"messages": [{"role", "content"}, ...]} per row, .jsonl, .json (lines) or .parquet."""
+    """Each a token store (`vcore-ds prepare`), or conversations: a .jsonl, .json or .parquet file, a folder of them, a
+    pattern, or a hub id; rows of {"messages": [{"role", "content"}, ...]}, ShareGPT or Alpaca. Conversations are made a
+    store first, once."""
 
     train_path: Text
-    """Training conversations; a relative path is relative to the working directory."""
+    """What is trained on; a relative path is relative to the working directory."""
     validation_path: Text | None = None
     """Held-out conversations for the loss before, during and after the run; null for none."""
     probe_path: Text | None = None
@@ -123,6 +125,9 @@ class DataConfig(Section):
     """Longest sequence, in tokens."""
     overlong: Literal["drop", "truncate"] = "drop"
     """A sequence longer than cutoff_length is left out, or cut at its end."""
+    cache_dir: Text | None = None
+    """Folder for the stores made of conversations; null for ~/.cache/vcore_ds ($XDG_CACHE_HOME). Best on a file system
+    that all nodes share: where they do not, the first process of each node makes its own."""
     reference_log_probabilities: Text | None = None
     """For iw_sft with all parameters trained: the file that `vcore-ds reference` made of the training data."""
 
@@ -173,13 +178,36 @@ class RunConfig(Section):
     """The run itself."""
 
     output_dir: Text
-    """The run's folder; a relative path is relative to the working directory. It may not hold another run."""
+    """The run's folder; a relative path is relative to the working directory. A stopped run there goes on; another
+    one is never overwritten."""
     seed: Annotated[int, Field(ge=0)] = 42
     """Seed of the data order, the probe stream, dropout and the adapters."""
     log_every: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps between two printed lines; metrics.jsonl has every step."""
     validate_every: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps between two validations; null validates before the first and after the last step only."""
+    wandb_project: Text | None = None
+    """Project on Weights & Biases that gets the metrics too; null for none. Where it cannot be reached the run goes on,
+    and what it would have sent is kept in its folder."""
+    time_limit_minutes: Annotated[float, Field(gt=0)] | None = None
+    """Wall clock from the start of the processes: the run saves and stops (exit code 85) so early that one more step
+    and the save would have fitted; null for no limit."""
+
+
+class CheckpointConfig(Section):
+    """What a stopped run goes on from: written after a step by all ranks, and always after the last one."""
+
+    resume: Literal["auto", "never"] = "auto"
+    """`auto` goes on with the run in run.output_dir, from its newest checkpoint that verifies; `never` wants a new
+    folder."""
+    every_steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps between two checkpoints; null for none by this rule."""
+    every_minutes: Annotated[float, Field(gt=0)] | None = 30.0
+    """Minutes between two checkpoints, from the end of one to the beginning of the next; null for none by this rule."""
+    keep_last: Annotated[int, Field(ge=1)] = 2
+    """Newest checkpoints that are kept; an older one is deleted when a new one is complete."""
+    keep_every_steps: Annotated[int, Field(ge=1)] | None = None
+    """Every so many optimizer steps a checkpoint is written and kept for good; null for none."""
 
 
 class EngineConfig(Section):
@@ -191,6 +219,9 @@ class EngineConfig(Section):
     """Reduce gradients once a step instead of once a micro-batch; costs one unsharded gradient buffer per rank."""
     timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
     """Minutes a collective may wait for the slowest rank before the run is given up."""
+    lost_rank_seconds: Annotated[float, Field(ge=5)] = 60.0
+    """Seconds without a sign of life after which a rank counts as hung, and the run ends. While models are loaded,
+    which may silence a rank for long, it is ten minutes at least. A rank that dies is noticed at once."""
 
 
 class Recipe(Section):
@@ -206,6 +237,7 @@ class Recipe(Section):
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     run: RunConfig
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     engine: EngineConfig
 
     @model_validator(mode="after")
@@ -228,5 +260,6 @@ SECTIONS: dict[str, type[Section]] = {
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
     "run": RunConfig,
+    "checkpoint": CheckpointConfig,
     "engine": EngineConfig,
 }

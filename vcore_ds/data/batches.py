@@ -76,6 +76,11 @@ class Batch:
         return supervised.nonzero()[:, 0] if self.segments is None else self.segments[:, 1:][supervised]
 
 
+def padded_length(num_tokens: int) -> int:
+    """Tokens of a batch's rows, the longest of which has `num_tokens`."""
+    return -(-num_tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+
+
 def collate(sequences: Sequence[TokenizedSequence], pad_token_id: int) -> Batch:
     """One batch of at least one sequence, a row each; see `pack`."""
     return pack([[sequence] for sequence in sequences], pad_token_id)
@@ -85,7 +90,7 @@ def pack(rows: Sequence[Sequence[TokenizedSequence]], pad_token_id: int) -> Batc
     """One batch of rows with one or more sequences each; T is the longest row, rounded up to a multiple of 8 tokens."""
     sequences = [sequence for row in rows for sequence in row]
     longest = max(sum(len(sequence) for sequence in row) for row in rows)
-    shape = (len(rows), -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
+    shape = (len(rows), padded_length(longest))
     input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
     labels = torch.full(shape, IGNORED_LABEL, dtype=torch.int64)
     segments = torch.full(shape, -1, dtype=torch.int64)

@@ -47,9 +47,9 @@ class ProbeStream:
 
 
 def split_batch(
-    ids: Sequence[int], lengths: Sequence[int], *, rank: int, data_parallel_size: int, micro_batch_size: int
-) -> list[list[int]]:
-    """This rank's micro-batches of the global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens.
+    ids: Sequence[int], lengths: Sequence[int], *, data_parallel_size: int, micro_batch_size: int
+) -> list[list[list[int]]]:
+    """Ids by micro-step and rank of the global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens.
 
     Sorted from long to short, each run of data_parallel_size * micro_batch_size sequences is dealt out to the ranks
     one by one: at any micro-step all ranks have sequences of about the same length and none waits for another.
@@ -58,7 +58,9 @@ def split_batch(
     order = sorted(range(len(ids)), key=lambda i: -lengths[i])
     group_size = data_parallel_size * micro_batch_size
     groups = [order[start : start + group_size] for start in range(0, len(order), group_size)]
-    return [[ids[i] for i in group[rank::data_parallel_size]] for group in groups]
+    return [
+        [[ids[i] for i in group[rank::data_parallel_size]] for rank in range(data_parallel_size)] for group in groups
+    ]
 
 
 @lru_cache(maxsize=4)  # a step needs one or two epochs; more data sets may take turns

@@ -1,8 +1,11 @@
-"""Several sequences in one row, rows of equal cost on all ranks."""
+"""Several sequences in one row, rows of equal cost on all ranks, and what of a step is padding and waiting."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
+
+from vcore_ds.data.batches import padded_length
 
 MICRO_STEP_GAIN = 0.03
 """Share of a step's time that one more micro-step has to save: each gathers all layers once more."""
@@ -12,13 +15,11 @@ def pack_batch(
     ids: Sequence[int],
     lengths: Sequence[int],
     *,
-    rank: int,
     data_parallel_size: int,
     row_tokens: int,
     attention_length: float,
-) -> list[list[int]]:
-    """This rank's rows of the global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens; a row is a
-    micro-batch.
+) -> list[list[list[int]]]:
+    """Micro-steps of one row per rank of the global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens.
 
     Every rank gets the same number of rows, and rows that run at the same time cost about the same: ZeRO-3 gathers the
     layers together, so the slowest rank of a micro-step is waited for. A row is as long as what it holds, so packing
@@ -29,7 +30,7 @@ def pack_batch(
         attention_length: length at which the attention of a token costs as much as its linear layers.
 
     Returns:
-        The same rows for the same arguments on every rank; together all ids, each once.
+        Ids by micro-step and rank, the same on every rank; together all ids, each once.
     """
     costs = [n * (1.0 + n / attention_length) for n in lengths]
     fewest = max(1, -(-sum(lengths) // (row_tokens * data_parallel_size)))
@@ -43,7 +44,48 @@ def pack_batch(
                 break
             best, best_time = micro_steps, time
     assert best is not None
-    return [[ids[i] for i in rows[rank]] for rows in best]
+    return [[[ids[i] for i in row] for row in rows] for rows in best]
+
+
+@dataclass(frozen=True)
+class Waste:
+    """What of the work of a step is none of its own."""
+
+    padding_share: float
+    """of all tokens that are computed"""
+    rank_imbalance: float
+    """time of the slowest rank of each micro-step over the mean rank's, by the cost of attention and linear layers"""
+
+
+def measure_waste(
+    micro_steps: Sequence[Sequence[Sequence[int]]],
+    lengths: Mapping[int, int],
+    *,
+    attention_length: float,
+    is_packed: bool,
+) -> Waste:
+    """Args:
+    micro_steps: ids by micro-step and rank (`pack_batch`, `split_batch`).
+    lengths: tokens of each id.
+    attention_length: as in `pack_batch`.
+    is_packed: the ids of a rank are one row; else each has a row of its own, as long as the longest of them.
+    """
+    num_tokens = num_computed = 0
+    total_cost = slowest_cost = 0.0
+    for ranks in micro_steps:
+        costs = []
+        for ids in ranks:
+            own = [lengths[i] for i in ids]
+            num_tokens += sum(own)
+            if is_packed:
+                num_computed += padded_length(sum(own))
+            else:
+                own = [padded_length(max(own))] * len(own) if own else []
+                num_computed += sum(own)
+            costs.append(sum(n * (1.0 + n / attention_length) for n in own))
+        total_cost += sum(costs) / len(costs)
+        slowest_cost += max(costs)
+    return Waste(1.0 - num_tokens / num_computed, slowest_cost / total_cost)
 
 
 def _fill(

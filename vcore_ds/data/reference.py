@@ -1,9 +1,9 @@
 """Log-probabilities of the training sequences under the frozen reference model, made once before training (iw-SFT).
 
-One number per sequence is all that the importance ratio needs, so no second model is resident while training.
+One number per sequence is all that the importance ratio needs, so no second model is resident while training. They
+are a file of their own, not a part of the store: models that share a tokenizer share a store.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,26 +11,26 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from vcore_ds.data.tokenization import Dataset, TokenizedSequence
+from vcore_ds.data.dataset import ChangedDataset, Dataset
+from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.errors import UserError
 
 
 def write_reference(path: Path, dataset: Dataset, log_probabilities: Sequence[float], model: str) -> None:
-    """Writes a `.npz`: `sequence_id` int64 [n], `log_probability` fp64 [n] in nats, what they are of."""
+    """Writes a `.npz`: `log_probability` fp64 [n] in nats, in the order of the data, and what they are of."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".partial")
     with unfinished.open("wb") as file:  # np.savez would add .npz to a name that lacks it
         np.savez(
             file,
-            sequence_id=np.array([sequence.sequence_id for sequence in dataset.sequences], dtype=np.int64),
             log_probability=np.array(log_probabilities, dtype=np.float64),
-            digest=np.array(_digest(dataset.sequences)),
+            digest=np.array(dataset.digest),
             model=np.array(model),
         )
     unfinished.rename(path)
 
 
-def with_reference(dataset: Dataset, path: str) -> Dataset:
+def with_reference(dataset: Dataset, path: str) -> ChangedDataset:
     """The dataset with `reference_log_probability` of every sequence.
 
     Raises UserError where the file cannot be read, or is of other tokens than the dataset's.
@@ -44,24 +44,14 @@ def with_reference(dataset: Dataset, path: str) -> Dataset:
             f"data.reference_log_probabilities: {path}: found no such reference log-probabilities "
             f"({type(error).__name__}: {error}); {remedy}"
         ) from None
-    if digest != _digest(dataset.sequences):
+    if digest != dataset.digest:
         raise UserError(
             f"data.reference_log_probabilities: {path}: found log-probabilities of {len(log_probabilities):,} other "
-            f"sequences; expected those of the {len(dataset.sequences):,} training sequences as they are tokenized now "
+            f"sequences; expected those of the {len(dataset):,} training sequences as they are tokenized now "
             f"(data, template, tokenizer, cutoff_length and overlong decide); {remedy} again"
         )
-    sequences = [
-        replace(sequence, reference_log_probability=float(value))
-        for sequence, value in zip(dataset.sequences, log_probabilities, strict=True)
-    ]
-    return replace(dataset, sequences=sequences)
 
+    def with_value(i: int, sequence: TokenizedSequence) -> TokenizedSequence:
+        return replace(sequence, reference_log_probability=float(log_probabilities[i]))
 
-def _digest(sequences: Sequence[TokenizedSequence]) -> str:
-    """Of the tokens and of which of them are supervised, in order."""
-    sha = hashlib.sha256()
-    for sequence in sequences:
-        sha.update(np.int64(len(sequence)).tobytes())
-        sha.update(sequence.input_ids.astype(np.int32).tobytes())
-        sha.update(np.packbits(sequence.supervised).tobytes())
-    return sha.hexdigest()
+    return ChangedDataset(dataset, with_value)

@@ -7,7 +7,6 @@ A store is a folder, written once by one process:
     marks.bin, marks.idx             uint8, for each token: 1 supervised, 2 inside \\boxed{..}
     sequence_id.npy                  int64 [n], where each sequence was among all rows read, from 0
     num_supervised_tokens.npy        int32 [n]
-    reference_log_probability.npy    fp64 [n], nats; only once `write_reference_log_probabilities` has added it
 """
 
 import hashlib
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.errors import UserError
 
@@ -75,8 +75,6 @@ class TokenStore(Sequence[TokenizedSequence]):
         """int64 [n]"""
         self.num_supervised_tokens: np.ndarray = np.load(self.folder / "num_supervised_tokens.npy", mmap_mode="r")
         """int32 [n]"""
-        self.reference_log_probabilities = self._read_reference()
-        """fp64 [n], nats; None where they were not made"""
         found = {len(self._tokens), len(self._marks), len(self.sequence_ids), len(self.num_supervised_tokens)}
         if found != {self.manifest["num_sequences"]}:
             raise UserError(
@@ -89,13 +87,22 @@ class TokenStore(Sequence[TokenizedSequence]):
         """int32 [n], tokens of each sequence, without reading any."""
         return self._tokens.sequence_lengths
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the tokens and of which of them are supervised, in order."""
+        return self.manifest["digest"]
+
     def describe(self) -> str:
-        """A line on what there is to train on."""
-        counts = self.manifest
-        return (
-            f"{len(self):,} sequences: {counts['num_tokens']:,} tokens, {counts['num_supervised_tokens']:,} of them "
-            f"supervised; up to {counts['max_length']:,} tokens a sequence"
-        )
+        """A line on what there is to train on, and one for each thing that a user should know about."""
+        found, counts = self.manifest, self.manifest.get("counts", {})
+        of_rows = f" of {counts['rows']:,} rows" if "rows" in counts else ""
+        lines = [
+            f"{len(self):,}{of_rows} kept: {found['num_tokens']:,} tokens, {found['num_supervised_tokens']:,} of them "
+            f"supervised; {found['num_tokens'] / len(self):,.0f} tokens a sequence, up to {found['max_length']:,}"
+        ]
+        lines += [f"{number:,} dropped: {rule}" for rule, number in counts.get("dropped", {}).items()]
+        lines += [f"{number:,} {what}" for what, number in counts.get("noticed", {}).items()]
+        return "\n".join(lines)
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -106,19 +113,18 @@ class TokenStore(Sequence[TokenizedSequence]):
             return [self[i] for i in range(*index.indices(len(self)))]
         i = range(len(self))[index]
         marks = self._marks[i]
-        reference = self.reference_log_probabilities
         return TokenizedSequence(
             sequence_id=int(self.sequence_ids[i]),
             input_ids=np.array(self._tokens[i]),  # copies: what is mapped cannot be written to, which torch wants
             supervised=(marks & SUPERVISED).astype(np.bool_),
             in_answer=(marks & IN_ANSWER).astype(np.bool_),
-            reference_log_probability=None if reference is None else float(reference[i]),
         )
 
     def __iter__(self) -> Iterator[TokenizedSequence]:
         return (self[i] for i in range(len(self)))
 
     def _check_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        check_tokenizer(tokenizer)
         made_with = self.manifest["tokenizer"]
         for what, found, expected in (
             ("tokenizer", tokenizer_hash(tokenizer), made_with["hash"]),
@@ -130,21 +136,6 @@ class TokenStore(Sequence[TokenizedSequence]):
                     f"expected the {what} of {tokenizer.name_or_path} ({found[:12]}); {_REMEDY} "
                     f"and --tokenizer {tokenizer.name_or_path}"
                 )
-
-    def _read_reference(self) -> np.ndarray | None:
-        path = self.folder / "reference_log_probability.npy"
-        if not path.is_file():
-            return None
-        try:
-            values = np.load(path, mmap_mode="r")
-        except (ValueError, EOFError, OSError) as error:
-            raise UserError(f"{path}: not readable ({error}); delete the file and make it again") from None
-        if values.shape != (self.manifest["num_sequences"],):
-            raise UserError(
-                f"{path}: found {values.size:,} log-probabilities, expected one for each of the "
-                f"{self.manifest['num_sequences']:,} sequences; delete the file and make it again"
-            )
-        return values
 
 
 def write_store(
@@ -201,25 +192,13 @@ def write_store(
         "num_supervised_tokens": sum(num_supervised_tokens),
         "max_length": max(lengths),
         "tokenizer": describe_tokenizer(tokenizer),
+        "digest": _digest(unfinished),
         "files": {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())},
         **manifest,
     }
     text = json.dumps(entries, indent=2, sort_keys=True, ensure_ascii=False)
     (unfinished / MANIFEST).write_text(text + "\n", encoding="utf-8")
     unfinished.rename(folder)
-
-
-def write_reference_log_probabilities(folder: str | Path, log_probabilities: Sequence[float], model: str) -> None:
-    """Adds to a store the log-probability of each sequence's supervised tokens together, in nats, under `model`."""
-    store = TokenStore(folder)
-    if len(log_probabilities) != len(store):
-        raise ValueError(f"{len(log_probabilities)} log-probabilities of {len(store)} sequences")
-    path = store.folder / "reference_log_probability.npy"
-    unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("wb") as file:
-        np.save(file, np.asarray(log_probabilities, dtype=np.float64))
-    (store.folder / "reference_model.json").write_text(json.dumps({"model": model}) + "\n", encoding="utf-8")
-    unfinished.replace(path)
 
 
 def describe_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
@@ -248,6 +227,14 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _digest(folder: Path) -> str:
+    sha = hashlib.sha256()
+    for name in ("tokens.idx", "tokens.bin", "marks.bin"):  # the index holds the lengths
+        with (folder / name).open("rb") as file:
+            sha.update(hashlib.file_digest(file, "sha256").digest())
+    return sha.hexdigest()
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not folder.is_dir():
@@ -259,7 +246,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise UserError(f"{path}: found the format {manifest['format']!r}, expected {FORMAT!r}; {_REMEDY}")
-        for key in ("num_sequences", "max_length", "tokenizer", "files"):
+        for key in ("num_sequences", "max_length", "tokenizer", "digest", "files"):
             manifest[key]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not the manifest of a token store ({error!r}); {_REMEDY}") from None

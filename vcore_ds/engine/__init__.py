@@ -1,6 +1,6 @@
 """The sharded engine: the only place that imports deepspeed and torch.distributed."""
 
-from . import distributed  # first: it prepares the process for importing deepspeed
+from . import distributed, watchdog  # distributed first: it prepares the process for importing deepspeed
 from .direction import Direction, count_globally, probe_direction
 from .export import save_hugging_face
 from .forward_mode import forward_mode, losses_and_utilities
@@ -8,6 +8,7 @@ from .loading import sharded_loading
 from .optimizer import build_optimizer
 from .perturb import perturbed
 from .reference import log_probabilities, reference_log_probabilities
+from .stops import Stops
 from .utilities import (
     FiniteDifferenceUtilities,
     JvpUtilities,
@@ -26,6 +27,7 @@ __all__ = [
     "FiniteDifferenceUtilities",
     "JvpUtilities",
     "NonFiniteGradient",
+    "Stops",
     "build_optimizer",
     "choose_epsilon",
     "count_globally",
@@ -43,4 +45,5 @@ __all__ = [
     "save_hugging_face",
     "sharded_loading",
     "signal_to_noise",
+    "watchdog",
 ]

@@ -3,8 +3,9 @@
 import os
 import socket
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -18,6 +19,10 @@ import deepspeed  # noqa: E402
 import deepspeed.comm as dist  # noqa: E402
 import torch._dynamo  # noqa: F401
 from deepspeed.accelerator import get_accelerator  # noqa: E402
+
+from ..errors import UserError  # noqa: E402
+
+Result = TypeVar("Result")
 
 
 def start_process_group(timeout_minutes: float) -> None:
@@ -65,6 +70,11 @@ def world_size() -> int:
     return dist.get_world_size()
 
 
+def local_rank() -> int:
+    """Among the ranks of this node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
@@ -87,6 +97,35 @@ def gather_objects(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * world_size()
     torch.distributed.all_gather_object(gathered, value)
     return gathered
+
+
+def first_rank_first(work: Callable[[], Result]) -> Result:
+    """`work()` on rank 0, then on the first rank of every node, then on all others: what the first has made, later ones
+    find, on a file system that all nodes share or on one that they do not. A collective.
+
+    However long it takes, nobody times out: the wait is on gloo, with a limit of its own.
+
+    Raises:
+        UserError: on all ranks alike, what it raised on the first rank that raised it.
+    """
+    waiting = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=7))
+    result, turn = None, 0 if rank() == 0 else 1 if local_rank() == 0 else 2
+    try:
+        for now in range(3):
+            message = None
+            if now == turn:
+                try:
+                    result = work()
+                except UserError as error:  # the others would wait for a rank that has left
+                    message = str(error)
+            messages: list[str | None] = [None] * world_size()
+            torch.distributed.all_gather_object(messages, message, group=waiting)
+            for found in messages:
+                if found is not None:
+                    raise UserError(found)
+    finally:
+        torch.distributed.destroy_process_group(waiting)
+    return cast(Result, result)
 
 
 def peak_memory_bytes() -> int:

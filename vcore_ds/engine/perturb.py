@@ -45,17 +45,18 @@ def perturbed(
         generator.manual_seed(stochastic_rounding_seed * distributed.world_size() + distributed.rank())
     try:
         for _, parameter in engine.trainable:
-            shard = parameter.ds_tensor.data
+            shard = parameter.ds_tensor.data  # in host memory where parameters are offloaded
             numel = engine.local_numel(parameter)
             # DeepSpeed casts the master shard to the parameter dtype after every step, so casting it again
             # restores the bytes, with nothing kept. An offloaded master would travel twice: keep the shard.
             saved.append(shard.clone() if offloaded else None)
-            start = engine.local_master(parameter) if generator is None else shard[:numel].float()
+            before = shard[:numel].to(engine.device)
+            start = engine.local_master(parameter) if generator is None else before.float()
             shifted = start.sub(direction.shard(parameter)[:numel].float(), alpha=epsilon)
             if generator is not None and shard.dtype == torch.bfloat16:
                 shifted = round_stochastically(shifted, generator)
             shifted = shifted.to(shard.dtype)
-            num_changed += int((shifted != shard[:numel]).sum())
+            num_changed += int((shifted != before).sum())
             num_total += numel
             shard[:numel].copy_(shifted)
         engine.forget_gathered_parameters()

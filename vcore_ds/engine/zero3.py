@@ -186,6 +186,10 @@ class Engine:
         empties the accelerator's memory cache, twice a step.
         """
         self.optimizer.empty_partition_cache()
+        # Hierarchical partitioning (zero_hpz_partition_size) gathers from a second copy of the shards that lives until
+        # the next step: a changed shard would not be seen, and utilities would be exactly 0. Emptying the cache makes
+        # such copies of what is gathered, so they go last.
+        self.optimizer.invalidate_secondary_tensor()
 
     # ---- the update ------------------------------------------------------------------------------------------------
 

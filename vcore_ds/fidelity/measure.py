@@ -66,11 +66,11 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     if recipe.data.probe_path is not None:
         trusted = read_dataset(recipe, recipe.data.probe_path, tokenizer, console)
     feed = build_feed(recipe, plan, dataset, tokenizer, trusted)
-    num_steps = count_steps(recipe, len(dataset.sequences))
+    num_steps = count_steps(recipe, len(dataset))
     options, notes = within_the_recipe(options, num_steps)
     choice = choose_sequences(
-        len(dataset.sequences),
-        None if trusted is None else len(trusted.sequences),
+        len(dataset),
+        None if trusted is None else len(trusted),
         plan.probe_batch_size_global,
         options,
         recipe.run.seed,

@@ -27,9 +27,9 @@ class Console:
     def warn(self, text: str) -> None:
         self.say(f"warning: {text}")
 
-    def start_steps(self, num_steps: int) -> None:
+    def start_steps(self, num_steps: int, num_done: int = 0) -> None:
         if self.enabled and sys.stdout.isatty():
-            self._bar = tqdm(total=num_steps, unit="step", file=sys.stdout, dynamic_ncols=True)
+            self._bar = tqdm(total=num_steps, initial=num_done, unit="step", file=sys.stdout, dynamic_ncols=True)
 
     def step(self, number: int, num_steps: int, values: dict[str, Any], seconds_left: float, log: bool) -> None:
         """`number` counts from 1; `log` says whether this step gets a line in a log file."""

@@ -1,10 +1,12 @@
-"""A run's folder: recipe.yaml, environment.json, metrics.jsonl, and the result."""
+"""A run's folder: recipe.yaml, environment.json, metrics.jsonl, and the result. It is new, or it goes on."""
 
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,39 +14,124 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..config import Recipe, dump_recipe
+from ..config import Recipe, differing_keys, dump_recipe, read_resolved_recipe
 from ..errors import UserError
+from .checkpoint_folder import PARTIAL, replace_flushed
+from .wandb_log import WandbLog
 
 PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 
 
-def refuse_used_folder(folder: Path) -> None:
-    """Raises UserError where `folder` holds something already; a run never overwrites another."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = "holds another run" if (folder / "recipe.yaml").exists() else "is not an empty folder"
+RECIPE, ENVIRONMENT, METRICS, LOST_METRICS = "recipe.yaml", "environment.json", "metrics.jsonl", "metrics_lost.jsonl"
+
+
+def export_folder(recipe: Recipe) -> Path:
+    """Where the result goes. It is the last thing that a run writes: a run whose result is there has finished."""
+    return Path(recipe.run.output_dir) / ("adapter" if recipe.lora is not None else "model")
+
+
+def goes_on(recipe: Recipe) -> bool:
+    """Whether run.output_dir holds this very run, unfinished; False where it is new or empty.
+
+    Raises:
+        UserError: it holds something else, which a run never overwrites.
+    """
+    folder = Path(recipe.run.output_dir)
+    is_run = (folder / RECIPE).is_file()
+    if recipe.checkpoint.resume == "never" or not is_run:
+        if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - {RECIPE + PARTIAL}):
+            what = "holds another run" if is_run else "is not an empty folder"
+            raise UserError(
+                f"run.output_dir: {folder}: {what}; expected a new or empty one. Set run.output_dir, or remove it"
+            )
+        return False
+    if export_folder(recipe).exists():
         raise UserError(
-            f"run.output_dir: {folder}: {what}; expected a new or empty one. Set run.output_dir, or remove it"
+            f"run.output_dir: {folder}: holds a run that has finished, with its result in "
+            f"{export_folder(recipe).name}/; expected a new folder, or a run that was stopped. Set run.output_dir"
         )
+    try:
+        there = read_resolved_recipe(folder / RECIPE)
+    except UserError as error:
+        raise UserError(
+            f"run.output_dir: {folder}: holds another run, with a recipe that this version does not know: {error}; "
+            "expected a new folder, or a run of this recipe. Set run.output_dir"
+        ) from None
+    differing = differing_keys(there, recipe)
+    if differing:
+        lines = "\n".join(f"  {key}: {value!r} there, {wanted!r} here" for key, (value, wanted) in differing.items())
+        raise UserError(
+            f"run.output_dir: {folder}: holds a run of another recipe:\n{lines}\n"
+            "expected the same values, to go on with it, or a new folder. Set these keys as they are there, or set "
+            "run.output_dir"
+        )
+    return True
 
 
 class RunFolder:
-    """Written by rank 0 only."""
+    """Written by rank 0 only.
 
-    def __init__(self, folder: Path, recipe: Recipe, world_size: int):
+    Attributes:
+        wandb: gets the lines too; None without.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, world_size: int, step: int = 0):
+        """`step`: optimizer steps done, of a run that goes on from a checkpoint."""
         self.path = folder
+        self.wandb: WandbLog | None = None
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "recipe.yaml").write_text(dump_recipe(recipe))
-        (folder / "environment.json").write_text(json.dumps(environment(world_size), indent=2) + "\n")
+        # First: a folder counts as a run by its recipe, so one that is killed here goes on as one.
+        replace_flushed(folder / RECIPE, dump_recipe(recipe))
+        now = {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **environment(world_size)}
+        if (folder / ENVIRONMENT).is_file():
+            first = json.loads((folder / ENVIRONMENT).read_text())
+            now = first | {"resumed": [*first.get("resumed", []), {"step": step, **now}]}
+        replace_flushed(folder / ENVIRONMENT, json.dumps(now, indent=2) + "\n")
+        self.num_lost_lines = move_lost_metrics(folder, step)
         # Line-buffered: what a killed run had measured is on disk.
-        self._metrics = open(folder / "metrics.jsonl", "w", buffering=1)  # noqa: SIM115
+        self._metrics = open(folder / METRICS, "a", buffering=1)  # noqa: SIM115
 
     def write_metrics(self, values: dict[str, Any]) -> None:
         """One line; null for a number that is not finite, which JSON cannot hold."""
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         self._metrics.write(json.dumps(clean) + "\n")
+        if self.wandb is not None:
+            self.wandb.write(clean)
+
+    def flush(self) -> None:
+        """Puts the lines on the disk: a checkpoint may not outlive them."""
+        os.fsync(self._metrics.fileno())
 
     def close(self) -> None:
         self._metrics.close()
+        if self.wandb is not None:
+            self.wandb.close()
+
+
+def move_lost_metrics(folder: Path, step: int) -> int:
+    """Leaves the lines of the first `step` steps in metrics.jsonl; the steps after them are taken again, and their
+    lines go to metrics_lost.jsonl, as does one that was not written to its end. Returns how many went.
+    """
+    path = folder / METRICS
+    if not path.exists():
+        return 0
+    kept, lost = [], []
+    for line in path.read_text(errors="replace").splitlines():
+        (kept if _step_of(line) in range(1, step + 1) else lost).append(line + "\n")
+    if lost:
+        with (folder / LOST_METRICS).open("a") as file:
+            file.writelines(lost)
+            file.flush()
+            os.fsync(file.fileno())
+        replace_flushed(path, "".join(kept))
+    return len(lost)
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def environment(world_size: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..data import Batch
-from ..engine import FiniteDifferenceUtilities, distributed
+from ..engine import FiniteDifferenceUtilities, distributed, watchdog
 from ..method import (
     GibbsWeights,
     GlobalCounts,
@@ -32,6 +32,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
+        watchdog.mark(name)
         start = self._now()
         yield
         self.seconds[name] += self._now() - start

@@ -6,7 +6,6 @@ from typing import Any
 from vcore_ds.data.answers import answer_spans
 from vcore_ds.data.conversations import Message, check_messages, split_thinking
 from vcore_ds.data.prompts import code_prompt, math_prompt
-from vcore_ds.errors import UserError
 
 # Rules, in the order in which they are tried: the lines of the table.
 OTHER_PROBLEM_TYPE = 'problem_type is not "has_answer_extracted"'
@@ -103,9 +102,9 @@ def chat_messages(row: Any) -> tuple[str, list[Message]]:
         keys = ", ".join(row) or "no key at all"
         raise Malformed(f"found the keys {keys}; expected `messages`, `conversations`, or `instruction` and `output`")
     try:
-        checked = check_messages({"messages": messages}, "row")
-    except UserError as error:
-        raise Malformed(str(error).removeprefix("row").lstrip(": ")) from None
+        checked = check_messages(messages)
+    except ValueError as error:
+        raise Malformed(str(error)) from None
     if not any(message["role"] == "assistant" and message["content"].strip() for message in checked[1:]):
         raise Malformed("no turn of the assistant that answers something")
     return shape, checked

@@ -12,6 +12,15 @@ from vcore_ds.data.prepare.shards import Kind, ShardReport
 PAPER_MEAN_LENGTHS = {"math": 3155.01, "code": 2861.25}
 """Average CoT length of the 3,200 examples for Qwen3 (paper, section "Experiments"), in tokens."""
 
+NOTICED = {
+    "truncated": "kept only to the cutoff: their ends, with the answer and the end of the turn, are not learned",
+    "unsupervised_turns": "turns of the assistant are not supervised: with the turns that follow, the chat template "
+    "renders them differently from what the model would have generated",
+    "empty_thinking": "have no thinking, and the chat template adds an empty <think> block to them: the model learns "
+    "from these not to think",
+}
+"""What a user should know about kept sequences: array in a block of tokens, one number a sequence -> its line."""
+
 
 @dataclass(frozen=True)
 class LengthSummary:
@@ -47,8 +56,8 @@ class PrepareReport:
     num_curated: int = 0
     """rows that passed all rules"""
     num_kept: int = 0
-    num_empty_thinking: int = 0
-    """kept conversations to which the chat template adds an empty <think> block"""
+    noticed: dict[str, int] = field(default_factory=dict)
+    """of what is kept, see `NOTICED`"""
     lengths: LengthSummary | None = None
 
     def count_shards(self, reports: Sequence[ShardReport]) -> None:
@@ -94,12 +103,8 @@ class PrepareReport:
             )
             if self.kind in PAPER_MEAN_LENGTHS:
                 lines.append(f"{'  the paper (CoT, Qwen3)':<{width}}  {PAPER_MEAN_LENGTHS[self.kind]:>12,.2f}")
-            if self.num_empty_thinking:
-                lines += [
-                    "",
-                    f"{self.num_empty_thinking:,} kept conversations have no thinking, and the chat template adds an "
-                    "empty <think> block to them: the model learns from these not to think.",
-                ]
+            if self.noticed:
+                lines += ["", *(f"{number:,} {what}" for what, number in self.noticed.items())]
             if self.sample is not None and self.num_kept < self.sample:
                 lines += ["", f"Fewer than the {self.sample:,} that were asked for: no more rows passed."]
         return "\n".join(lines)

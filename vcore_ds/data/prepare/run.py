@@ -108,7 +108,7 @@ def prepare(
         read_sequences(folder / "tokenized", chosen),
         tokenizer,
         **{key: value for key, value in made_from.items() if key != "tokenizer"},  # which the store describes itself
-        counts={**counts, "kept": len(chosen), "shapes": report.shapes},
+        counts={**counts, "kept": len(chosen), "noticed": report.noticed, "shapes": report.shapes},
         lengths=asdict(report.lengths),
     )
     staged.rename(output)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vcore_ds.data.prepare import shards as work
-from vcore_ds.data.prepare.report import PrepareReport
+from vcore_ds.data.prepare.report import NOTICED, PrepareReport
 from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.prepare.shards import Curated, ShardReport
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
@@ -43,31 +43,31 @@ def select(request: PrepareRequest, reports: Sequence[ShardReport], folder: Path
 def read_block(folder: Path, block_number: int) -> dict[str, np.ndarray]:
     """All but the tokens."""
     with np.load(folder / f"{block_number:05d}.npz") as stored:
-        return {name: stored[name] for name in ("outcomes", "faults", "lengths", "sequence_ids", "empty_thinking")}
+        names = ("outcomes", "faults", "lengths", "sequence_ids", *NOTICED)
+        return {name: stored[name] for name in names}
 
 
 def choose(request: PrepareRequest, blocks: Sequence[Any], report: PrepareReport) -> list[ChosenSequence]:
     """The kept sequences, of a sample the first ones; counts what became of the others."""
     chosen: list[ChosenSequence] = []
-    num_looked_at = num_empty_thinking = 0
+    num_looked_at = 0
+    noticed: Counter[str] = Counter()
     outcomes: Counter[int] = Counter()
     for block_number, block in enumerate(blocks):
-        kept = zip(
-            block["sequence_ids"].tolist(), block["lengths"].tolist(), block["empty_thinking"].tolist(), strict=True
-        )
-        start = 0
+        start = num_kept = 0
         for outcome in block["outcomes"].tolist():
             if len(chosen) == request.sample:
                 break
             num_looked_at += 1
             outcomes[outcome] += 1
             if outcome == work.KEPT:
-                sequence_id, length, has_empty_thinking = next(kept)
-                num_empty_thinking += has_empty_thinking
-                chosen.append(ChosenSequence(sequence_id, length, block_number, start))
+                length = int(block["lengths"][num_kept])
+                chosen.append(ChosenSequence(int(block["sequence_ids"][num_kept]), length, block_number, start))
+                noticed.update({what: int(block[what][num_kept]) for what in NOTICED})
                 start += length
+                num_kept += 1
     report.count_outcomes(outcomes, num_kept=len(chosen), num_not_sampled=report.num_curated - num_looked_at)
-    report.num_empty_thinking = num_empty_thinking
+    report.noticed = {text: noticed[what] for what, text in NOTICED.items() if noticed[what]}
     return chosen
 
 

@@ -149,7 +149,8 @@ class TokenizationTask:
 
 
 OVERLONG, UNSUPERVISED, REFUSED, LONG_PROMPT, KEPT = range(5)
-"""What became of a conversation. `REFUSED` by the chat template and `LONG_PROMPT` are faults of the row."""
+"""What became of a conversation. `REFUSED` by the chat template is a fault of the row, and so is `LONG_PROMPT` where
+sequences are truncated: where long ones are dropped, it is one of them."""
 
 
 def tokenize_block(task: TokenizationTask) -> None:
@@ -168,12 +169,13 @@ def tokenize_block(task: TokenizationTask) -> None:
         except UserError as error:
             outcomes[i] = REFUSED
             faults.append(str(error))
-    ids, marks, lengths, sequence_ids, empty_thinking = [], [], [], [], []
+    ids, marks, lengths, sequence_ids = [], [], [], []
+    truncated, unsupervised_turns, empty_thinking = [], [], []
     sequences = iter(zip(rendered, tokenize_rendered(rendered, tokenizer), strict=True) if rendered else ())
     for i in np.flatnonzero(outcomes == KEPT):
         item, sequence = next(sequences)
         outcomes[i] = _judge(sequence, task.cutoff_length, task.overlong)
-        if outcomes[i] == LONG_PROMPT:
+        if outcomes[i] == LONG_PROMPT and task.overlong == "truncate":
             prompt_length = int(np.flatnonzero(sequence.supervised)[0])
             faults.append(
                 f"{task.locations[i]}: the prompt alone has {prompt_length:,} tokens, expected fewer than the cutoff, "
@@ -187,6 +189,8 @@ def tokenize_block(task: TokenizationTask) -> None:
         marks.append(mark[: task.cutoff_length].astype(np.uint8))
         lengths.append(len(ids[-1]))
         sequence_ids.append(task.sequence_ids[i])
+        truncated.append(len(sequence) > task.cutoff_length)
+        unsupervised_turns.append(item.spans.count(None))
         empty_thinking.append(_adds_empty_thinking(item))
     unfinished = task.folder / f"{task.block_number:05d}.{os.getpid()}.unfinished"
     with unfinished.open("wb") as file:
@@ -196,6 +200,8 @@ def tokenize_block(task: TokenizationTask) -> None:
             faults=np.array(faults, dtype=np.str_),
             lengths=np.array(lengths, dtype=np.int64),
             sequence_ids=np.array(sequence_ids, dtype=np.int64),
+            truncated=np.array(truncated, dtype=np.bool_),
+            unsupervised_turns=np.array(unsupervised_turns, dtype=np.int64),
             empty_thinking=np.array(empty_thinking, dtype=np.bool_),
             ids=np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32),
             marks=np.concatenate(marks) if marks else np.zeros(0, dtype=np.uint8),

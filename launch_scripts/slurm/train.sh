@@ -1,0 +1,64 @@
+# What the .slurm files have in common; sourced by them, in the job, on its first node. Needs $recipe; "$@" are overrides.
+# Exit code: the ranks'. 85 (stopped on request, and saved) puts the job back into the queue first.
+
+: "${SLURM_JOB_ID:?submit this with sbatch}"
+max_restarts=${MAX_RESTARTS:-100}
+attempt=${SLURM_RESTART_COUNT:-0}
+logs=runs/slurm/$SLURM_JOB_ID/attempt_$attempt
+mkdir -p "$logs"
+export PATH="$PWD/.venv/bin:$PATH"
+
+# SLURM also requeues by itself (a preempted job, a failed node), without any limit of its own.
+if ((attempt > max_restarts)); then
+    echo "restart $attempt of job $SLURM_JOB_ID: expected at most $max_restarts (MAX_RESTARTS). Look at $(dirname "$logs")" >&2
+    exit 1
+fi
+
+# Every rank finds the others at the first node. A port per job, below those that Linux hands out by itself.
+first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export RENDEZVOUS=$first_node:$((20000 + SLURM_JOB_ID % 12000))
+# Where SLURM does not know the nodes' GPUs, RANKS_PER_NODE says how many: RANKS_PER_NODE=8 sbatch ...
+export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+
+# NCCL finds NVLink, InfiniBand, GPUDirect and SHARP by itself, better than a copied list of settings does. Only what it cannot
+# know is set, and that depends on the site: docs/slurm.md explains each line. Take off the # where the preflight says so.
+# export NCCL_SOCKET_IFNAME=ib0
+# export GLOO_SOCKET_IFNAME=ib0
+# export NCCL_IB_HCA=mlx5_0,mlx5_1,mlx5_2,mlx5_3
+
+# `vcore-ds COMMAND ARGUMENT...` once on each GPU of each node; "${srun_options[@]}" are added to srun's.
+# In single quotes, so that each node takes its own variables, not this one's. torchrun's --node-rank is not given: with a c10d
+# rendezvous it has no effect. exec: the signals are for torchrun and the ranks, a bash above them would die of them.
+# --export: some sites start steps with an empty environment. --cpu-bind: a step of one task may be bound to one core.
+# --kill-on-bad-exit: ranks that exit with 85 do so within seconds of each other, not at once.
+# --wait: ranks notice by themselves that others are gone. Should one not, SLURM ends it this many seconds after the first
+# node has ended; the last files of a run may be one node's work, so not sooner.
+on_every_node() {
+    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --export=ALL --cpu-bind=none --kill-on-bad-exit=0 --wait=1800 \
+        "${srun_options[@]}" bash -c '
+        # Compiled kernels on the disk of the node: on a shared one, ranks of all nodes wait for and overwrite each other.
+        cache=${TMPDIR:-/tmp}/vcore_ds_$(id -u)
+        export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor TORCH_EXTENSIONS_DIR=$cache/extensions
+        exec python -m vcore_ds.torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$RANKS_PER_NODE" \
+            --rdzv-backend=c10d --rdzv-endpoint="$RENDEZVOUS" --rdzv-id="$SLURM_JOB_ID.$SLURM_STEP_ID" \
+            -m vcore_ds.cli "$@"' bash "$@"
+}
+
+echo "job $SLURM_JOB_ID, attempt $attempt, on $SLURM_JOB_NODELIST with $RANKS_PER_NODE rank(s) a node; $(date)"
+srun_options=()
+on_every_node preflight "$recipe" "$@"
+code=$?
+if ((code == 0)); then
+    echo "training: tail -f $logs/$first_node.log, and a log for each other node"
+    srun_options=(--output="$logs/%N.log")
+    on_every_node train "$recipe" "$@"
+    code=$?
+fi
+
+if ((code == 85)) && ((attempt < max_restarts)); then
+    echo "stopped and saved; back into the queue ($(date))"
+    scontrol requeue "$SLURM_JOB_ID"
+else
+    echo "ended with exit code $code ($(date))"
+fi
+exit "$code"

@@ -1,0 +1,68 @@
+"""One whole training step on a packed row of 16,384 tokens with the 151,936-token vocabulary, on one CPU rank.
+
+    python -m tests.benchmarks.long_row
+
+The model has Qwen3's vocabulary and two small layers, so that nearly all memory is that of the loss. Counted tensor by
+tensor (`tests/helpers/allocations.py`): the highest sum of what a step allocates beyond what lives between steps. Whole
+logits would be 9.27 GiB a copy, with two to three copies.
+"""
+
+import gc
+import time
+
+import numpy as np
+
+from tests.helpers import step_runs, tiny
+from tests.helpers.allocations import Allocations
+from vcore_ds.data import Batch, TokenizedSequence, pack
+from vcore_ds.engine import Direction, Engine, build_optimizer, distributed
+from vcore_ds.step import StepBatches, train_step
+
+NUM_TOKENS, VOCABULARY, HIDDEN = 16_384, 151_936, 64
+METHODS = {
+    "sft": dict(method={"name": "sft"}),
+    "vcore, jvp": dict(method={"kl_budget": 0.05}, utility={"estimator": "jvp"}),
+    "vcore, finite difference": dict(
+        method={"kl_budget": 0.05}, utility={"estimator": "finite_difference", "epsilon": 0.1}
+    ),
+}
+
+
+def row() -> Batch:
+    """Four sequences, every token but their first 200 supervised."""
+    generator = np.random.default_rng(0)
+    sequences = [
+        TokenizedSequence(i, generator.integers(0, VOCABULARY, n).astype(np.int32), np.arange(n) >= 200)
+        for i, n in enumerate((8192, 4096, 3072, 1024))
+    ]
+    assert sum(map(len, sequences)) == NUM_TOKENS
+    return pack([sequences], pad_token_id=0)
+
+
+def main() -> None:
+    distributed.start_process_group(timeout_minutes=30)
+    batch = row()
+    for name, sections in METHODS.items():
+        recipe = step_runs.recipe(model={"path": "none", "precision": "fp32"}, **sections)
+        model = tiny.token_loss_model(
+            tied=True, checkpointing=True, vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN
+        )
+        engine = Engine(model, build_optimizer(model, recipe.optimizer), tiny.deepspeed_config())
+        direction = Direction(engine) if recipe.method.name == "vcore" else None
+        batches = StepBatches([batch], [batch] if direction is not None else [])
+        train_step(engine, recipe, batches, direction, learning_rate=1e-4)  # optimizer state comes with the first step
+        gc.collect()
+        started = time.perf_counter()
+        with Allocations() as allocations:
+            values = train_step(engine, recipe, batches, direction, learning_rate=1e-4).values
+        weight_gib = VOCABULARY * HIDDEN * 4 / 2**30
+        print(
+            f"{name:<26} {allocations.peak_bytes / 2**30:5.2f} GiB, of which {weight_gib:.2f} for each copy of the "
+            f"embedding's gradient; loss {values['loss']:.4f}, {time.perf_counter() - started:.0f} s",
+            flush=True,
+        )
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()

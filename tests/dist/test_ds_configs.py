@@ -1,0 +1,185 @@
+"""Every file of ds_configs/ trains, as it is shipped, and gives what the plain file gives: where shards lie decides
+nothing about the result."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.utils import groups
+
+from tests.helpers import step_runs, tiny
+from tests.helpers.ranks import run_ranks
+from vcore_ds.config import Recipe, deepspeed_config, plan_batch
+from vcore_ds.engine import Direction, Engine, distributed
+from vcore_ds.run import build_engine
+from vcore_ds.step import StepBatches, train_step
+
+pytestmark = pytest.mark.dist
+
+FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
+FILES = sorted(path.stem for path in FOLDER.glob("*.json"))
+PLAIN = {"bf16": "zero3_bf16", "fp32": "zero3_fp32"}
+ESTIMATORS = {"jvp": {}, "finite_difference": {"estimator": "finite_difference", "epsilon": 5.0}}
+CASES = [("jvp", False), ("jvp", True), ("finite_difference", False)]
+SIZES = dict(hidden_size=128, intermediate_size=1024, vocab_size=1024)
+"""Matrices above and below `stage3_param_persistence_threshold`: the large ones are gathered and released."""
+
+
+@dataclass
+class Outcome:
+    losses: list[float]
+    gradient_norms: list[float]
+    utilities: torch.Tensor
+    parameters: dict[str, torch.Tensor]
+    offloads: tuple[str, str]
+    """Devices of optimizer and parameters, as DeepSpeed has taken them."""
+    num_ranks_in_node: int
+    num_persistent: int
+    num_trainable: int
+
+
+def make_recipe(model: str, json_file: str, precision: str, estimator: str, lora: bool) -> Recipe:
+    return step_runs.recipe(
+        model={"path": model, "precision": precision},
+        engine={"deepspeed_config": json_file},
+        batch={"global_size": 8, "micro_batch_size_per_rank": 2},
+        # Clipping that is in force: with an offloaded optimizer DeepSpeed keeps norms of its own, which alpha changes.
+        optimizer={"learning_rate": step_runs.LEARNING_RATE, "gradient_clipping": 0.05},
+        probe={"direction": "adam"},  # reads the optimizer's moments
+        utility=ESTIMATORS[estimator],
+        lora={"rank": 4, "alpha": 8, "dropout": 0.0} if lora else None,
+    )
+
+
+def train_two_steps(model: str, json_file: str, precision: str, estimator: str, lora: bool) -> Outcome:
+    recipe = make_recipe(model, json_file, precision, estimator, lora)
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes it once a process, and here are many engines
+    engine = build_engine(recipe, deepspeed_config(recipe, plan_batch(recipe, distributed.world_size())))
+    direction = Direction(engine)
+    losses, norms, utilities = [], [], []
+    for k in range(2):
+        batches = StepBatches(step_runs.deal(tiny.rows(8, seed=k), 2), step_runs.deal(tiny.rows(4, seed=50 + k), 2))
+        with step_runs.Recorder(engine) as recorded:
+            metrics = train_step(engine, recipe, batches, direction, learning_rate=step_runs.LEARNING_RATE)
+        losses.append(metrics.values["loss"])
+        norms.append(metrics.values["grad_norm"])
+        utilities += [result.utilities for result in recorded.results]
+    outcome = Outcome(
+        losses,
+        norms,
+        torch.cat(utilities),
+        step_runs.whole_parameters(engine),
+        offloads(engine),
+        engine.trainable[0][1].ds_secondary_tensor_group_size,
+        sum(parameter.ds_persist for _, parameter in engine.trainable),
+        len(engine.trainable),
+    )
+    engine.close()
+    return outcome
+
+
+def offloads(engine: Engine) -> tuple[str, str]:
+    sections = (engine.deepspeed.zero_offload_optimizer(), engine.deepspeed.zero_offload_param())
+    return tuple("none" if section is None else OffloadDeviceEnum(section.device).value for section in sections)
+
+
+def train_with_every_file(model: str, json_files: dict[tuple[str, str], str]) -> dict[tuple, Outcome]:
+    return {
+        (name, precision, estimator, lora): train_two_steps(model, json_file, precision, estimator, lora)
+        for (name, precision), json_file in json_files.items()
+        for estimator, lora in CASES
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.qwen3(**SIZES).save_pretrained(folder)
+    return str(folder)
+
+
+def shipped_and_in_fp32(folder: Path) -> dict[tuple[str, str], str]:
+    """(name, precision) -> file: as shipped, and in fp32, where differences cannot drown in rounding, those that put
+    shards elsewhere."""
+    files = {}
+    for name in FILES:
+        path = FOLDER / f"{name}.json"
+        content = json.loads(path.read_text())
+        precision = "bf16" if content["bf16"]["enabled"] else "fp32"
+        files[name, precision] = str(path)
+        if precision == "bf16" and name not in ("zero3_bf16", "zero3_bf16_large"):
+            del content["bf16"]
+            (folder / path.name).write_text(json.dumps(content))
+            files[name, "fp32"] = str(folder / path.name)
+    return files
+
+
+@pytest.fixture(scope="module")
+def outcomes(model, tmp_path_factory) -> dict[tuple, Outcome]:
+    files = shipped_and_in_fp32(tmp_path_factory.mktemp("json"))
+    return run_ranks(train_with_every_file, 2, model, files, timeout_seconds=300)[0]
+
+
+def assert_same(found: Outcome, plain: Outcome, precision: str) -> None:
+    """The arithmetic is the same, but for norms: with an offloaded optimizer DeepSpeed sums them in another order, and
+    the clipping factor's last bit changes. Adam's first update is nearly the gradient's sign, so where a gradient is
+    near zero the parameter moves by more than a bit. A copy that a perturbation did not reach gives utilities that are
+    0, a norm that alpha did not reach another update: deviations of 0.1 and more."""
+    tolerance = {"fp32": 2e-3, "bf16": 1e-2}[precision]
+    assert float(plain.utilities.abs().max()) > 0.1
+    deviations = {
+        "losses": max(abs(a / b - 1) for a, b in zip(found.losses, plain.losses, strict=True)),
+        "gradient norms": max(abs(a / b - 1) for a, b in zip(found.gradient_norms, plain.gradient_norms, strict=True)),
+        "utilities": step_runs.relative_error(found.utilities, plain.utilities),
+        "parameters": max(step_runs.relative_error(found.parameters[n], p) for n, p in plain.parameters.items()),
+    }
+    print({quantity: f"{deviation:.1e}" for quantity, deviation in deviations.items()})
+    assert max(deviations.values()) < tolerance, deviations
+
+
+@pytest.mark.parametrize(("estimator", "lora"), CASES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_gives_what_the_plain_one_gives(outcomes, name, estimator, lora):
+    precisions = [precision for precision in PLAIN if (name, precision, estimator, lora) in outcomes]
+    assert precisions
+    for precision in precisions:
+        plain = outcomes[PLAIN[precision], precision, estimator, lora]
+        assert_same(outcomes[name, precision, estimator, lora], plain, precision)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "parameters"),
+    [
+        ("zero3_bf16", "none", "none"),
+        ("zero3_bf16_offload_optimizer", "cpu", "none"),
+        ("zero3_bf16_offload_all", "cpu", "cpu"),
+    ],
+)
+def test_offloading_is_in_force(outcomes, name, optimizer, parameters):
+    found = outcomes[name, "bf16", "jvp", False]
+    assert found.offloads == (optimizer, parameters)
+    assert 0 < found.num_persistent < found.num_trainable
+    assert min(found.gradient_norms) > 0.05  # clipped
+
+
+def train_hierarchically(model: str, json_files: dict[str, str]) -> dict[str, Outcome]:
+    return {
+        name: train_two_steps(model, json_file, "fp32", "finite_difference", lora=False)
+        for name, json_file in json_files.items()
+    }
+
+
+def test_hierarchical_partitioning_over_two_nodes_of_two(model, tmp_path):
+    """The shipped file says 8, which on 2 ranks is one node; here are two groups that each hold the whole model."""
+    content: dict[str, Any] = json.loads((FOLDER / "zero3_bf16_hierarchical.json").read_text())
+    del content["bf16"]
+    content["zero_optimization"]["zero_hpz_partition_size"] = 2
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    files = {"plain": str(FOLDER / "zero3_fp32.json"), "hierarchical": str(tmp_path / "ds.json")}
+    for outcomes in run_ranks(train_hierarchically, 4, model, files):
+        assert outcomes["hierarchical"].num_ranks_in_node == 2
+        assert_same(outcomes["hierarchical"], outcomes["plain"], "fp32")

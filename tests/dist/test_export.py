@@ -1,0 +1,262 @@
+"""What a run of 2 ranks exports, at its end and from its checkpoint, computes what its engine computed."""
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.conftest import CHATML, make_tokenizer, sums, write_conversations
+from tests.helpers import tiny
+from tests.helpers.ranks import run_ranks
+from vcore_ds import run
+from vcore_ds.config import Recipe
+from vcore_ds.engine import Engine, distributed, save_hugging_face
+from vcore_ds.engine.export import ExportFailed
+from vcore_ds.export import export_run
+from vcore_ds.models import export as files
+from vcore_ds.models import load_tokenizer
+
+pytestmark = pytest.mark.dist
+
+MAX_FILE_BYTES = {"fp32": 30_000, "bf16": 15_000}
+PROMPT = torch.randint(0, 256, (1, 21), generator=torch.Generator().manual_seed(1))
+LORA = {"rank": 4, "alpha": 12.0, "dropout": 0.05}
+CASES: dict[str, dict[str, Any]] = {
+    "full, untied, fp32": {"precision": "fp32", "tied": False},
+    "full, tied, fp32": {"precision": "fp32", "tied": True},
+    "full, untied, bf16": {"precision": "bf16", "tied": False},
+    "full, tied, bf16": {"precision": "bf16", "tied": True},
+    "lora, untied, fp32": {"precision": "fp32", "tied": False, "lora": LORA},
+    "lora, tied, bf16": {"precision": "bf16", "tied": True, "lora": LORA},
+}
+FULL = [name for name in CASES if name.startswith("full")]
+ADAPTED = [name for name in CASES if name.startswith("lora")]
+
+
+@dataclass
+class Outcome:
+    """Of one run, on one rank."""
+
+    folder: Path
+    logits: Tensor
+    """`[1, T, V]` of `PROMPT`, by the engine after training."""
+    written: list[str] = field(default_factory=list)
+    """Files of the export in small files that this rank wrote."""
+    held_bytes: int = 0
+    """Most bytes of weights that this rank kept for one file."""
+    failure: str = ""
+    """What all ranks say when one of them cannot write its file."""
+
+
+def make_recipe(folder: Path, name: str, *, precision: str, tied: bool, lora: dict | None = None) -> Recipe:
+    return Recipe(
+        model={"path": str(folder / ("tied" if tied else "untied")), "precision": precision},
+        method={"kl_budget": 0.05},
+        lora=lora,
+        data={"train_path": str(folder / "train.jsonl"), "cache_dir": str(folder / "cache")},
+        batch={"global_size": 4},
+        probe={"batch_size": 2},
+        optimizer={"learning_rate": 1e-2},
+        schedule={"num_steps": 3},
+        run={"output_dir": str(folder / name.replace(", ", "_"))},
+        engine={"deepspeed_config": str(folder / f"{precision}.json")},
+    )
+
+
+def engine_logits(engine: Engine) -> Tensor:
+    with engine.without_gradient():
+        hidden = engine.module.decoder(input_ids=PROMPT, use_cache=False).last_hidden_state
+        return engine.module.base.get_output_embeddings()(hidden)
+
+
+def export_in_small_files(engine: Engine, recipe: Recipe, outcome: Outcome) -> None:
+    """Once whole, and once with a disk that is full for the last rank's file."""
+    write_file, tokenizer = files.write_file, load_tokenizer(recipe.model.path)
+    max_file_bytes = MAX_FILE_BYTES[recipe.model.precision]
+
+    def record(path, tensors, expected):
+        outcome.written.append(path.name)
+        outcome.held_bytes = max(outcome.held_bytes, sum(tensor.nbytes for tensor in tensors.values()))
+        write_file(path, tensors, expected)
+
+    def fail(path, tensors, expected):
+        if distributed.rank() == distributed.world_size() - 1:
+            raise OSError(28, "No space left on device")
+        write_file(path, tensors, expected)
+
+    try:
+        files.write_file = record
+        save_hugging_face(engine, tokenizer, recipe.model.path, outcome.folder / "small", max_file_bytes=max_file_bytes)
+        files.write_file = fail
+        save_hugging_face(
+            engine, tokenizer, recipe.model.path, outcome.folder / "failed", max_file_bytes=max_file_bytes
+        )
+    except ExportFailed as error:
+        outcome.failure = str(error)
+    finally:
+        files.write_file = write_file
+
+
+def train(folder: Path, name: str) -> Outcome:
+    """A run as the command runs it; looks at the engine before it goes."""
+    recipe = make_recipe(folder, name, **CASES[name])
+    close, outcomes = Engine.close, []
+
+    def look_and_close(engine: Engine) -> None:
+        outcome = Outcome(Path(recipe.run.output_dir), engine_logits(engine))
+        if recipe.lora is None:
+            export_in_small_files(engine, recipe, outcome)
+        outcomes.append(outcome)
+        close(engine)
+
+    Engine.close = look_and_close
+    try:
+        run.train(recipe)
+    finally:
+        Engine.close = close
+    return outcomes[0]
+
+
+def train_all(folder: Path) -> dict[str, Outcome]:
+    return {name: train(folder, name) for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+    """By rank."""
+    folder = tmp_path_factory.mktemp("export")
+    tokenizer = make_tokenizer()
+    for kind, tied in (("tied", True), ("untied", False)):
+        # Sizes that 2 ranks do not divide: shards with padding.
+        model = tiny.qwen3(tied=tied, vocab_size=len(tokenizer), hidden_size=33, head_dim=6)
+        model.save_pretrained(folder / kind)
+        tokenizer.save_pretrained(folder / kind)
+        (folder / kind / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    write_conversations(folder / "train.jsonl", sums(range(12)))
+    for precision in ("fp32", "bf16"):
+        config = tiny.deepspeed_config(bf16=precision == "bf16", persistence_threshold=500)
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+            del config[key]  # the recipe's
+        (folder / f"{precision}.json").write_text(json.dumps(config))
+    return run_ranks(train_all, 2, folder, timeout_seconds=300)
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def logits(model) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(PROMPT).logits
+
+
+def base_of(name: str, folder: Path, dtype: torch.dtype):
+    kind = "tied" if CASES[name]["tied"] else "untied"
+    return AutoModelForCausalLM.from_pretrained(folder.parent / kind, dtype=dtype)
+
+
+def largest_difference(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).abs().max())
+
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 0.02}
+"""In bf16 logits of this size have an ulp of 0.004 to 0.016; the weights themselves are compared bit for bit."""
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_the_result_computes_what_the_engine_computed(outcomes, name):
+    outcome, precision = outcomes[0][name], CASES[name]["precision"]
+    untrained = logits(base_of(name, outcome.folder, torch.float32))
+    assert largest_difference(untrained, outcome.logits) > 0.1
+    for folder in ("model", "small"):
+        model = AutoModelForCausalLM.from_pretrained(outcome.folder / folder)
+        assert model.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        difference = largest_difference(logits(model), outcome.logits)
+        print(f"{folder}: {difference:.1e} of {float(outcome.logits.abs().max()):.2f}")
+        assert difference < TOLERANCE[precision]
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_small_files_come_from_both_ranks_and_hold_the_same(outcomes, name):
+    folder, max_file_bytes = outcomes[0][name].folder, MAX_FILE_BYTES[CASES[name]["precision"]]
+    names = sorted(path.name for path in (folder / "small").glob("*.safetensors"))
+    assert [of_rank[name].written for of_rank in outcomes] == [names[0::2], names[1::2]]
+    assert len(names) >= 4
+    held_bytes = max(of_rank[name].held_bytes for of_rank in outcomes)
+    assert held_bytes <= 1.2 * max_file_bytes  # the embedding is larger than a file may be, and has one of its own
+    whole, small = stored(folder / "model"), stored(folder / "small")
+    assert whole.keys() == small.keys()
+    assert all(torch.equal(whole[key], small[key]) for key in whole)
+    index = json.loads((folder / "small" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == whole.keys()
+    assert ("lm_head.weight" in whole) is not CASES[name]["tied"]
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_checkpoint_of_2_ranks_gives_the_same_bytes(outcomes, name):
+    folder = outcomes[0][name].folder
+    exported = export_run(folder)
+    assert exported.parent.name == "step_00000003"
+    live, later = stored(folder / "model"), stored(exported)
+    assert live.keys() == later.keys()
+    assert all(torch.equal(live[key], later[key]) for key in live)
+    for file in {path.name for path in (folder / "model").iterdir()} - {"model.safetensors"}:
+        assert (exported / file).read_bytes() == (folder / "model" / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_rank_that_cannot_write_ends_the_export_on_all_ranks(outcomes, name):
+    for of_rank in outcomes:
+        assert "rank 1 on host" in of_rank[name].failure
+        assert "No space left on device" in of_rank[name].failure
+        assert "vcore-ds export" in of_rank[name].failure
+        assert not list(of_rank[name].folder.glob("failed*"))
+
+
+@pytest.mark.parametrize("name", [*FULL, *ADAPTED])
+def test_tokenizer_and_settings_stand_beside_the_weights(outcomes, name):
+    folder = outcomes[0][name].folder / ("adapter" if "lora" in CASES[name] else "model")
+    assert AutoTokenizer.from_pretrained(folder).chat_template == CHATML
+    if "lora" not in CASES[name]:
+        assert json.loads((folder / "generation_config.json").read_text()) == {"do_sample": False, "temperature": 0.6}
+        base = json.loads((folder.parent.parent / "untied" / "config.json").read_text())
+        assert json.loads((folder / "config.json").read_text())["use_cache"] == base["use_cache"]
+    assert not list(folder.parent.glob("*.partial"))
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_adapter_computes_what_the_engine_computed(outcomes, name):
+    outcome, precision = outcomes[0][name], CASES[name]["precision"]
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    untrained = logits(base_of(name, outcome.folder, torch.float32))
+    assert largest_difference(untrained, outcome.logits) > 0.02
+    from_checkpoint = export_run(outcome.folder)
+    live, later = stored(outcome.folder / "adapter"), stored(from_checkpoint)
+    assert live.keys() == later.keys()
+    assert all(torch.equal(live[key].float(), later[key]) for key in live)
+    for folder in (outcome.folder / "adapter", from_checkpoint):
+        adapted = PeftModel.from_pretrained(base_of(name, outcome.folder, dtype), folder)
+        difference = largest_difference(logits(adapted), outcome.logits)
+        print(f"{folder.name}: {difference:.1e} of {float(outcome.logits.abs().max()):.2f}")
+        assert difference < TOLERANCE[precision]
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_merged_computes_what_the_engine_computed(outcomes, name):
+    outcome, precision = outcomes[0][name], CASES[name]["precision"]
+    merged = export_run(outcome.folder, merge=True)
+    model = AutoModelForCausalLM.from_pretrained(merged)
+    difference = largest_difference(logits(model), outcome.logits)
+    print(f"{difference:.1e} of {float(outcome.logits.abs().max()):.2f}")
+    assert difference < TOLERANCE[precision]
+    shutil.rmtree(outcome.folder / "checkpoints")
+    from_adapter = stored(export_run(outcome.folder, merge=True))
+    assert all(torch.equal(from_adapter[key], tensor) for key, tensor in stored(merged).items())

@@ -1,0 +1,358 @@
+"""A run that was stopped and resumed is the run that was not: to the last bit at its world size, within rounding at
+another; and what becomes of checkpoints that cannot be written or read."""
+
+import errno
+import gc
+import json
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.e2e.conftest import make_tokenizer, sums, write_conversations
+from tests.helpers import resumed_runs, tiny
+from tests.helpers.ranks import run_ranks
+from tests.helpers.resumed_runs import NUM_STEPS
+from vcore_ds import checkpoints
+from vcore_ds.checkpoints import Checkpoints
+from vcore_ds.config import Recipe
+from vcore_ds.engine import checkpoint, distributed
+from vcore_ds.engine.checkpoint import CheckpointFailed
+from vcore_ds.errors import UserError
+from vcore_ds.reference import write_reference_log_probabilities
+from vcore_ds.track.console import Console
+
+pytestmark = pytest.mark.dist
+
+STOPS = (3, 7)
+STOPPED_TWICE = ("vcore_jvp_lora", "vcore_difference_full", "vcore_adam_lora", "bf16")
+"""The others are killed after step 7."""
+FINITE_DIFFERENCE = {"estimator": "finite_difference", "epsilon": "auto"}
+LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.05}
+VCORE = {"name": "vcore", "kl_budget": 0.05}
+
+CASES: dict[str, dict[str, Any]] = {
+    "vcore_jvp_full": {"method": VCORE, "batch": {"global_size": 4}},
+    "vcore_jvp_lora": {"method": VCORE, "lora": LORA},
+    # Every 3: step 4 probes anew, step 8 takes the stored direction. Every 2: both take the stored one.
+    "vcore_difference_full": {"method": VCORE, "utility": FINITE_DIFFERENCE, "probe": {"every": 3, "batch_size": 2}},
+    "vcore_difference_lora": {
+        "method": VCORE,
+        "utility": FINITE_DIFFERENCE,
+        "probe": {"every": 2, "batch_size": 2},
+        "lora": LORA,
+    },
+    "vcore_adam_full": {"method": VCORE, "probe": {"direction": "adam", "batch_size": 2}},
+    "vcore_adam_lora": {"method": VCORE, "probe": {"direction": "adam", "batch_size": 2, "every": 3}, "lora": LORA},
+    "sft_sgd_full": {"method": {"name": "sft"}, "optimizer": {"name": "sgd", "learning_rate": 0.1}},
+    "sft_lora": {"method": {"name": "sft"}, "lora": LORA},
+    "dft_full": {"method": {"name": "dft"}},
+    "dft_lora": {"method": {"name": "dft"}, "lora": LORA},
+    "iw_sft_full": {"method": {"name": "iw_sft"}},
+    "iw_sft_lora": {"method": {"name": "iw_sft"}, "lora": LORA},
+    "random_full": {"method": {"name": "random"}},
+    "random_lora": {"method": {"name": "random"}, "lora": LORA},
+    "bf16": {
+        "method": VCORE,
+        "utility": FINITE_DIFFERENCE | {"rounding": "stochastic"},
+        "probe": {"every": 3, "batch_size": 2},
+        "model": {"precision": "bf16"},
+    },
+    "bf16_offload_optimizer": {"method": VCORE, "model": {"precision": "bf16"}},
+    "bf16_offload_all": {"method": VCORE, "model": {"precision": "bf16"}},
+}
+OFFLOADED = {
+    "offload_optimizer": ["offload_optimizer"],
+    "offload_all": ["offload_optimizer", "offload_param"],
+}
+ACROSS_WORLD_SIZES = {
+    "method": VCORE,
+    "batch": {"global_size": 4},
+    "probe": {"direction": "adam", "batch_size": 4, "every": 3},
+}
+
+
+def recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
+    """A run in `folder / name`. Sizes no number of ranks divides: shards with padding, and empty ones at 4 ranks."""
+    sections = {
+        "lora": None,
+        "batch": {"global_size": 2},
+        "probe": {"batch_size": 2},
+        "optimizer": {"learning_rate": 1e-3},
+        "schedule": {"num_steps": NUM_STEPS},
+        **sections,
+    }
+    sections["model"] = {"path": str(folder / "model"), "precision": "fp32", **sections.get("model", {})}
+    sections["data"] = {"train_path": str(folder / "train.jsonl"), "cache_dir": str(folder / "cache")}
+    if sections["method"]["name"] == "iw_sft" and sections["lora"] is None:
+        sections["data"]["reference_log_probabilities"] = str(folder / "reference.npz")
+    precision = sections["model"]["precision"]
+    kind = next((kind for kind in OFFLOADED if name.startswith(f"{precision}_{kind}")), precision)
+    return Recipe(
+        **sections,
+        run={"output_dir": str(folder / name)},
+        engine={"deepspeed_config": str(folder / f"{kind}.json")},
+    )
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    tokenizer = make_tokenizer()
+    tiny.qwen3(vocab_size=len(tokenizer), hidden_size=33, head_dim=6).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    write_conversations(folder / "train.jsonl", sums(range(12)))
+    write_conversations(folder / "other.jsonl", sums(range(1, 13)))
+    for kind in ("fp32", "bf16", *OFFLOADED):
+        config = tiny.deepspeed_config(bf16=kind != "fp32", persistence_threshold=500)
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+            del config[key]  # the recipe's
+        for part in OFFLOADED.get(kind, ()):
+            config["zero_optimization"][part] = {"device": "cpu"}
+        config["zero_force_ds_cpu_optimizer"] = False
+        (folder / f"{kind}.json").write_text(json.dumps(config))
+    return folder
+
+
+def run_case(folder: Path, name: str) -> list[str]:
+    """What differs between a straight run and one that was stopped, or killed, and resumed."""
+    straight, stopped = (recipe(folder, f"{name}_{kind}", CASES[name]) for kind in ("straight", "stopped"))
+    if name in STOPPED_TWICE:
+        expected = resumed_runs.to_the_end(straight)
+        for step in STOPS:
+            resumed_runs.until(stopped, step)
+    else:
+        expected = resumed_runs.killed_copy(straight, STOPS[-1], Path(stopped.run.output_dir))
+    resumed_runs.to_the_end(stopped)
+    return resumed_runs.differences(Path(stopped.run.output_dir), expected)
+
+
+def one_rank_cannot_write(folder: Path) -> dict[str, Any]:
+    """In the save after step 7 the place of the last rank's file is taken, on that rank's side only."""
+    stopped = recipe(folder, "failing", CASES["sft_lora"])
+    saved = resumed_runs.until(stopped, 3) / "checkpoints"
+    write_state = checkpoints.write_state
+
+    def write(engine, direction, state: Path) -> None:
+        if distributed.rank() == distributed.world_size() - 1:
+            (state / f"__{distributed.rank()}_0.distcp").mkdir()
+        write_state(engine, direction, state)
+
+    checkpoints.write_state = write
+    try:
+        resumed_runs.until(stopped, 7)
+        message = "no error"
+    except CheckpointFailed as error:
+        message = str(error)
+    finally:
+        checkpoints.write_state = write_state
+    left = sorted(path.name for path in saved.iterdir())
+    resumed_runs.to_the_end(stopped)
+    differing = resumed_runs.differences(saved.parent, folder / "sft_lora_straight")
+    return {"message": message, "left": left, "differing": differing}
+
+
+def no_room(folder: Path) -> str:
+    stopped = recipe(folder, "no_room", CASES["sft_lora"])
+    margin, checkpoints.MARGIN_BYTES = checkpoints.MARGIN_BYTES, 10**18
+    try:
+        resumed_runs.until(stopped, 1)
+    except CheckpointFailed as error:
+        return str(error)
+    finally:
+        checkpoints.MARGIN_BYTES = margin
+    return "no error"
+
+
+def damaged(folder: Path) -> dict[str, Any]:
+    """Resumes where the newest checkpoint has a flipped bit in another rank's file; then where all are damaged."""
+    stopped = recipe(folder, "damaged", CASES["sft_lora"])
+    for step in (3, 7):
+        resumed_runs.until(stopped, step)
+    run_folder = Path(stopped.run.output_dir)
+    if distributed.rank() == 0:
+        flip_a_bit(run_folder / "checkpoints/step_00000007/state/__1_0.distcp")
+    distributed.gather_objects(None)
+    said: list[str] = []
+    console, Console.say = Console.say, lambda self, text="": said.append(text)
+    try:
+        resumed_runs.until(stopped, 8)
+    finally:
+        Console.say = console
+    if distributed.rank() == 0:
+        for step in (3, 8):
+            flip_a_bit(run_folder / f"checkpoints/step_0000000{step}/state/__0_0.distcp")
+    distributed.gather_objects(None)
+    try:
+        resumed_runs.to_the_end(stopped)
+        refusal = "no error"
+    except UserError as error:
+        refusal = str(error)
+    lost = (run_folder / "metrics_lost.jsonl").read_text().splitlines()
+    return {
+        "said": said,
+        "refusal": refusal,
+        "lost": [json.loads(line)["step"] for line in lost],
+        "steps": [line["step"] for line in resumed_runs.timeless_metrics(run_folder)],
+    }
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def unfinished_only(folder: Path) -> list[str]:
+    """Killed between the renaming and the mark of its first checkpoint: what the next attempt says."""
+    stopped = recipe(folder, "unfinished", CASES["sft_lora"])
+    saved = resumed_runs.until(stopped, 1) / "checkpoints"
+    if distributed.rank() == 0:
+        (saved / "step_00000001" / "COMPLETE").unlink()
+        (saved / "step_00000002.partial").mkdir()
+    distributed.gather_objects(None)
+    said: list[str] = []
+    console, Console.say = Console.say, lambda self, text="": said.append(text)
+    try:
+        resumed_runs.until(stopped, 2)
+    finally:
+        Console.say = console
+    return [*said, *sorted(path.name for path in saved.iterdir())]
+
+
+def minutes(folder: Path) -> list[bool]:
+    """Whether a checkpoint is due, with every rank's clock at its start, the last rank's an hour on, all an hour on."""
+    every = recipe(folder, "minutes", CASES["sft_lora"] | {"checkpoint": {"every_minutes": 30.0}})
+    own, is_last = Checkpoints(every, Console(enabled=False)), distributed.rank() == distributed.world_size() - 1
+    found = [own.due(1, NUM_STEPS)]
+    own._last_end -= 3600.0 * is_last
+    found.append(own.due(1, NUM_STEPS))
+    own._last_end -= 3600.0 * (not is_last)
+    return [*found, own.due(1, NUM_STEPS)]
+
+
+def other_data(folder: Path) -> str:
+    stopped = recipe(folder, "other_data", CASES["sft_lora"])
+    resumed_runs.until(stopped, 3)
+    other = stopped.data.model_copy(update={"train_path": str(folder / "other.jsonl")})
+    try:
+        resumed_runs.to_the_end(stopped.model_copy(update={"data": other}))
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def at_two_ranks(folder: Path) -> dict[str, Any]:
+    gc.freeze()  # deepspeed collects garbage in every start: 0.3 s a time over what was imported
+    reference = recipe(folder, "reference", CASES["iw_sft_full"])
+    write_reference_log_probabilities(reference, folder / "reference.npz")
+    found: dict[str, Any] = {name: run_case(folder, name) for name in CASES}
+    found |= {
+        check.__name__: check(folder)
+        for check in (one_rank_cannot_write, no_room, damaged, unfinished_only, minutes, other_data)
+    }
+    resumed_runs.to_the_end(recipe(folder, "across_straight", ACROSS_WORLD_SIZES))
+    resumed_runs.until(recipe(folder, "across_2", ACROSS_WORLD_SIZES), 4)
+    return found
+
+
+def resume_copies(folder: Path, *names: str) -> None:
+    """Resumes, at this world size, copies of runs that were stopped at another."""
+    for name in names:
+        here = f"{name}_to_{distributed.world_size()}"
+        if distributed.rank() == 0:
+            shutil.copytree(folder / name, folder / here)
+        distributed.gather_objects(None)
+        resumed_runs.to_the_end(recipe(folder, here, ACROSS_WORLD_SIZES))
+
+
+def at_four_ranks(folder: Path) -> None:
+    resume_copies(folder, "across_2")
+    resumed_runs.until(recipe(folder, "across_4", ACROSS_WORLD_SIZES), 4)
+
+
+@pytest.fixture(scope="module")
+def found(setup: Path) -> dict[str, Any]:
+    first, second = run_ranks(at_two_ranks, 2, setup, timeout_seconds=600)
+    assert first["minutes"] == second["minutes"] and first["no_room"] == second["no_room"]  # or a rank would wait
+    assert first["one_rank_cannot_write"]["message"] == second["one_rank_cannot_write"]["message"]
+    return first
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stopped_and_resumed_equals_straight_bit_for_bit(found: dict[str, Any], name: str):
+    assert found[name] == []
+
+
+def test_a_rank_that_cannot_write_is_named_by_all_and_nothing_is_lost(found: dict[str, Any]):
+    failing = found["one_rank_cannot_write"]
+    message = failing["message"]
+    assert "the checkpoint of step 7 could not be written: rank 1 on host" in message
+    assert "failing/checkpoints/step_00000007.partial/state: " in message and "Is a directory" in message
+    assert failing["left"] == ["step_00000003"] and failing["differing"] == []
+
+
+def test_a_full_disk_is_the_cause_that_is_named(tmp_path: Path):
+    """Where a file may not become larger than 1 MB, which fails in the middle of writing it, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        with pytest.raises(CheckpointException) as raised:
+            dcp.save({"a": torch.zeros(2**20)}, storage_writer=checkpoint._Writer(tmp_path), no_dist=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    cause, _ = raised.value.failures[0]
+    assert isinstance(cause, OSError) and cause.errno == errno.EFBIG
+
+
+def test_no_room_is_said_with_both_numbers(found: dict[str, Any]):
+    assert "bytes free; expected 1,000,000,000,000," in found["no_room"]
+
+
+def test_a_damaged_checkpoint_is_skipped_with_its_reason_and_the_one_before_it_taken(found: dict[str, Any]):
+    said = "\n".join(found["damaged"]["said"])
+    assert "warning: skipped checkpoint step_00000007: state/__1_0.distcp: its SHA-256 is not that of" in said
+    assert "Resumed after step 3 from" in said
+    assert "step_00000007.rejected" in said
+    assert found["damaged"]["lost"] == [4, 5, 6, 7] and found["damaged"]["steps"] == [*range(1, 9)]
+
+
+def test_no_checkpoint_that_verifies_is_an_error_not_a_new_beginning(found: dict[str, Any]):
+    refusal = found["damaged"]["refusal"]
+    assert "found no checkpoint that verifies" in refusal
+    assert "step_00000008: state/__0_0.distcp" in refusal and "step_00000003: state/__0_0.distcp" in refusal
+
+
+def test_unfinished_checkpoints_alone_are_a_new_beginning(found: dict[str, Any]):
+    said = "\n".join(found["unfinished_only"])
+    assert "skipped checkpoint step_00000001: no COMPLETE: writing it was not finished" in said
+    assert "skipped checkpoint step_00000002.partial: not finished" in said
+    assert "holds this run without a checkpoint: it begins at its first step" in said
+    assert found["unfinished_only"][-2:] == ["step_00000001.rejected", "step_00000002"]
+
+
+def test_one_clock_decides_for_all_ranks(found: dict[str, Any]):
+    assert found["minutes"] == [False, False, True]
+
+
+def test_other_data_are_refused(found: dict[str, Any]):
+    assert "data.train_path" in found["other_data"] and "found other tokens than those" in found["other_data"]
+
+
+def test_saved_at_two_ranks_and_resumed_at_one_and_four_saved_at_four_and_resumed_at_one(setup: Path, found):
+    run_ranks(at_four_ranks, 4, setup)
+    run_ranks(resume_copies, 1, setup, "across_2", "across_4")
+    expected = resumed_runs.timeless_metrics(setup / "across_straight")
+    tensors = resumed_runs.tensors_of(setup / "across_straight")
+    for name in ("across_2_to_1", "across_2_to_4", "across_4_to_1"):
+        lines = resumed_runs.timeless_metrics(setup / name)
+        for key in ("loss", "weighted_loss", "grad_norm", "direction_norm"):
+            assert [line[key] for line in lines] == pytest.approx([line[key] for line in expected], rel=1e-5), name
+        for tensor, values in resumed_runs.tensors_of(setup / name).items():
+            # A few updates of 1e-3, whose rounding Adam magnifies where a gradient is about as small as its eps.
+            torch.testing.assert_close(values, tensors[tensor], rtol=1e-4, atol=1e-5, msg=f"{name}: {tensor}")

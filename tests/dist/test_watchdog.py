@@ -1,0 +1,61 @@
+"""Two ranks, one of which fails in a way that the launcher does not see, or not first."""
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import Job
+
+pytestmark = pytest.mark.dist
+
+PROGRAM = """
+import os, signal, socket, sys, time
+from vcore_ds.engine import distributed, watchdog
+from vcore_ds.signals import stop_signals
+
+case, rank = sys.argv[1], int(os.environ["RANK"])
+if case in ("killed elsewhere", "stopped elsewhere"):
+    socket.gethostname = lambda: f"node{rank}"  # then nobody looks at the other's process
+stop_signals.listen()
+distributed.start_process_group(timeout_minutes=2)
+# 0.1 minutes: a rank is stuck after 5.4 s, long before the collectives of this group give up.
+with watchdog.watching(lost_rank_seconds=5, timeout_minutes=0.1), stop_signals.held_back():
+    watchdog.mark("reading", step=3)
+    if rank == 1:
+        time.sleep(1.5)  # until rank 0 has seen the place
+        if case == "stuck":
+            time.sleep(60)
+        elif case == "error":
+            raise ValueError("no such token")
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if case == "killed elsewhere" else signal.SIGSTOP)
+    watchdog.mark("main")
+    distributed.sum_over_ranks([1.0])
+"""
+
+SAID = {
+    "stuck": r"rank 0: PLACE: stuck there for [5-9] s; others wait at: step 3, main; the run ends",
+    "error": r"rank 0: PLACE: ValueError: no such token; what follows is how this rank noticed",
+    "killed elsewhere": r"rank 0: PLACE: no sign of life for \d+ s; what follows is how this rank noticed",
+    "stopped elsewhere": r"rank 0: PLACE: no sign of life for [5-9] s; the run ends",
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_rank_is_named(case: str, tmp_path: Path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    line = f"python -m vcore_ds.torchrun --nproc_per_node 2 {program} '{case}'"
+    with Job(line, tmp_path / "log", PYTHONPATH=str(Path.cwd())) as job:
+        if case == "stopped elsewhere":
+            job.wait_for("; the run ends", timeout_seconds=60)
+            job.rank(1).resume()  # nobody ends it from another host; the launcher of its own waits half a minute
+        assert job.wait(90) == 1, job.output
+    host = "node1" if "elsewhere" in case else socket.gethostname()
+    place = rf"rank 1 \(host {host}, pid \d+\), last seen at: step 3, reading"
+    assert re.search(SAID[case].replace("PLACE", place), job.output), job.output
+    if case == "stuck":  # both show where they are, the stuck one too
+        assert job.output.count("most recent call first") >= 4
+        assert "in sum_over_ranks" in job.output and re.search(r"program.py\", line \d+ in <module>", job.output)

@@ -1,0 +1,167 @@
+"""Runs that are asked to stop, and ranks that die or hang: one run, stopped and resumed again and again."""
+
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.commands import free_port, read_metrics
+from tests.e2e.conftest import TinySetup
+from tests.e2e.jobs import Job
+from vcore_ds.errors import EXIT_STOPPED
+
+pytestmark = pytest.mark.e2e
+
+SCRIPT = "launch_scripts/train_32b.sh --recipe launch_scripts/recipes/qwen3_32b_math_lora.yaml"
+NUM_STEPS = 40
+LOST_RANK_SECONDS = 5
+
+
+class OneRun:
+    """Its folder, and how far it has come."""
+
+    def __init__(self, setup: TinySetup, folder: Path):
+        self.folder, self._logs = folder / "run", folder
+        self._overrides = " ".join(
+            setup.overrides(
+                self.folder,
+                "methods/sft.yaml",
+                f"schedule.num_steps={NUM_STEPS}",
+                f"engine.lost_rank_seconds={LOST_RANK_SECONDS}",
+            )
+        )
+
+    def start(self, launcher: str, *changes: str, **environment: str) -> Job:
+        line = f"{launcher} {SCRIPT} {self._overrides} {' '.join(changes)}"
+        return Job(line, self._logs / f"{time.monotonic_ns()}.log", **environment)
+
+    def torchrun(self, *changes: str, **environment: str) -> Job:
+        return self.start("python -m vcore_ds.torchrun --nproc_per_node 2", *changes, **environment)
+
+    def deepspeed(self, *changes: str) -> Job:
+        return self.start(f"deepspeed --num_accelerators 2 --master_port {free_port()}", *changes)
+
+    def saved_steps(self) -> list[int]:
+        complete = (self.folder / "checkpoints").glob("step_*/COMPLETE")
+        return sorted(int(path.parent.name.removeprefix("step_")) for path in complete)
+
+    def check_stopped(self, job: Job, reason: str, code: int = EXIT_STOPPED) -> None:
+        """It has ended with a checkpoint of its last step, and says so once."""
+        before = time.monotonic()
+        assert job.wait() == code, job.output
+        print(f"ended after {time.monotonic() - before:.1f} s")
+        steps = [line["step"] for line in read_metrics(self.folder)]
+        assert steps == list(range(1, steps[-1] + 1)) and steps[-1] < NUM_STEPS
+        assert self.saved_steps()[-1] == steps[-1]
+        said = f"stopped by {reason} after step {steps[-1]} of {NUM_STEPS} and saved in {self.folder}"
+        assert job.output.count(said) == 1, job.output
+        assert "Traceback" not in job.output
+
+
+@pytest.fixture(scope="module")
+def run(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> OneRun:
+    return OneRun(setup, tmp_path_factory.mktemp("stops"))
+
+
+def next_step(run: OneRun) -> str:
+    """The console's line of the first step that a resumed run takes."""
+    return f"step {max([0, *run.saved_steps()]) + 1}/{NUM_STEPS} "
+
+
+def test_stop_file(run: OneRun):
+    with run.torchrun() as job:
+        job.wait_for(f"step 2/{NUM_STEPS} ")
+        (run.folder / "STOP").touch()
+        run.check_stopped(job, "the STOP file")
+    assert not (run.folder / "STOP").exists()
+
+
+def test_sigusr1_to_one_rank_under_deepspeed(run: OneRun):
+    with run.deepspeed() as job:
+        job.wait_for(next_step(run))
+        job.rank(1).send_signal(signal.SIGUSR1)
+        run.check_stopped(job, "SIGUSR1")
+
+
+def test_sigterm_to_torchrun(run: OneRun):
+    with run.torchrun() as job:
+        job.wait_for(next_step(run))
+        job.launcher.terminate()
+        run.check_stopped(job, "SIGTERM")
+
+
+def test_sigterm_to_the_deepspeed_command(run: OneRun):
+    """It dies without a word to the launcher below it and the ranks, which stop by themselves."""
+    with run.deepspeed() as job:
+        job.wait_for(next_step(run))
+        job.launcher.terminate()
+        run.check_stopped(job, "the end of its launcher", code=-signal.SIGTERM)
+
+
+def test_sigterm_to_torchrun_itself(run: OneRun):
+    """It passes the signal on, and waits for the ranks, but keeps their exit code to itself."""
+    with run.start("torchrun --nproc_per_node 2") as job:
+        job.wait_for(next_step(run))
+        job.launcher.terminate()
+        assert job.wait() == 1
+        steps = [line["step"] for line in read_metrics(run.folder)]
+        assert run.saved_steps()[-1] == steps[-1]
+        assert job.output.count(f"stopped by SIGTERM after step {steps[-1]} of {NUM_STEPS}") == 1
+
+
+def test_killed_rank(run: OneRun):
+    with run.torchrun() as job:
+        job.wait_for(next_step(run))
+        victim = job.rank(1)
+        victim.kill()
+        assert job.wait(20) == 1
+        said = rf"rank 0: {named(1, victim)}: its process is dead; what follows"
+        assert re.search(said, job.output), job.output
+        assert "Traceback" in job.output  # how the other rank noticed
+
+
+def test_rank_that_hangs_and_serves_the_store(run: OneRun):
+    """The other ranks cannot tell each other, as the store does not answer: each finds out for itself."""
+    with run.deepspeed() as job:
+        job.wait_for(next_step(run))
+        victim = job.rank(0)
+        victim.suspend()
+        # Of rank 1, or of rank 0, which rank 1 ends.
+        assert job.wait(LOST_RANK_SECONDS + 15) in (1, 256 - signal.SIGKILL)
+        said = rf"rank 1: {named(0, victim)}: (no sign of life|no answer) for \d+ s.*; the run ends"
+        assert re.search(said, job.output), job.output
+        assert "most recent call first" in job.output  # the stacks of the rank that waited
+
+
+def named(rank: int, process: psutil.Process) -> str:
+    """Pattern of what is said about a rank; its place may be a second old."""
+    return re.escape(f"rank {rank} (host {socket.gethostname()}, pid {process.pid})") + r", last seen at: [\w, ]+"
+
+
+def test_time_limit_on_one_rank(run: OneRun):
+    expected = next_step(run)
+    with run.start("python", "run.time_limit_minutes=0.05") as job:  # over before the first step is
+        run.check_stopped(job, "run.time_limit_minutes")
+        assert expected in job.output and next_step(run) not in job.output
+
+
+def test_signal_before_the_first_step(run: OneRun):
+    before = run.saved_steps()
+    with run.start("python") as job:
+        job.wait_for("Data: ")
+        job.launcher.send_signal(signal.SIGINT)
+        assert job.wait() == EXIT_STOPPED
+        assert "rank 0: SIGINT outside of the training steps: there is nothing to save" in job.output
+        assert "Traceback" not in job.output and "Resumed" not in job.output
+    assert run.saved_steps() == before
+
+
+def test_goes_on_to_the_end(run: OneRun):
+    with run.torchrun() as job:
+        assert job.wait(180) == 0, job.output
+    assert [line["step"] for line in read_metrics(run.folder)] == list(range(1, NUM_STEPS + 1))
+    assert (run.folder / "adapter" / "adapter_model.safetensors").is_file()

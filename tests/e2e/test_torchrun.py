@@ -1,0 +1,107 @@
+"""`python -m vcore_ds.torchrun`: exit codes of ranks, signals on their way to them, several nodes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import REPOSITORY, free_port
+
+pytestmark = pytest.mark.e2e
+
+
+def start(script: Path, source: str, *options: str) -> subprocess.Popen[str]:
+    script.write_text("import os, signal, sys, time\n" + source)
+    words = [sys.executable, "-m", "vcore_ds.torchrun", *options, str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        words, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """What it printed."""
+    try:
+        return process.communicate(timeout=60)[0]
+    finally:
+        process.kill()  # its ranks end by themselves: none sleeps longer than a minute
+
+
+def one_node(num_ranks: int) -> tuple[str, ...]:
+    return f"--nproc_per_node={num_ranks}", f"--master_port={free_port()}"
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path}"
+        time.sleep(0.1)
+
+
+def test_exit_codes_of_ranks(tmp_path: Path):
+    cases = {"sys.exit(85)": 85, "sys.exit(2)": 2, "sys.exit(3)": 1, "pass": 0}
+    found = {}
+    for source, code in cases.items():
+        # The other rank is ended because of the first, and its code says nothing.
+        process = start(
+            tmp_path / "rank.py", f"if os.environ['RANK'] == '1': time.sleep(5 * {code})\n{source}", *one_node(2)
+        )
+        output = finish(process)
+        found[source] = process.returncode
+        assert ("exitcode" in output) == (code == 1), output
+    assert found == cases
+
+
+def test_a_request_to_stop_reaches_the_ranks_and_waits_for_them(tmp_path: Path):
+    source = f"""
+mark = "{tmp_path}/rank_" + os.environ["RANK"]
+def stop(number, _):
+    time.sleep(3)  # a step and a save
+    print("rank", os.environ["RANK"], "saved", flush=True)
+    sys.exit(85)
+signal.signal(signal.SIGTERM, stop)
+open(mark, "w").close()
+time.sleep(60)
+"""
+    process = start(tmp_path / "rank.py", source, *one_node(2))
+    for rank in (0, 1):
+        wait_for(tmp_path / f"rank_{rank}")
+    process.send_signal(signal.SIGTERM)
+    output = finish(process)
+    assert process.returncode == 85 and "rank 0 saved" in output and "rank 1 saved" in output
+
+
+def test_a_request_before_the_ranks_listen_is_no_failure(tmp_path: Path):
+    process = start(tmp_path / "rank.py", f"open('{tmp_path}/started', 'w').close()\ntime.sleep(60)", *one_node(1))
+    wait_for(tmp_path / "started")
+    process.send_signal(signal.SIGUSR1)
+    output = finish(process)
+    assert process.returncode == 85 and output == ""
+
+
+def test_nodes_that_end_seconds_apart_say_the_same(tmp_path: Path):
+    """The one that holds the rendezvous ends first."""
+    port = free_port()
+    several = ("--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}")
+    source = "time.sleep(4 * int(os.environ['RANK']))\nsys.exit(85)"
+    first = start(tmp_path / "rank.py", source, *several, "--local_addr=127.0.0.1")  # nodes are ranked by address
+    wait_until_listening(port)
+    second = start(tmp_path / "rank.py", source, *several, "--local_addr=127.0.0.2")
+    outputs = finish(first), finish(second)
+    assert (first.returncode, second.returncode) == (85, 85), outputs
+    assert "Traceback" not in "".join(outputs)
+
+
+def wait_until_listening(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with socket.socket() as connection:
+            if connection.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"nobody listens on port {port}")

@@ -1,0 +1,110 @@
+"""Whole runs (`vcore_ds.run.train`) on this rank that are stopped after a step, and what they leave; through
+`run_ranks`."""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from vcore_ds import run
+from vcore_ds.checkpoints import Checkpoints
+from vcore_ds.config import Recipe
+from vcore_ds.engine import distributed
+
+NUM_STEPS = 10
+
+
+class Stopped(Exception):
+    pass
+
+
+@contextmanager
+def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -> Iterator[None]:
+    """Inside, runs save after these steps and the last one; and stop after the first of these that they reach.
+
+    `killed`: instead, what a kill at that moment would leave is copied there.
+    """
+    due, save, build_engine = Checkpoints.due, Checkpoints.save, run.build_engine
+    engines = []
+
+    def build(*arguments):
+        engines.append(build_engine(*arguments))
+        return engines[-1]
+
+    def save_and_stop(self, step, *rest):
+        saved = save(self, step, *rest)
+        if stop and step in steps:
+            raise Stopped
+        if killed is not None and step in steps and distributed.rank() == 0:
+            shutil.copytree(saved.folder.parents[1], killed)
+        return saved
+
+    Checkpoints.due = lambda self, step, num_steps: step in steps or step == num_steps
+    Checkpoints.save, run.build_engine = save_and_stop, build
+    try:
+        yield
+    except BaseException:
+        for engine in engines:
+            engine.close()  # the next run in this process needs it
+        raise
+    finally:
+        Checkpoints.due, Checkpoints.save, run.build_engine = due, save, build_engine
+
+
+def to_the_end(recipe: Recipe) -> Path:
+    """The run's folder, new or resumed."""
+    with saving_after([], stop=False):
+        return run.train(recipe).folder
+
+
+def killed_copy(recipe: Recipe, step: int, killed: Path) -> Path:
+    """A whole run's folder; `killed` gets what it was after that step."""
+    with saving_after([step], stop=False, killed=killed):
+        return run.train(recipe).folder
+
+
+def until(recipe: Recipe, step: int) -> Path:
+    """The run's folder, after it was stopped."""
+    try:
+        with saving_after([step], stop=True):
+            run.train(recipe)
+    except Stopped:
+        return Path(recipe.run.output_dir)
+    raise AssertionError(f"the run did not stop after step {step}")
+
+
+def tensors_of(folder: Path, step: int = NUM_STEPS) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    state = folder / "checkpoints" / f"step_{step:08d}" / "state"
+    metadata = dcp.FileSystemReader(state).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in metadata.items()}
+    dcp.load(tensors, checkpoint_id=state, no_dist=True)
+    return tensors
+
+
+def timeless_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without what depends on the machine."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    machine = ("tokens_per_second", "peak_memory_bytes", "checkpoint_bytes")
+    return [{k: v for k, v in line.items() if k not in machine and not k.startswith("seconds")} for line in lines]
+
+
+def differences(folder: Path, expected: Path) -> list[str]:
+    """What of the last checkpoint's tensors and of the steps' lines is not the same to the last bit."""
+    here, there = tensors_of(folder), tensors_of(expected)
+    found = sorted(here.keys() ^ there.keys())
+    found += [name for name in here.keys() & there.keys() if not torch.equal(here[name], there[name])]
+    lines, lines_there = timeless_metrics(folder), timeless_metrics(expected)
+    found += [f"{len(lines)} lines"] if [line["step"] for line in lines] != list(range(1, NUM_STEPS + 1)) else []
+    found += [
+        f"step {a['step']}: {key}"
+        for a, b in zip(lines, lines_there, strict=True)
+        for key in a.keys() | b.keys()
+        if a.get(key) != b.get(key)
+    ]
+    return found

@@ -1,0 +1,191 @@
+"""A SLURM cluster of two nodes on this machine: Debian's daemons, unchanged.
+
+Each node is a `slurmd` in namespaces of its own, with its host name (n1, n2), address (in 127/8), /etc/hosts, processes
+and a disk: names and addresses are as on a cluster, no setting of this machine is touched, and all processes of a node
+end with it.
+"""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tests.e2e.commands import REPOSITORY, free_port
+
+NODES = ("n1", "n2")
+NAMESPACES = ("unshare", "--mount", "--uts", "--pid", "--fork")
+NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue", "unshare", "setpriv")
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost=controller(127.0.0.1)
+SlurmctldPort={port_controller}
+FirstJobId={first_job}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CryptoType=crypto/munge
+# A requeued job waits this long before it starts again (120 s by default), so that old credentials have expired.
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool_%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdPidFile={folder}/slurmd_%n.pid
+SlurmdLogFile={folder}/slurmd_%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=3,sched_interval=3
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+JobRequeue=1
+KillWait=30
+NodeName=n1 NodeAddr={n1} Port={port_n1} CPUs=1 RealMemory=4000
+NodeName=n2 NodeAddr={n2} Port={port_n2} CPUs=1 RealMemory=4000
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+# --force: as root, below /tmp
+MUNGED = """exec munged --foreground --force --key-file={folder}/munge.key --socket={folder}/munge.socket \\
+    --pid-file={folder}/munge.pid --log-file={folder}/munge.log --seed-file={folder}/munge.seed"""
+# The first process stays bash: orphans fall to it, and the daemons would not reap them.
+HOST = """hostname {name} && mount -t proc proc /proc && mount --bind {folder}/hosts /etc/hosts &&
+    mount -t tmpfs -o size=256k tmpfs {folder}/own_disk || exit
+{daemons}
+wait"""
+SLURMD = "slurmd -D -N {name} &"
+# Keys and client settings are the cluster's; nobody's ~/.ssh is read.
+SSHD = """mount --bind {folder}/ssh_config /etc/ssh/ssh_config && mount -t tmpfs tmpfs /run && mkdir /run/sshd &&
+    $(command -v sshd) -D -e -f /dev/null -h {folder}/ssh_key -o ListenAddress={name} -o StrictModes=no \\
+    -o AuthorizedKeysFile={folder}/ssh_key.pub &"""
+SSH_CONFIG = """IdentityFile {folder}/ssh_key
+StrictHostKeyChecking no
+UserKnownHostsFile /dev/null
+LogLevel ERROR
+"""
+
+
+def why_not(*programs: str) -> str | None:
+    """What this machine lacks for a cluster, and for `programs`; None where it has everything."""
+    missing = [name for name in (*NEEDED, *programs) if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} not found; apt-get install slurm-wlm munge openssh-server pdsh"
+    if os.geteuid() != 0:
+        return "the SLURM daemons and their namespaces need root"
+    tried = subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True)
+    return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode != 0 else None
+
+
+class Cluster:
+    """Starts with `with`. `folder` holds its configuration, state and logs; `folder / "own_disk"` is another disk, of
+    256 KiB, on every node."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        # Its own, as are ports and job ids (from which the jobs' ports come): two clusters here do not meet.
+        network = f"127.{random.randrange(1, 255)}.{random.randrange(255)}"
+        self.addresses = {name: f"{network}.{10 + i}" for i, name in enumerate(NODES, start=1)}
+        self._hosts: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "Cluster":
+        (self.folder / "state").mkdir()
+        (self.folder / "own_disk").mkdir()
+        ports = {f"port_{name}": free_port() for name in ("controller", *NODES)}
+        first_job = random.randrange(1, 40000)
+        configuration = CONFIGURATION.format(folder=self.folder, first_job=first_job, **ports, **self.addresses)
+        (self.folder / "slurm.conf").write_text(configuration)
+        hosts = {"localhost": "127.0.0.1", "controller": "127.0.0.1", **self.addresses}
+        (self.folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in hosts.items()))
+        key = self.folder / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(1024))
+        (self.folder / "ssh_config").write_text(SSH_CONFIG.format(folder=self.folder))
+        if not why_not("sshd"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / "ssh_key"], check=True)
+        try:
+            self._start("munged", ["bash", "-c", MUNGED.format(folder=self.folder)])
+            wait_until((self.folder / "munge.socket").exists, "munged", 10)
+            self._start_host("controller", "slurmctld -D &")
+            daemons = SLURMD if why_not("sshd") else SLURMD + SSHD
+            for name in NODES:
+                self._start_host(name, daemons.format(name=name, folder=self.folder))
+            wait_until(lambda: self.run("sinfo -h -t idle -o %D", check=False) == str(len(NODES)), "idle nodes", 30)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The nodes first. --kill-child: all processes of a host end with the one that is ended here.
+        for host in reversed(self._hosts):
+            host.kill()
+            host.wait()
+
+    def _start_host(self, name: str, daemons: str) -> None:
+        script = HOST.format(name=name, daemons=daemons, folder=self.folder)
+        self._start(name, [*NAMESPACES, "--kill-child", "bash", "-c", script])
+
+    def _start(self, name: str, words: list[str]) -> None:
+        words = ["setpriv", "--pdeathsig", "KILL", *words]  # not even a killed test leaves a cluster behind
+        with open(self.folder / f"{name}.log", "wb") as log:
+            self._hosts.append(
+                subprocess.Popen(words, env=self.environment, stdout=log, stderr=log, start_new_session=True)
+            )
+
+    def run(
+        self,
+        line: str,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        *,
+        check: bool = True,
+        timeout_seconds: float = 60,
+    ) -> str:
+        """A command as from a login node. Returns what it prints."""
+        done = subprocess.run(
+            line.split(),
+            env=self.environment | dict(environment or {}),
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+        )
+        assert not check or done.returncode == 0, f"{line}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def run_on(self, node: str, line: str, timeout_seconds: float = 240) -> str:
+        """`line` on a node, by ssh, from the repository with its environment. Returns what it prints."""
+        bin_folder = Path(sys.executable).parent
+        prepare = f"cd {REPOSITORY} && export OMP_NUM_THREADS=1 PATH={bin_folder}:$PATH &&"
+        ssh = f"ssh -F {self.folder}/ssh_config {self.addresses[node]}"
+        return self.run(f"{ssh} {prepare} {line}", timeout_seconds=timeout_seconds)
+
+    def submit(self, script: str, folder: Path, *overrides: str) -> str:
+        """sbatch from `folder`, without GPUs, which the nodes do not have. Returns the job's id."""
+        environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        return self.run(f"sbatch --parsable --gpus-per-node=0 {script} {' '.join(overrides)}", folder, environment)
+
+    def state(self, job: str) -> str:
+        """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, ..."""
+        return self.field(job, "JobState")
+
+    def field(self, job: str, name: str) -> str:
+        """Of `scontrol show job`."""
+        words = self.run(f"scontrol show job {job}").split()
+        return next(word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}="))
+
+
+def wait_until(holds: Callable[[], bool], what: str, timeout_seconds: float) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"no {what} after {timeout_seconds} s"
+        time.sleep(0.2)

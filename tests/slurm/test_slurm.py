@@ -1,0 +1,112 @@
+"""The shipped SLURM scripts on a real cluster of two nodes, one rank each: through requeues to the end; unfit nodes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import REPOSITORY, free_port, read_metrics, run_command
+from tests.e2e.conftest import TinySetup
+from tests.slurm.cluster import Cluster, wait_until, why_not
+
+pytestmark = pytest.mark.dist
+NUM_STEPS = 16
+TIMED = ("seconds", "tokens_per_second", "peak_memory_bytes", "checkpoint_bytes")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    missing = why_not()
+    if missing is not None:
+        pytest.skip(f"THE SLURM SCRIPTS ARE NOT TESTED HERE: {missing}")
+    with Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Where a user submits from: the repository's files, and its logs in a folder of this test's."""
+    for name in ("launch_scripts", "ds_configs"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    return tmp_path
+
+
+def test_a_run_goes_on_through_requeues(cluster: Cluster, setup: TinySetup, checkout: Path, tmp_path: Path):
+    changes = (f"schedule.num_steps={NUM_STEPS}", "checkpoint.every_steps=2")
+    run, straight = checkout / "runs" / "it", tmp_path / "straight"
+    job = cluster.submit("launch_scripts/train_32b.slurm", checkout, *setup.overrides(run, *changes))
+    output = checkout / f"slurm-{job}.out"
+
+    def wait_for(step: int, restarts: int) -> None:
+        """Until the job, restarted so often, has done this step."""
+
+        def holds() -> bool:
+            assert cluster.state(job) in {"PENDING", "RUNNING", "COMPLETING", "REQUEUED"}, output.read_text()
+            done = len(read_metrics(run)) if (run / "metrics.jsonl").exists() else 0
+            return cluster.field(job, "Restarts") == str(restarts) and done >= step
+
+        wait_until(holds, f"step {step} after {restarts} restarts", 240)
+
+    # As an administrator does, or SLURM itself on preemption: SIGTERM everywhere, SIGKILL half a minute later.
+    wait_for(step=3, restarts=0)
+    cluster.run(f"scontrol requeue {job}")
+    # As SLURM does before the time limit (--signal); the job's script then requeues it.
+    wait_for(step=8, restarts=1)
+    cluster.run(f"scancel --signal=USR1 {job}")
+    wait_until(lambda: cluster.state(job) == "COMPLETED", "end of the job", 240)
+    assert cluster.field(job, "Restarts") == "2"
+
+    text = output.read_text()
+    assert [f"attempt {n}, on n[1-2]" in text for n in range(4)] == [True, True, True, False]
+    assert text.count("all-reduce of 16 MiB over 2 ranks") == 3 and f"rank 1 on n2: {cluster.addresses['n2']}" in text
+    assert text.count("back into the queue") == 1 and "ended with exit code 0" in text
+    logs = checkout / "runs" / "slurm" / job
+    assert sorted(str(path.relative_to(logs)) for path in logs.rglob("*.log")) == [
+        f"attempt_{attempt}/{node}.log" for attempt in range(3) for node in ("n1", "n2")
+    ]
+    assert "stopped by SIGUSR1" in (logs / "attempt_1" / "n1.log").read_text()
+
+    # Nothing lost, nothing twice, nothing different.
+    done = run_command(
+        f"torchrun --nproc_per_node 2 launch_scripts/train_32b.sh {' '.join(setup.overrides(straight, *changes))}"
+    )
+    assert done.returncode == 0, done.stdout
+    lines, expected = read_metrics(run), read_metrics(straight)
+    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
+    assert [without_times(line) for line in lines] == [without_times(line) for line in expected]
+
+
+def without_times(line: dict) -> dict:
+    return {key: value for key, value in line.items() if not key.startswith(TIMED)}
+
+
+def test_unfit_nodes_are_named_before_anything_starts(cluster: Cluster, setup: TinySetup, checkout: Path):
+    own = cluster.folder / "own_disk"
+    cluster.run(f"srun --nodelist=n1 cp {setup.train} {own}/train.jsonl")
+    changes = (f"run.output_dir={own}/run", f"data.train_path={own}/train.jsonl")
+    job = cluster.submit("--nodes=2 launch_scripts/train_32b_lora.slurm", checkout, *setup.overrides(own), *changes)
+    wait_until(lambda: cluster.state(job) in {"COMPLETED", "FAILED"}, "end of the job", 120)
+    text = (checkout / f"slurm-{job}.out").read_text()
+    assert (cluster.field(job, "ExitCode"), cluster.field(job, "Restarts")) == ("2:0", "0"), text
+    assert "Traceback" not in text and not (checkout / "runs" / "slurm" / job / "attempt_0" / "n1.log").exists()
+    problems = text.partition("the nodes are not fit for this run:\n")[2].splitlines()
+    for part in (
+        "n1: free disk: found 0.2",
+        f"n2: data.train_path: found nothing to read at {own}/train.jsonl.",
+        f"n2: run.output_dir: a file made on n1 in {own} is not there, expected a folder that all nodes share",
+    ):
+        assert sum(line.strip().startswith(part) for line in problems) == 1, f"{part}\n{text}"
+
+
+def test_deepspeed_with_a_hostfile(cluster: Cluster, setup: TinySetup, tmp_path: Path):
+    """The launcher itself, through ssh and pdsh, without SLURM."""
+    missing = why_not("sshd", "pdsh")
+    if missing is not None:
+        pytest.skip(f"deepspeed --hostfile IS NOT TESTED HERE: {missing}")
+    (tmp_path / "hosts").write_text("# name, and ranks on it\nn1 slots=1\nn2 slots=1\n")
+    overrides = " ".join(setup.overrides(tmp_path / "run"))
+    command = f"deepspeed --master_port {free_port()} --hostfile {tmp_path}/hosts launch_scripts/train_32b.sh"
+    output = cluster.run_on("n1", f"{command} {overrides}")
+    assert "n1: step 2/2  loss " in output and "n2: step" not in output
+    assert "ZeRO-3 over 2 rank(s)" in output
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2]

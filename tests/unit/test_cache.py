@@ -1,0 +1,186 @@
+"""Raw data that a recipe names become a store, once."""
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.e2e.conftest import make_tokenizer
+from vcore_ds.data import TokenStore, store_of
+from vcore_ds.errors import UserError
+
+GOOD_ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+
+
+def row(answer: str, question: str = "q") -> str:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return json.dumps({"messages": turns}, ensure_ascii=False) + "\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make(path: Path, tokenizer_folder: Path, cutoff_length: int = 1000, overlong: str = "drop") -> tuple[Path, str]:
+    """The store's folder and what was said."""
+    from transformers import AutoTokenizer
+
+    said: list[str] = []
+    folder = store_of(
+        str(path),
+        AutoTokenizer.from_pretrained(tokenizer_folder),
+        cutoff_length=cutoff_length,
+        overlong=overlong,
+        cache_folder=str(path.parent / "cache"),
+        say=said.append,
+    )
+    return folder, "\n".join(said)
+
+
+Prepared = Callable[..., tuple[Path, str]]
+
+
+@pytest.fixture
+def prepared(tokenizer_folder: Path) -> Prepared:
+    return lambda path, **settings: make(path, tokenizer_folder, **settings)
+
+
+def texts(folder: Path) -> list[str]:
+    tokenizer = make_tokenizer()
+    return [tokenizer.decode(s.input_ids[s.supervised]).removesuffix("<|im_end|>") for s in TokenStore(folder)]
+
+
+BAD_ROWS = {
+    "not an object": ("[1, 2]", "found list, expected an object"),
+    "no messages": ('{"prompt": "x", "answer": "y"}', "found the keys prompt, answer"),
+    "messages not a list": ('{"messages": "hello"}', 'a string ("hello")'),
+    "messages empty": ('{"messages": []}', "an empty list"),
+    "message not an object": ('{"messages": ["hello"]}', "message 1 is a string"),
+    "no role": ('{"messages": [{"content": "x"}]}', "message 1 has no `role`, found content"),
+    "null content": ('{"messages": [{"role": "assistant", "content": null}]}', "message 1 has no `content`"),
+    "content not a string": (
+        '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
+        "message 1: `content` is a list",
+    ),
+    "no assistant": ('{"messages": [{"role": "user", "content": "x"}]}', "no turn of the assistant"),
+    "broken JSON": ('{"messages": [', "not JSON"),
+}
+
+
+@pytest.mark.parametrize(("line", "found"), BAD_ROWS.values(), ids=BAD_ROWS.keys())
+def test_one_bad_line_is_refused_with_file_and_line(prepared: Prepared, tmp_path: Path, line: str, found: str) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(f"{row('a')}\n{line}\n")
+    with pytest.raises(UserError) as error:
+        prepared(path)
+    message = str(error.value)
+    assert f"{path}:3: " in message and found in message
+    assert f"vcore-ds prepare chat {path} --tokenizer " in message  # how to go on without the row
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("missing.jsonl", None, "there is no such file"),
+        ("empty.jsonl", b"", "the file is empty"),
+        ("blank.jsonl", b"\n \n", "no row is left"),
+        ("table.csv", b"a,b\n", "ending in '.csv'"),
+        ("broken.parquet", b"not parquet", "not a readable parquet file"),
+    ],
+)
+def test_a_bad_file_is_named(prepared: Prepared, tmp_path: Path, name: str, content: bytes | None, found: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        prepared(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert found in str(error.value)
+
+
+def test_ids_of_jsonl_are_lines(prepared: Prepared, tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    # A byte-order mark, a blank line, and a line separator inside of a string, which ends no line.
+    path.write_text("\ufeff" + row("first") + "\n" + row("a\u2028b"), encoding="utf-8")
+    folder, _ = prepared(path)
+    assert TokenStore(folder).sequence_ids.tolist() == [0, 2]
+    assert texts(folder) == ["first", "a\u2028b"]
+
+
+def test_parquet(prepared: Prepared, tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    thinking = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b", "reasoning_content": "r"}]
+    pq.write_table(pa.table({"messages": [GOOD_ROW["messages"], thinking], "id": [1, 2]}), path)
+    assert texts(prepared(path)[0]) == ["a", "<think>\nr\n</think>\n\nb"]
+
+
+def test_many_conversations_keep_their_order(prepared: Prepared, tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(row(str(i)) for i in range(600)))
+    folder, _ = prepared(path)
+    assert TokenStore(folder).sequence_ids.tolist() == list(range(600))
+    assert texts(folder) == [str(i) for i in range(600)]
+
+
+def test_overlong_sequences_are_dropped_or_truncated_and_counted(prepared: Prepared, tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(row("a" * 20) + row("b" * 60))
+    whole = TokenStore(prepared(path)[0])
+    cutoff = int(whole.lengths[0])
+    assert whole.lengths[1] > cutoff
+
+    dropped = TokenStore(prepared(path, cutoff_length=cutoff)[0])
+    assert dropped.sequence_ids.tolist() == [0] and dropped.lengths.tolist() == [cutoff]
+    assert f"1 dropped: longer than {cutoff} tokens" in dropped.describe()
+    assert "1 of 2 rows kept" in dropped.describe()
+
+    truncated = TokenStore(prepared(path, cutoff_length=cutoff, overlong="truncate")[0])
+    assert truncated.lengths.tolist() == [cutoff, cutoff]
+    np.testing.assert_array_equal(truncated[1].input_ids, whole[1].input_ids[:cutoff])
+    np.testing.assert_array_equal(truncated[1].supervised, whole[1].supervised[:cutoff])
+    assert "1 kept only to the cutoff" in truncated.describe() and "2 of 2 rows kept" in truncated.describe()
+    assert truncated.manifest["num_supervised_tokens"] == sum(s.supervised.sum() for s in truncated)
+
+    with pytest.raises(UserError, match="2 of 2 rows are unusable.*the prompt alone has"):
+        prepared(path, cutoff_length=4, overlong="truncate")
+    with pytest.raises(UserError, match=r"no sequence is left[\s\S]*longer than the cutoff +2"):
+        prepared(path, cutoff_length=4)
+
+
+def test_a_store_is_made_once_and_again_when_its_data_change(prepared: Prepared, tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    lines = [row(f"{i:04d}" + "x" * 4000) for i in range(600)]  # more than the fingerprint looks at
+    path.write_text("".join(lines))
+    first, said = prepared(path, cutoff_length=5000)
+    made_at = (first / "tokens.bin").stat().st_mtime_ns
+    assert "rows read" in said
+    again, said = prepared(path, cutoff_length=5000)
+    assert again == first and said == "" and (first / "tokens.bin").stat().st_mtime_ns == made_at
+    assert prepared(first) == (first, "")  # a store is what it is
+
+    before = path.stat()
+    lines[300] = row("9999" + "x" * 4000)  # the same size
+    path.write_text("".join(lines))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    changed, _ = prepared(path, cutoff_length=5000)
+    assert changed != first and texts(changed)[300].startswith("9999")
+    assert prepared(path, cutoff_length=6000)[0] not in (first, changed)
+
+
+def test_processes_that_want_the_same_store_wait_for_the_first(tmp_path: Path, tokenizer_folder: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(row("x" * 2000 + str(i)) for i in range(1500)))
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        found = pool.starmap(make, [(path, tokenizer_folder, 5000)] * 3)
+    assert len({folder for folder, _ in found}) == 1
+    assert sum("rows read" in said for _, said in found) == 1  # one has made it
+    assert len(TokenStore(found[0][0])) == 1500

@@ -1,0 +1,312 @@
+"""Checkpoint folders: what is written, verifies, is deleted. Run folders: what goes on, and what is refused."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.recipes import smallest_recipe
+from vcore_ds.config import Recipe, differing_keys, dump_recipe
+from vcore_ds.errors import UserError
+from vcore_ds.track import checkpoint_folder as files
+from vcore_ds.track.run_folder import RunFolder, goes_on, move_lost_metrics
+
+CONTENT = {
+    "state/__0_0.distcp": b"first rank" * 100,
+    "state/__1_0.distcp": b"second rank" * 99,
+    "run_state.json": b"{}",
+}
+
+
+def write_checkpoint(checkpoints: Path, step: int) -> Path:
+    partial = files.begin(checkpoints, step, num_bytes=1)
+    for name, content in CONTENT.items():
+        (partial / name).write_bytes(content)
+    return files.finish(partial, step, 2, {name: files.record_of(partial / name) for name in CONTENT})
+
+
+def problem(folder: Path) -> str | None:
+    try:
+        records = files.read_manifest(folder)
+    except files.Unusable as error:
+        return str(error)
+    return next((text for name in records if (text := files.file_problem(folder, name, records[name]))), None)
+
+
+def names(checkpoints: Path) -> list[str]:
+    return sorted(path.name for path in checkpoints.iterdir())
+
+
+def test_a_written_checkpoint_verifies_and_says_what_it_holds(tmp_path: Path):
+    folder = write_checkpoint(tmp_path / "checkpoints", 100)
+    assert folder == tmp_path / "checkpoints" / "step_00000100" and problem(folder) is None
+    assert names(tmp_path / "checkpoints") == ["step_00000100"]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["step"] == 100 and manifest["world_size"] == 2
+    assert {name: record["bytes"] for name, record in manifest["files"].items()} == {
+        name: len(content) for name, content in CONTENT.items()
+    }
+    assert names(folder) == ["COMPLETE", "manifest.json", "run_state.json", "state"]
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "state/__1_0.distcp", 500)
+
+
+def flip_a_bit(folder: Path) -> None:
+    path = folder / "state/__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[123] ^= 1
+    path.write_bytes(content)
+
+
+def lose_a_file(folder: Path) -> None:
+    (folder / "state/__1_0.distcp").unlink()
+
+
+def lose_complete(folder: Path) -> None:
+    (folder / "COMPLETE").unlink()
+
+
+def empty_complete(folder: Path) -> None:
+    (folder / "COMPLETE").write_text("")
+
+
+def garble_complete(folder: Path) -> None:
+    (folder / "COMPLETE").write_bytes(b"\xff\xfe")
+
+
+def change_manifest(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 100', '"step": 101'))
+
+
+def lose_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def of_another_format(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
+    (folder / "COMPLETE").write_text(files.record_of(path).sha256)
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (truncate, "state/__1_0.distcp: found 500 bytes; manifest.json says 1,089"),
+    (flip_a_bit, "state/__0_0.distcp: its SHA-256 is not that of manifest.json"),
+    (lose_a_file, "state/__1_0.distcp: missing"),
+    (lose_complete, "no COMPLETE: writing it was not finished"),
+    (empty_complete, "COMPLETE says ''"),
+    (garble_complete, "COMPLETE cannot be read"),
+    (change_manifest, "one of the two is damaged"),
+    (lose_manifest, "manifest.json cannot be read: FileNotFoundError"),
+    (of_another_format, "found format 99; this version reads format 1"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], None], reason: str):
+    folder = write_checkpoint(tmp_path, 100)
+    damage(folder)
+    found = problem(folder)
+    assert found is not None and reason in found
+
+
+def test_no_room_is_said_before_anything_is_written(tmp_path: Path):
+    with pytest.raises(OSError, match=r"found [\d,]+ bytes free; expected 1,000,000,000,000,000,000 for a checkpoint"):
+        files.begin(tmp_path / "checkpoints", 5, num_bytes=10**18)
+    assert names(tmp_path / "checkpoints") == []
+
+
+def test_a_file_that_another_node_wrote_elsewhere_is_missed(tmp_path: Path):
+    partial = files.begin(tmp_path, 5, num_bytes=1)
+    with pytest.raises(OSError, match="expected run.output_dir on a file system that all nodes share"):
+        files.finish(partial, 5, 2, {"state/__8_0.distcp": files.FileRecord(5, "0")})
+    assert names(tmp_path) == ["step_00000005.partial"]  # nothing with a checkpoint's name
+
+
+def test_what_an_interrupted_attempt_left_is_written_over(tmp_path: Path):
+    (files.begin(tmp_path, 100, num_bytes=1) / "state" / "left").write_text("over")
+    damaged = tmp_path / "step_00000100"
+    damaged.mkdir()
+    (damaged / "COMPLETE").write_text("")
+    folder = write_checkpoint(tmp_path, 100)
+    assert problem(folder) is None and not (folder / "state" / "left").exists()
+
+
+def test_the_newest_and_every_so_many_steps_are_kept(tmp_path: Path):
+    for step in range(10, 80, 10):
+        write_checkpoint(tmp_path, step)
+        files.remove_old(tmp_path, keep_last=2, keep_every_steps=30)
+    assert names(tmp_path) == [f"step_000000{step}" for step in (30, 60, 70)]
+
+
+def test_unfinished_ones_never_push_out_a_good_one(tmp_path: Path):
+    good = write_checkpoint(tmp_path, 10)
+    for step in (20, 30, 40):
+        lose_complete(write_checkpoint(tmp_path, step))
+    files.remove_old(tmp_path, keep_last=1, keep_every_steps=None)
+    assert problem(good) is None
+
+
+def test_newer_ones_that_did_not_verify_are_set_aside(tmp_path: Path):
+    for step in (10, 20, 30):
+        write_checkpoint(tmp_path, step)
+    files.begin(tmp_path, 40, num_bytes=1)
+    files.set_aside_newer(tmp_path, 10)
+    assert names(tmp_path) == ["step_00000010", "step_00000020.rejected", "step_00000030.rejected"]
+    shutil.copytree(tmp_path / "step_00000010", tmp_path / "step_00000020")
+    files.set_aside_newer(tmp_path, 10)  # a second time with the same number
+    assert [folder.name for folder in files.list_checkpoints(tmp_path)] == ["step_00000010"]
+
+
+def test_checkpoints_are_listed_newest_first(tmp_path: Path):
+    for name in ("step_00000009", "step_00000010", "step_100000000", "step_7", "notes", "step_00000011.partial"):
+        (tmp_path / name).mkdir()
+    assert [folder.name for folder in files.list_checkpoints(tmp_path)] == [
+        "step_100000000",
+        "step_00000010",
+        "step_00000009",
+    ]
+    (tmp_path / "step_00000010" / "COMPLETE").write_text("")
+    assert [folder.name for folder in files.list_unfinished(tmp_path)] == [
+        "step_00000009",
+        "step_00000011.partial",
+        "step_100000000",
+    ]
+    assert files.list_checkpoints(tmp_path / "none") == []
+
+
+# ---- which folder goes on ------------------------------------------------------------------------------------------
+
+
+def recipe(folder: Path, **sections: dict) -> Recipe:
+    values = smallest_recipe()
+    values["run"]["output_dir"] = str(folder)
+    for section, changes in sections.items():
+        values[section] = values.get(section, {}) | changes
+    return Recipe(**values)
+
+
+@pytest.fixture
+def used(tmp_path: Path) -> Path:
+    """The folder of a run that was stopped."""
+    RunFolder(tmp_path / "run", recipe(tmp_path / "run"), world_size=2).close()
+    return tmp_path / "run"
+
+
+def test_a_new_folder_and_an_empty_one_begin(tmp_path: Path):
+    assert not goes_on(recipe(tmp_path / "new"))
+    assert not goes_on(recipe(tmp_path))
+    (tmp_path / "recipe.yaml.partial").write_text("killed here")
+    assert not goes_on(recipe(tmp_path))
+
+
+def test_the_same_recipe_goes_on_also_in_a_folder_that_was_moved(used: Path):
+    assert goes_on(recipe(used))
+    moved = used.rename(used.with_name("moved"))
+    assert goes_on(recipe(moved))
+
+
+def test_never_refuses_a_used_folder(used: Path):
+    with pytest.raises(UserError, match="holds another run; expected a new or empty one"):
+        goes_on(recipe(used, checkpoint={"resume": "never"}))
+
+
+def test_a_finished_run_is_refused(used: Path):
+    (used / "model").mkdir()
+    with pytest.raises(UserError, match="holds a run that has finished, with its result in model/"):
+        goes_on(recipe(used))
+
+
+def test_another_recipe_is_refused_with_all_differing_keys_and_values(used: Path):
+    other = recipe(used, optimizer={"learning_rate": 0.2}, method={"kl_budget": 0.06}, lora={"rank": 4, "alpha": 8.0})
+    with pytest.raises(UserError) as raised:
+        goes_on(other)
+    message = str(raised.value)
+    assert "optimizer.learning_rate: 0.1 there, 0.2 here" in message
+    assert "method.kl_budget: 0.05 there, 0.06 here" in message
+    assert "lora.rank: None there, 4 here" in message
+    assert message.count(" there, ") == 2 + 5  # and the keys of the section that is null there
+
+
+def test_a_recipe_that_is_none_is_refused(used: Path):
+    (used / "recipe.yaml").write_text("method: {nme: sft}\n")
+    with pytest.raises(UserError, match="holds another run, with a recipe that this version does not know"):
+        goes_on(recipe(used))
+
+
+def test_keys_that_do_not_change_what_is_computed_may_differ(tmp_path: Path):
+    here = recipe(
+        tmp_path / "elsewhere",
+        run={"log_every": 7},
+        checkpoint={"every_steps": 5, "keep_last": 9},
+        engine={"deepspeed_config": "other.json", "timeout_minutes": 3.0},
+        batch={"micro_batch_size_per_rank": 4},
+        data={"train_path": "moved.jsonl"},
+        model={"gradient_checkpointing": True},
+    )
+    assert differing_keys(recipe(tmp_path), here) == {}
+    # With one alpha per micro-batch, what a sequence is batched with matters.
+    there, here = (recipe(tmp_path, method={"alpha_scope": "micro_batch"}, batch=b) for b in ({}, here_batch(4)))
+    assert differing_keys(there, here) == {"batch.micro_batch_size_per_rank": (1, 4)}
+
+
+def here_batch(micro_batch_size: int) -> dict:
+    return {"micro_batch_size_per_rank": micro_batch_size}
+
+
+def test_every_key_has_been_decided_on():
+    """A new key belongs to the run unless someone has thought about it: it is compared by default."""
+    there = recipe(Path("a"))
+    here = recipe(Path("b"), run={"seed": 1}, data={"cutoff_length": 99}, probe={"every": 2}, schedule={"num_steps": 4})
+    assert set(differing_keys(there, here)) == {
+        "run.seed",
+        "data.cutoff_length",
+        "probe.every",
+        "schedule.num_steps",
+    }
+
+
+# ---- what is written in it -----------------------------------------------------------------------------------------
+
+
+def write_lines(folder: Path, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text(text)
+
+
+def test_lines_after_the_checkpoint_move_and_none_is_deleted(tmp_path: Path):
+    line = '{{"step": {}, "loss": 1.0}}\n'.format
+    write_lines(tmp_path, "".join(map(line, range(1, 6))) + '{"step": 6, "lo')
+    assert move_lost_metrics(tmp_path, 3) == 3
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(map(line, range(1, 4)))
+    assert (tmp_path / "metrics_lost.jsonl").read_text() == line(4) + line(5) + '{"step": 6, "lo\n'
+    write_lines(tmp_path, "".join(map(line, range(1, 5))))
+    assert move_lost_metrics(tmp_path, 3) == 1
+    assert (tmp_path / "metrics_lost.jsonl").read_text().splitlines()[-1] == line(4).strip()
+    assert move_lost_metrics(tmp_path, 3) == 0
+
+
+def test_a_run_that_goes_on_adds_to_its_folder(used: Path):
+    first = json.loads((used / "environment.json").read_text())
+    run = RunFolder(used, recipe(used), world_size=2)
+    run.write_metrics({"step": 1, "loss": 2.0})
+    run.close()
+    changed = recipe(used, run={"log_every": 9})
+    second = RunFolder(used, changed, world_size=4, step=1)
+    second.write_metrics({"step": 2, "loss": float("nan")})
+    second.flush()
+    second.close()
+    assert [json.loads(line) for line in (used / "metrics.jsonl").read_text().splitlines()] == [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": None},
+    ]
+    environment = json.loads((used / "environment.json").read_text())
+    assert {key: environment[key] for key in first} == first
+    assert [(entry["step"], entry["world_size"]) for entry in environment["resumed"]] == [(0, 2), (1, 4)]
+    assert (used / "recipe.yaml").read_text() == dump_recipe(changed)
+    assert sorted(path.name for path in used.iterdir()) == ["environment.json", "metrics.jsonl", "recipe.yaml"]

@@ -1,0 +1,357 @@
+"""A Hugging Face folder out of a checkpoint: the same weights, whole files, and no folder that only looks whole."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.conftest import CHATML, write_model
+from tests.helpers import tiny
+from tests.helpers.allocations import Allocations
+from tests.helpers.recipes import smallest_recipe
+from vcore_ds.cli import main
+from vcore_ds.config import Recipe, dump_recipe
+from vcore_ds.errors import UserError
+from vcore_ds.export import export_run
+from vcore_ds.models import export as files
+from vcore_ds.track import checkpoint_folder
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
+
+LORA = {"rank": 4, "alpha": 12, "dropout": 0.0}
+PROMPT = torch.randint(0, 128, (1, 16), generator=torch.Generator().manual_seed(5))
+
+
+def trained_masters(base: Path, lora: bool) -> dict[str, Tensor]:
+    """Name in the engine -> fp32 parameter, as after some training: nothing of it is a value of bf16."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if lora:
+        model = tiny.with_lora(model)
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    generator = torch.Generator().manual_seed(7)
+    return {f"causal_lm.{name}": p.detach() + 0.01 * torch.randn(p.shape, generator=generator) for name, p in named}
+
+
+def write_checkpoint(run: Path, step: int, masters: dict[str, Tensor]) -> Path:
+    partial = checkpoint_folder.begin(run / "checkpoints", step, 0)
+    state = {f"master.{name}": tensor.flatten() for name, tensor in masters.items()}
+    state |= {f"exp_avg.{name}": torch.full((tensor.numel(),), torch.nan) for name, tensor in masters.items()}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(partial / "state"), no_dist=True)
+    shapes = {name: list(tensor.shape) for name, tensor in masters.items()}
+    (partial / "run_state.json").write_text(json.dumps({"step": step, "world_size": 1, "shapes": shapes}))
+    written = [path for path in partial.rglob("*") if path.is_file()]
+    records = {path.relative_to(partial).as_posix(): checkpoint_folder.record_of(path) for path in written}
+    return checkpoint_folder.finish(partial, step, 1, records)
+
+
+def write_run(run: Path, base: Path, masters: dict[str, Tensor], *, lora: bool, precision: str = "bf16") -> Path:
+    changes = {"model": {"path": str(base), "precision": precision}, "lora": LORA if lora else None}
+    run.mkdir()
+    (run / "recipe.yaml").write_text(dump_recipe(Recipe.model_validate(smallest_recipe() | changes)))
+    write_checkpoint(run, 20, masters)
+    return run
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def base(request, tmp_path_factory) -> Path:
+    """In bf16, as models are published."""
+    folder = write_model(tmp_path_factory.mktemp("base") / "base", tied=request.param)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    settings = {"do_sample": False, "temperature": 0.6, "eos_token_id": 258}  # transformers would refuse to save these
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture
+def full_run(base, tmp_path) -> Path:
+    return write_run(tmp_path / "run", base, trained_masters(base, lora=False), lora=False)
+
+
+@pytest.fixture
+def lora_run(base, tmp_path) -> Path:
+    return write_run(tmp_path / "run", base, trained_masters(base, lora=True), lora=True)
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def logits(model) -> Tensor:
+    for parameter in model.parameters():
+        parameter.data = (
+            parameter.data.clone()
+        )  # out of the mapped file: kernels sum in an order that alignment decides
+    with torch.no_grad():
+        return model.eval()(PROMPT).logits
+
+
+@pytest.mark.parametrize("dtype", [None, "fp32"])
+def test_full_weights_are_the_masters_rounded_once(base, full_run, dtype):
+    folder = export_run(full_run, dtype=dtype, max_file_bytes=20_000)
+    assert folder == full_run / "export" / "step_00000020" / "model"
+    wanted = torch.float32 if dtype == "fp32" else torch.bfloat16
+    masters = {name.removeprefix("causal_lm."): tensor for name, tensor in trained_masters(base, lora=False).items()}
+    found = stored(folder)
+    assert found.keys() == masters.keys()
+    assert all(torch.equal(found[name], tensor.to(wanted)) for name, tensor in masters.items())
+    is_tied = AutoConfig.from_pretrained(base).tie_word_embeddings
+    assert ("lm_head.weight" in found) is not is_tied
+
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert names == [f"model-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
+    assert len(names) >= 3
+    assert index["weight_map"].keys() == masters.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+
+    model = AutoModelForCausalLM.from_pretrained(folder)  # no dtype: the configuration says it
+    assert model.dtype == wanted
+    trained = AutoModelForCausalLM.from_pretrained(base, dtype=wanted)
+    trained.load_state_dict({name: tensor.to(wanted) for name, tensor in masters.items()}, strict=not is_tied)
+    assert torch.equal(logits(model), logits(trained))
+
+
+def test_what_stands_beside_the_weights(base, full_run):
+    folder = export_run(full_run)
+    assert sorted(path.name for path in folder.glob("*.safetensors")) == ["model.safetensors"]
+    assert not (folder / "model.safetensors.index.json").exists()
+    assert AutoTokenizer.from_pretrained(folder).chat_template == CHATML
+    assert (folder / "generation_config.json").read_text() == (base / "generation_config.json").read_text()
+    ours, theirs = (json.loads((f / "config.json").read_text()) for f in (folder, base))
+    assert {key for key in theirs if ours.get(key) != theirs[key]} <= {"transformers_version"}
+
+
+def test_the_adapter_loads_in_peft(base, lora_run):
+    folder = export_run(lora_run)
+    assert folder == lora_run / "export" / "step_00000020" / "adapter"
+    found = stored(folder)
+    masters = trained_masters(base, lora=True)
+    expected = {name.removeprefix("causal_lm.").replace(".default", ""): t for name, t in masters.items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 12, str(base))
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    before = logits(plain)
+    adapted = PeftModel.from_pretrained(plain, folder)
+    assert float((logits(adapted) - before).abs().max()) > 1e-2
+    assert export_run(lora_run, output=lora_run / "bf16", dtype="bf16") == lora_run / "bf16"
+    assert {tensor.dtype for tensor in stored(lora_run / "bf16").values()} == {torch.bfloat16}
+
+
+def test_merged_is_base_plus_scaled_product_rounded_once(base, lora_run):
+    merged = stored(export_run(lora_run, merge=True, max_file_bytes=20_000))
+    trained = trained_masters(base, lora=True)
+    exact = {name: tensor.double() for name, tensor in stored(base).items()}
+    num_merged = 0
+    for name in exact:
+        pair = [f"causal_lm.base_model.model.{name.removesuffix('.weight')}.lora_{x}.default.weight" for x in "AB"]
+        if pair[0] in trained:
+            a, b = (trained[part].double() for part in pair)
+            exact[name] += (12 / 4) * b @ a
+            num_merged += 1
+    assert num_merged == 2 * 7  # layers, linear layers in each
+    assert merged.keys() == exact.keys()
+    for name, value in exact.items():
+        assert merged[name].dtype == torch.bfloat16
+        # As near as bf16 can be, but for the rounding of the sum in fp32.
+        nearest = (value.to(torch.bfloat16).double() - value).abs()
+        assert bool(((merged[name].double() - value).abs() <= nearest + 1e-8).all()), name
+
+
+def test_merged_computes_what_the_adapter_computes(base, lora_run):
+    adapter = export_run(lora_run)
+    merged = export_run(lora_run, merge=True, dtype="fp32")
+    with_adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    difference = logits(AutoModelForCausalLM.from_pretrained(merged)) - logits(with_adapter)
+    assert float(difference.abs().max()) < 1e-5
+
+
+def test_a_finished_run_without_checkpoints_has_its_adapter(lora_run):
+    export_run(lora_run, output=lora_run / "adapter")
+    from_checkpoint = stored(export_run(lora_run, merge=True))
+    shutil.rmtree(lora_run / "checkpoints")
+    folder = export_run(lora_run, merge=True)
+    assert folder == lora_run / "export" / "adapter" / "merged"
+    found = stored(folder)
+    assert all(torch.equal(found[name], tensor) for name, tensor in from_checkpoint.items())
+
+
+def test_the_newest_checkpoint_that_verifies(base, full_run, capsys):
+    other = {name: tensor + 1 for name, tensor in trained_masters(base, lora=False).items()}
+    newest = write_checkpoint(full_run, 30, other)
+    assert export_run(full_run).parent.name == "step_00000030"
+    named = export_run(full_run, checkpoint="step_00000020")
+    assert named.parent.name == "step_00000020"
+    shutil.rmtree(full_run / "export")
+    path = max((newest / "state").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    assert export_run(full_run).parent.name == "step_00000020"
+    assert "skipped checkpoint step_00000030: state/" in capsys.readouterr().out
+    with pytest.raises(UserError, match="no checkpoint that verifies:\n  step_00000030: .*SHA-256"):
+        export_run(full_run, checkpoint="step_00000030")
+    (full_run / "checkpoints" / "step_00000020" / "COMPLETE").unlink()
+    with pytest.raises(UserError, match="no checkpoint that verifies:(.|\n)*step_00000020: no COMPLETE"):
+        export_run(full_run)
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["full", "merged"])
+def test_memory_is_that_of_a_file_and_a_tensor(tmp_path, merge):
+    base = write_model(tmp_path / "base")
+    tiny.qwen3(vocab_size=259, num_hidden_layers=12, dtype=torch.bfloat16).save_pretrained(base)
+    run = write_run(tmp_path / "run", base, trained_masters(base, lora=merge), lora=merge)
+    with Allocations() as allocations:
+        folder = export_run(run, merge=merge, max_file_bytes=40_000)
+    sizes = [tensor.nbytes for tensor in stored(folder).values()]
+    print(f"peak {allocations.peak_bytes:,} of {sum(sizes):,}; largest tensor {max(sizes):,}")
+    # A file, and one tensor in fp32 as it is read and merged.
+    assert allocations.peak_bytes < 40_000 + 5 * max(sizes) < sum(sizes) / 2
+
+
+# ---- what must not look whole --------------------------------------------------------------------------------------
+
+
+def fail_in_file(monkeypatch, number: int, action) -> None:
+    """`action` after file `number` of an export has been written."""
+    original, count = files.write_file, iter(range(1, 1000))
+
+    def write_file(*arguments):
+        original(*arguments)
+        if next(count) == number:
+            action()
+
+    monkeypatch.setattr(files, "write_file", write_file)
+
+
+def test_an_export_that_fails_leaves_nothing(full_run, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        fail_in_file(patched, 2, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            export_run(full_run, output=full_run / "out" / "model", max_file_bytes=20_000)
+    assert list((full_run / "out").iterdir()) == []
+
+
+def test_an_export_that_is_killed_leaves_no_folder_of_that_name(full_run, monkeypatch):
+    output = full_run / "out" / "model"
+    child = os.fork()
+    if child == 0:
+        fail_in_file(monkeypatch, 2, lambda: os._exit(9))  # as by kill -9: no handler of ours runs
+        export_run(full_run, output=output, max_file_bytes=20_000)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert [path.name for path in (full_run / "out").iterdir()] == ["model.partial"]
+    export_run(full_run, output=output, max_file_bytes=20_000)  # the next one takes the leftover away
+    assert [path.name for path in (full_run / "out").iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors["a"].__setitem__(0, torch.inf), "a: not all values are finite"),
+        (
+            lambda tensors: tensors.__setitem__("a", torch.ones(2, 3)),
+            r"a: found \(2, 3\) torch.float32; expected \(6,\)",
+        ),
+        (lambda tensors: tensors.__setitem__("a", tensors["a"].half()), "found .* torch.float16; expected .*float32"),
+        (lambda tensors: tensors.pop("b"), "other names than expected: b"),
+    ],
+)
+def test_a_file_is_read_back(tmp_path, change, words):
+    tensors = {"a": torch.arange(6.0), "b": torch.ones(2)}
+    expected = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    files.write_file(tmp_path / "good.safetensors", tensors, expected)
+    with safe_open(tmp_path / "good.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    change(tensors)
+    with pytest.raises(files.BadExport, match=words):
+        files.write_file(tmp_path / "bad.safetensors", tensors, expected)
+
+
+def test_a_parameter_that_is_not_finite_is_not_exported(base, tmp_path):
+    masters = trained_masters(base, lora=False)
+    masters["causal_lm.model.norm.weight"][3] = torch.nan
+    run = write_run(tmp_path / "run", base, masters, lora=False)
+    with pytest.raises(files.BadExport, match="model.norm.weight: not all values are finite"):
+        export_run(run)
+    assert list((run / "export" / "step_00000020").iterdir()) == []
+
+
+def test_a_full_disk_is_said_before_anything_is_written(full_run, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    with pytest.raises(OSError, match="found 1,000 bytes free; expected [0-9,]+ for the weights"):
+        export_run(full_run)
+
+
+# ---- what the user can mend ----------------------------------------------------------------------------------------
+
+
+def refused(capsys, *arguments: object) -> str:
+    """The message of `vcore-ds export` that ends with exit code 2."""
+    capsys.readouterr()
+    assert main(["export", *map(str, arguments)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("vcore-ds: ") and "Traceback" not in message
+    return message
+
+
+def test_not_a_run(tmp_path, capsys):
+    assert "found no recipe.yaml; expected the folder of a run" in refused(capsys, tmp_path)
+
+
+def test_no_checkpoint(full_run, capsys):
+    message = refused(capsys, full_run, "--checkpoint", "step_00000021")
+    assert "expected step_00000021; found step_00000020" in message
+    shutil.rmtree(full_run / "checkpoints")
+    assert "expected a complete checkpoint; found none" in refused(capsys, full_run)
+
+
+def test_output_exists(full_run, tmp_path, capsys):
+    assert "is there already; expected a new folder" in refused(capsys, full_run, "--output", tmp_path)
+
+
+def test_merge_of_a_run_without_adapter(full_run, capsys):
+    assert "found --merge with a run that trained all parameters" in refused(capsys, full_run, "--merge")
+
+
+def test_too_many_words(full_run, capsys):
+    assert "found other after RUN" in refused(capsys, full_run, "--merge", "other")
+
+
+@pytest.mark.parametrize("kind", ["adapter", "merged"])
+def test_the_base_model_is_gone_or_another(lora_run, tmp_path, capsys, kind):
+    options = ["--merge"] if kind == "merged" else []
+    recipe = (lora_run / "recipe.yaml").read_text()
+    (lora_run / "recipe.yaml").write_text(recipe.replace("/base\n", "/elsewhere\n"))
+    message = refused(capsys, lora_run, *options)
+    assert "/elsewhere: no such folder" in message and "needs the model that the run began with" in message
+    other = write_model(tmp_path / "other")
+    tiny.qwen3(vocab_size=259, num_hidden_layers=1).save_pretrained(other)
+    (lora_run / "recipe.yaml").write_text(recipe.replace(recipe.split("path: ")[1].split("\n")[0], str(other), 1))
+    message = refused(capsys, lora_run, *options)
+    assert "has no place for what was trained: base_model.model.model.layers.1" in message
+    assert not (lora_run / "export").exists()
+
+
+def test_a_base_model_without_a_tensor(lora_run, base, tmp_path, capsys):
+    other = shutil.copytree(base, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    recipe = (lora_run / "recipe.yaml").read_text()
+    (lora_run / "recipe.yaml").write_text(recipe.replace(str(base), str(other)))
+    assert "found no tensor model.norm.weight" in refused(capsys, lora_run, "--merge")

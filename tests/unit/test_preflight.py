@@ -1,0 +1,122 @@
+"""What is said about nodes that differ, and what is read from NCCL's log. The whole, on two nodes: tests/slurm."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import tiny
+from tests.helpers.recipes import smallest_recipe
+from vcore_ds.config import Recipe
+from vcore_ds.engine.interconnect import network_of_nccl
+from vcore_ds.preflight.nodes import Needed, Node, describe, find_problems
+from vcore_ds.preflight.run import count_parameters, output_bytes
+
+GOOD = Node(
+    host="n1",
+    packages={"torch": "2.13.0", "deepspeed": "0.19.8", "CUDA of torch": "13.0"},
+    commit="a1",
+    gpus=("NVIDIA B200",) * 8,
+    unreadable={},
+    sees_output=True,
+    free_output_bytes=900 * 2**30,
+    free_temporary_bytes=100 * 2**30,
+)
+NEEDED = Needed(num_gpus=8, output_bytes=800 * 2**30, output_folder=Path("/shared/runs"))
+
+
+def nodes(**bad) -> Sequence[Node]:
+    """Four, of which the first differs: what most have is right, not what the first has."""
+    return [replace(GOOD, **bad), *(replace(GOOD, host=f"n{i}") for i in (2, 3, 4))]
+
+
+def test_equal_nodes_are_fit() -> None:
+    assert find_problems(nodes(), NEEDED) == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "start"),
+    [
+        (
+            {"packages": GOOD.packages | {"deepspeed": "0.18.0"}},
+            "n1: deepspeed: found 0.18.0, expected 0.19.8 as on 3 of 4 nodes.",
+        ),
+        ({"commit": "b2"}, "n1: commit: found b2, expected a1 as on 3 of 4 nodes."),
+        ({"commit": None}, "n1: commit: found none, expected a1 as on 3 of 4 nodes."),
+        ({"gpus": GOOD.gpus[:7]}, "n1: GPUs: found 7 that PyTorch can use, expected 8."),
+        ({"gpus": ("NVIDIA H100",) * 8}, "n1: kind of GPU: found "),
+        ({"unreadable": {"model.path": "found nothing"}}, "n1: model.path: found nothing"),
+        (
+            {"sees_output": False},
+            "n1: run.output_dir: a file made on n1 in /shared/runs is not there",
+        ),
+        ({"free_output_bytes": 2**30}, "n1: free disk: found 1.0 GiB in /shared/runs, expected 800.0 GiB."),
+        (
+            {"free_temporary_bytes": 2**20},
+            f"n1: free disk: found 1 MiB in {NEEDED.temporary_folder}, expected 2.0",
+        ),
+    ],
+)
+def test_one_bad_node_is_one_line_with_a_remedy(bad: dict, start: str) -> None:
+    (problem,) = find_problems(nodes(**bad), NEEDED)
+    assert problem.startswith(start), problem
+    assert ". " in problem or "unreadable" in bad  # what to do about it
+
+
+def test_a_node_without_gpus_is_not_also_of_another_kind() -> None:
+    (problem,) = find_problems(nodes(gpus=()), NEEDED)
+    assert problem.startswith("n1: GPUs: found 0 that PyTorch can use, expected 8.")
+
+
+def test_all_nodes_without_gpus_are_all_named() -> None:
+    assert len(find_problems([replace(node, gpus=()) for node in nodes()], NEEDED)) == 4
+
+
+def test_description_names_every_node() -> None:
+    text = describe(nodes(), NEEDED)
+    assert all(f"n{i}: 8 x NVIDIA B200; free: 900.0 GiB and 100.0 GiB" in text for i in range(1, 5))
+    assert "needed: 800.0 GiB in /shared/runs" in text
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tiny.qwen3().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def recipe(model: Path, output: Path, **sections) -> Recipe:
+    values = smallest_recipe() | sections
+    values["model"] |= {"path": str(model), "precision": "fp32"}
+    values["run"] |= {"output_dir": str(output)}
+    return Recipe.model_validate(values)
+
+
+def test_space_is_that_of_the_states(model: Path, tmp_path: Path) -> None:
+    num_all = sum(parameter.numel() for parameter in tiny.qwen3().parameters())
+    full = recipe(model, tmp_path / "run", checkpoint={"keep_last": 2})
+    assert count_parameters(full) == (num_all, num_all)
+    # Three checkpoints of master, two moments and direction, then the result.
+    assert output_bytes(full) == 3 * num_all * (12 + 4) + num_all * 4
+    for step in (1, 2):
+        folder = tmp_path / "run" / "checkpoints" / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "COMPLETE").touch()
+    assert output_bytes(full) == num_all * (12 + 4) + num_all * 4
+
+    adapters = recipe(model, tmp_path / "other", lora={"rank": 4, "alpha": 8})
+    num_trained = sum(p.numel() for p in tiny.with_lora(tiny.qwen3()).parameters() if p.requires_grad)
+    assert count_parameters(adapters)[0] == num_trained
+
+
+def test_nccl_log() -> None:
+    infiniband = (
+        "n1:71:71 [0] NCCL INFO NCCL version 2.28.3+cuda13.0\n"
+        "n1:71:71 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB ib0:10.0.0.1<0>\n"
+    )
+    assert network_of_nccl(infiniband) == "IB [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]"
+    sockets = (
+        "n1:71 [0] NCCL INFO NET/IB : No device found.\nn1:71 [0] NCCL INFO NET/Socket : Using [0]eth0:10.1.0.1<0>\n"
+    )
+    assert network_of_nccl(sockets) == "Socket [0]eth0:10.1.0.1<0>"
+    assert network_of_nccl("nothing of the kind") is None

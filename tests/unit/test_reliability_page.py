@@ -1,0 +1,19 @@
+"""docs/reliability.md says of each problem which test shows it."""
+
+import re
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = (REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")
+
+
+def test_tests_that_it_names_are_there() -> None:
+    named = re.findall(r"`((?:unit|dist|e2e|slurm)/\w+\.py)(?:::(\w+))?`", PAGE)
+    assert len(named) > 35
+    for file, test in named:
+        source = (REPOSITORY / "tests" / file).read_text(encoding="utf-8")
+        assert not test or f"\ndef {test}(" in source, f"{file}::{test}"
+
+
+def test_it_has_all_problems() -> None:
+    assert re.findall(r"^\| (\d+)\. ", PAGE, re.MULTILINE) == [str(number) for number in range(1, 23)]

@@ -1,0 +1,144 @@
+"""What a process does with a wish to stop, each case in a process of its own."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+
+import pytest
+
+from vcore_ds.errors import EXIT_STOPPED
+
+START = """
+    import ctypes, multiprocessing, os, signal, subprocess, sys, threading, time
+    from vcore_ds import signals
+    from vcore_ds.signals import stop_signals
+
+    signals.SAME_WISH_SECONDS = 0.4
+
+    def after(seconds, number):
+        threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+
+    def block():
+        "The main thread as in a collective that never returns: in C, where no Python signal handler can run."
+        lock = threading.Lock()
+        lock.acquire()
+        ctypes.CDLL(None).pause.restype = None
+        while True:
+            ctypes.CDLL(None).sleep(60)
+"""
+
+
+def run(code: str, arguments: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    program = textwrap.dedent(START) + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=30)
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_with_nothing_to_lose_it_ends_at_once(number: str):
+    done = run(f"stop_signals.listen(); after(0.2, signal.{number}); block()")
+    assert done.returncode == EXIT_STOPPED
+    assert done.stderr == f"vcore-ds: rank 0: {number} outside of the training steps: there is nothing to save\n"
+
+
+def test_held_back_it_is_noted_and_echoes_are_not_a_second_signal():
+    done = run("""
+        stop_signals.listen()
+        with stop_signals.held_back():
+            for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+                time.sleep(0.1)
+            print(stop_signals.received)
+            raise SystemExit(7)  # as a run that has saved leaves
+    """)
+    assert done.returncode == 7 and done.stdout == "SIGUSR1\n"
+    assert done.stderr.count("\n") == 1 and "rank 0: SIGUSR1: this step is finished" in done.stderr
+
+
+def test_second_signal_ends_a_process_that_is_stuck():
+    done = run("""
+        stop_signals.listen()
+        with stop_signals.held_back():
+            after(0.1, signal.SIGTERM)
+            after(1.0, signal.SIGTERM)
+            block()
+    """)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert "SIGTERM after SIGTERM: ending at once, without saving" in done.stderr
+
+
+def test_what_is_pending_at_the_end_of_training_is_not_forgotten():
+    done = run("""
+        stop_signals.listen()
+        with stop_signals.held_back():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+        print("went on")
+    """)
+    assert done.returncode == EXIT_STOPPED and done.stdout == ""
+
+
+def test_last_words_are_not_cut_short():
+    done = run("""
+        stop_signals.listen()
+        stop_signals.leave(last_words_seconds=0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        print("words", flush=True)
+        time.sleep(0.4)
+        os.kill(os.getpid(), signal.SIGTERM)
+        block()
+    """)
+    assert done.returncode == 128 + signal.SIGTERM and done.stdout == "words\n"
+
+
+def test_a_forked_child_is_ended_by_its_own_signals_and_they_are_not_ours():
+    done = run("""
+        stop_signals.listen()
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join()
+        time.sleep(0.2)
+        print(child.exitcode, stop_signals.received)
+    """)
+    assert (done.returncode, done.stdout) == (0, f"{-signal.SIGTERM} None\n")
+
+
+def test_ignored_signals_stay_ignored():
+    done = run("""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as nohup and `&` in a script do
+        stop_signals.listen()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        print(stop_signals.received)
+    """)
+    assert (done.returncode, done.stdout) == (0, "None\n")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "a shell"])
+def test_end_of_the_launcher(launcher: str):
+    """Three generations: a command, the launcher that it starts (for deepspeed), and a rank that outlives them."""
+    done = run(
+        """
+        signals.SECONDS_BETWEEN_LOOKS_AT_THE_LAUNCHER = 0.1
+        generation, launcher = int(sys.argv[1]), sys.argv[2]
+        if launcher == "torchrun":
+            os.environ["TORCHELASTIC_RUN_ID"] = "1"
+        if generation < (2 if launcher == "deepspeed" else 1):
+            # The names that a rank looks for in the command lines above it.
+            name = ["deepspeed." + "launcher.launch"] if launcher == "deepspeed" else []
+            code = open(f"/proc/{os.getpid()}/cmdline").read().split("\\0")[2]
+            child = subprocess.Popen([sys.executable, "-c", code, str(generation + 1), launcher, *name])
+            time.sleep(0.5) if generation == 0 else child.wait()
+            os._exit(0)
+        stop_signals.listen()
+        with stop_signals.held_back():
+            time.sleep(1.5)
+            print(stop_signals.received, flush=True)
+            raise SystemExit
+        """,
+        ["0", launcher],
+    )
+    assert done.stdout == ("None\n" if launcher == "a shell" else "the end of its launcher\n"), done.stderr

@@ -1,0 +1,266 @@
+"""When a run saves, what it saves beside the tensors, and what it goes on from."""
+
+import json
+import shutil
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .config import Recipe, dump_recipe
+from .engine import Direction, Engine, distributed
+from .engine.checkpoint import (
+    CheckpointFailed,
+    files_of_this_rank,
+    on_all_ranks,
+    read_state,
+    state_bytes,
+    write_state,
+)
+from .errors import UserError
+from .feed import Feed
+from .track import checkpoint_folder as files
+from .track.console import Console
+
+MARGIN_BYTES = 64 * 2**20
+"""Beside the tensors: the index, the recipe, and what others write meanwhile."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What of a run is not a tensor. Data order, probe stream, learning rate and dropout are functions of the step."""
+
+    step: int
+    """Optimizer steps done."""
+    world_size: int
+    num_updates: int
+    """Steps by the optimizer's own count; 0 for one that does not count."""
+    shapes: dict[str, list[int]]
+    """Of the trained parameters, by name."""
+    direction: dict[str, float | None] | None
+    """Norm and displacement of the probe direction, None for methods without one."""
+    probe_batch_size_global: int
+    """Sequences; the recipe's, rounded up to the world size."""
+    data_digests: dict[str, str]
+    """Of the tokens that training and probe draw from."""
+    validation_loss_before: float | None
+    """Nats, before the first step."""
+    wandb_run_id: str | None
+
+
+@dataclass(frozen=True)
+class Saved:
+    folder: Path
+    seconds: float
+    bytes: int
+    """Over all ranks."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """For metrics.jsonl."""
+        return {"seconds_checkpoint": self.seconds, "checkpoint_bytes": self.bytes}
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every rank has one, and its methods are collectives.
+
+    Attributes:
+        validation_loss_before: nats, before the first step; what a resumed run cannot measure any more.
+        wandb_run_id: on Weights & Biases, None without; rank 0's counts.
+    """
+
+    def __init__(self, recipe: Recipe, console: Console):
+        self.validation_loss_before: float | None = None
+        self.wandb_run_id: str | None = None
+        self._recipe, self._console = recipe, console
+        self._folder = Path(recipe.run.output_dir) / "checkpoints"
+        self._last_end = time.monotonic()
+
+    def newest(self) -> tuple[Path, RunState] | None:
+        """The newest checkpoint whose files are what its manifest says, all ranks reading a part each; None where there
+        is none but unfinished ones.
+
+        Raises:
+            UserError: there are checkpoints, and none verifies.
+        """
+        unfinished, candidates = on_all_ranks(  # rank 0's view serves all
+            self._folder, lambda: (files.list_unfinished(self._folder), files.list_checkpoints(self._folder))
+        )[0]
+        skipped = [f"{folder.name}: not finished" for folder in unfinished if folder not in candidates]
+        found = None
+        for folder in candidates:
+            problem = self._problem(folder)
+            if problem is None:
+                found = folder
+                break
+            skipped.append(f"{folder.name}: {problem}")
+        # Killed between the renaming and the mark of its first checkpoint, a run has lost nothing it ever had.
+        if found is None and not set(candidates) <= set(unfinished):
+            raise UserError(
+                f"run.output_dir: {self._folder}: found no checkpoint that verifies:\n  "
+                + "\n  ".join(skipped)
+                + "\nexpected one to go on from. Restore one of them from a copy, or set run.output_dir to a new "
+                "folder to start anew"
+            )
+        for line in skipped:
+            self._console.warn(f"skipped checkpoint {line}")
+        return None if found is None else (found, self._read_run_state(found))
+
+    def clear_above(self, step: int) -> None:
+        """Puts what a run that goes on after `step` steps does not go on from out of the way."""
+        is_first = distributed.rank() == 0
+        for renamed in on_all_ranks(
+            self._folder, lambda: files.set_aside_newer(self._folder, step) if is_first else []
+        )[0]:
+            self._console.warn(f"renamed what did not verify: {renamed}")
+
+    def check_data(self, found: tuple[Path, RunState], feed: Feed) -> None:
+        """Raises UserError where the data are not those that the checkpoint's steps were taken on."""
+        folder, state = found
+        for key, digest in _data_digests(feed).items():
+            if digest != state.data_digests[key]:
+                data = self._recipe.data
+                path = data.probe_path if key == "data.probe_path" and data.probe_path is not None else data.train_path
+                raise UserError(
+                    f"{key}: {path}: found other tokens than those that {folder} was trained on (data, template or "
+                    "tokenizer have changed); expected the same, to go on. Restore them, or set run.output_dir to a "
+                    "new folder"
+                )
+        size = feed.plan.probe_batch_size_global
+        if feed.probe_stream is not None and size != state.probe_batch_size_global:
+            self._console.warn(
+                f"probe batches are of {size} sequences from here on, they were of {state.probe_batch_size_global}: "
+                "probe.round_up makes them a multiple of the number of ranks"
+            )
+
+    def load(self, found: tuple[Path, RunState], engine: Engine, direction: Direction | None) -> int:
+        """Puts a checkpoint's state in place of a new engine's, and returns the number of steps it has done.
+
+        Raises:
+            UserError: the model's parameters have other names or shapes than those of the checkpoint.
+        """
+        started = time.perf_counter()
+        folder, state = found
+        shapes = _shapes(engine)
+        for name in sorted(shapes.keys() | state.shapes.keys()):
+            if shapes.get(name) != state.shapes.get(name):
+                raise UserError(
+                    f"model.path: {self._recipe.model.path}: parameter {name} has shape {shapes.get(name)}; the "
+                    f"checkpoint {folder} has {state.shapes.get(name)}; expected the model that the run began with"
+                )
+        needed = direction if self._next_step_uses_direction(state.step) else None
+        read_state(engine, needed, folder / files.STATE, state.num_updates)
+        if direction is not None and state.direction is not None:
+            direction.norm, direction.displacement = state.direction["norm"], state.direction["displacement"]
+        seconds = time.perf_counter() - started
+        self._console.say(f"Resumed after step {state.step} from {folder}, read in {seconds:.1f} s")
+        if state.world_size != distributed.world_size():
+            self._console.say(
+                f"The checkpoint is of {state.world_size} rank(s), this is {distributed.world_size()}: the steps see "
+                "the same sequences, and differ by rounding"
+            )
+        self.validation_loss_before, self.wandb_run_id = state.validation_loss_before, state.wandb_run_id
+        self._last_end = time.monotonic()
+        return state.step
+
+    def due(self, step: int, num_steps: int) -> bool:
+        """Whether to save after `step` steps."""
+        settings = self._recipe.checkpoint
+        every = [n for n in (settings.every_steps, settings.keep_every_steps) if n is not None]
+        if step == num_steps or any(step % n == 0 for n in every):
+            return True
+        if settings.every_minutes is None:
+            return False
+        # One clock decides for all. If each rank looked at its own, one would save while another trains on, and both
+        # would wait for ever.
+        overdue = distributed.rank() == 0 and time.monotonic() - self._last_end >= 60 * settings.every_minutes
+        return distributed.sum_over_ranks([float(overdue)])[0] > 0
+
+    def save(self, step: int, engine: Engine, direction: Direction | None, feed: Feed) -> Saved:
+        """Writes the checkpoint after `step` steps, then deletes the old ones that the recipe does not keep.
+
+        Raises:
+            CheckpointFailed: on all ranks alike, with the rank at fault; the other checkpoints are as they were.
+        """
+        started = time.perf_counter()
+        is_first = distributed.rank() == 0
+        state = RunState(
+            step=step,
+            world_size=distributed.world_size(),
+            num_updates=engine.num_updates,
+            shapes=_shapes(engine),
+            direction=None if direction is None else dict(norm=direction.norm, displacement=direction.displacement),
+            probe_batch_size_global=feed.plan.probe_batch_size_global,
+            data_digests=_data_digests(feed),
+            validation_loss_before=self.validation_loss_before,
+            wandb_run_id=self.wandb_run_id,
+        )
+        needed = direction if self._next_step_uses_direction(step) else None
+        num_bytes = state_bytes(engine, needed) + MARGIN_BYTES
+        partial = files.partial_folder(self._folder, step)
+        try:
+            on_all_ranks(partial, lambda: files.begin(self._folder, step, num_bytes) if is_first else None)
+            write_state(engine, needed, partial / files.STATE)
+            written = on_all_ranks(partial, lambda: self._write_rest(partial, state))
+            records = {name: record for of_rank in written for name, record in of_rank.items()}
+            folder = on_all_ranks(
+                partial, lambda: files.finish(partial, step, state.world_size, records) if is_first else None
+            )[0]
+        except CheckpointFailed as error:
+            if is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointFailed(
+                f"the checkpoint of step {step} could not be written: {error}. Earlier checkpoints are untouched"
+            ) from None
+        on_all_ranks(self._folder, lambda: self._remove_old() if is_first else None)
+        seconds, total = time.perf_counter() - started, sum(record.bytes for record in records.values())
+        self._console.say(f"checkpoint: {folder}: {total / 2**30:.3g} GiB in {seconds:.1f} s")
+        self._last_end = time.monotonic()
+        assert folder is not None  # rank 0 has made it
+        return Saved(folder, seconds, total)
+
+    def _remove_old(self) -> None:
+        settings = self._recipe.checkpoint
+        files.remove_old(self._folder, keep_last=settings.keep_last, keep_every_steps=settings.keep_every_steps)
+
+    def _next_step_uses_direction(self, step: int) -> bool:
+        """Whether step `step` (from 0), the next after `step` steps, takes the direction that an earlier one probed."""
+        return self._recipe.method.name == "vcore" and step % self._recipe.probe.every != 0
+
+    def _write_rest(self, partial: Path, state: RunState) -> dict[str, files.FileRecord]:
+        """Rank 0 writes the small files; every rank reads its own files back."""
+        own = files_of_this_rank(partial / files.STATE)
+        if distributed.rank() == 0:
+            files.write_flushed(partial / files.RUN_STATE, json.dumps(asdict(state), indent=2) + "\n")
+            files.write_flushed(partial / files.RECIPE, dump_recipe(self._recipe))
+            own += [partial / files.RUN_STATE, partial / files.RECIPE]
+        return {path.relative_to(partial).as_posix(): files.record_of(path) for path in own}
+
+    def _problem(self, folder: Path) -> str | None:
+        """Why a checkpoint cannot be used, None if it can. Each rank reads every so many of its files."""
+        local: str | None = None
+        try:
+            records = files.read_manifest(folder)
+            own = sorted(records, key=lambda name: (-records[name].bytes, name))
+            problems = (
+                files.file_problem(folder, name, records[name])
+                for name in own[distributed.rank() :: distributed.world_size()]
+            )
+            local = next((problem for problem in problems if problem is not None), None)
+        except files.Unusable as error:
+            local = str(error)
+        found = [problem for problem in distributed.gather_objects(local) if problem is not None]
+        return "; ".join(dict.fromkeys(found)) or None
+
+    def _read_run_state(self, folder: Path) -> RunState:
+        values: dict[str, Any] = on_all_ranks(folder, lambda: files.read_run_state(folder))[distributed.rank()]
+        return RunState(**{field.name: values[field.name] for field in fields(RunState)})
+
+
+def _shapes(engine: Engine) -> dict[str, list[int]]:
+    return {name: list(parameter.ds_shape) for name, parameter in engine.trainable}
+
+
+def _data_digests(feed: Feed) -> dict[str, str]:
+    """Recipe key -> digest of the tokens, which decide with the step what a batch holds."""
+    return {"data.train_path": feed.dataset.digest, "data.probe_path": feed.probe_dataset.digest}

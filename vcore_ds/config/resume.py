@@ -1,0 +1,75 @@
+"""Whether two recipes are the same run: what may change between its attempts, and what may not."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from vcore_ds.config.problems import field_problems
+from vcore_ds.config.schema import Recipe
+from vcore_ds.config.yaml_text import YamlError, parse_yaml
+from vcore_ds.errors import UserError
+
+MAY_DIFFER = frozenset(
+    {
+        # What is printed, measured and kept.
+        "run.output_dir",
+        "run.log_every",
+        "run.validate_every",
+        "run.time_limit_minutes",
+        "run.wandb_project",
+        "data.validation_path",
+        # Where the data is; the checkpoint knows a digest of its tokens.
+        "data.train_path",
+        "data.probe_path",
+        "data.cache_dir",
+        # How the same numbers are computed, up to rounding.
+        "batch.micro_batch_size_per_rank",
+        "batch.packed_row_tokens",
+        "probe.micro_batch_size_per_rank",
+        "utility.micro_batch_size_per_rank",
+        "model.attention",
+        "model.gradient_checkpointing",
+    }
+)
+SECTIONS_THAT_MAY_DIFFER = frozenset({"checkpoint", "engine"})
+
+
+def read_resolved_recipe(path: Path) -> Recipe:
+    """The recipe.yaml that a run wrote. Files it names need not exist any more.
+
+    Raises:
+        UserError: where the file is none, or this version does not know what it says.
+    """
+    try:
+        return Recipe.model_validate(parse_yaml(path.read_text(encoding="utf-8")).value)
+    except ValidationError as error:
+        found = "; ".join(f"{'.'.join(location)}: {text}" for location, text in field_problems(error).items())
+        raise UserError(f"{path}: {found or error}") from None
+    except (OSError, UnicodeDecodeError, YamlError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+
+
+def differing_keys(there: Recipe, here: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value there, value here) of every key that may not change between the attempts of a run."""
+    left, right = _flat(there), _flat(here)
+    differing = {
+        key: (left.get(key), right.get(key))
+        for key in dict.fromkeys([*left, *right])
+        if left.get(key) != right.get(key) and not _may_differ(key, here)
+    }
+    return differing
+
+
+def _may_differ(key: str, recipe: Recipe) -> bool:
+    sizes = ("batch.micro_batch_size_per_rank", "batch.packed_row_tokens")
+    if key in sizes and recipe.method.alpha_scope == "micro_batch":
+        return False  # then alpha depends on what a sequence is batched with
+    return key in MAY_DIFFER or key.partition(".")[0] in SECTIONS_THAT_MAY_DIFFER
+
+
+def _flat(recipe: Recipe) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for section, values in recipe.model_dump(mode="json").items():
+        flat |= {f"{section}.{key}": value for key, value in values.items()} if values is not None else {section: None}
+    return flat

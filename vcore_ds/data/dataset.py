@@ -1,0 +1,54 @@
+"""What training reads: a store, or a store whose sequences get something more when they are read."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from vcore_ds.data.store import TokenStore
+from vcore_ds.data.tokenization import TokenizedSequence
+from vcore_ds.method import random_mask
+
+
+class ChangedDataset(Sequence[TokenizedSequence]):
+    """A dataset whose sequences are changed when they are read, so that nothing of it is held in memory."""
+
+    def __init__(self, dataset: "Dataset", change: Callable[[int, TokenizedSequence], TokenizedSequence]) -> None:
+        """`change`: of the position in the dataset and the sequence there; may not change its length."""
+        self.dataset, self.change = dataset, change
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int32 [n], tokens of each sequence, without reading any."""
+        return self.dataset.lengths
+
+    @property
+    def digest(self) -> str:
+        """Of the tokens and of which of them are supervised, in order."""
+        return self.dataset.digest
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i = range(len(self))[index]
+        return self.change(i, self.dataset[i])
+
+
+Dataset = TokenStore | ChangedDataset
+
+
+def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> ChangedDataset:
+    """The dataset with `kept` set: all of the answer and a random part of the rest, `keep_share` of the supervised
+    tokens in total (the method `random`)."""
+
+    def keep(_: int, sequence: TokenizedSequence) -> TokenizedSequence:
+        assert sequence.in_answer is not None  # a store has it
+        kept = np.zeros(len(sequence), dtype=np.bool_)
+        in_answer = sequence.in_answer[sequence.supervised]
+        kept[sequence.supervised] = random_mask(in_answer, keep_share, seed, sequence.sequence_id)
+        return replace(sequence, kept=kept)
+
+    return ChangedDataset(dataset, keep)

@@ -1,0 +1,104 @@
+"""What nodes report, and what is wrong with them; no collectives."""
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TEMPORARY_BYTES = 2 * 2**30
+"""Free space wanted in the temporary folder: compiled kernels, and the files of the processes."""
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Node:
+    """What one node reports."""
+
+    host: str
+    packages: dict[str, str]
+    commit: str | None
+    gpus: tuple[str, ...]
+    unreadable: dict[str, str]
+    """Key of the recipe: what is wrong with its file on this node."""
+    sees_output: bool
+    """Whether a file that rank 0 made beside run.output_dir is there on this node."""
+    free_output_bytes: int
+    free_temporary_bytes: int
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Of every node."""
+
+    num_gpus: int
+    output_bytes: int
+    output_folder: Path
+    temporary_bytes: int = TEMPORARY_BYTES
+    temporary_folder: Path = Path(tempfile.gettempdir())
+
+
+def find_problems(nodes: Sequence[Node], needed: Needed) -> list[str]:
+    """One line each: node, what, found, expected, remedy. What nodes differ in is expected to be as on most of them."""
+    problems = []
+
+    def compare(what: str, nodes: Sequence[Node], value_of: Callable[[Node], Any], remedy: str) -> None:
+        values = Counter(value_of(node) for node in nodes).most_common()
+        for node in nodes if len(values) > 1 else []:
+            usual, count = values[0]
+            if (value := value_of(node)) != usual:
+                found = f"found {value or 'none'}, expected {usual or 'none'} as on {count} of {len(nodes)} nodes"
+                problems.append(f"{node.host}: {what}: {found}. {remedy}")
+
+    for name in nodes[0].packages:
+        compare(name, nodes, lambda node, name=name: node.packages.get(name), "Use one environment on a shared disk")
+    compare("commit", nodes, lambda node: node.commit, "Use one checkout on a shared disk, or the same commit in each")
+    for node in nodes:
+        if len(node.gpus) != needed.num_gpus:
+            problems.append(
+                f"{node.host}: GPUs: found {len(node.gpus)} that PyTorch can use, expected {needed.num_gpus}. Look at "
+                f"nvidia-smi there, and that PyTorch is built for its driver (CUDA {node.packages['CUDA of torch']}); "
+                f"leave the node out with sbatch --exclude={node.host}"
+            )
+    with_gpus = [node for node in nodes if node.gpus]
+    compare("kind of GPU", with_gpus, lambda node: " + ".join(sorted(set(node.gpus))), "Ask for one (--constraint)")
+    for node in nodes:
+        problems += [f"{node.host}: {key}: {problem}" for key, problem in node.unreadable.items()]
+        if not node.sees_output:
+            problems.append(
+                f"{node.host}: run.output_dir: a file made on {nodes[0].host} in {needed.output_folder} is not there, "
+                "expected a folder that all nodes share. Set run.output_dir"
+            )
+        elif node.free_output_bytes < needed.output_bytes:
+            problems.append(
+                f"{node.host}: free disk: found {_gib(node.free_output_bytes)} in {needed.output_folder}, expected "
+                f"{_gib(needed.output_bytes)}. Free some, set run.output_dir, or lower checkpoint.keep_last"
+            )
+        if node.free_temporary_bytes < needed.temporary_bytes:
+            problems.append(
+                f"{node.host}: free disk: found {_gib(node.free_temporary_bytes)} in {needed.temporary_folder}, "
+                f"expected {_gib(needed.temporary_bytes)}. Free some, or set TMPDIR to another disk of the node"
+            )
+    return problems
+
+
+def describe(nodes: Sequence[Node], needed: Needed) -> str:
+    """What rank 0 prints before it says what is wrong."""
+    first = nodes[0]
+    lines = [
+        f"preflight: {len(nodes)} nodes; on {first.host}: commit {first.commit}, "
+        + ", ".join(f"{name} {version}" for name, version in first.packages.items()),
+        f"  needed: {_gib(needed.output_bytes)} in {needed.output_folder}, "
+        f"{_gib(needed.temporary_bytes)} in {needed.temporary_folder}",
+    ]
+    for node in nodes:
+        gpus = ", ".join(f"{count} x {name}" for name, count in Counter(node.gpus).items()) or "no GPU"
+        lines.append(
+            f"  {node.host}: {gpus}; free: {_gib(node.free_output_bytes)} and {_gib(node.free_temporary_bytes)}"
+        )
+    return "\n".join(lines)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.3g} MiB"

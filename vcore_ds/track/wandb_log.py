@@ -1,0 +1,69 @@
+"""The lines of metrics.jsonl, also on Weights & Biases. Never a reason for a run to fail: what cannot be sent stays in
+the run's folder, for `wandb sync`."""
+
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from ..config import Recipe
+from .console import Console
+
+INIT_SECONDS = 60.0
+"""To reach the server before the first step; then the run goes on offline."""
+
+FINISH_SECONDS = 120.0
+"""To send what is left at the end."""
+
+
+class WandbLog:
+    """A run on Weights & Biases, on rank 0 only. What WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL and
+    WANDB_INIT_TIMEOUT say holds.
+
+    Attributes:
+        run_id: kept with the checkpoints, so that a resumed run goes on in the same one.
+    """
+
+    def __init__(self, recipe: Recipe, console: Console, run_id: str | None = None):
+        """`run_id`: of the attempt before, None for a new run."""
+        import wandb  # half a second, and only where it is asked for
+
+        self.run_id = run_id or secrets.token_hex(4)
+        folder = Path(recipe.run.output_dir)
+        init_seconds = float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_SECONDS))
+        settings = wandb.Settings(init_timeout=init_seconds, finish_timeout=FINISH_SECONDS, silent=True)
+        options: dict[str, Any] = dict(
+            project=recipe.run.wandb_project,
+            name=folder.name,
+            id=self.run_id,
+            resume="allow",
+            dir=str(folder),
+            config=recipe.model_dump(mode="json"),
+            settings=settings,
+        )
+        try:
+            self._run = wandb.init(**options)
+        except (wandb.Error, OSError) as error:
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            console.warn(
+                f"run.wandb_project: Weights & Biases cannot be reached ({first_line}); the run goes on, and is kept "
+                f"in {folder / 'wandb'}: send it later with `wandb sync {folder / 'wandb'}/offline-run-*`"
+            )
+            wandb.teardown()  # its service still holds the id for the attempt that has failed
+            self._run = wandb.init(**options, mode="offline")
+        # Steps after the last checkpoint come twice: by a step of our own, which may go back.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    @property
+    def url(self) -> str | None:
+        """None offline."""
+        return self._run.url
+
+    def write(self, values: dict[str, Any]) -> None:
+        """A line of metrics.jsonl; what is None is left out."""
+        self._run.log({key: value for key, value in values.items() if value is not None})
+
+    def close(self) -> None:
+        """Sends what is left, `FINISH_SECONDS` at most."""
+        self._run.finish()
