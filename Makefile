@@ -9,11 +9,12 @@ export DS_BUILD_OPS := 0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test .venv clean
+.PHONY: help quickstart test chaos .venv clean
 
 help:
 	@echo "make quickstart   train a real small model on real reasoning traces (minutes, no GPU needed)"
 	@echo "make test         ruff, mypy and all tests"
+	@echo "make chaos        runs that are killed 20 times at random and must come to the same end (KILLS=20 SEED=1)"
 	@echo "make .venv        the environment for both, with the versions of constraints.txt"
 	@echo "make clean        remove the environment and all caches; keeps runs/"
 
@@ -24,6 +25,9 @@ test: .venv
 	ruff check .
 	mypy
 	python -m pytest
+
+chaos: .venv
+	python -m tests.chaos.campaign --kills $(or $(KILLS),20) $(if $(SEED),--seed $(SEED))
 
 .venv: $(BIN)/installed
 

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from tests.helpers import step_runs, tiny
+from tests.helpers.conversations import tokenize
 from tests.helpers.ranks import run_ranks
 from vcore_ds.config import deepspeed_config, load_recipe, plan_batch
-from tests.helpers.conversations import tokenize
 from vcore_ds.data import IGNORED_LABEL, Batch, Conversation, collate
 from vcore_ds.engine import (
     Direction,

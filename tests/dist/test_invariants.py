@@ -1,4 +1,5 @@
-"""What must not change: shards after a perturbation, frozen weights, the optimizer behind a probe, the result of another layout."""
+"""What must not change: shards after a perturbation, frozen weights, the optimizer behind a probe, the result of another
+layout."""
 
 import gc
 
@@ -93,7 +94,8 @@ def check_probe_leaves_the_engine_alone() -> dict[str, bool]:
                     with perturbed(engine, direction, 1e-2), engine.without_gradient():
                         engine.token_losses(probe[0])
                     if k:
-                        results[f"optimizer untouched, coalesce={coalesce}, step {k}"] = before == optimizer_bytes(engine)
+                        name = f"optimizer untouched, coalesce={coalesce}, step {k}"
+                        results[name] = before == optimizer_bytes(engine)
                 a_step(engine, recipe, None, seed=k)
             states.append(optimizer_bytes(engine) + shard_bytes(engine))
             engine.close()

@@ -20,7 +20,8 @@ _OF_THIS_PROCESS = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MAST
 ALWAYS = set(
     "step epoch padding_share rank_imbalance loss weighted_loss alpha tau kl num_saturated effective_sample_size "
     "total_weight utility_mean utility_std direction_norm probe_loss probe_grad_norm grad_norm "
-    "learning_rate supervised_tokens sequences seconds seconds_probe seconds_utility seconds_main seconds_step tokens_per_second peak_memory_bytes".split()
+    "learning_rate supervised_tokens sequences seconds seconds_probe seconds_utility seconds_main seconds_step "
+    "tokens_per_second peak_memory_bytes".split()
 )
 FINITE_DIFFERENCE = {"epsilon", "changed_fraction", "signal_to_noise"}
 

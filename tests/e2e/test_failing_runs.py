@@ -15,7 +15,7 @@ from tests.helpers.ranks import run_ranks
 from vcore_ds.config import Recipe
 from vcore_ds.data import Batch, MainOrder, ProbeStream
 from vcore_ds.engine import Direction, Engine, NonFiniteGradient
-from vcore_ds.run import describe_fault
+from vcore_ds.loop import describe_fault
 from vcore_ds.step import NonFiniteLoss, StepBatches, train_step
 
 pytestmark = pytest.mark.e2e

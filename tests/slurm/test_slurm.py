@@ -1,6 +1,7 @@
 """The shipped SLURM scripts on a real cluster of two nodes, one rank each: through requeues to the end; unfit nodes."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.slurm.cluster import Cluster, wait_until, why_not
 
 pytestmark = pytest.mark.dist
 NUM_STEPS = 16
+CHANGES = (f"schedule.num_steps={NUM_STEPS}", "checkpoint.every_steps=2")
 TIMED = ("seconds", "tokens_per_second", "peak_memory_bytes", "checkpoint_bytes")
 
 
@@ -31,10 +33,33 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_run_goes_on_through_requeues(cluster: Cluster, setup: TinySetup, checkout: Path, tmp_path: Path):
-    changes = (f"schedule.num_steps={NUM_STEPS}", "checkpoint.every_steps=2")
-    run, straight = checkout / "runs" / "it", tmp_path / "straight"
-    job = cluster.submit("launch_scripts/train_32b.slurm", checkout, *setup.overrides(run, *changes))
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run on two ranks from its first step to its last, on the two nodes where they can be reached by ssh."""
+
+    folder: Path
+    output: str
+    without_hosts: str | None
+    """Why it ran on this machine."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    overrides = " ".join(setup.overrides(folder / "run", *CHANGES))
+    missing = why_not("sshd", "pdsh")
+    if missing is not None:
+        done = run_command(f"torchrun --nproc_per_node 2 launch_scripts/train_32b.sh {overrides}")
+        assert done.returncode == 0, done.stdout
+        return Undisturbed(folder / "run", done.stdout, missing)
+    (folder / "hosts").write_text("# name, and ranks on it\nn1 slots=1\nn2 slots=1\n")
+    command = f"deepspeed --master_port {free_port()} --hostfile {folder}/hosts launch_scripts/train_32b.sh"
+    return Undisturbed(folder / "run", cluster.run_on("n1", f"{command} {overrides}"), None)
+
+
+def test_a_run_goes_on_through_requeues(cluster: Cluster, setup: TinySetup, checkout: Path, undisturbed: Undisturbed):
+    run = checkout / "runs" / "it"
+    job = cluster.submit("launch_scripts/train_32b.slurm", checkout, *setup.overrides(run, *CHANGES))
     output = checkout / f"slurm-{job}.out"
 
     def wait_for(step: int, restarts: int) -> None:
@@ -67,11 +92,7 @@ def test_a_run_goes_on_through_requeues(cluster: Cluster, setup: TinySetup, chec
     assert "stopped by SIGUSR1" in (logs / "attempt_1" / "n1.log").read_text()
 
     # Nothing lost, nothing twice, nothing different.
-    done = run_command(
-        f"torchrun --nproc_per_node 2 launch_scripts/train_32b.sh {' '.join(setup.overrides(straight, *changes))}"
-    )
-    assert done.returncode == 0, done.stdout
-    lines, expected = read_metrics(run), read_metrics(straight)
+    lines, expected = read_metrics(run), read_metrics(undisturbed.folder)
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
     assert [without_times(line) for line in lines] == [without_times(line) for line in expected]
 
@@ -98,15 +119,11 @@ def test_unfit_nodes_are_named_before_anything_starts(cluster: Cluster, setup: T
         assert sum(line.strip().startswith(part) for line in problems) == 1, f"{part}\n{text}"
 
 
-def test_deepspeed_with_a_hostfile(cluster: Cluster, setup: TinySetup, tmp_path: Path):
+def test_deepspeed_with_a_hostfile(cluster: Cluster, undisturbed: Undisturbed):
     """The launcher itself, through ssh and pdsh, without SLURM."""
-    missing = why_not("sshd", "pdsh")
-    if missing is not None:
-        pytest.skip(f"deepspeed --hostfile IS NOT TESTED HERE: {missing}")
-    (tmp_path / "hosts").write_text("# name, and ranks on it\nn1 slots=1\nn2 slots=1\n")
-    overrides = " ".join(setup.overrides(tmp_path / "run"))
-    command = f"deepspeed --master_port {free_port()} --hostfile {tmp_path}/hosts launch_scripts/train_32b.sh"
-    output = cluster.run_on("n1", f"{command} {overrides}")
-    assert "n1: step 2/2  loss " in output and "n2: step" not in output
-    assert "ZeRO-3 over 2 rank(s)" in output
-    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2]
+    if undisturbed.without_hosts is not None:
+        pytest.skip(f"deepspeed --hostfile IS NOT TESTED HERE: {undisturbed.without_hosts}")
+    last = f"step {NUM_STEPS}/{NUM_STEPS}  loss "
+    assert f"n1: {last}" in undisturbed.output and "n2: step" not in undisturbed.output
+    assert "ZeRO-3 over 2 rank(s)" in undisturbed.output
+    assert [line["step"] for line in read_metrics(undisturbed.folder)] == list(range(1, NUM_STEPS + 1))

@@ -13,7 +13,7 @@ LAYERS = (
     {"config", "errors", "signals"},
     {"method", "data", "models", "plan"},
     {"engine", "track"},
-    {"step", "feed", "checkpoints", "run", "reference", "fidelity", "evaluation", "export", "preflight"}
+    {"step", "feed", "checkpoints", "run", "loop", "reference", "fidelity", "evaluation", "export", "preflight"}
     | {"quickstart_data"},
     {"cli", "quickstart", "torchrun", "__main__"},
 )

@@ -20,7 +20,7 @@ from ..engine import (
     signal_to_noise,
 )
 from ..feed import Feed
-from ..run import learning_rate_at
+from ..loop import learning_rate_at
 from ..step import stop_if_the_probe_is_not_finite, train_step, vcore_weights
 from ..track.fidelity_report import NOTHING, Agreement, Estimate, agreement
 
