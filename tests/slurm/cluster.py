@@ -80,7 +80,8 @@ def why_not(*programs: str) -> str | None:
         return f"{', '.join(missing)} not found; apt-get install slurm-wlm munge openssh-server pdsh"
     if os.geteuid() != 0:
         return "the SLURM daemons and their namespaces need root"
-    tried = subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True)
+    needs = "hostname n1 && mount -t proc proc /proc && mount -t tmpfs tmpfs /mnt && mount --bind /mnt /etc"
+    tried = subprocess.run([*NAMESPACES, "bash", "-c", needs], capture_output=True, text=True)
     return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode != 0 else None
 
 
@@ -118,7 +119,7 @@ class Cluster:
             daemons = SLURMD if why_not("sshd") else SLURMD + SSHD
             for name in NODES:
                 self._start_host(name, daemons.format(name=name, folder=self.folder))
-            wait_until(lambda: self.run("sinfo -h -t idle -o %D", check=False) == str(len(NODES)), "idle nodes", 30)
+            wait_until(lambda: self.run("sinfo -h -t idle -o %D", check=False) == str(len(NODES)), "idle nodes", 90)
         except BaseException:
             self.__exit__()
             raise

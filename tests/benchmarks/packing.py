@@ -1,0 +1,118 @@
+"""Training tokens per second with packed rows against a row for each sequence, on the quickstart's traces.
+
+    make quickstart && python -m tests.benchmarks.packing [--rounds 5]
+
+One engine for each method in the same two processes; the layouts of a batch take turns, step by step over the same
+sequences, and the ratios are taken round by round. The model is a Qwen3 of 16.9M parameters in bf16 with ids taken
+modulo its vocabulary: what matters here is the lengths, those of all traces within 1,024 tokens, |B| = 32, |B'| = 4.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from tests.benchmarks.overhead import MODEL, OurLoop, ratio
+from tests.helpers.ranks import run_ranks
+from vcore_ds.data import (
+    Batch,
+    MainOrder,
+    TokenizedSequence,
+    TokenStore,
+    collate,
+    idle_batch,
+    measure_waste,
+    pack,
+    pack_batch,
+    split_batch,
+    store_of,
+)
+from vcore_ds.engine import distributed
+from vcore_ds.step import StepBatches, train_step
+
+QUICKSTART = Path("runs/quickstart_data")
+NUM_MAIN, NUM_PROBE, CUTOFF = 32, 4, 1024
+LAYOUTS = {"a row each, 1 in a micro-batch": 1, "a row each, 4 in a micro-batch": 4, "packed rows of 1,024": None}
+METHODS = {"sft": dict(method={"name": "sft"}), "vcore, jvp": dict()}
+ATTENTION_LENGTH = 4480.0
+"""Of the model: the parameters of a layer over the width of its attention."""
+
+
+def traces(folder: str) -> list[TokenizedSequence]:
+    store = TokenStore(folder)
+    return [
+        TokenizedSequence(i, sequence.input_ids % MODEL["vocab_size"], sequence.supervised)
+        for i, sequence in enumerate(store)
+    ]
+
+
+def own_batches(ids: list[int], all_traces: list[TokenizedSequence], micro: int | None) -> tuple[list[Batch], object]:
+    """This rank's micro-batches, and what of the global batch is padding and waiting."""
+    lengths = [len(all_traces[i]) for i in ids]
+    ranks = distributed.world_size()
+    if micro is None:
+        layout = pack_batch(
+            ids, lengths, data_parallel_size=ranks, row_tokens=CUTOFF, attention_length=ATTENTION_LENGTH
+        )
+    else:
+        layout = split_batch(ids, lengths, data_parallel_size=ranks, micro_batch_size=micro)
+    waste = measure_waste(
+        layout, dict(zip(ids, lengths, strict=True)), attention_length=ATTENTION_LENGTH, is_packed=micro is None
+    )
+    batches = []
+    for micro_step in layout:
+        own = [all_traces[i] for i in micro_step[distributed.rank()]]
+        batches.append(idle_batch(0) if not own else collate(own, 0) if micro is not None else pack([own], 0))
+    return batches, waste
+
+
+def measure(num_rounds: int, folder: str) -> dict:
+    all_traces = traces(folder)
+    order = MainOrder(len(all_traces), NUM_MAIN, seed=0)
+    found: dict[str, dict[str, list[float]]] = {}
+    wastes: dict[str, list] = {name: [] for name in LAYOUTS}
+    for method, sections in METHODS.items():
+        loop = OurLoop(sections)
+        seconds = found[method] = {name: [] for name in LAYOUTS}
+        for k in range(num_rounds + 1):
+            names = list(LAYOUTS)
+            for name in names[k % len(names) :] + names[: k % len(names)]:
+                ids = order.step(k)
+                main, waste = own_batches(ids, all_traces, LAYOUTS[name])
+                probe, _ = own_batches(order.step(100 + k)[:NUM_PROBE], all_traces, LAYOUTS[name] and 1)
+                torch.distributed.barrier()
+                started = time.perf_counter()
+                batches = StepBatches(main, probe if loop.direction is not None else [])
+                train_step(loop.engine, loop.recipe, batches, loop.direction, learning_rate=1e-4)
+                torch.distributed.barrier()
+                if k > 0:  # the first round allocates
+                    seconds[name].append((time.perf_counter() - started) / sum(len(all_traces[i]) for i in ids))
+                    wastes[name].append((waste.padding_share, waste.rank_imbalance))
+        loop.engine.close()
+    return dict(seconds_per_token=found, wastes=wastes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "SmolLM2-135M-Instruct")
+    folder = store_of(str(QUICKSTART / "train.jsonl"), tokenizer, cutoff_length=CUTOFF, overlong="drop")
+    measured = run_ranks(measure, 2, arguments.rounds, str(folder), timeout_seconds=3600)[0]
+    *unpacked, packed = LAYOUTS
+    for name, pairs in measured["wastes"].items():
+        padding, imbalance = (statistics.mean(values) for values in zip(*pairs, strict=True))
+        print(f"{name:<32} padding {padding:6.2%}, slowest rank {imbalance:.3f} x mean")
+    for method, times in measured["seconds_per_token"].items():
+        for name in LAYOUTS:
+            print(f"{method:<12} {name:<32} {1 / statistics.median(times[name]):8.0f} tokens/s")
+        for name in unpacked:
+            spread = "  ".join(f"{key} {value:.2f}" for key, value in ratio(times[name], times[packed]).items())
+            print(f"{method:<12} packed / {name}: {spread}")
+
+
+if __name__ == "__main__":
+    main()
