@@ -1,0 +1,241 @@
+"""`make chaos`: runs of a tiny model on two ranks, killed at random again and again, against one that is left alone.
+
+The real command, hit at any moment from its first seconds on, and given again. Ends with 1 where a run did not end, did
+not go on from its newest checkpoint that is whole, or came to anything else than the undisturbed one.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import re
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+
+from tests.chaos.tiny_run import WORLD_SIZE, TinyRun, make_setup
+from tests.e2e.conftest import sums
+from tests.e2e.jobs import Job
+from vcore_ds.errors import EXIT_STOPPED
+
+NUM_STEPS = 60
+NUM_STEPS_BETWEEN_KILLS = 10
+"""At most, by the pace of the undisturbed run: more kills fall into a run than it can do without."""
+SHARE_DURING_START_UP = 0.2
+
+KILLED_RANK, KILLED_LAUNCHER, TERMINATED = "SIGKILL to a rank", "SIGKILL to the launcher", "SIGTERM to the launcher"
+HUNG_RANK, DAMAGED = "SIGSTOP to a rank", "SIGKILL to a rank, then damage to the newest checkpoint"
+EXIT_CODES = {
+    KILLED_RANK: {1},
+    KILLED_LAUNCHER: {-signal.SIGKILL},
+    TERMINATED: {EXIT_STOPPED, -signal.SIGTERM},  # the second: before Python had got so far as to listen
+    HUNG_RANK: {1},
+    DAMAGED: {1},
+}
+
+
+@dataclass
+class Campaign:
+    """What is known of the undisturbed run, and what has become of the others."""
+
+    undisturbed: TinyRun
+    seconds_start_up: float
+    """From the start of the ranks to the end of their first step."""
+    seconds_step: float
+    random: random.Random
+    num_runs: int = 0
+    num_resumes: int = 0
+    num_steps_lost: int = 0
+    """Written to metrics.jsonl and taken again."""
+    differences: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def new_run(self) -> TinyRun:
+        self.num_runs += 1
+        folder = self.undisturbed.folder.with_name(f"run{self.num_runs}")
+        return replace(self.undisturbed, folder=folder, logs=[])
+
+    def attempt(self, run: TinyRun, kind: str | None) -> str | None:
+        """Starts the run and hits it. Says how, None where it came to its end before that.
+
+        `kind`: of EXIT_CODES; None to let it run.
+        """
+        expected = newest_whole_step(run)
+        with run.start() as job:
+            hit = None if kind is None else self._hit(run, job, kind)
+            try:
+                code = job.wait(180)  # until nothing of it is left
+            except AssertionError as error:
+                self.problems.append(f"{run.logs[-1]}: {hit or 'not hit'}: {str(error).splitlines()[0]}")
+                return hit
+        if (run.folder / "adapter").is_dir():
+            hit = None  # too late to matter
+        elif kind is None or hit is None or code not in EXIT_CODES[kind]:
+            self.problems.append(f"{run.logs[-1]}: {hit or 'not hit'}: exit code {code}")
+        resumed = re.search(r"Resumed after step (\d+)", job.output)
+        self.num_resumes += resumed is not None
+        if resumed is not None and int(resumed[1]) != expected:
+            self.problems.append(f"{run.logs[-1]}: resumed after step {resumed[1]}, expected {expected}")
+        if resumed is None and expected is not None and f"/{NUM_STEPS} " in job.output:
+            self.problems.append(f"{run.logs[-1]}: began anew, expected to resume after step {expected}")
+        return hit + self._damage(run) if hit is not None and kind == DAMAGED else hit
+
+    def finish(self, run: TinyRun) -> None:
+        """Compares a run that has come to its end."""
+        self.num_steps_lost += len(run.steps_lost())
+        self.differences += [f"{run.folder}: {difference}" for difference in run.differences(self.undisturbed)]
+
+    def _hit(self, run: TinyRun, job: Job, kind: str) -> str | None:
+        """Waits for its moment. None where the run ends before."""
+        rank = self.random.randrange(WORLD_SIZE) if kind in (KILLED_RANK, HUNG_RANK, DAMAGED) else None
+        # While models are loaded, silence is normal for minutes, and nobody would end a rank that hangs.
+        if kind != HUNG_RANK and self.random.random() < SHARE_DURING_START_UP:
+            seconds = self.random.uniform(0, self.seconds_start_up)
+            began = rank is None or wait_until(lambda: process_of(job, rank) is not None, job)
+        else:
+            seconds = self.random.uniform(0, NUM_STEPS_BETWEEN_KILLS * self.seconds_step)
+            began = wait_until(lambda: re.search(rf"step \d+/{NUM_STEPS} ", job.output), job)
+        ends_at = time.monotonic() + seconds
+        if not began or not wait_until(lambda: time.monotonic() > ends_at, job):
+            return None
+        number = {TERMINATED: signal.SIGTERM, HUNG_RANK: signal.SIGSTOP}.get(kind, signal.SIGKILL)
+        # All are looked up, so that the job knows whom to wait for when its launcher is dead.
+        processes = [process_of(job, each) for each in range(WORLD_SIZE)]
+        process = job.launcher if rank is None else processes[rank]
+        try:
+            assert process is not None
+            process.send_signal(number)
+        except (AssertionError, psutil.NoSuchProcess):
+            return None
+        if kind == HUNG_RANK and (run.folder / "adapter").is_dir():
+            # The result is there, and ranks that leave do not watch each other any more.
+            process.resume()
+            return None
+        return kind if rank is None else kind.replace("a rank", f"rank {rank}")
+
+    def _damage(self, run: TinyRun) -> str:
+        """To one file of the newest checkpoint, unless it is the last one that is whole."""
+        newest = newest_whole_step(run)
+        if newest is None or newest_whole_step(run, below=newest) is None:
+            return " (there is none to spare)"
+        path = self.random.choice(sorted(path for path in run.checkpoint(newest).rglob("*") if path.is_file()))
+        what = self.random.choice(["bit flipped", "truncated", "deleted"])
+        if what == "deleted":
+            path.unlink()
+        else:
+            content = bytearray(path.read_bytes())
+            at = self.random.randrange(len(content) - 1)  # the last byte is the line feed of COMPLETE
+            if what == "bit flipped":
+                content[at] ^= 1 << self.random.randrange(8)
+            else:
+                del content[at:]
+            path.write_bytes(content)
+        assert newest_whole_step(run) != newest
+        return f" ({path.relative_to(run.folder / 'checkpoints')} {what})"
+
+
+def process_of(job: Job, rank: int) -> psutil.Process | None:
+    try:
+        return job.rank(rank)
+    except AssertionError:
+        return None
+
+
+def wait_until(condition: Callable[[], object], job: Job) -> bool:
+    """False where the job has ended before, or after three minutes."""
+    deadline = time.monotonic() + 180
+    while not condition():
+        if job.launcher.poll() is not None or time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def newest_whole_step(run: TinyRun, below: int = NUM_STEPS + 1) -> int | None:
+    """By our own reading of the manifests; None where no checkpoint is whole."""
+    return max((step for step in run.marked_steps() if step < below and is_whole(run.checkpoint(step))), default=None)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    try:
+        manifest = (checkpoint / "manifest.json").read_bytes()
+        if (checkpoint / "COMPLETE").read_bytes().strip() != hashlib.sha256(manifest).hexdigest().encode():
+            return False
+        files = json.loads(manifest)["files"]
+        return all(
+            hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() == record["sha256"]
+            for name, record in files.items()
+        )
+    except OSError:
+        return False
+
+
+def begin(folder: Path, generator: random.Random) -> Campaign:
+    """With the undisturbed run, and its pace."""
+    setup = make_setup(folder, sums(range(32)))
+    run = TinyRun(folder / "undisturbed", setup, NUM_STEPS, changes=("engine.lost_rank_seconds=5",))
+    with run.start() as job:
+        wait_until(lambda: process_of(job, 0) is not None, job)
+        ranks_began = time.monotonic()
+        wait_until(lambda: f"step 1/{NUM_STEPS} " in job.output, job)
+        first_step_done = time.monotonic()
+        assert job.wait(300) == 0, job.output
+    seconds_step = (time.monotonic() - first_step_done) / NUM_STEPS
+    return Campaign(run, first_step_done - ranks_began, seconds_step, generator)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="vcore_ds_chaos_"))
+    print(f"{arguments.kills} kills, SEED={arguments.seed}, in {folder}", flush=True)
+    generator = random.Random(arguments.seed)
+    # Each kind as often as the others.
+    kinds = [kind for _ in range(0, arguments.kills, len(EXIT_CODES)) for kind in EXIT_CODES][: arguments.kills]
+    generator.shuffle(kinds)
+
+    started = time.monotonic()
+    campaign = begin(folder, generator)
+    print(
+        f"undisturbed: a start of {campaign.seconds_start_up:.0f} s, {NUM_STEPS} steps of {campaign.seconds_step:.2f} s"
+    )
+    num_kills, run = 0, None
+    while (kinds or run is not None) and not campaign.problems:
+        run = run or campaign.new_run()
+        hit = campaign.attempt(run, kinds[-1] if kinds else None)
+        where = f"minute {(time.monotonic() - started) / 60:.1f}: {run.folder.name}"
+        if hit is None:
+            campaign.finish(run)
+            print(f"{where} has finished: {len(campaign.differences)} differences so far", flush=True)
+            run = None
+        else:
+            kinds.pop()
+            num_kills += 1
+            at = f"{max(run.steps_taken(), default=0)} of {NUM_STEPS} steps done, {newest_whole_step(run) or 0} saved"
+            print(f"{where}: kill {num_kills}/{arguments.kills}: {hit}: {at}", flush=True)
+
+    print("\n".join(campaign.problems + campaign.differences))
+    print(
+        f"{num_kills} kills, {campaign.num_resumes} resumes, {campaign.num_runs} runs of {NUM_STEPS} steps, "
+        f"{campaign.num_steps_lost} steps lost and taken again, {len(campaign.differences)} differences found, "
+        f"{len(campaign.problems)} other problems, {(time.monotonic() - started) / 60:.1f} minutes"
+    )
+    if campaign.problems or campaign.differences:
+        print(f"SEED={arguments.seed}; runs and logs are kept in {folder}")
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

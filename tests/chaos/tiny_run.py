@@ -1,0 +1,113 @@
+"""A run of a tiny model that is disturbed and started again until it has finished, and the same one left alone."""
+
+import json
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.chaos.inject import Fault
+from tests.e2e.conftest import TinySetup, sums, write_conversations, write_model
+from tests.e2e.jobs import Job
+from tests.helpers.resumed_runs import tensors_of
+
+RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
+WORLD_SIZE = 2
+SAVE_EVERY = 2
+
+
+@dataclass
+class TinyRun:
+    """VCORE with forward mode on LoRA adapters with dropout, in fp32; every third step probes, so that some checkpoints
+    hold a direction."""
+
+    folder: Path
+    setup: TinySetup
+    num_steps: int
+    changes: tuple[str, ...] = ()
+    logs: list[Path] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        """Of `vcore-ds`; the same whatever has happened."""
+        overrides = self.setup.overrides(
+            self.folder,
+            f"schedule.num_steps={self.num_steps}",
+            "probe.every=3",
+            "lora.dropout=0.05",
+            f"checkpoint.every_steps={SAVE_EVERY}",
+            "checkpoint.keep_last=3",
+            *self.changes,
+        )
+        return f"train {RECIPE} {' '.join(overrides)}"
+
+    def start(self, fault: Fault | None = None, **environment: str) -> Job:
+        """On two ranks. `fault`: strikes in it."""
+        module = "vcore_ds.cli"
+        if fault is not None:
+            module, environment = "tests.chaos.inject", environment | fault.environment
+        self.logs.append(self.folder.parent / f"{self.folder.name}.{len(self.logs)}.log")
+        launcher = f"python -m vcore_ds.torchrun --nproc_per_node {WORLD_SIZE} -m {module}"
+        return Job(f"{launcher} {self.arguments}", self.logs[-1], **environment)
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"step_{step:08d}"
+
+    def marked_steps(self) -> list[int]:
+        """Of the checkpoints with a mark of completeness, whether they are whole or not."""
+        marks = (self.folder / "checkpoints").glob("step_????????/COMPLETE")
+        return sorted(int(mark.parent.name.removeprefix("step_")) for mark in marks)
+
+    def steps_taken(self) -> list[int]:
+        return [line["step"] for line in timeless_lines(self.folder / "metrics.jsonl")]
+
+    def steps_lost(self) -> list[int]:
+        """Steps that were taken and had to be taken again; one that was lost twice comes twice."""
+        return [line["step"] for line in timeless_lines(self.folder / "metrics_lost.jsonl")]
+
+    def differences(self, undisturbed: "TinyRun") -> list[str]:
+        """What is not the same to the last bit: the last checkpoint's tensors, the exported files, the lines of the
+        steps, and of those that were lost and taken again."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            here, there = (tensors_of(run.folder, self.num_steps) for run in (self, undisturbed))
+        found = sorted(here.keys() ^ there.keys())
+        found += [name for name in here.keys() & there.keys() if not torch.equal(here[name], there[name])]
+        exported = {path.name for run in (self, undisturbed) for path in (run.folder / "adapter").iterdir()}
+        found += [name for name in sorted(exported) if self._exported(name) != undisturbed._exported(name)]
+        if self.steps_taken() != list(range(1, self.num_steps + 1)):
+            found.append(f"metrics.jsonl holds steps {self.steps_taken()}")
+        expected = {line["step"]: line for line in timeless_lines(undisturbed.folder / "metrics.jsonl")}
+        for name in ("metrics.jsonl", "metrics_lost.jsonl"):
+            for line in timeless_lines(self.folder / name):
+                other = expected.get(line["step"], {})
+                keys = [key for key in line.keys() | other.keys() if line.get(key) != other.get(key)]
+                found += [f"{name}: step {line['step']}: {key}" for key in keys]
+        return found
+
+    def _exported(self, name: str) -> bytes | None:
+        path = self.folder / "adapter" / name
+        return path.read_bytes() if path.is_file() else None
+
+
+def timeless_lines(path: Path) -> list[dict[str, Any]]:
+    """Without what depends on the machine, and without a line that a killed process has left torn."""
+    if not path.exists():
+        return []
+    lines = [json.loads(text) for text in path.read_text().splitlines() if text.endswith("}")]
+    machine = ("tokens_per_second", "peak_memory_bytes", "checkpoint_bytes")
+    return [{k: v for k, v in line.items() if k not in machine and not k.startswith("seconds")} for line in lines]
+
+
+def make_setup(folder: Path, pairs: list[tuple[str, str]]) -> TinySetup:
+    """Model and data; `pairs`: questions and answers to train on."""
+    model = write_model(folder / "model")
+    return TinySetup(
+        untied=model,
+        tied=model,
+        train=write_conversations(folder / "train.jsonl", pairs),
+        validation=write_conversations(folder / "validation.jsonl", sums(range(100, 104))),
+        cache=folder / "cache",
+    )
