@@ -18,6 +18,7 @@ from .engine import (
     sharded_loading,
     watchdog,
 )
+from .errors import UserError
 from .feed import build_feed, read_dataset, read_training_data
 from .loop import describe_waste, run_steps, validate
 from .models import (
@@ -31,6 +32,7 @@ from .models import (
 from .signals import stop_signals
 from .track.console import Console, describe_token_weights
 from .track.run_folder import LOST_METRICS, RunFolder, export_folder, goes_on
+from .track.run_lock import RunLock
 from .track.step_metrics import StepMetrics
 from .track.wandb_log import WandbLog
 
@@ -58,13 +60,29 @@ def train(recipe: Recipe) -> RunResult:
     resumes = goes_on(recipe)
     check_model(recipe)
     distributed.start_process_group(recipe.engine.timeout_minutes)
-    with watchdog.watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
-        return train_together(recipe, folder, resumes)
+    lock = RunLock(folder)
+    try:
+        with watchdog.watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
+            return train_together(recipe, folder, lock, resumes)
+    finally:
+        lock.release()
 
 
-def train_together(recipe: Recipe, folder: Path, resumes: bool) -> RunResult:
+def train_together(recipe: Recipe, folder: Path, lock: RunLock, resumes: bool) -> RunResult:
     """The run, with the process group up. A collective."""
     console = Console(enabled=distributed.rank() == 0)
+
+    def hold_folder() -> None:
+        if distributed.rank() == 0:
+            lock.acquire(console.say)
+            if goes_on(recipe) != resumes:
+                raise UserError(
+                    f"run.output_dir: {folder}: another job has worked there since this one began; expected one job at "
+                    "a time. The same command goes on with what is there"
+                )
+
+    if resumes:
+        distributed.first_rank_first(hold_folder)
     plan = plan_batch(recipe, distributed.world_size())
     ds_config = deepspeed_config(recipe, plan)
     console.say(f"Batch: {plan.describe()}")
@@ -98,6 +116,10 @@ def train_together(recipe: Recipe, folder: Path, resumes: bool) -> RunResult:
         num_done = checkpoints.load(found, engine, direction)
     if resumes:
         checkpoints.clear_above(num_done)
+    if not resumes:
+        distributed.first_rank_first(
+            hold_folder
+        )  # not earlier: what the user has to mend is found before anything is written
     run_folder = RunFolder(folder, recipe, distributed.world_size(), num_done) if distributed.rank() == 0 else None
     if run_folder is not None and run_folder.num_lost_lines:
         console.say(f"{run_folder.num_lost_lines} line(s) of later steps moved to {folder / LOST_METRICS}")

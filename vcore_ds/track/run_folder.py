@@ -17,6 +17,7 @@ from .. import __version__
 from ..config import Recipe, differing_keys, dump_recipe, read_resolved_recipe
 from ..errors import UserError
 from .checkpoint_folder import PARTIAL, replace_flushed
+from .run_lock import LOCK
 from .wandb_log import WandbLog
 
 PACKAGES = ("torch", "deepspeed", "transformers", "peft")
@@ -39,7 +40,9 @@ def goes_on(recipe: Recipe) -> bool:
     folder = Path(recipe.run.output_dir)
     is_run = (folder / RECIPE).is_file()
     if recipe.checkpoint.resume == "never" or not is_run:
-        if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - {RECIPE + PARTIAL}):
+        if folder.exists() and (
+            not folder.is_dir() or {path.name for path in folder.iterdir()} - {RECIPE + PARTIAL, LOCK}
+        ):
             what = "holds another run" if is_run else "is not an empty folder"
             raise UserError(
                 f"run.output_dir: {folder}: {what}; expected a new or empty one. Set run.output_dir, or remove it"

@@ -1,0 +1,67 @@
+"""One job at a time in a run's folder."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vcore_ds.errors import UserError
+from vcore_ds.track import run_lock
+from vcore_ds.track.run_lock import RunLock
+
+HOLD = """
+import sys
+from pathlib import Path
+from vcore_ds.track.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+lock.acquire(print)
+print('held', flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path):
+    """Another process that holds the folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_second_job_is_refused(tmp_path: Path, holder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "WAIT_SECONDS", 0.5)
+    said: list[str] = []
+    with pytest.raises(UserError, match="found another process at work there"):
+        RunLock(tmp_path).acquire(said.append)
+    assert len(said) == 1 and "another process works there; waiting" in said[0]
+
+
+def test_a_second_job_gets_the_folder_when_the_first_is_killed(tmp_path: Path, holder) -> None:
+    holder.kill()
+    holder.wait()
+    said: list[str] = []
+    lock = RunLock(tmp_path)
+    lock.acquire(said.append)
+    assert said == []
+    lock.release()
+    again = RunLock(tmp_path)
+    again.acquire(said.append)
+    again.release()
+    assert said == []
+
+
+def test_a_folder_that_cannot_be_locked_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_, **__):
+        raise OSError("No locks available")
+
+    monkeypatch.setattr(run_lock.FileLock, "acquire", refuse)
+    said: list[str] = []
+    lock = RunLock(tmp_path / "new")
+    lock.acquire(said.append)
+    lock.release()
+    assert len(said) == 1 and "cannot be locked (No locks available)" in said[0] and (tmp_path / "new").is_dir()
