@@ -81,7 +81,7 @@ def test_a_recipe_without_utilities_in_bf16_under_the_deepspeed_launcher(setup: 
     said = fidelity("deepspeed --num_accelerators 2 --module vcore_ds.cli", arguments)
     report = read(output)
     assert report["recipe"]["method"]["name"] == "sft" and "method sft has no utilities" in said
-    assert f"Data: {setup.validation}: 5 of 5 conversations" in said and report["probe_batch_size"] == 2
+    assert f"Data: {setup.validation}: 5 of 5 rows" in said and report["probe_batch_size"] == 2
     jvp, searched, short = report["estimators"]
     assert jvp["spearman"] > 0.95 and 0 < jvp["relative_error"] < 0.1
     assert [found["of_recipe"] for found in report["estimators"]] == [False, True, False]
