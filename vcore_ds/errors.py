@@ -23,3 +23,8 @@ class RunStopped(Exception):
     """
 
     EXIT_CODE = EXIT_STOPPED
+
+
+def first_line(error: Exception) -> str:
+    """Of its message, or its kind where it has none: what fits into a message of our own."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -47,11 +47,11 @@ class Feed:
 
     def step(self, k: int) -> StepBatches:
         """Batches of optimizer step k, from 0."""
-        main = self._of_rank(self._main_layout(k), self.dataset)
-        if self.probe_stream is None or k % self.probe_every != 0:
-            return StepBatches(main, probe=[])
-        ids, micro = self.probe_stream.step(k), self.plan.probe_micro_batch_size_per_rank
-        return StepBatches(main, self.batches(ids, micro, self.probe_dataset))
+        layout, probe = self._main_layout(k), []
+        if self.probe_stream is not None and k % self.probe_every == 0:
+            ids, micro = self.probe_stream.step(k), self.plan.probe_micro_batch_size_per_rank
+            probe = self.batches(ids, micro, self.probe_dataset)
+        return StepBatches(self._of_rank(layout, self.dataset), probe, self._waste(layout))
 
     def batches(self, ids: Sequence[int], micro_batch_size: int, dataset: Dataset | None = None) -> list[Batch]:
         """This rank's micro-batches of the global batch `ids`, as many as every other rank has.
@@ -64,10 +64,12 @@ class Feed:
 
     def waste(self, steps: Iterable[int]) -> Waste:
         """Padding, and waiting for the slowest rank, of the main batches of some steps together."""
-        layouts = [micro_step for k in steps for micro_step in self._main_layout(k)]
-        lengths = {i: int(self.dataset.lengths[i]) for ranks in layouts for ids in ranks for i in ids}
+        return self._waste([micro_step for k in steps for micro_step in self._main_layout(k)])
+
+    def _waste(self, micro_steps: Sequence[Sequence[Sequence[int]]]) -> Waste:
+        lengths = {i: int(self.dataset.lengths[i]) for ranks in micro_steps for ids in ranks for i in ids}
         is_packed = self.plan.packed_row_tokens is not None
-        return measure_waste(layouts, lengths, attention_length=self.attention_length, is_packed=is_packed)
+        return measure_waste(micro_steps, lengths, attention_length=self.attention_length, is_packed=is_packed)
 
     def _main_layout(self, k: int) -> list[list[list[int]]]:
         return self._layout(self.main_order.step(k), self.plan.micro_batch_size_per_rank, self.dataset)

@@ -49,6 +49,7 @@ def run_steps(
         watchdog.mark("batches", step=k + 1)
         seed_dropout(recipe.run.seed, k)
         batches = feed.step(k)
+        assert batches.waste is not None  # a feed measures it
         uses_difference = recipe.method.name == "vcore" and recipe.utility.estimator == "finite_difference"
         check_difference = uses_difference and k % CHECK_DIFFERENCE_EVERY == 0
         try:
@@ -69,7 +70,7 @@ def run_steps(
         if check_difference:
             warn_of_noise(recipe, metrics, console)
         epoch = (k + 1) * feed.plan.global_batch_size / len(feed.dataset)
-        line = {"step": k + 1, "epoch": epoch, **metrics.values, **asdict(feed.waste([k])), **of_checkpoint}
+        line = {"step": k + 1, "epoch": epoch, **metrics.values, **asdict(batches.waste), **of_checkpoint}
         of_checkpoint = {}
         done = k + 1
         if recipe.run.validate_every is not None and done % recipe.run.validate_every == 0 and done < num_steps:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .config import Recipe
 from .config.schema import MethodConfig
-from .data import Batch
+from .data import Batch, Waste
 from .engine import (
     Direction,
     Engine,
@@ -57,6 +57,8 @@ class StepBatches:
     main: Sequence[Batch]
     probe: Sequence[Batch]
     """Empty where there is nothing to probe: the method has no probe, or an earlier step's direction serves again."""
+    waste: Waste | None = None
+    """What of `main` is padding and waiting, over all ranks; None where nobody has measured it."""
 
 
 def train_step(

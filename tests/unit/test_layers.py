@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "vcore_ds"
 LAYERS = (
-    {"config", "errors", "signals"},
+    {"config", "disk", "errors", "signals"},
     {"method", "data", "models", "plan"},
     {"engine", "track"},
     {"step", "feed", "checkpoints", "run", "loop", "reference", "fidelity", "evaluation", "export", "preflight"}

@@ -45,7 +45,7 @@ def start_process_group(timeout_minutes: float) -> None:
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    get_accelerator().set_device(local_rank())
     deepspeed.init_distributed(timeout=timedelta(minutes=timeout_minutes), auto_mpi_discovery=False, verbose=False)
 
 

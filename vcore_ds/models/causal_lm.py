@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from ..data import IGNORED_LABEL
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..method import token_loss
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -102,7 +102,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"model.path: {path}: no tokenizer can be loaded from there: {_first_line(error)}") from None
+        raise UserError(f"model.path: {path}: no tokenizer can be loaded from there: {first_line(error)}") from None
 
 
 def check_model_folder(path: str) -> None:
@@ -164,12 +164,8 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, attention: str, gradient_ch
             config.attention_dropout = 0.0
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise UserError(f"model.path: {path}: no causal language model can be loaded: {_first_line(error)}") from None
+        raise UserError(f"model.path: {path}: no causal language model can be loaded: {first_line(error)}") from None
     model.config.use_cache = False
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -4,7 +4,6 @@ Weights come as a stream of (name, tensor): at no time is more than about one fi
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
+from ..disk import flush
 from ..errors import UserError
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -173,15 +173,6 @@ def finish(partial: Path, folder: Path, split: StateDictSplit | None = None) -> 
     flush(partial)
     partial.rename(folder)
     flush(folder.parent)
-
-
-def flush(path: Path) -> None:
-    """Puts a file, or a folder's names, on the disk: after a power failure a renamed folder must not hold less."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---- reading and merging -------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..disk import flush
+
 FORMAT = 1
 STATE, RUN_STATE, RECIPE, MANIFEST, COMPLETE = "state", "run_state.json", "recipe.yaml", "manifest.json", "COMPLETE"
 _STEP = re.compile(r"^step_(\d{8,})$")
@@ -120,16 +122,7 @@ def replace_flushed(path: Path, text: str) -> None:
     beside = path.with_name(path.name + PARTIAL)
     write_flushed(beside, text)
     beside.rename(path)
-    flush_folder(path.parent)
-
-
-def flush_folder(folder: Path) -> None:
-    """Puts the folder's names on the disk: a file's own fsync does not cover them."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(path.parent)
 
 
 def finish(partial: Path, step: int, world_size: int, records: Mapping[str, FileRecord]) -> Path:
@@ -157,12 +150,12 @@ def finish(partial: Path, step: int, world_size: int, records: Mapping[str, File
         indent=2,
     )
     write_flushed(partial / MANIFEST, manifest + "\n")
-    flush_folder(partial / STATE)
-    flush_folder(partial)
+    flush(partial / STATE)
+    flush(partial)
     final = step_folder(partial.parent, step)
     remove(final)  # one that did not verify, or that a run resumed at an earlier step has left behind
     partial.rename(final)
-    flush_folder(final.parent)
+    flush(final.parent)
     replace_flushed(final / COMPLETE, record_of(final / MANIFEST).sha256 + "\n")
     return final
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Recipe
+from ..errors import first_line
 from .console import Console
 
 INIT_SECONDS = 60.0
@@ -44,10 +45,9 @@ class WandbLog:
         try:
             self._run = wandb.init(**options)
         except (wandb.Error, OSError) as error:
-            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             console.warn(
-                f"run.wandb_project: Weights & Biases cannot be reached ({first_line}); the run goes on, and is kept "
-                f"in {folder / 'wandb'}: send it later with `wandb sync {folder / 'wandb'}/offline-run-*`"
+                f"run.wandb_project: Weights & Biases cannot be reached ({first_line(error)}); the run goes on, and "
+                f"is kept in {folder / 'wandb'}: send it later with `wandb sync {folder / 'wandb'}/offline-run-*`"
             )
             wandb.teardown()  # its service still holds the id for the attempt that has failed
             self._run = wandb.init(**options, mode="offline")

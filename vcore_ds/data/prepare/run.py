@@ -30,7 +30,7 @@ from vcore_ds.data.prepare.shards import Curated, CurationTask, ShardReport, Tok
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
 from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.store import write_store
-from vcore_ds.errors import UserError
+from vcore_ds.errors import UserError, first_line
 
 _BLOCK = 128
 """conversations tokenized as one piece of work"""
@@ -273,7 +273,6 @@ def _load_tokenizer(name: str):
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"--tokenizer: {name}: no tokenizer can be loaded from there: {first_line}") from None
+        raise UserError(f"--tokenizer: {name}: no tokenizer can be loaded from there: {first_line(error)}") from None
     check_tokenizer(tokenizer)
     return tokenizer

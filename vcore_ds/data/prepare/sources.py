@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.errors import UserError
+from vcore_ds.errors import UserError, first_line
 
 _JSONL_SHARD_BYTES = 32 * 2**20
 _PARQUET_SHARD_ROWS = 10_000
@@ -196,7 +196,7 @@ def _hub_shards(name: str, split: str) -> list[Shard]:
         revision = HfApi().dataset_info(name).sha
     except Exception as error:  # offline, gated, misspelt: a dozen exception classes of three packages
         raise UserError(
-            f"{name}: no such file, and no data set of that name can be reached on the hub ({_first_line(error)}); "
+            f"{name}: no such file, and no data set of that name can be reached on the hub ({first_line(error)}); "
             "download it on a machine with a connection (`hf download --repo-type dataset`) and give the folder"
         ) from None
     num_shards = load_hub(name, split, revision).num_shards
@@ -213,7 +213,7 @@ def load_hub(name: str, split: str, revision: str | None):
         config = split if split in configs else None
         return load_dataset(name, config, split=split, streaming=True, revision=revision)
     except Exception as error:
-        raise UserError(f"{name}: the split {split!r} cannot be loaded: {_first_line(error)}") from None
+        raise UserError(f"{name}: the split {split!r} cannot be loaded: {first_line(error)}") from None
 
 
 def _hub(shard: Shard) -> Iterator[tuple[int, Any]]:
@@ -221,7 +221,3 @@ def _hub(shard: Shard) -> Iterator[tuple[int, Any]]:
     if dataset.num_shards != shard.stop:
         raise UserError(f"{shard.source}: found {dataset.num_shards} data files, expected {shard.stop}; begin anew")
     yield from enumerate(dataset.shard(num_shards=shard.stop, index=shard.start))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -6,7 +6,7 @@ As its data card prescribes, `dataset`, `split` and `index` of a row lead to the
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.errors import UserError
+from vcore_ds.errors import UserError, first_line
 
 # Two are loading scripts on the hub, which `datasets` no longer runs: the hub's own conversion to parquet is read.
 _PARQUET = "refs/convert/parquet"
@@ -53,10 +53,9 @@ class Statements:
             try:
                 self._splits[dataset, split] = load_dataset(**where, split=split)
             except Exception as error:  # offline, gated, no such folder: a dozen exception classes
-                message = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise UserError(
-                    f"{where['path']}: problem statements of {dataset} ({split}) cannot be loaded: {message}; "
-                    "download the data sets and name their folder with --statements"
+                    f"{where['path']}: problem statements of {dataset} ({split}) cannot be loaded: "
+                    f"{first_line(error)}; download the data sets and name their folder with --statements"
                 ) from None
         return self._splits[dataset, split]
 
