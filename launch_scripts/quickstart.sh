@@ -17,7 +17,8 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from vcore_ds.quickstart import main  # noqa: E402
+from vcore_ds.cli import launch  # noqa: E402
+from vcore_ds.commands.quickstart.session import RECIPE, prepare, say_what_next  # noqa: E402
 
 if __name__ == "__main__":  # processes that prepare data import this file
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(launch(str(RECIPE), sys.argv[1:], before=prepare, after=say_what_next))

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .config import Recipe, dump_recipe
-from .engine import Direction, Engine, distributed
-from .engine.checkpoint import (
+from vcore_ds.config import Recipe, dump_recipe
+from vcore_ds.distributed import layout
+from vcore_ds.engine import Engine
+from vcore_ds.engine.checkpoint_shards import (
     CheckpointFailed,
     files_of_this_rank,
     on_all_ranks,
@@ -17,10 +18,11 @@ from .engine.checkpoint import (
     state_bytes,
     write_state,
 )
-from .errors import UserError
-from .feed import Feed
-from .track import checkpoint_folder as files
-from .track.console import Console
+from vcore_ds.errors import UserError
+from vcore_ds.feed import Feed
+from vcore_ds.files import checkpoint_folder as files
+from vcore_ds.track.console import Console
+from vcore_ds.utility import Direction, Estimator
 
 MARGIN_BYTES = 64 * 2**20
 """Beside the tensors: the index, the recipe, and what others write meanwhile."""
@@ -108,7 +110,7 @@ class Checkpoints:
 
     def clear_above(self, step: int) -> None:
         """Puts what a run that goes on after `step` steps does not go on from out of the way."""
-        is_first = distributed.rank() == 0
+        is_first = layout.is_first()
         for renamed in on_all_ranks(
             self._folder, lambda: files.set_aside_newer(self._folder, step) if is_first else []
         )[0]:
@@ -133,7 +135,7 @@ class Checkpoints:
                 "probe.round_up makes them a multiple of the number of ranks"
             )
 
-    def load(self, found: tuple[Path, RunState], engine: Engine, direction: Direction | None) -> int:
+    def load(self, found: tuple[Path, RunState], engine: Engine, estimator: Estimator) -> int:
         """Puts a checkpoint's state in place of a new engine's, and returns the number of steps it has done.
 
         Raises:
@@ -148,15 +150,14 @@ class Checkpoints:
                     f"model.path: {self._recipe.model.path}: parameter {name} has shape {shapes.get(name)}; the "
                     f"checkpoint {folder} has {state.shapes.get(name)}; expected the model that the run began with"
                 )
-        needed = direction if self._next_step_uses_direction(state.step) else None
-        read_state(engine, needed, folder / files.STATE, state.num_updates)
-        if direction is not None and state.direction is not None:
-            direction.norm, direction.displacement = state.direction["norm"], state.direction["displacement"]
+        read_state(engine, self._direction_of_next_step(state.step, estimator), folder / files.STATE, state.num_updates)
+        if state.direction is not None:
+            estimator.load_state(state.direction)
         seconds = time.perf_counter() - started
         self._console.say(f"Resumed after step {state.step} from {folder}, read in {seconds:.1f} s")
-        if state.world_size != distributed.world_size():
+        if state.world_size != layout.size("job"):
             self._console.say(
-                f"The checkpoint is of {state.world_size} rank(s), this is {distributed.world_size()}: the steps see "
+                f"The checkpoint is of {state.world_size} rank(s), this is {layout.size('job')}: the steps see "
                 "the same sequences, and differ by rounding"
             )
         self.validation_loss_before, self.wandb_run_id = state.validation_loss_before, state.wandb_run_id
@@ -173,29 +174,29 @@ class Checkpoints:
             return False
         # One clock decides for all. If each rank looked at its own, one would save while another trains on, and both
         # would wait for ever.
-        overdue = distributed.rank() == 0 and time.monotonic() - self._last_end >= 60 * settings.every_minutes
-        return distributed.sum_over_ranks([float(overdue)])[0] > 0
+        overdue = layout.is_first() and time.monotonic() - self._last_end >= 60 * settings.every_minutes
+        return layout.sum_over("job", [float(overdue)])[0] > 0
 
-    def save(self, step: int, engine: Engine, direction: Direction | None, feed: Feed) -> Saved:
+    def save(self, step: int, engine: Engine, estimator: Estimator, feed: Feed) -> Saved:
         """Writes the checkpoint after `step` steps, then deletes the old ones that the recipe does not keep.
 
         Raises:
             CheckpointFailed: on all ranks alike, with the rank at fault; the other checkpoints are as they were.
         """
         started = time.perf_counter()
-        is_first = distributed.rank() == 0
+        is_first = layout.is_first()
         state = RunState(
             step=step,
-            world_size=distributed.world_size(),
+            world_size=layout.size("job"),
             num_updates=engine.num_updates,
             shapes=_shapes(engine),
-            direction=None if direction is None else dict(norm=direction.norm, displacement=direction.displacement),
+            direction=estimator.state(),
             probe_batch_size_global=feed.plan.probe_batch_size_global,
             data_digests=_data_digests(feed),
             validation_loss_before=self.validation_loss_before,
             wandb_run_id=self.wandb_run_id,
         )
-        needed = direction if self._next_step_uses_direction(step) else None
+        needed = self._direction_of_next_step(step, estimator)
         num_bytes = state_bytes(engine, needed) + MARGIN_BYTES
         partial = files.partial_folder(self._folder, step)
         try:
@@ -223,14 +224,14 @@ class Checkpoints:
         settings = self._recipe.checkpoint
         files.remove_old(self._folder, keep_last=settings.keep_last, keep_every_steps=settings.keep_every_steps)
 
-    def _next_step_uses_direction(self, step: int) -> bool:
-        """Whether step `step` (from 0), the next after `step` steps, takes the direction that an earlier one probed."""
-        return self._recipe.method.name == "vcore" and step % self._recipe.probe.every != 0
+    def _direction_of_next_step(self, num_done: int, estimator: Estimator) -> Direction | None:
+        """The direction, where the step after `num_done` steps takes the one that an earlier step probed."""
+        return estimator.direction if num_done % self._recipe.probe.every != 0 else None
 
     def _write_rest(self, partial: Path, state: RunState) -> dict[str, files.FileRecord]:
         """Rank 0 writes the small files; every rank reads its own files back."""
         own = files_of_this_rank(partial / files.STATE)
-        if distributed.rank() == 0:
+        if layout.is_first():
             files.write_flushed(partial / files.RUN_STATE, json.dumps(asdict(state), indent=2) + "\n")
             files.write_flushed(partial / files.RECIPE, dump_recipe(self._recipe))
             own += [partial / files.RUN_STATE, partial / files.RECIPE]
@@ -244,16 +245,16 @@ class Checkpoints:
             own = sorted(records, key=lambda name: (-records[name].bytes, name))
             problems = (
                 files.file_problem(folder, name, records[name])
-                for name in own[distributed.rank() :: distributed.world_size()]
+                for name in own[layout.rank("job") :: layout.size("job")]
             )
             local = next((problem for problem in problems if problem is not None), None)
         except files.Unusable as error:
             local = str(error)
-        found = [problem for problem in distributed.gather_objects(local) if problem is not None]
+        found = [problem for problem in layout.gather_objects("job", local) if problem is not None]
         return "; ".join(dict.fromkeys(found)) or None
 
     def _read_run_state(self, folder: Path) -> RunState:
-        values: dict[str, Any] = on_all_ranks(folder, lambda: files.read_run_state(folder))[distributed.rank()]
+        values: dict[str, Any] = on_all_ranks(folder, lambda: files.read_run_state(folder))[layout.rank("job")]
         return RunState(**{field.name: values[field.name] for field in fields(RunState)})
 
 

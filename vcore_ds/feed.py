@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from .config import BatchPlan, Recipe
-from .data import (
+from vcore_ds.config import BatchPlan, Recipe
+from vcore_ds.data import (
     Batch,
     Dataset,
     MainOrder,
     ProbeStream,
+    StepBatches,
     TokenStore,
     Waste,
     collate,
@@ -23,10 +24,10 @@ from .data import (
     store_of,
     with_reference,
 )
-from .engine import distributed
-from .models import attention_length
-from .step import StepBatches
-from .track.console import Console
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.process_group import first_rank_first
+from vcore_ds.models import attention_length
+from vcore_ds.track.console import Console
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,19 @@ class Feed:
         sequences = self.dataset if dataset is None else dataset
         return self._of_rank(self._layout(ids, micro_batch_size, sequences), sequences)
 
+    def epoch(self, num_done: int) -> float:
+        """Passes over the training data after `num_done` steps."""
+        return num_done * self.plan.global_batch_size / len(self.dataset)
+
+    def describe_waste(self, num_done: int, num_steps: int) -> str:
+        """A line on the padding and waiting of the next steps, 50 at most."""
+        steps = range(num_done, min(num_steps, num_done + 50)) or range(1)
+        waste = self.waste(steps)
+        return (
+            f"Batches: {waste.padding_share:.2%} padding, slowest rank {waste.rank_imbalance:.3f} x mean "
+            f"(main batches of steps {steps[0] + 1} to {steps[-1] + 1})"
+        )
+
     def waste(self, steps: Iterable[int]) -> Waste:
         """Padding, and waiting for the slowest rank, of the main batches of some steps together."""
         return self._waste([micro_step for k in steps for micro_step in self._main_layout(k)])
@@ -91,7 +105,7 @@ class Feed:
     def _of_rank(self, micro_steps: Sequence[Sequence[Sequence[int]]], dataset: Dataset) -> list[Batch]:
         batches = []
         for ranks in micro_steps:
-            sequences = [dataset[i] for i in ranks[distributed.rank()]]
+            sequences = [dataset[i] for i in ranks[layout.rank("data")]]
             if not sequences:
                 batches.append(idle_batch(self.pad_token_id))
             elif self.plan.packed_row_tokens is not None:
@@ -113,7 +127,7 @@ def read_training_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, conso
 
 def read_dataset(recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBase, console: Console) -> TokenStore:
     """A token store, or raw data, which one process makes one before the others look. A collective."""
-    folder = distributed.first_rank_first(
+    folder = first_rank_first(
         lambda: store_of(
             path,
             tokenizer,

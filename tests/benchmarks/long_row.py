@@ -15,7 +15,8 @@ import numpy as np
 from tests.helpers import step_runs, tiny
 from tests.helpers.allocations import Allocations
 from vcore_ds.data import Batch, TokenizedSequence, pack
-from vcore_ds.engine import Direction, Engine, build_optimizer, distributed
+from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.engine import Direction, Engine, build_optimizer
 from vcore_ds.step import StepBatches, train_step
 
 NUM_TOKENS, VOCABULARY, HIDDEN = 16_384, 151_936, 64
@@ -40,7 +41,7 @@ def row() -> Batch:
 
 
 def main() -> None:
-    distributed.start_process_group(timeout_minutes=30)
+    start_process_group(timeout_minutes=30)
     batch = row()
     for name, sections in METHODS.items():
         recipe = step_runs.recipe(model={"path": "none", "precision": "fp32"}, **sections)

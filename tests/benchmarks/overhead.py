@@ -22,7 +22,8 @@ from torch.nn.functional import cross_entropy
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data import Batch, TokenizedSequence, collate, split_batch
-from vcore_ds.engine import Direction, Engine, build_optimizer, distributed
+from vcore_ds.distributed import layout
+from vcore_ds.engine import Direction, Engine, build_optimizer
 from vcore_ds.step import StepBatches, train_step
 
 MODEL = dict(
@@ -54,10 +55,10 @@ def own_batches(num: int, seed: int, micro_batch_size: int) -> list[Batch]:
     split = split_batch(
         range(num),
         [len(sequence) for sequence in made],
-        data_parallel_size=distributed.world_size(),
+        data_parallel_size=layout.size("shards"),
         micro_batch_size=micro_batch_size,
     )
-    return [collate([made[i] for i in ranks[distributed.rank()]], 0) for ranks in split]
+    return [collate([made[i] for i in ranks[layout.rank("shards")]], 0) for ranks in split]
 
 
 def deepspeed_config() -> dict:
@@ -76,13 +77,13 @@ class BareLoop:
 
     def step(self, main: list[Batch], *_: object) -> None:
         tokens = sum(int(batch.num_supervised_tokens().sum()) for batch in main)
-        num_tokens_global = distributed.sum_over_ranks([tokens])[0]
+        num_tokens_global = layout.sum_over("shards", [tokens])[0]
         self.engine.set_gradient_accumulation_boundary(True)
         with self.engine.coalesce_grad_reduction():
             for batch in main:
                 logits = self.engine(input_ids=batch.input_ids).logits[:, :-1]
                 losses = cross_entropy(logits.flatten(0, 1).float(), batch.labels[:, 1:].flatten(), reduction="sum")
-                self.engine.backward(losses / num_tokens_global * distributed.world_size(), scale_wrt_gas=False)
+                self.engine.backward(losses / num_tokens_global * layout.size("shards"), scale_wrt_gas=False)
         self.engine.step()
 
 

@@ -30,7 +30,7 @@ from vcore_ds.data import (
     split_batch,
     store_of,
 )
-from vcore_ds.engine import distributed
+from vcore_ds.distributed import layout
 from vcore_ds.step import StepBatches, train_step
 
 QUICKSTART = Path("runs/quickstart_data")
@@ -52,7 +52,7 @@ def traces(folder: str) -> list[TokenizedSequence]:
 def own_batches(ids: list[int], all_traces: list[TokenizedSequence], micro: int | None) -> tuple[list[Batch], object]:
     """This rank's micro-batches, and what of the global batch is padding and waiting."""
     lengths = [len(all_traces[i]) for i in ids]
-    ranks = distributed.world_size()
+    ranks = layout.size("shards")
     if micro is None:
         layout = pack_batch(
             ids, lengths, data_parallel_size=ranks, row_tokens=CUTOFF, attention_length=ATTENTION_LENGTH
@@ -64,7 +64,7 @@ def own_batches(ids: list[int], all_traces: list[TokenizedSequence], micro: int 
     )
     batches = []
     for micro_step in layout:
-        own = [all_traces[i] for i in micro_step[distributed.rank()]]
+        own = [all_traces[i] for i in micro_step[layout.rank("shards")]]
         batches.append(idle_batch(0) if not own else collate(own, 0) if micro is not None else pack([own], 0))
     return batches, waste
 

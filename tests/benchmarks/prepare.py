@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 from tests.helpers.conversations import tokenize
 from vcore_ds.data import Conversation, TokenizedSequence, TokenStore, write_store
 from vcore_ds.data.prepare import PrepareRequest, curation, find_shards, prepare
-from vcore_ds.data.prepare.verification import AnswerChecker
 from vcore_ds.data.store import _indexed_dataset
+from vcore_ds.grading.verification import AnswerChecker
 
 WORDS = (
     "Okay so let me think about this problem carefully we need to find the value of and then wait maybe it is better "

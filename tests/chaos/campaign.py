@@ -23,7 +23,7 @@ import psutil
 
 from tests.chaos.tiny_run import WORLD_SIZE, TinyRun, make_setup
 from tests.e2e.conftest import sums
-from tests.e2e.jobs import Job
+from tests.helpers.jobs import Job
 from vcore_ds.errors import EXIT_STOPPED
 
 NUM_STEPS = 60

@@ -14,8 +14,8 @@ from typing import Any
 
 import vcore_ds.engine  # noqa: F401  before anything that imports deepspeed
 from vcore_ds import cli
-from vcore_ds.engine.position import here
-from vcore_ds.track import checkpoint_folder
+from vcore_ds.distributed.positions import here
+from vcore_ds.files import checkpoint_folder
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from tests.chaos.inject import Fault
 from tests.e2e.conftest import TinySetup, sums, write_conversations, write_model
-from tests.e2e.jobs import Job
+from tests.helpers.jobs import Job
 from tests.helpers.resumed_runs import tensors_of
 
 RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
@@ -49,7 +49,7 @@ class TinyRun:
         if fault is not None:
             module, environment = "tests.chaos.inject", environment | fault.environment
         self.logs.append(self.folder.parent / f"{self.folder.name}.{len(self.logs)}.log")
-        launcher = f"python -m vcore_ds.torchrun --nproc_per_node {WORLD_SIZE} -m {module}"
+        launcher = f"python -m vcore_ds.distributed.torchrun --nproc_per_node {WORLD_SIZE} -m {module}"
         return Job(f"{launcher} {self.arguments}", self.logs[-1], **environment)
 
     def checkpoint(self, step: int) -> Path:

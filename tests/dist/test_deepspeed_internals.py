@@ -9,7 +9,8 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_grad, z3_l
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.engine import Engine, checkpoint, distributed
+from vcore_ds.distributed import layout
+from vcore_ds.engine import Engine, checkpoint
 
 pytestmark = pytest.mark.dist
 
@@ -38,7 +39,7 @@ def local_gradient_is_the_rank_average_and_stays(e: Engine) -> bool:
     e.optimizer.zero_grad()
     with e.accumulation(1):  # ours sums over ranks
         e.backward(loss_on(e))
-    return stays and torch.allclose(safe_get_local_grad(weight(e)), first * distributed.world_size(), rtol=1e-5)
+    return stays and torch.allclose(safe_get_local_grad(weight(e)), first * layout.size("shards"), rtol=1e-5)
 
 
 def cast_of_the_master_is_the_shard(e: Engine) -> bool:
@@ -162,7 +163,7 @@ def a_shard_is_a_chunk_of_the_flat_parameter(e: Engine) -> bool:
         torch.equal(
             e.local_master(parameter),
             # `Shard(0)` of a DTensor is torch.chunk's part; of a small tensor the last ranks may have none.
-            [*whole[name].detach().flatten().chunk(distributed.world_size()), torch.empty(0)][distributed.rank()],
+            [*whole[name].detach().flatten().chunk(layout.size("shards")), torch.empty(0)][layout.rank("shards")],
         )
         for name, parameter in e.trainable
     )

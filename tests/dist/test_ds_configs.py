@@ -13,8 +13,9 @@ from deepspeed.utils import groups
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
+from vcore_ds.distributed import layout
 from vcore_ds.config import Recipe, deepspeed_config, plan_batch
-from vcore_ds.engine import Direction, Engine, distributed
+from vcore_ds.engine import Direction, Engine
 from vcore_ds.run import build_engine
 from vcore_ds.step import StepBatches, train_step
 
@@ -58,7 +59,7 @@ def make_recipe(model: str, json_file: str, precision: str, estimator: str, lora
 def train_two_steps(model: str, json_file: str, precision: str, estimator: str, lora: bool) -> Outcome:
     recipe = make_recipe(model, json_file, precision, estimator, lora)
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes it once a process, and here are many engines
-    engine = build_engine(recipe, deepspeed_config(recipe, plan_batch(recipe, distributed.world_size())))
+    engine = build_engine(recipe, deepspeed_config(recipe, plan_batch(recipe, layout.size("shards"))))
     direction = Direction(engine)
     losses, norms, utilities = [], [], []
     for k in range(2):

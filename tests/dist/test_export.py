@@ -16,12 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.e2e.conftest import CHATML, make_tokenizer, sums, write_conversations
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
+from vcore_ds.distributed import layout
 from vcore_ds import run
 from vcore_ds.config import Recipe
-from vcore_ds.engine import Engine, distributed, save_hugging_face
-from vcore_ds.engine.export import ExportFailed
-from vcore_ds.export import export_run
-from vcore_ds.models import export as files
+from vcore_ds.engine import Engine, save_hugging_face
+from vcore_ds.engine.export_shards import ExportFailed
+from vcore_ds.commands.export import export_run
+from vcore_ds.files import model_folder as files
 from vcore_ds.models import load_tokenizer
 
 pytestmark = pytest.mark.dist
@@ -88,7 +89,7 @@ def export_in_small_files(engine: Engine, recipe: Recipe, outcome: Outcome) -> N
         write_file(path, tensors, expected)
 
     def fail(path, tensors, expected):
-        if distributed.rank() == distributed.world_size() - 1:
+        if layout.rank("shards") == layout.size("shards") - 1:
             raise OSError(28, "No space left on device")
         write_file(path, tensors, expected)
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
+from vcore_ds.distributed import layout
 from vcore_ds.config import plan_batch
 from vcore_ds.data import TokenizedSequence
-from vcore_ds.engine import distributed
 from vcore_ds.feed import build_feed
 
 pytestmark = pytest.mark.dist
@@ -57,7 +57,7 @@ def ids_by_step(probe_every: int, trusted: bool) -> list[tuple[list[int], list[i
         method={"kl_budget": 0.1},
         model={"path": model_folder(), "precision": "fp32"},
     )
-    plan = plan_batch(recipe, distributed.world_size())
+    plan = plan_batch(recipe, layout.size("shards"))
     probe_dataset = dataset(NUM_TRUSTED, token=7) if trusted else None
     feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), probe_dataset)
     found = []

@@ -39,7 +39,7 @@ from vcore_ds.engine import (
     probe_direction,
 )
 from vcore_ds.models import TokenLossModel, load_tokenizer
-from vcore_ds.quickstart_data import prepare_quickstart_data
+from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.run import build_engine
 
 pytestmark = pytest.mark.dist

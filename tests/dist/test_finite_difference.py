@@ -6,16 +6,16 @@ from scipy.stats import spearmanr
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
+from vcore_ds.distributed import layout
 from vcore_ds.engine import (
     Direction,
     choose_epsilon,
-    distributed,
     finite_difference_utilities,
     jvp_utilities,
     perturbed,
     probe_direction,
 )
-from vcore_ds.engine.perturb import round_stochastically
+from vcore_ds.utility.perturbation import round_stochastically
 from vcore_ds.step import StepBatches, train_step
 
 pytestmark = pytest.mark.dist
@@ -113,7 +113,7 @@ def check_steps_with_auto() -> list[dict[str, float]]:
 
 def check_everything() -> dict:
     return dict(
-        rank=distributed.rank(),
+        rank=layout.rank("shards"),
         rounding=check_stochastic_perturbation(),
         search={precision: check_epsilon_search(precision) for precision in ("fp32", "bf16")},
         steps=check_steps_with_auto(),

@@ -9,7 +9,8 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.engine import Direction, distributed, jvp_utilities, perturbed, probe_direction
+from vcore_ds.distributed import layout
+from vcore_ds.engine import Direction, jvp_utilities, perturbed, probe_direction
 from vcore_ds.run import build_engine
 from vcore_ds.step import StepBatches, train_step
 
@@ -231,7 +232,7 @@ def train_in_layout(micro_batch_size: int) -> dict[str, torch.Tensor]:
     for k in range(3):
         main, probe = tiny.rows(4, seed=k), tiny.rows(4, seed=200 + k)
         batches = StepBatches(step_runs.deal(main, micro_batch_size), step_runs.deal(probe, micro_batch_size))
-        assert len(batches.main) == 4 // distributed.world_size()
+        assert len(batches.main) == 4 // layout.size("shards")
         train_step(engine, recipe, batches, direction, learning_rate=1e-4)
     parameters = step_runs.whole_parameters(engine)
     engine.close()

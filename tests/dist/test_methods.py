@@ -8,8 +8,9 @@ import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
+from vcore_ds.distributed import layout
 from vcore_ds.data import Batch
-from vcore_ds.engine import Direction, distributed, log_probabilities
+from vcore_ds.engine import Direction, log_probabilities
 from vcore_ds.method import random_mask
 from vcore_ds.step import StepBatches, train_step
 
@@ -53,7 +54,7 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
     reference = step_runs.reference_of(tiny.with_lora(plain) if lora else plain, recipe)
     engine = step_runs.make_engine(model, recipe)
     direction = Direction(engine) if method == "vcore" else None
-    num_rows = 2 * num_micro_batches * distributed.world_size()
+    num_rows = 2 * num_micro_batches * layout.size("shards")
     mains = [tiny.rows(num_rows, seed=30 + k) for k in range(NUM_STEPS)]
     if method == "iw_sft" and not lora:
         for main in mains:  # what `vcore-ds reference` does, row by row: each rank has all rows here

@@ -6,8 +6,9 @@ import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
+from vcore_ds.distributed import layout
 from vcore_ds.data import Batch, TokenizedSequence, collate, idle_batch, merge_batches, pack
-from vcore_ds.engine import Direction, distributed
+from vcore_ds.engine import Direction
 from vcore_ds.step import StepBatches, train_step
 
 pytestmark = pytest.mark.dist
@@ -27,7 +28,7 @@ def sequences(seed: int = 0) -> list[TokenizedSequence]:
 
 def layouts(made: list[TokenizedSequence]) -> dict[str, list[Batch]]:
     """This rank's micro-batches: the same sequences a row each, or packed in rows, in one or two batches."""
-    own = made[distributed.rank() :: distributed.world_size()]
+    own = made[layout.rank("shards") :: layout.size("shards")]
     half = len(own) // 2
     return {
         "a row each": [collate(own[:half], 0), collate(own[half:], 0)],

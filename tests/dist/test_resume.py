@@ -18,13 +18,14 @@ from tests.e2e.conftest import make_tokenizer, sums, write_conversations
 from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
+from vcore_ds.distributed import layout
 from vcore_ds import checkpoints
 from vcore_ds.checkpoints import Checkpoints
 from vcore_ds.config import Recipe
-from vcore_ds.engine import checkpoint, distributed
-from vcore_ds.engine.checkpoint import CheckpointFailed
+from vcore_ds.engine import checkpoint
+from vcore_ds.engine.checkpoint_shards import CheckpointFailed
 from vcore_ds.errors import UserError
-from vcore_ds.reference import write_reference_log_probabilities
+from vcore_ds.commands.reference import write_reference_log_probabilities
 from vcore_ds.track.console import Console
 
 pytestmark = pytest.mark.dist
@@ -139,8 +140,8 @@ def one_rank_cannot_write(folder: Path) -> dict[str, Any]:
     write_state = checkpoints.write_state
 
     def write(engine, direction, state: Path) -> None:
-        if distributed.rank() == distributed.world_size() - 1:
-            (state / f"__{distributed.rank()}_0.distcp").mkdir()
+        if layout.rank("shards") == layout.size("shards") - 1:
+            (state / f"__{layout.rank('shards')}_0.distcp").mkdir()
         write_state(engine, direction, state)
 
     checkpoints.write_state = write
@@ -175,19 +176,19 @@ def damaged(folder: Path) -> dict[str, Any]:
     for step in (3, 7):
         resumed_runs.until(stopped, step)
     run_folder = Path(stopped.run.output_dir)
-    if distributed.rank() == 0:
+    if layout.is_first():
         flip_a_bit(run_folder / "checkpoints/step_00000007/state/__1_0.distcp")
-    distributed.gather_objects(None)
+    layout.gather_objects("job", None)
     said: list[str] = []
     console, Console.say = Console.say, lambda self, text="": said.append(text)
     try:
         resumed_runs.until(stopped, 8)
     finally:
         Console.say = console
-    if distributed.rank() == 0:
+    if layout.is_first():
         for step in (3, 8):
             flip_a_bit(run_folder / f"checkpoints/step_0000000{step}/state/__0_0.distcp")
-    distributed.gather_objects(None)
+    layout.gather_objects("job", None)
     try:
         resumed_runs.to_the_end(stopped)
         refusal = "no error"
@@ -212,10 +213,10 @@ def unfinished_only(folder: Path) -> list[str]:
     """Killed between the renaming and the mark of its first checkpoint: what the next attempt says."""
     stopped = recipe(folder, "unfinished", CASES["sft_lora"])
     saved = resumed_runs.until(stopped, 1) / "checkpoints"
-    if distributed.rank() == 0:
+    if layout.is_first():
         (saved / "step_00000001" / "COMPLETE").unlink()
         (saved / "step_00000002.partial").mkdir()
-    distributed.gather_objects(None)
+    layout.gather_objects("job", None)
     said: list[str] = []
     console, Console.say = Console.say, lambda self, text="": said.append(text)
     try:
@@ -228,7 +229,7 @@ def unfinished_only(folder: Path) -> list[str]:
 def minutes(folder: Path) -> list[bool]:
     """Whether a checkpoint is due, with every rank's clock at its start, the last rank's an hour on, all an hour on."""
     every = recipe(folder, "minutes", CASES["sft_lora"] | {"checkpoint": {"every_minutes": 30.0}})
-    own, is_last = Checkpoints(every, Console(enabled=False)), distributed.rank() == distributed.world_size() - 1
+    own, is_last = Checkpoints(every, Console(enabled=False)), layout.rank("shards") == layout.size("shards") - 1
     found = [own.due(1, NUM_STEPS)]
     own._last_end -= 3600.0 * is_last
     found.append(own.due(1, NUM_STEPS))
@@ -264,10 +265,10 @@ def at_two_ranks(folder: Path) -> dict[str, Any]:
 def resume_copies(folder: Path, *names: str) -> None:
     """Resumes, at this world size, copies of runs that were stopped at another."""
     for name in names:
-        here = f"{name}_to_{distributed.world_size()}"
-        if distributed.rank() == 0:
+        here = f"{name}_to_{layout.size('shards')}"
+        if layout.is_first():
             shutil.copytree(folder / name, folder / here)
-        distributed.gather_objects(None)
+        layout.gather_objects("job", None)
         resumed_runs.to_the_end(recipe(folder, here, ACROSS_WORLD_SIZES))
 
 

@@ -6,20 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import Job
+from tests.helpers.jobs import Job
 
 pytestmark = pytest.mark.dist
 
 PROGRAM = """
 import os, signal, socket, sys, time
-from vcore_ds.engine import distributed, watchdog
-from vcore_ds.signals import stop_signals
+from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.distributed import layout
+from vcore_ds.engine import watchdog
+from vcore_ds.distributed.signals import stop_signals
 
 case, rank = sys.argv[1], int(os.environ["RANK"])
 if case in ("killed elsewhere", "stopped elsewhere"):
     socket.gethostname = lambda: f"node{rank}"  # then nobody looks at the other's process
 stop_signals.listen()
-distributed.start_process_group(timeout_minutes=2)
+start_process_group(timeout_minutes=2)
 # 0.1 minutes: a rank is stuck after 5.4 s, long before the collectives of this group give up.
 with watchdog.watching(lost_rank_seconds=5, timeout_minutes=0.1), stop_signals.held_back():
     watchdog.mark("reading", step=3)
@@ -32,7 +34,7 @@ with watchdog.watching(lost_rank_seconds=5, timeout_minutes=0.1), stop_signals.h
         else:
             os.kill(os.getpid(), signal.SIGKILL if case == "killed elsewhere" else signal.SIGSTOP)
     watchdog.mark("main")
-    distributed.sum_over_ranks([1.0])
+    layout.sum_over("shards", [1.0])
 """
 
 SAID = {
@@ -47,7 +49,7 @@ SAID = {
 def test_rank_is_named(case: str, tmp_path: Path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    line = f"python -m vcore_ds.torchrun --nproc_per_node 2 {program} '{case}'"
+    line = f"python -m vcore_ds.distributed.torchrun --nproc_per_node 2 {program} '{case}'"
     with Job(line, tmp_path / "log", PYTHONPATH=str(Path.cwd())) as job:
         if case == "stopped elsewhere":
             job.wait_for("; the run ends", timeout_seconds=60)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.commands import FINITE_DIFFERENCE, free_port, read_metrics, run_command
 from tests.e2e.conftest import TinySetup, make_tokenizer, sums, write_conversations, write_model
 from tests.helpers import step_runs, tiny
+from tests.helpers.commands import FINITE_DIFFERENCE, free_port, read_metrics, run_command
 from tests.helpers.ranks import run_ranks
 from vcore_ds.config import Recipe
 from vcore_ds.data import Batch, MainOrder, ProbeStream

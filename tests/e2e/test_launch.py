@@ -13,7 +13,8 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tests.e2e.commands import (
+from tests.e2e.conftest import TinySetup
+from tests.helpers.commands import (
     ALWAYS,
     FINITE_DIFFERENCE,
     has_control_characters,
@@ -21,7 +22,6 @@ from tests.e2e.commands import (
     run_command,
     wait_for_port,
 )
-from tests.e2e.conftest import TinySetup
 from vcore_ds.config import dump_recipe, load_recipe
 
 pytestmark = pytest.mark.e2e

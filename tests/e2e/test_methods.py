@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.commands import read_metrics, run_command
 from tests.e2e.conftest import TinySetup
+from tests.helpers.commands import read_metrics, run_command
 from tests.helpers.ranks import run_ranks
+from vcore_ds.commands.quickstart.session import RECIPE
+from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.config import load_recipe
-from vcore_ds.quickstart import RECIPE
-from vcore_ds.quickstart_data import prepare_quickstart_data
 
 pytestmark = pytest.mark.e2e
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e.commands import REPOSITORY, run_command
+from tests.helpers.commands import REPOSITORY, run_command
 from tests.unit.test_prepare import chat_row, contents, math_row, write_lines
 from tests.unit.test_store import make_tokenizer
 from vcore_ds.data import TokenStore

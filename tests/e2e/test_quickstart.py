@@ -10,9 +10,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.commands import ALWAYS, has_control_characters, read_metrics, run_command
+from tests.helpers.commands import ALWAYS, has_control_characters, read_metrics, run_command
+from vcore_ds.commands.quickstart.session import RECIPE
 from vcore_ds.config import load_recipe
-from vcore_ds.quickstart import RECIPE
 
 pytestmark = pytest.mark.e2e
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.commands import free_port, read_metrics
 from tests.e2e.conftest import TinySetup
-from tests.e2e.jobs import Job
+from tests.helpers.commands import free_port, read_metrics
+from tests.helpers.jobs import Job
 from vcore_ds.errors import EXIT_STOPPED
 
 pytestmark = pytest.mark.e2e
@@ -40,7 +40,7 @@ class OneRun:
         return Job(line, self._logs / f"{time.monotonic_ns()}.log", **environment)
 
     def torchrun(self, *changes: str, **environment: str) -> Job:
-        return self.start("python -m vcore_ds.torchrun --nproc_per_node 2", *changes, **environment)
+        return self.start("python -m vcore_ds.distributed.torchrun --nproc_per_node 2", *changes, **environment)
 
     def deepspeed(self, *changes: str) -> Job:
         return self.start(f"deepspeed --num_accelerators 2 --master_port {free_port()}", *changes)

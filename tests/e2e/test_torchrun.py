@@ -1,4 +1,4 @@
-"""`python -m vcore_ds.torchrun`: exit codes of ranks, signals on their way to them, several nodes."""
+"""`python -m vcore_ds.distributed.torchrun`: exit codes of ranks, signals on their way to them, several nodes."""
 
 import os
 import signal
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import REPOSITORY, free_port
+from tests.helpers.commands import REPOSITORY, free_port
 
 pytestmark = pytest.mark.e2e
 
 
 def start(script: Path, source: str, *options: str) -> subprocess.Popen[str]:
     script.write_text("import os, signal, sys, time\n" + source)
-    words = [sys.executable, "-m", "vcore_ds.torchrun", *options, str(script)]
+    words = [sys.executable, "-m", "vcore_ds.distributed.torchrun", *options, str(script)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         words, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

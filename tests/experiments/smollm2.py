@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.quickstart_data import prepare_quickstart_data
+from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = "launch_scripts/recipes/quickstart.yaml"

@@ -76,8 +76,7 @@ def _run_rank(
         import torch
 
         # Before torch.distributed: it prepares the process for deepspeed.
-        from vcore_ds.engine import distributed
-
+        
         torch.distributed.init_process_group(
             "gloo",
             init_method=f"file://{folder}/store",
@@ -85,7 +84,7 @@ def _run_rank(
             world_size=world_size,
             timeout=timedelta(seconds=120),
         )
-        distributed.start_process_group(timeout_minutes=2)
+        start_process_group(timeout_minutes=2)
         result = function(*arguments)
         Path(folder, f"result_{rank}").write_bytes(pickle.dumps(result))
     except BaseException:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from vcore_ds import run
 from vcore_ds.checkpoints import Checkpoints
 from vcore_ds.config import Recipe
-from vcore_ds.engine import distributed
+from vcore_ds.distributed import layout
 
 NUM_STEPS = 10
 
@@ -40,7 +40,7 @@ def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -
         saved = save(self, step, *rest)
         if stop and step in steps:
             raise Stopped
-        if killed is not None and step in steps and distributed.rank() == 0:
+        if killed is not None and step in steps and layout.is_first():
             shutil.copytree(saved.folder.parents[1], killed)
         return saved
 

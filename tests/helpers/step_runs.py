@@ -8,10 +8,11 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 from tests.helpers import tiny
-from tests.reference import Reference
+from tests.helpers.oracle import Reference
 from vcore_ds.config import Recipe
 from vcore_ds.data import Batch, idle_batch
-from vcore_ds.engine import Engine, build_optimizer, distributed
+from vcore_ds.distributed import layout
+from vcore_ds.engine import Engine, build_optimizer
 from vcore_ds.track.step_metrics import MicroBatchResult, StepSums
 
 LEARNING_RATE = 1e-4
@@ -44,8 +45,8 @@ def make_engine(model, recipe: Recipe, *, persistence_threshold: int = 0, coales
 
 def deal(batch: Batch, micro_batch_size: int) -> list[Batch]:
     """This rank's micro-batches of a global batch: rows dealt out one by one, an idle one where rows run out."""
-    own = list(range(distributed.rank(), batch.num_sequences, distributed.world_size()))
-    most = -(-batch.num_sequences // distributed.world_size())
+    own = list(range(layout.rank("shards"), batch.num_sequences, layout.size("shards")))
+    most = -(-batch.num_sequences // layout.size("shards"))
     parts = [own[start : start + micro_batch_size] for start in range(0, most, micro_batch_size)]
     return [tiny.take(batch, part) if part else idle_batch(0) for part in parts]
 
@@ -136,6 +137,6 @@ def reference_options(recipe: Recipe) -> dict[str, Any]:
 
 def micro_batch_rows(num_rows: int, micro_batch_size: int) -> list[list[int]]:
     """Rows of every rank's micro-batches, as `deal` makes them."""
-    world_size = distributed.world_size()
+    world_size = layout.size("shards")
     per_rank = [list(range(rank, num_rows, world_size)) for rank in range(world_size)]
     return [own[start : start + micro_batch_size] for own in per_rank for start in range(0, len(own), micro_batch_size)]

@@ -3,6 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from vcore_ds.config.schema import LoraConfig
 from vcore_ds.data import Batch
 from vcore_ds.models import TokenLossModel, add_lora
 
@@ -24,7 +25,7 @@ def qwen3(*, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int =
 def with_lora(model: PreTrainedModel, *, dropout: float = 0.0, seed: int = 1):
     """Adapters off their initial point, where B = 0 and half of the gradients vanish."""
     torch.manual_seed(seed)
-    adapted = add_lora(model, rank=4, alpha=8, dropout=dropout, target_modules="all-linear")
+    adapted = add_lora(model, LoraConfig(rank=4, alpha=8, dropout=dropout))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.e2e.commands import REPOSITORY, free_port
+from tests.helpers.commands import REPOSITORY, free_port
 
 NODES = ("n1", "n2")
 NAMESPACES = ("unshare", "--mount", "--uts", "--pid", "--fork")

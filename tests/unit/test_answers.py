@@ -10,8 +10,8 @@ import torch
 from tests.e2e.conftest import make_tokenizer
 from tests.helpers import conversations
 from vcore_ds.data import Conversation, TokenStore, collate, keep_random_tokens, with_reference, write_reference
-from vcore_ds.data.answers import answer_spans
 from vcore_ds.errors import UserError
+from vcore_ds.grading.answers import answer_spans
 from vcore_ds.models import check_forward_mode
 
 

@@ -11,8 +11,8 @@ import pytest
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config import Recipe, differing_keys, dump_recipe
 from vcore_ds.errors import UserError
-from vcore_ds.track import checkpoint_folder as files
-from vcore_ds.track.run_folder import RunFolder, goes_on, move_lost_metrics
+from vcore_ds.files.run_folder import RunFolder, goes_on, move_lost_metrics
+from vcore_ds.files import checkpoint_folder as files
 
 CONTENT = {
     "state/__0_0.distcp": b"first rank" * 100,

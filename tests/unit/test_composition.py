@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.cli import launch, main
+from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
+from vcore_ds.commands.quickstart.session import without_chosen
 from vcore_ds.config import Recipe, RecipeError, dump_recipe, load_recipe
 from vcore_ds.config.compose import SHIPPED_RECIPES, compose
-from vcore_ds.quickstart import RECIPE as QUICKSTART
-from vcore_ds.quickstart import without_chosen
 
 Sections = dict[str, Any]
 

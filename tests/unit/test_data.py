@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.helpers.conversations import tokenize
-from vcore_ds import quickstart_data
+from vcore_ds.commands.quickstart import traces as quickstart_data
 from vcore_ds.data import Conversation, TokenizedSequence, collate
 from vcore_ds.errors import UserError
 

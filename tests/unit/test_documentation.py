@@ -9,8 +9,8 @@ import yaml
 
 from vcore_ds.cli import _parse as parse
 from vcore_ds.cli import main
+from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.config import load_recipe, plan_batch
-from vcore_ds.quickstart import RECIPE as QUICKSTART
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "launch_scripts" / "recipes"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data import IGNORED_LABEL, Batch
+from vcore_ds.distributed import layout
 from vcore_ds.models import FORWARD_MODE_ATTENTION, TokenLossModel
 
 EPSILONS = (1e-2, 1e-3, 1e-4, 1e-5)
@@ -121,13 +122,13 @@ CLEAR, NOISE, EXACT, NOTHING, CURVED = range(5)
 
 def signal_to_noise_of_synthetic_losses() -> list[float]:
     """Losses of 20,000 tokens a rank whose change and rounding are known."""
-    from vcore_ds.engine import distributed, signal_to_noise
+    from vcore_ds.engine import signal_to_noise
 
-    generator = torch.Generator().manual_seed(distributed.rank())
+    generator = torch.Generator().manual_seed(layout.rank("shards"))
 
     def losses(signal: float, rounding: float, curvature: float = 0.0) -> list[Tensor]:
         base = torch.full((20_000,), 2.0, dtype=torch.float64)
-        change = signal * (1 + 2 * distributed.rank()) * torch.randn(20_000, generator=generator, dtype=torch.float64)
+        change = signal * (1 + 2 * layout.rank("shards")) * torch.randn(20_000, generator=generator, dtype=torch.float64)
         exact = [base - change + curvature, base, base + change + curvature]
         return [x + rounding * torch.randn(20_000, generator=generator, dtype=torch.float64) for x in exact]
 

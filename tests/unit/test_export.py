@@ -19,11 +19,11 @@ from tests.helpers import tiny
 from tests.helpers.allocations import Allocations
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.cli import main
+from vcore_ds.commands.export import export_run
 from vcore_ds.config import Recipe, dump_recipe
 from vcore_ds.errors import UserError
-from vcore_ds.export import export_run
-from vcore_ds.models import export as files
-from vcore_ds.track import checkpoint_folder
+from vcore_ds.files import model_folder as files
+from vcore_ds.files import checkpoint_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 

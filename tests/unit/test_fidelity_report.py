@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from matplotlib import image
 from scipy.stats import spearmanr
 
-from vcore_ds.errors import UserError
-from vcore_ds.fidelity.plan import FidelityOptions, check_options, choose_sequences, num_draws, within_the_recipe
-from vcore_ds.track.fidelity_report import (
+from vcore_ds.commands.fidelity.choice import (
+    FidelityOptions,
+    check_options,
+    choose_sequences,
+    num_draws,
+    within_the_recipe,
+)
+from vcore_ds.commands.fidelity.report import (
     Agreement,
     Estimate,
     FidelityReport,
@@ -27,7 +32,8 @@ from vcore_ds.track.fidelity_report import (
     rank_correlation,
     write_report,
 )
-from vcore_ds.track.fidelity_text import describe, recommendations
+from vcore_ds.commands.fidelity.text import describe, recommendations
+from vcore_ds.errors import UserError
 
 # ---- agreement -----------------------------------------------------------------------------------------------------
 

@@ -8,10 +8,10 @@ import pytest
 
 from tests.helpers import tiny
 from tests.helpers.recipes import smallest_recipe
+from vcore_ds.commands.preflight.inspection import count_parameters, output_bytes
+from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems
 from vcore_ds.config import Recipe
-from vcore_ds.engine.interconnect import network_of_nccl
-from vcore_ds.preflight.nodes import Needed, Node, describe, find_problems
-from vcore_ds.preflight.run import count_parameters, output_bytes
+from vcore_ds.distributed.interconnect import network_of_nccl
 
 GOOD = Node(
     host="n1",

@@ -17,9 +17,9 @@ from vcore_ds.data.prepare import PrepareReport, PrepareRequest, curation, prepa
 from vcore_ds.data.prepare.report import LengthSummary
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
 from vcore_ds.data.prepare.statements import Statements
-from vcore_ds.data.prepare.verification import AnswerChecker
-from vcore_ds.data.prompts import code_prompt, math_prompt
 from vcore_ds.errors import UserError
+from vcore_ds.grading.prompts import code_prompt, math_prompt
+from vcore_ds.grading.verification import AnswerChecker
 
 TRACE = "<think>\nHm, {n}.\n</think>\n\nThe answer is \\boxed{{{n}}}."
 
@@ -479,7 +479,7 @@ def test_a_sample_is_the_rows_with_the_smallest_keys_that_fit(run, tmp_path: Pat
 def test_neither_processes_nor_interruptions_change_a_byte(run, tmp_path: Path, monkeypatch) -> None:
     """Interrupted in both rounds; what was finished is not done again."""
     monkeypatch.setattr(sources, "_JSONL_SHARD_BYTES", 4_000)
-    monkeypatch.setattr("vcore_ds.data.prepare.run._BLOCK", 16)
+    monkeypatch.setattr("vcore_ds.data.prepare.pipeline._BLOCK", 16)
     source = write_lines(tmp_path / "rows.jsonl", [chat_row(n) for n in range(300)])
     run("chat", source, "straight", sample=100)
     run("chat", source, "parallel", sample=100, processes=2)

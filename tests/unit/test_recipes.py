@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
+from vcore_ds.commands.quickstart.session import fit_batch
 from vcore_ds.config import Recipe, RecipeError, deepspeed_config, dump_recipe, load_recipe, plan_batch
-from vcore_ds.quickstart import RECIPE as QUICKSTART
-from vcore_ds.quickstart import fit_batch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "launch_scripts" / "recipes"

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from vcore_ds.errors import UserError
-from vcore_ds.track import run_lock
-from vcore_ds.track.run_lock import RunLock
+from vcore_ds.files.run_lock import RunLock
+from vcore_ds.files import run_lock
 
 HOLD = """
 import sys
 from pathlib import Path
-from vcore_ds.track.run_lock import RunLock
+from vcore_ds.files.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.acquire(print)
 print('held', flush=True)

@@ -12,8 +12,8 @@ from vcore_ds.errors import EXIT_STOPPED
 
 START = """
     import ctypes, multiprocessing, os, signal, subprocess, sys, threading, time
-    from vcore_ds import signals
-    from vcore_ds.signals import stop_signals
+    from vcore_ds.distributed import signals
+    from vcore_ds.distributed.signals import stop_signals
 
     signals.SAME_WISH_SECONDS = 0.4
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vcore_ds.engine import Stops, distributed, stops
+from vcore_ds.engine import Stops, stops
 
 PROCESS_AGE_SECONDS = stops.process_age_seconds
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.helpers import conversations
 from vcore_ds.data import Conversation, render_prompt
-from vcore_ds.data.prompts import code_prompt, math_prompt
 from vcore_ds.data.rendering import render_conversation
+from vcore_ds.grading.prompts import code_prompt, math_prompt
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 THINKING = "<think>\nOkay, 2 and 2.\n\nThat is four.\n</think>\n\nIt is \\boxed{4}."

@@ -5,11 +5,11 @@ from vcore_ds.data.cache import store_of
 from vcore_ds.data.conversations import Conversation, Message
 from vcore_ds.data.dataset import Dataset, keep_random_tokens
 from vcore_ds.data.order import MainOrder, ProbeStream, split_batch
-from vcore_ds.data.packing import Waste, measure_waste, pack_batch
-from vcore_ds.data.reference import with_reference, write_reference
+from vcore_ds.data.packing import StepBatches, Waste, measure_waste, pack_batch
 from vcore_ds.data.rendering import render_prompt
+from vcore_ds.data.sequence_log_probabilities import with_reference, write_reference
 from vcore_ds.data.store import TokenStore, write_store
-from vcore_ds.data.tokenization import TokenizedSequence
+from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
 
 __all__ = [
     "IGNORED_LABEL",
@@ -19,12 +19,14 @@ __all__ = [
     "MainOrder",
     "Message",
     "ProbeStream",
+    "StepBatches",
     "TokenStore",
     "TokenizedSequence",
     "Waste",
     "collate",
     "idle_batch",
     "keep_random_tokens",
+    "load_tokenizer",
     "measure_waste",
     "merge_batches",
     "pack",

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from vcore_ds.data.tokenization import TokenizedSequence
+from vcore_ds.method import Tokens
 
 IGNORED_LABEL = -100
 """Label of positions that are no target, as in Hugging Face models and `torch.nn.functional.cross_entropy`."""
@@ -74,6 +76,19 @@ class Batch:
         """int64 [N], the sequence of each supervised token, in the order in which the model returns losses."""
         supervised = self.supervised()
         return supervised.nonzero()[:, 0] if self.segments is None else self.segments[:, 1:][supervised]
+
+    def tokens(self, losses: Tensor, utilities: Tensor | None = None) -> Tokens:
+        """The supervised tokens, with the losses and utilities `[N]` that a forward gave; on their device, without a
+        graph."""
+        device, reference = losses.device, self.reference_log_probability
+        return Tokens(
+            losses.detach(),
+            self.sequence_index().to(device),
+            self.num_sequences,
+            utilities,
+            None if self.kept is None else self.kept_targets().to(device),
+            None if reference is None else reference.to(device),
+        )
 
 
 def padded_length(num_tokens: int) -> int:

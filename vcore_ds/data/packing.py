@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from vcore_ds.data.batches import padded_length
+from vcore_ds.data.batches import Batch, padded_length
 
 MICRO_STEP_GAIN = 0.03
 """Share of a step's time that one more micro-step has to save: each gathers all layers once more."""
@@ -119,3 +119,14 @@ def _fill(
         micro_steps.append(rows)
         left = later
     return micro_steps if not left else None
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """What one rank works on in one optimizer step. Ranks have equally many micro-batches; some may be idle."""
+
+    main: Sequence[Batch]
+    probe: Sequence[Batch]
+    """Empty where there is nothing to probe: the method has no probe, or an earlier step's direction serves again."""
+    waste: Waste | None = None
+    """What of `main` is padding and waiting, over all ranks; None where nobody has measured it."""

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vcore_ds.data.answers import answer_spans
 from vcore_ds.data.rendering import RenderedConversation
+from vcore_ds.errors import UserError, first_line
+from vcore_ds.grading.answers import answer_spans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +33,23 @@ class TokenizedSequence:
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+
+def load_tokenizer(path: str, key: str = "model.path") -> "PreTrainedTokenizerBase":
+    """The tokenizer of a folder or hub id.
+
+    Args:
+        key: what named it, for the message.
+
+    Raises:
+        UserError: there is none.
+    """
+    from transformers import AutoTokenizer  # seconds to import, and processes that only read data do without
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: {path}: no tokenizer can be loaded from there: {first_line(error)}") from None
 
 
 def tokenize_rendered(

@@ -1,49 +1,23 @@
-"""The sharded engine: the only place that imports deepspeed and torch.distributed."""
+"""A model under ZeRO-3: loading, passes, shards, the optimizer's step. The only package that imports deepspeed."""
 
-from . import distributed, watchdog  # distributed first: it prepares the process for importing deepspeed
-from .direction import Direction, count_globally, probe_direction
-from .export import save_hugging_face
-from .forward_mode import forward_mode, losses_and_utilities
-from .loading import sharded_loading
-from .optimizer import build_optimizer
-from .perturb import perturbed
-from .reference import log_probabilities, reference_log_probabilities
-from .stops import Stops
-from .utilities import (
-    FiniteDifferenceUtilities,
-    JvpUtilities,
-    choose_epsilon,
-    finite_difference_utilities,
-    jvp_utilities,
-    measured_losses,
-    perturbed_losses,
-    signal_to_noise,
-)
-from .zero3 import Engine, NonFiniteGradient
+from vcore_ds.engine.counts import count_globally
+from vcore_ds.engine.export_shards import ExportFailed, save_hugging_face
+from vcore_ds.engine.loading import sharded_loading
+from vcore_ds.engine.log_probabilities import log_probabilities, with_reference_of_adapters
+from vcore_ds.engine.non_finite import NonFiniteGradient, NonFiniteLoss, sequences_by_rank
+from vcore_ds.engine.optimizer import build_optimizer
+from vcore_ds.engine.zero3 import Engine
 
 __all__ = [
-    "Direction",
     "Engine",
-    "FiniteDifferenceUtilities",
-    "JvpUtilities",
+    "ExportFailed",
     "NonFiniteGradient",
-    "Stops",
+    "NonFiniteLoss",
     "build_optimizer",
-    "choose_epsilon",
     "count_globally",
-    "distributed",
-    "finite_difference_utilities",
-    "forward_mode",
-    "jvp_utilities",
     "log_probabilities",
-    "losses_and_utilities",
-    "measured_losses",
-    "perturbed",
-    "perturbed_losses",
-    "probe_direction",
-    "reference_log_probabilities",
     "save_hugging_face",
+    "sequences_by_rank",
     "sharded_loading",
-    "signal_to_noise",
-    "watchdog",
+    "with_reference_of_adapters",
 ]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vcore_ds.engine.deepspeed_start import start_deepspeed  # isort: skip  (before anything that imports deepspeed)
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 
@@ -13,6 +14,7 @@ def sharded_loading(deepspeed_config: dict[str, Any]) -> Iterator[None]:
 
     transformers asks a global weak reference whether ZeRO-3 is on: the object must stay alive while loading.
     """
+    start_deepspeed()
     announced = HfDeepSpeedConfig(deepspeed_config)
     try:
         yield

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ..config.schema import OptimizerConfig
+from vcore_ds.config.schema import OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

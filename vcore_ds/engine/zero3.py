@@ -21,13 +21,12 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from ..data import Batch
-from ..models import TokenLossModel
-from . import distributed
-
-
-class NonFiniteGradient(RuntimeError):
-    """The gradient of the batch holds inf or nan. The optimizer was not stepped."""
+from vcore_ds.data import Batch
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import device
+from vcore_ds.engine.deepspeed_start import start_deepspeed
+from vcore_ds.engine.non_finite import NonFiniteGradient
+from vcore_ds.models import TokenLossModel
 
 
 class Engine:
@@ -52,6 +51,7 @@ class Engine:
         coalesce_gradient_reduction: reduce gradients once per optimizer step instead of once per
             micro-batch. Costs one unsharded gradient buffer per rank.
         """
+        start_deepspeed()
         layers = model.layers
         if layers:
             # One gather, one release and one pair of hooks per decoder layer instead of per weight: hooks and small
@@ -64,7 +64,7 @@ class Engine:
         self.trainable: list[tuple[str, nn.Parameter]] = [
             (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
-        self.device = distributed.device()
+        self.device = device()
         self._coalesce = coalesce_gradient_reduction
         self._num_backwards_left = 0
         self._dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0]
@@ -103,7 +103,7 @@ class Engine:
         """
         self._num_backwards_left -= 1
         self.deepspeed.set_gradient_accumulation_boundary(self._num_backwards_left == 0)
-        self.deepspeed.backward(loss * distributed.world_size(), scale_wrt_gas=False)
+        self.deepspeed.backward(loss * layout.size("shards"), scale_wrt_gas=False)
 
     @contextmanager
     def without_gradient(self) -> Iterator[None]:
@@ -162,15 +162,15 @@ class Engine:
     def local_numel(parameter: nn.Parameter) -> int:
         """Elements of `parameter` that are this rank's; the last rank's shard may be filled up with padding."""
         shard_numel = parameter.ds_tensor.numel()
-        return max(0, min(shard_numel, parameter.ds_numel - distributed.rank() * shard_numel))
+        return max(0, min(shard_numel, parameter.ds_numel - layout.rank("shards") * shard_numel))
 
     def gradient_norm(self) -> float:
         """Global L2 norm of the gradient that stands in the shards. A collective."""
-        return distributed.norm_over_ranks([self.local_gradient(parameter) for _, parameter in self.trainable])
+        return layout.norm_over("shards", [self.local_gradient(parameter) for _, parameter in self.trainable])
 
     def parameter_norm(self) -> float:
         """Global L2 norm of what is trained. A collective."""
-        return distributed.norm_over_ranks([self.local_master(parameter) for _, parameter in self.trainable])
+        return layout.norm_over("shards", [self.local_master(parameter) for _, parameter in self.trainable])
 
     def scale_gradient(self, factor: float) -> None:
         """Multiplies the reduced gradient in the shards, before it is clipped."""

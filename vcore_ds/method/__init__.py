@@ -15,9 +15,9 @@ Notation (see docs/method.md for the map from equations to functions to tests):
 Ragged: N counts the supervised tokens of all sequences in a micro-batch, in row-major order.
 """
 
-from .adam import adam_direction
-from .baselines import dft_weights, iw_sft_weights, random_mask, random_weights
-from .objective import (
+from vcore_ds.method.adam import adam_direction
+from vcore_ds.method.baselines import dft_weights, iw_sft_weights, random_mask, random_weights
+from vcore_ds.method.objective import (
     GlobalCounts,
     effective_sample_size,
     effective_sample_size_alpha,
@@ -28,8 +28,9 @@ from .objective import (
     utility_variances,
     variance_alpha,
 )
-from .token_loss import token_loss
-from .weights import (
+from vcore_ds.method.token_loss import token_loss
+from vcore_ds.method.tokens import Tokens
+from vcore_ds.method.weights import (
     GibbsWeights,
     gibbs_weights,
     gibbs_weights_for_budget,
@@ -40,6 +41,7 @@ from .weights import (
 __all__ = [
     "GibbsWeights",
     "GlobalCounts",
+    "Tokens",
     "adam_direction",
     "dft_weights",
     "effective_sample_size",

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .weights import segment_sum, uniform_weights
+from vcore_ds.method.weights import segment_sum, uniform_weights
 
 IMPORTANCE_RATIO_CAP = 16.0
 """Upper bound of the importance ratio in the authors' code of iw-SFT (`bounding_trainers.py`, `emmyqin/iw_sft`)."""

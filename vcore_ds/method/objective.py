@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .weights import segment_sum
+from vcore_ds.method.weights import segment_sum
 
 Normalization = Literal["sequence", "token"]
 

@@ -1,16 +1,15 @@
 """Models: loading, low-rank adapters, per-token losses, attention with a tangent. No process groups."""
 
-from .attention import FORWARD_MODE_ATTENTION, block_attention
-from .causal_lm import (
+from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, block_attention
+from vcore_ds.models.causal_lm import (
     TokenLossHead,
     TokenLossModel,
     attention_length,
     check_forward_mode,
     check_model_folder,
     load_causal_lm,
-    load_tokenizer,
 )
-from .lora import add_lora
+from vcore_ds.models.lora import add_lora
 
 __all__ = [
     "FORWARD_MODE_ATTENTION",
@@ -22,5 +21,4 @@ __all__ = [
     "check_forward_mode",
     "check_model_folder",
     "load_causal_lm",
-    "load_tokenizer",
 ]

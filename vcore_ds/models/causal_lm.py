@@ -9,14 +9,12 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
-from ..data import IGNORED_LABEL
-from ..errors import UserError, first_line
-from ..method import token_loss
+from vcore_ds.data import IGNORED_LABEL
+from vcore_ds.errors import UserError, first_line
+from vcore_ds.method import token_loss
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config fields of architectures that transform logits after the head (Gemma 2, Cohere, Granite, Falcon-H1)."""
@@ -95,14 +93,6 @@ class TokenLossModel(nn.Module):
         targets = labels[:, 1:]
         supervised = targets != IGNORED_LABEL
         return self.base.get_output_embeddings()(hidden[:, :-1][supervised], targets[supervised])
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Raises UserError where there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path: {path}: no tokenizer can be loaded from there: {first_line(error)}") from None
 
 
 def check_model_folder(path: str) -> None:

@@ -1,27 +1,28 @@
 """Low-rank adapters (peft) on a causal language model."""
 
 import warnings
-from collections.abc import Sequence
 
-from peft import LoraConfig, PeftModel, get_peft_model
+import peft
+from peft import PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
-from ..errors import UserError
+from vcore_ds.config.schema import LoraConfig
+from vcore_ds.errors import UserError
 
 
-def add_lora(
-    model: PreTrainedModel, *, rank: int, alpha: float, dropout: float, target_modules: str | Sequence[str]
-) -> PeftModel:
+def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     """Freezes the model and adds trainable adapters, in place.
 
-    Args:
-        target_modules: "all-linear" (every linear layer but the output embedding), or names of layers.
-
-    Raises UserError where no layer of the model has one of the names.
+    Raises UserError where no layer of the model has one of the names in `lora.target_modules`.
     """
-    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
-    config = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM", bias="none"
+    targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        bias="none",
     )
     try:
         with warnings.catch_warnings():
@@ -29,7 +30,7 @@ def add_lora(
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
             adapted = get_peft_model(model, config)
     except ValueError as error:
-        raise UserError(f"lora.target_modules: {target_modules!r}: {error}") from None
+        raise UserError(f"lora.target_modules: {lora.target_modules!r}: {error}") from None
     # peft keeps a set, whose order is another one in every process: the same run writes the same adapter_config.json.
     config.target_modules = sorted(config.target_modules or ())
     # The first layer's input comes out of a frozen embedding. Unless it requires a gradient, an activation checkpoint

@@ -6,7 +6,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from .step_metrics import TokenWeights
+from vcore_ds.track.step_metrics import ExampleTrace
 
 
 class Console:
@@ -71,7 +71,7 @@ def _duration(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
-def describe_token_weights(example: TokenWeights, tokenizer: PreTrainedTokenizerBase, num_shown: int = 5) -> str:
+def describe_example(example: ExampleTrace, tokenizer: PreTrainedTokenizerBase, num_shown: int = 5) -> str:
     """The most and the least weighted tokens of one trace, each with the words before it."""
     order = example.weights.argsort(descending=True, stable=True).tolist()
     uniform = 1.0 / len(order)

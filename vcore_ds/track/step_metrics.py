@@ -1,53 +1,46 @@
 """What one optimizer step measured: sums on a rank, totals over ranks, and the line that is written."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from ..data import Batch
-from ..engine import FiniteDifferenceUtilities, distributed, watchdog
-from ..method import (
+from vcore_ds.data import Batch
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import peak_memory_bytes
+from vcore_ds.distributed.positions import mark
+from vcore_ds.method import (
     GibbsWeights,
     GlobalCounts,
+    Tokens,
     effective_sample_size,
     segment_sum,
     sequence_shares,
     utility_moments,
 )
-from ..method.objective import Normalization
-
-
-class Stopwatch:
-    """Wall seconds of the parts of a step. Waits for the GPU at each border, so that a part pays for its own
-    kernels."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._start = time.perf_counter()
-        self.seconds: dict[str, float] = {"probe": 0.0, "utility": 0.0, "main": 0.0, "step": 0.0}
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        watchdog.mark(name)
-        start = self._now()
-        yield
-        self.seconds[name] += self._now() - start
-
-    def total(self) -> float:
-        return self._now() - self._start
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+from vcore_ds.method.objective import Normalization
 
 
 @dataclass(frozen=True)
-class TokenWeights:
+class MicroBatchResult:
+    """What one forward gave. Nothing has a graph."""
+
+    batch: Batch
+    tokens: Tokens
+    weights: GibbsWeights
+    """Of methods without utilities the weights alone count."""
+    weighted_loss: Tensor
+    """Scalar, this micro-batch's part of the global batch's weighted loss, before alpha."""
+    scaled_loss: Tensor
+    """The same after an alpha that a sequence or a micro-batch has for itself: what was differentiated."""
+
+
+@dataclass(frozen=True)
+class ExampleTrace:
     """The supervised tokens of one sequence, for people to look at. All tensors `[n_i]`, on the CPU."""
 
     sequence_id: int
@@ -57,40 +50,20 @@ class TokenWeights:
     weights: Tensor
 
     @classmethod
-    def of_first_sequence(
-        cls, batch: Batch, losses: Tensor, utilities: Tensor | None, weights: Tensor, index: Tensor
-    ) -> "TokenWeights":
-        own = index == 0
+    def first_of(cls, result: MicroBatchResult) -> Self:
+        """The first sequence of a micro-batch."""
+        batch, tokens = result.batch, result.tokens
+        own = tokens.sequence_index == 0
         return cls(
             batch.sequence_ids[0],
             batch.labels[:, 1:][batch.supervised()][own.cpu()],
-            losses[own].cpu(),
-            None if utilities is None else utilities[own].cpu(),
-            weights[own].cpu(),
+            tokens.losses[own].cpu(),
+            None if tokens.utilities is None else tokens.utilities[own].cpu(),
+            result.weights.weights[own].cpu(),
         )
 
 
 @dataclass(frozen=True)
-class MicroBatchResult:
-    """What one forward gave. Tensors `[N]` are over the supervised tokens of the micro-batch; nothing has a graph."""
-
-    losses: Tensor
-    """`[N]`, nats."""
-    sequence_index: Tensor
-    """`[N]`"""
-    utilities: Tensor | None
-    """`[N]`; None for methods without."""
-    weights: Tensor
-    """`[N]`, `q[i,t]`: uniform weights are `1 / n_i`."""
-    gibbs: GibbsWeights | None
-    """Where the weights come from utilities: how."""
-    weighted_loss: Tensor
-    """Scalar, this micro-batch's part of the global batch's weighted loss, before alpha."""
-    scaled_loss: Tensor
-    """The same after an alpha that a sequence or a micro-batch has for itself: what was differentiated."""
-
-
-@dataclass
 class StepTotals:
     """Over all ranks and micro-batches of a step. Losses in nats, normalised as the recipe says."""
 
@@ -117,28 +90,53 @@ class StepTotals:
     """Over the tokens of the batch."""
     num_non_finite: int
     """Sequences with a loss or utility that is inf or nan."""
-    utility_moments: list[float]
-    """See `method.utility_moments`."""
+    utility_moments: Tensor
+    """`[5]` fp64, see `method.utility_moments`."""
 
 
-@dataclass
-class StepSums:
-    """Sums over this rank's micro-batches, kept on the device until `over_ranks`: no host sync per micro-batch."""
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step, as it is written to metrics.jsonl, and a sequence's weights beside it."""
 
-    totals: StepTotals = field(init=False)
-    _sums: Tensor | None = None
-    _finite: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    values: Mapping[str, float | int | None]
+    example: ExampleTrace | None
 
-    def add(self, batch: Batch, result: MicroBatchResult, counts: GlobalCounts, normalization: Normalization) -> None:
+
+class StepRecorder:
+    """Collects what a step measures: seconds by part, sums over this rank's micro-batches, and single numbers.
+
+    Sums stay on the device until `totals`: no host synchronisation per micro-batch.
+
+    Attributes:
+        results: of the micro-batches so far.
+        example: the first sequence that came by.
+    """
+
+    def __init__(self, device: torch.device):
+        self.example: ExampleTrace | None = None
+        self._device = device
+        self._started = self._now()
+        self._seconds = {"probe": 0.0, "utility": 0.0, "main": 0.0, "step": 0.0}
+        self._sums: Tensor | None = None
+        self._finite: list[tuple[list[int], Tensor]] = []
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part of the step, `probe`, `utility`, `main` or `step`. Waits for the GPU at both ends, so that a part pays
+        for its own kernels."""
+        mark(name)
+        started = self._now()
+        yield
+        self._seconds[name] += self._now() - started
+
+    def add(self, result: MicroBatchResult, counts: GlobalCounts, normalization: Normalization) -> None:
         """`counts`: of all supervised tokens, also where the method keeps only some."""
-        num_sequences, index = batch.num_sequences, result.sequence_index
-        num_tokens = segment_sum(torch.ones_like(result.losses), index, num_sequences)
-        s = torch.zeros_like(result.losses) if result.utilities is None else result.utilities
-        nothing = result.losses.new_zeros(num_sequences)
-        gibbs = result.gibbs or GibbsWeights(result.weights, nothing, nothing, nothing.bool())
-        sequence_losses = segment_sum(result.losses, index, num_sequences)
+        tokens, gibbs, q = result.tokens, result.weights, result.weights.weights
+        index, num_sequences, num_tokens = tokens.sequence_index, tokens.num_sequences, tokens.num_tokens()
+        s = torch.zeros_like(tokens.losses) if tokens.utilities is None else tokens.utilities
+        sequence_losses = segment_sum(tokens.losses, index, num_sequences)
         finite = torch.isfinite(sequence_losses) & torch.isfinite(segment_sum(s, index, num_sequences))
-        self._finite.append((batch.sequence_ids, finite))
+        self._finite.append((result.batch.sequence_ids, finite))
         shares = sequence_shares(num_tokens, counts, normalization)
         sums = torch.stack(
             [
@@ -147,8 +145,8 @@ class StepSums:
                 result.scaled_loss.double(),
                 gibbs.temperature.double().sum(),
                 gibbs.kl.double().sum(),
-                effective_sample_size(result.weights, index, num_sequences).double().sum(),
-                result.weights.double().sum(),
+                effective_sample_size(q, index, num_sequences).double().sum(),
+                q.double().sum(),
                 gibbs.saturated.double().sum(),
                 s.double().sum(),
                 s.double().square().sum(),
@@ -156,18 +154,20 @@ class StepSums:
                 num_tokens.double().sum(),
             ]
         )
-        sums = torch.cat([sums, utility_moments(s, result.weights, index, num_sequences)])
+        sums = torch.cat([sums, utility_moments(s, q, index, num_sequences)])
         self._sums = sums if self._sums is None else self._sums + sums
+        if self.example is None and result.batch.sequence_ids:
+            self.example = ExampleTrace.first_of(result)
 
-    def over_ranks(self) -> StepTotals:
-        """A collective."""
+    def totals(self) -> StepTotals:
+        """Of the micro-batches that were added, over all ranks. A collective."""
         assert self._sums is not None  # a step has at least one micro-batch, idle or not
-        loss, weighted, scaled, tau, kl, ess, weight, saturated, s, s2, bad, tokens, *moments = (
-            distributed.sum_over_ranks(self._sums.tolist())
+        loss, weighted, scaled, tau, kl, ess, weight, saturated, s, s2, bad, tokens, *moments = layout.sum_over(
+            "shards", self._sums.tolist()
         )
         sequences, tokens = max(moments[0], 1.0), max(tokens, 1.0)
         variance = max(0.0, s2 / tokens - (s / tokens) ** 2)
-        self.totals = StepTotals(
+        return StepTotals(
             loss=loss,
             weighted_loss=weighted,
             scaled_loss=scaled,
@@ -179,47 +179,35 @@ class StepSums:
             utility_mean=s / tokens,
             utility_std=variance**0.5,
             num_non_finite=int(bad),
-            utility_moments=moments,
+            utility_moments=torch.tensor(moments, dtype=torch.float64),
         )
-        return self.totals
 
     def non_finite_sequence_ids(self) -> list[int]:
+        """Of this rank: sequences with a loss or utility that is inf or nan."""
         return [i for ids, finite in self._finite for i, ok in zip(ids, finite.tolist(), strict=False) if not ok]
 
-
-@dataclass
-class StepMetrics:
-    """One step, as it is written to metrics.jsonl, and a sequence's weights beside it."""
-
-    values: dict[str, float | int | None]
-    example: TokenWeights | None
-
-    @classmethod
-    def of(
-        cls,
+    def metrics(
+        self,
         totals: StepTotals,
         counts: GlobalCounts,
-        watch: Stopwatch,
         *,
-        method: str,
         alpha: float,
-        probe_loss: float | None,
-        probe_grad_norm: float | None,
-        direction_norm: float | None,
-        grad_norm: float,
-        learning_rate: float,
-        finite_difference: FiniteDifferenceUtilities | None,
-        example: TokenWeights | None,
-    ) -> "StepMetrics":
-        """`alpha`: of the global batch. `probe_loss`, `probe_grad_norm`: None in a step that did not probe."""
-        seconds = watch.total()
-        is_vcore = method == "vcore"
+        is_vcore: bool,
+        **numbers: float | None,
+    ) -> StepMetrics:
+        """The step's line, at its end.
+
+        Args:
+            alpha: of the global batch.
+            numbers: what else the step knows, by its name in the metrics; None for what there is not in this step.
+        """
+        seconds = self._now() - self._started
         # Where every sequence or micro-batch has its own alpha, the one that is reported is their effect on the loss.
-        inner_alpha = totals.scaled_loss / totals.weighted_loss if totals.weighted_loss else 1.0
-        values: dict[str, float | int | None] = {
+        own_alpha = totals.scaled_loss / totals.weighted_loss if totals.weighted_loss else 1.0
+        values = {
             "loss": totals.loss,
             "weighted_loss": totals.weighted_loss,
-            "alpha": alpha * inner_alpha,
+            "alpha": alpha * own_alpha,
             "tau": totals.temperature if is_vcore else None,
             "kl": totals.kl if is_vcore else None,
             "num_saturated": totals.num_saturated if is_vcore else None,
@@ -227,22 +215,17 @@ class StepMetrics:
             "total_weight": totals.total_weight,
             "utility_mean": totals.utility_mean if is_vcore else None,
             "utility_std": totals.utility_std if is_vcore else None,
-            "direction_norm": direction_norm,
-            "probe_loss": probe_loss,
-            "probe_grad_norm": probe_grad_norm,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
+            **numbers,
             "supervised_tokens": counts.num_supervised_tokens_global,
             "sequences": counts.num_sequences_global,
             "seconds": seconds,
-            **{f"seconds_{name}": value for name, value in watch.seconds.items()},
+            **{f"seconds_{name}": value for name, value in self._seconds.items()},
             "tokens_per_second": counts.num_supervised_tokens_global / seconds,
-            "peak_memory_bytes": distributed.peak_memory_bytes(),
+            "peak_memory_bytes": peak_memory_bytes(),
         }
-        if finite_difference is not None:
-            values |= {
-                "epsilon": finite_difference.epsilon,
-                "changed_fraction": finite_difference.changed_fraction,
-                "signal_to_noise": finite_difference.signal_to_noise,
-            }
-        return cls(values, example)
+        return StepMetrics(values, self.example)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

@@ -6,9 +6,9 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from ..config import Recipe
-from ..errors import first_line
-from .console import Console
+from vcore_ds.config import Recipe
+from vcore_ds.errors import first_line
+from vcore_ds.track.console import Console
 
 INIT_SECONDS = 60.0
 """To reach the server before the first step; then the run goes on offline."""

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from vcore_ds.data.answers import answer_spans
 from vcore_ds.data.conversations import Message, check_messages, split_thinking
-from vcore_ds.data.prompts import code_prompt, math_prompt
+from vcore_ds.grading.answers import answer_spans
+from vcore_ds.grading.prompts import code_prompt, math_prompt
 
 # Rules, in the order in which they are tried: the lines of the table.
 OTHER_PROBLEM_TYPE = 'problem_type is not "has_answer_extracted"'

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare.shards import Kind, write_json
 from vcore_ds.data.prepare.sources import Shard, describe_source
-from vcore_ds.data.prompts import code_prompt, math_prompt
 from vcore_ds.data.store import MANIFEST, describe_tokenizer
 from vcore_ds.errors import UserError
+from vcore_ds.grading.prompts import code_prompt, math_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

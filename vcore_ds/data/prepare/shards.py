@@ -17,11 +17,11 @@ from vcore_ds.data.conversations import Conversation, Message
 from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard
 from vcore_ds.data.prepare.statements import Statements
-from vcore_ds.data.prepare.verification import AnswerChecker
 from vcore_ds.data.rendering import RenderedConversation, render_conversation
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
-from vcore_ds.data.tokenization import TokenizedSequence, tokenize_rendered
+from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
 from vcore_ds.errors import UserError
+from vcore_ds.grading.verification import AnswerChecker
 
 NUM_EXAMPLES_OF_FAULTS = 20  # of one shard
 
@@ -155,7 +155,7 @@ sequences are truncated: where long ones are dropped, it is one of them."""
 
 def tokenize_block(task: TokenizationTask) -> None:
     """Writes `NNNNN.npz`: for each row what became of it, and the tokens of the kept ones behind each other."""
-    tokenizer = _load_tokenizer(task.tokenizer)
+    tokenizer = _tokenizer(task.tokenizer)
     outcomes = np.zeros(len(task.rows), dtype=np.uint8)
     faults: list[str] = []
     rendered: list[RenderedConversation] = []
@@ -256,8 +256,4 @@ def _read_messages(folder: Path, row: Curated) -> list[Message]:
 _statements = lru_cache(maxsize=1)(Statements)
 
 
-@lru_cache(maxsize=1)
-def _load_tokenizer(name: str):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(name)
+_tokenizer = lru_cache(maxsize=1)(load_tokenizer)

@@ -1,0 +1,250 @@
+"""`vcore-ds export`: a Hugging Face folder out of a run's folder, in one plain process without GPU or process group."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from vcore_ds.config import Recipe, read_resolved_recipe
+from vcore_ds.data import load_tokenizer
+from vcore_ds.engine.export_shards import PREFIX, CheckpointTensors
+from vcore_ds.errors import UserError
+from vcore_ds.files import checkpoint_folder
+from vcore_ds.files import model_folder as files
+from vcore_ds.models import add_lora, check_model_folder
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+ADAPTED = "base_model.model."
+"""Where peft keeps the model that an adapter was added to."""
+
+
+class TrainedWeights(Protocol):
+    """What a run has trained, one tensor at a time."""
+
+    name: str
+    shapes: dict[str, torch.Size]
+    """By the name that the parameter has in the (adapted) Hugging Face model."""
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class OfCheckpoint:
+    """The fp32 parameters that the optimizer of a checkpoint keeps."""
+
+    def __init__(self, folder: Path):
+        self.name = folder.name
+        shapes = checkpoint_folder.read_run_state(folder)["shapes"]
+        self.shapes = {name.removeprefix(PREFIX): torch.Size(shape) for name, shape in shapes.items()}
+        self._tensors = CheckpointTensors(folder / checkpoint_folder.STATE)
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors.read(f"master.{PREFIX}{name}").view(self.shapes[name])
+
+
+class OfAdapterFolder:
+    """The adapter that a finished run has left, where its checkpoints were removed."""
+
+    def __init__(self, folder: Path):
+        self.name = folder.name
+        self._weights = files.WeightFiles(str(folder), file="adapter_model.safetensors")
+        self._stored = {name.removesuffix(".weight") + ".default.weight": name for name in self._weights.names}
+        self.shapes = {name: self.read(name).shape for name in self._stored}
+
+    def read(self, name: str) -> Tensor:
+        return self._weights.read(self._stored[name])
+
+
+def export_run(
+    run: Path,
+    *,
+    checkpoint: str | None = None,
+    output: Path | None = None,
+    merge: bool = False,
+    dtype: str | None = None,
+    max_file_bytes: int = files.MAX_FILE_BYTES,
+) -> Path:
+    """Writes full weights, or the adapter of a LoRA run, or (`merge`) the model with its adapter, and returns where.
+
+    Holds about one file's worth of weights at a time. Changes nothing in the run: it may be training.
+
+    Args:
+        run: a run's folder.
+        checkpoint: name of one in `run/checkpoints`; None for the newest that verifies, or, where a finished run has
+            none any more, its adapter.
+        output: a folder that is not there yet; `run/export/CHECKPOINT/KIND` if None.
+        dtype: `bf16` or `fp32`; None for the run's precision (an adapter: fp32, which it was trained in).
+
+    Raises:
+        UserError: for whatever the user can mend.
+        BadExport, OSError: it could not be written, or reads back otherwise.
+        In every case there is no folder `output`.
+    """
+    started = time.perf_counter()
+    if not (run / checkpoint_folder.RECIPE).is_file():
+        raise UserError(f"{run}: found no {checkpoint_folder.RECIPE}; expected the folder of a run")
+    recipe = read_resolved_recipe(run / checkpoint_folder.RECIPE)
+    if merge and recipe.lora is None:
+        raise UserError(f"{run}: found --merge with a run that trained all parameters; expected no --merge")
+    check_base_model(recipe)
+    if output is not None:
+        refuse_existing(output)  # before checksums are computed, which takes minutes
+    trained = find_trained_weights(run, checkpoint)
+    kind = "model" if recipe.lora is None else "merged" if merge else "adapter"
+    folder = output if output is not None else run / "export" / trained.name / kind
+    refuse_existing(folder)
+    print(f"{kind} of {trained.name}", flush=True)
+    tokenizer = load_tokenizer(recipe.model.path)
+    try:
+        if kind == "adapter":
+            num_bytes = write_adapter(recipe, trained, folder, tokenizer, DTYPES[dtype or "fp32"])
+        else:
+            wanted = DTYPES[dtype or recipe.model.precision]
+            num_bytes = write_model(recipe, trained, folder, tokenizer, wanted, max_file_bytes)
+    except BaseException:
+        shutil.rmtree(files.partial_of(folder), ignore_errors=True)
+        raise
+    seconds = time.perf_counter() - started
+    print(f"Result: {folder} (Hugging Face format), {num_bytes / 1e9:.3g} GB of weights in {seconds:.1f} s")
+    return folder
+
+
+def refuse_existing(folder: Path) -> None:
+    if folder.exists():
+        raise UserError(f"{folder}: is there already; expected a new folder (--output DIR), or remove it")
+
+
+def check_base_model(recipe: Recipe) -> None:
+    """Raises UserError where the model that was trained is gone: its configuration goes with the result."""
+    try:
+        check_model_folder(recipe.model.path)
+    except UserError as error:
+        raise UserError(
+            f"{error}. The export needs the model that the run began with, for its configuration and for what was not "
+            "trained; a relative path is taken from the working directory, as in training"
+        ) from None
+
+
+def find_trained_weights(run: Path, name: str | None) -> TrainedWeights:
+    """The checkpoint of that name, or the newest that verifies, or the adapter of a finished run without checkpoints.
+
+    Raises:
+        UserError: there is none, with what is wrong with those that are there.
+    """
+    found = checkpoint_folder.list_checkpoints(run / "checkpoints")
+    candidates = [folder for folder in found if name in (None, folder.name)]
+    problems: list[str] = []
+    for folder in candidates:
+        problem = problem_of(folder)
+        if problem is None:
+            for skipped in problems:
+                print(f"skipped checkpoint {skipped}", flush=True)
+            return OfCheckpoint(folder)
+        problems.append(f"{folder.name}: {problem}")
+    if problems:
+        raise UserError("\n  ".join([f"{run / 'checkpoints'}: found no checkpoint that verifies:", *problems]))
+    if name is None and (run / "adapter").is_dir():
+        return OfAdapterFolder(run / "adapter")
+    there = ", ".join(folder.name for folder in found) or "none"
+    raise UserError(f"{run / 'checkpoints'}: expected {name or 'a complete checkpoint'}; found {there}")
+
+
+def problem_of(folder: Path) -> str | None:
+    """Why a checkpoint cannot be used, None if it can; reads all of it, for its checksums."""
+    try:
+        records = checkpoint_folder.read_manifest(folder)
+    except checkpoint_folder.Unusable as error:
+        return str(error)
+    print(f"verifying {folder.name}: {sum(record.bytes for record in records.values()) / 1e9:.3g} GB", flush=True)
+    problems = (checkpoint_folder.file_problem(folder, name, record) for name, record in records.items())
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def write_model(
+    recipe: Recipe,
+    trained: TrainedWeights,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    max_file_bytes: int,
+) -> int:
+    """All weights, adapters merged in; returns their bytes."""
+    weights = files.described_weights(recipe.model.path, dtype)
+    stream = whole_weights(recipe, trained, weights)
+    split = files.plan_files(weights, max_file_bytes)
+    num_bytes = split.metadata["total_size"]
+    partial = files.begin(folder, num_bytes)
+    for file, tensors in files.collect_files(split, stream):
+        files.write_file(partial / file, tensors, {name: weights[name] for name in split.filename_to_tensors[file]})
+    files.describe(partial, recipe.model.path, dtype, tokenizer)
+    files.finish(partial, folder, split)
+    return num_bytes
+
+
+def whole_weights(recipe: Recipe, trained: TrainedWeights, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Each of `weights` with its trained value; what was not trained is the base model's, in the run's precision.
+
+    Raises UserError, before the first, where what was trained does not fit into the model.
+    """
+    scale = recipe.lora.alpha / recipe.lora.rank if recipe.lora is not None else None
+    adapters = {name: adapter_names(name) for name in weights} if scale is not None else {}
+    adapters = {name: pair for name, pair in adapters.items() if pair[0] in trained.shapes}
+    used = {name for pair in adapters.values() for name in pair} if scale is not None else set(weights)
+    misfits = sorted(trained.shapes.keys() - used)
+    misfits += [n for n in used & trained.shapes.keys() if scale is None and weights[n].shape != trained.shapes[n]]
+    if misfits:
+        raise UserError(
+            f"model.path: {recipe.model.path}: has no place for what was trained: {', '.join(misfits[:5])}; expected "
+            "the model that the run began with" + (" and adapters of linear layers only" if scale is not None else "")
+        )
+    needs_base = scale is not None or weights.keys() - trained.shapes.keys()
+    base = files.WeightFiles(recipe.model.path) if needs_base else None
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, like in weights.items():
+            if scale is None and name in trained.shapes:
+                yield name, trained.read(name).to(like.dtype)
+                continue
+            assert base is not None
+            weight = base.read(name).to(DTYPES[recipe.model.precision])
+            if name in adapters:
+                assert scale is not None
+                a, b = (trained.read(part) for part in adapters[name])
+                weight = files.merge_adapter(weight, a, b, scale=scale)
+            yield name, weight.to(like.dtype)
+
+    return stream()
+
+
+def adapter_names(name: str) -> tuple[str, str]:
+    """Of the two matrices that peft adds to the linear layer whose weight is `name`."""
+    layer = ADAPTED + name.removesuffix(".weight")
+    return f"{layer}.lora_A.default.weight", f"{layer}.lora_B.default.weight"
+
+
+def write_adapter(
+    recipe: Recipe, trained: TrainedWeights, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+) -> int:
+    """The adapter in peft's format; returns the bytes of its weights."""
+    assert recipe.lora is not None
+    with torch.device("meta"):  # names and configuration only
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(recipe.model.path))
+        adapted = add_lora(model, recipe.lora)
+    expected = {name: parameter.shape for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    if expected != trained.shapes:
+        differing = sorted({name for name, _ in expected.items() ^ trained.shapes.items()})
+        raise UserError(
+            f"model.path: {recipe.model.path}: has no place for what was trained: {', '.join(differing[:5])}; expected "
+            "the model that the run began with"
+        )
+    adapter = {name: trained.read(name).to(dtype) for name in expected}
+    num_bytes = sum(tensor.nbytes for tensor in adapter.values())
+    partial = files.begin(folder, num_bytes)
+    files.write_adapter(adapted, adapter, partial)
+    tokenizer.save_pretrained(partial)
+    files.finish(partial, folder)
+    return num_bytes

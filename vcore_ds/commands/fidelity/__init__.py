@@ -1,0 +1,62 @@
+"""`vcore-ds fidelity`: how right the utilities of a recipe are."""
+
+import argparse
+from pathlib import Path
+
+from vcore_ds.commands.arguments import add_recipe, take_numbers
+from vcore_ds.config import load_recipe
+
+HELP = "measure how right the utilities are"
+DESCRIPTION = (
+    "Measure, on the recipe's own model, data, precision and parallelism, how right the utilities of jvp and of finite "
+    "differences are against a reference in higher precision, and how well small probes and kept directions agree with "
+    "a large probe. Lists are numbers separated by spaces; 0 leaves a part out."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    numbers = dict(nargs="+", metavar="N")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write fidelity.json and fidelity.png there")
+    parser.add_argument(
+        "--sequences", type=int, default=4, metavar="N", help="training sequences to measure on (default 4)"
+    )
+    parser.add_argument(
+        "--epsilons", **numbers, default="1 1e-1 1e-2 1e-3 1e-4 1e-5".split(), help="default 1 1e-1 ... 1e-5"
+    )
+    parser.add_argument("--probe-sizes", **numbers, default="1 4 8 32".split(), help="|B'|, default 1 4 8 32")
+    parser.add_argument(
+        "--large-probe",
+        type=int,
+        default=64,
+        metavar="N",
+        help="|B'| that these and kept directions are compared with (default 64; 0 measures neither)",
+    )
+    parser.add_argument(
+        "--stale-steps",
+        **numbers,
+        default="1 2 4 8".split(),
+        help="optimizer steps of the recipe's training to keep a direction for (default 1 2 4 8)",
+    )
+    parser.add_argument(
+        "--after-steps", type=int, default=0, metavar="N", help="train N steps before measuring (default 0)"
+    )
+
+
+def main(arguments: argparse.Namespace) -> None:
+    lists = {
+        name: take_numbers(arguments, name, kind)
+        for name, kind in (("epsilons", float), ("probe_sizes", int), ("stale_steps", int))
+    }
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    from vcore_ds.commands.fidelity.choice import FidelityOptions
+    from vcore_ds.commands.fidelity.measure import measure_fidelity
+
+    options = FidelityOptions(
+        num_sequences=arguments.sequences,
+        large_probe_size=arguments.large_probe,
+        after_steps=arguments.after_steps,
+        output=arguments.output,
+        **lists,
+    )
+    measure_fidelity(recipe, options)

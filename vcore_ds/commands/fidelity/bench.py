@@ -1,0 +1,133 @@
+"""What the fidelity command works with: the measured sequences on all ranks, and the recipe's own training."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from vcore_ds.commands.fidelity.report import NOTHING, Agreement, Estimate, agreement
+from vcore_ds.config import Recipe
+from vcore_ds.distributed import layout
+from vcore_ds.engine import Engine
+from vcore_ds.feed import Feed
+from vcore_ds.method import Tokens
+from vcore_ds.setup import build_estimator, learning_rate_at
+from vcore_ds.step import take_direction, train_step
+from vcore_ds.track.step_metrics import StepRecorder
+from vcore_ds.utility import (
+    Direction,
+    Estimator,
+    choose_epsilon,
+    forward_mode,
+    jvp_utilities,
+    losses_and_utilities,
+    measured_losses,
+    perturbed_losses,
+    signal_to_noise,
+)
+from vcore_ds.weighting import token_weights
+
+REFERENCE_PRECISION = {"bf16": "fp32", "fp32": "fp64"}
+_DTYPE = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class Bench:
+    """The measured sequences, and what can be done with them. Tensors are over all ranks' tokens, on the CPU.
+
+    All methods are collectives.
+    """
+
+    def __init__(self, engine: Engine, recipe: Recipe, feed: Feed, measured: Sequence[int]):
+        """`recipe`: with utilities, see `with_utilities`."""
+        self.engine, self.recipe, self.feed = engine, recipe, feed
+        self.direction = Direction(engine)
+        self._rounding_seed = recipe.run.seed if recipe.utility.rounding == "stochastic" else None
+        self.reference_precision = REFERENCE_PRECISION[recipe.model.precision]
+        self.batches = feed.batches(measured, feed.plan.utility_micro_batch_size_per_rank)
+        ids = [torch.tensor(b.sequence_ids, dtype=torch.int64)[b.sequence_index()] for b in self.batches]
+        self.index = torch.unique(over_ranks(ids), return_inverse=True)[1]
+        """`[N]`, the measured sequence of each token, from 0."""
+
+    def take_direction(self, ids: Sequence[int]) -> None:
+        """Fills `self.direction` from the probe batch `ids`, as a step of the recipe would."""
+        micro_batch_size = self.feed.plan.probe_micro_batch_size_per_rank
+        batches = self.feed.batches(ids, micro_batch_size, self.feed.probe_dataset)
+        take_direction(self.direction, self.recipe, batches)
+
+    def jvp(self, direction: Direction | None = None) -> Tensor:
+        return over_ranks(jvp_utilities(self.engine, direction or self.direction, self.batches))
+
+    def reference(self) -> tuple[Tensor, Tensor]:
+        """Losses and utilities in `reference_precision`."""
+        with forward_mode(self.engine, self.direction, _DTYPE[self.reference_precision]):
+            found = [losses_and_utilities(self.engine, batch) for batch in self.batches]
+        return over_ranks([losses for losses, _ in found]), over_ranks([utilities for _, utilities in found])
+
+    def losses(self) -> Tensor:
+        """Of this rank's tokens only."""
+        return torch.cat(measured_losses(self.engine, self.batches, batches_per_pass=1))
+
+    def own_epsilon(self) -> float | None:
+        """Of the recipe, searched for where it says `auto`."""
+        if self.recipe.utility.epsilon != "auto":
+            return self.recipe.utility.epsilon
+        return choose_epsilon(self.engine, self.direction, self.batches, self._rounding_seed)
+
+    def finite_difference(self, epsilon: float, base: Tensor) -> tuple[Tensor, Estimate]:
+        """Utilities, and all of the estimate but its agreement; `base`: `losses()` of this rank."""
+        (below, changed_fraction), (above, _) = (
+            perturbed_losses(self.engine, self.direction, self.batches, signed, 1, self._rounding_seed)
+            for signed in (epsilon, -epsilon)
+        )
+        below, above = torch.cat(below), torch.cat(above)
+        symmetric = over_ranks([above + below - 2 * base]).double()
+        return over_ranks([(base - below) / epsilon]), Estimate(
+            "finite_difference",
+            epsilon,
+            agreement=NOTHING,
+            changed_fraction=changed_fraction,
+            signal_to_noise=signal_to_noise(below, base, above),
+            rounding_floor_nats=float((symmetric.square().mean() / 6).sqrt()),
+        )
+
+    def agreement(self, utilities: Tensor, reference: Tensor) -> Agreement:
+        """With weights as the recipe's method makes them."""
+        num_sequences = int(self.index.max()) + 1
+        weights, reference_weights = (
+            token_weights(self.recipe.method, Tokens(s.double(), self.index, num_sequences, s.double())).weights
+            for s in (utilities, reference)
+        )
+        return agreement(utilities, reference, weights, reference_weights, self.index)
+
+
+class Trainer:
+    """The recipe's own training, a few steps at a time."""
+
+    def __init__(self, engine: Engine, recipe: Recipe, feed: Feed, num_steps: int):
+        self.engine, self.recipe, self.feed, self.num_steps = engine, recipe, feed, num_steps
+        self.num_done = 0
+
+    @cached_property
+    def estimator(self) -> Estimator:
+        """With a direction of its own, which may be kept from step to step; made when the first step is taken."""
+        return build_estimator(self.recipe, self.engine, self.feed.plan)
+
+    def train_until(self, step: int, say: Callable[[str], None]) -> None:
+        while self.num_done < step:
+            metrics = train_step(
+                self.engine,
+                self.recipe,
+                self.feed.step(self.num_done),
+                self.estimator,
+                StepRecorder(self.engine.device),
+                learning_rate=learning_rate_at(self.recipe, self.num_done, self.num_steps),
+                seed=self.recipe.run.seed + self.num_done,
+            )
+            self.num_done += 1
+            say(f"training step {self.num_done}: loss {metrics.values['loss']:.4f}")
+
+
+def over_ranks(parts: Sequence[Tensor]) -> Tensor:
+    """The parts of all ranks in one, on the CPU; the same order on each call. A collective."""
+    return torch.cat(layout.gather_objects("job", torch.cat(list(parts)).cpu()))

@@ -1,0 +1,234 @@
+"""How right the utilities of a recipe are, measured on its own model, data, precision and parallelism.
+
+The reference is the same model at the same parameters along the same direction, computed in the next higher precision
+while it stays sharded (`engine.forward_mode(..., precision)`), so what is compared is what the recipe's precision and
+the estimator do, and nothing has to fit on one device.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from vcore_ds.commands.fidelity.bench import Bench, Trainer, over_ranks
+from vcore_ds.commands.fidelity.choice import (
+    Choice,
+    FidelityOptions,
+    check_options,
+    choose_sequences,
+    count_measurements,
+    num_draws,
+    within_the_recipe,
+)
+from vcore_ds.commands.fidelity.report import (
+    Estimate,
+    FidelityReport,
+    ProbeSize,
+    StaleDirection,
+    mean,
+    prepare_output,
+    write_report,
+)
+from vcore_ds.commands.fidelity.text import describe, recommendations
+from vcore_ds.config import Recipe, deepspeed_config, plan_batch
+from vcore_ds.config.schema import MethodConfig
+from vcore_ds.data import load_tokenizer
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.errors import UserError
+from vcore_ds.feed import build_feed, read_dataset, read_training_data
+from vcore_ds.files.run_folder import environment
+from vcore_ds.models import check_forward_mode, check_model_folder
+from vcore_ds.setup import build_engine, count_steps, describe_engine
+from vcore_ds.track.console import Console
+from vcore_ds.utility import Direction
+
+DEFAULT_KL_BUDGET = 0.05
+"""Nats; makes the weights of a recipe whose method has none."""
+
+
+def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
+    """Measures, prints, and writes into `options.output`. Every rank of the job calls it.
+
+    Raises UserError, before the model is loaded, for whatever the user can mend.
+    """
+    check_options(options)
+    if options.output is not None:
+        prepare_output(options.output)
+    check_model(recipe.model.path)
+    weighted = with_utilities(recipe)
+    start_process_group(recipe.engine.timeout_minutes)
+    console = Console(enabled=layout.is_first())
+    plan = plan_batch(weighted, layout.size("data"))
+    ds_config = deepspeed_config(weighted, plan)
+    ds_config["zero_optimization"]["memory_efficient_linear"] = False  # jvp is measured whatever the recipe uses
+    tokenizer = load_tokenizer(recipe.model.path)
+    dataset = read_training_data(recipe, tokenizer, console)
+    trusted = None
+    if recipe.data.probe_path is not None:
+        trusted = read_dataset(recipe, recipe.data.probe_path, tokenizer, console)
+    feed = build_feed(recipe, plan, dataset, tokenizer, trusted)
+    num_steps = count_steps(recipe, len(dataset))
+    options, notes = within_the_recipe(options, num_steps)
+    choice = choose_sequences(
+        len(dataset),
+        None if trusted is None else len(trusted),
+        plan.probe_batch_size_global,
+        options,
+        recipe.run.seed,
+    )
+    notes += choice.notes
+    if weighted is not recipe:
+        notes.append(
+            f"method {recipe.method.name} has no utilities: weights are those of vcore with kl_budget "
+            f"{DEFAULT_KL_BUDGET:g}, and the recipe's probe section gives the direction"
+        )
+    if recipe.probe.direction == "adam" and options.after_steps == 0 and options.stale_steps:
+        notes.append(
+            "without optimizer state the first direction is sgd, and kept directions are compared with adam ones; "
+            "--after-steps 1 or more compares like with like"
+        )
+    for note in notes:
+        console.say(f"Note: {note}")
+
+    engine = build_engine(recipe, ds_config)
+    bench = Bench(engine, weighted, feed, choice.measured)
+    trainer = Trainer(engine, recipe, feed, num_steps)
+    console.say(describe_engine(recipe, engine, bench.direction if weighted is recipe else None))
+    progress = Progress(console, count_measurements(weighted, options, choice))
+    trainer.train_until(options.after_steps, progress.done)
+    report = FidelityReport(
+        recipe=recipe.model_dump(mode="json"),
+        environment=environment(layout.size("job")),
+        precision=recipe.model.precision,
+        reference_precision=bench.reference_precision,
+        steps_before=options.after_steps,
+        direction=recipe.probe.direction if bench.engine.num_updates else "sgd",  # no optimizer state yet
+        probe_batch_size=min(plan.probe_batch_size_global, len(choice.small_probes)),
+        num_sequences=len(choice.measured),
+        num_tokens=len(bench.index),
+        large_probe_size=len(choice.large_probe),
+        notes=notes,
+    )
+    bench.take_direction(choice.small_probes[: report.probe_batch_size])
+    measure_estimators(bench, report, options.epsilons, progress)
+    if choice.large_probe:
+        measure_probe_sizes(bench, report, choice, progress)
+        measure_staleness(bench, report, choice, trainer, options.stale_steps, progress)
+    bench.engine.close()
+
+    sentences = recommendations(report)
+    console.say("\n" + describe(report, sentences))
+    if options.output is not None and layout.is_first():
+        write_report(report, sentences, options.output)
+        console.say(f"\nWritten to {options.output}")
+    return report
+
+
+def check_model(path: str) -> None:
+    """Raises UserError where there is no model, or none that the reference can be computed on."""
+    check_model_folder(path)
+    try:
+        check_forward_mode(path)
+    except UserError:
+        raise UserError(
+            f"model.path: {path}: found an architecture whose attention is its own code; expected one whose attention "
+            "can be replaced: the reference is a forward-mode derivative, so nothing can be measured without it"
+        ) from None
+
+
+def with_utilities(recipe: Recipe) -> Recipe:
+    """The recipe itself, or for a method without utilities the same with those that its probe section gives."""
+    if recipe.method.name == "vcore":
+        return recipe
+    method = MethodConfig(name="vcore", kl_budget=DEFAULT_KL_BUDGET, normalization=recipe.method.normalization)
+    return recipe.model_copy(update={"method": method})
+
+
+class Progress:
+    """One line for each measurement."""
+
+    def __init__(self, console: Console, total: int):
+        self._console, self._total, self._count, self._start = console, total, 0, time.perf_counter()
+
+    def done(self, text: str) -> None:
+        now = time.perf_counter()
+        self._count += 1
+        number = f"{self._count:{len(str(self._total))}d}"
+        self._console.say(f"[{number}/{self._total}] {text}  ({now - self._start:.1f} s)")
+        self._start = now
+
+
+def measure_estimators(bench: Bench, report: FidelityReport, epsilons: Sequence[float], progress: Progress) -> None:
+    """jvp and finite differences along `bench.direction`, with the reference."""
+    reference_losses, reference = bench.reference()
+    base = bench.losses()
+    report.utility_std = float(reference.std())
+    report.loss_error_nats = float((over_ranks([base]) - reference_losses).double().square().mean().sqrt())
+    report.uniform_weight_overlap = bench.agreement(torch.zeros_like(reference), reference).weight_overlap
+    progress.done(f"reference in {report.reference_precision}")
+    found = bench.agreement(bench.jvp(), reference)
+    report.estimators.append(Estimate("jvp", None, found, of_recipe=bench.recipe.utility.estimator == "jvp"))
+    progress.done(f"jvp: {describe_spearman(found.spearman)}")
+    own_epsilon = bench.own_epsilon()
+    if bench.recipe.utility.epsilon == "auto":
+        progress.done(f"search for epsilon: {own_epsilon:.3g}")
+    for epsilon in sorted({*epsilons, *({own_epsilon} if own_epsilon is not None else ())}, reverse=True):
+        utilities, estimate = bench.finite_difference(epsilon, base)
+        found = bench.agreement(utilities, reference)
+        report.estimators.append(replace(estimate, agreement=found, of_recipe=epsilon == own_epsilon))
+        progress.done(f"finite difference, epsilon {epsilon:g}: {describe_spearman(found.spearman)}")
+
+
+def measure_probe_sizes(bench: Bench, report: FidelityReport, choice: Choice, progress: Progress) -> None:
+    """Utilities along small probes with those along the large one, which is left in `bench.direction`."""
+    bench.take_direction(choice.large_probe)
+    along_large = bench.jvp()
+    progress.done(f"large probe of {len(choice.large_probe)}")
+    for size in choice.probe_sizes:
+        draws = []
+        for draw in range(num_draws(choice, size)):
+            bench.take_direction(choice.small_probes[draw * size : (draw + 1) * size])
+            draws.append(bench.agreement(bench.jvp(), along_large))
+            progress.done(f"probe of {size}, draw {draw + 1}: {describe_spearman(draws[-1].spearman)}")
+        spearmans = [draw.spearman for draw in draws]
+        report.probe_sizes.append(
+            ProbeSize(
+                size,
+                len(draws),
+                mean(spearmans),
+                None if None in spearmans else min(spearmans),
+                mean([draw.weight_overlap for draw in draws]),
+                of_recipe=size == report.probe_batch_size,
+            )
+        )
+
+
+def measure_staleness(
+    bench: Bench,
+    report: FidelityReport,
+    choice: Choice,
+    trainer: Trainer,
+    stale_steps: Sequence[int],
+    progress: Progress,
+) -> None:
+    """Trains on, and compares utilities along the large probe's direction from before with its direction now."""
+    if not stale_steps:
+        return
+    start = trainer.num_done
+    bench.take_direction(choice.large_probe)
+    kept = Direction(bench.engine)
+    for buffer, current in zip(kept.buffers, bench.direction.buffers, strict=True):
+        buffer.copy_(current)
+    for steps in sorted(stale_steps):
+        trainer.train_until(start + steps, progress.done)
+        stale = bench.jvp(kept)
+        bench.take_direction(choice.large_probe)
+        found = bench.agreement(stale, bench.jvp())
+        report.stale_directions.append(StaleDirection(steps, found.spearman, found.weight_overlap))
+        progress.done(f"direction of {steps} steps ago: {describe_spearman(found.spearman)}")
+
+
+def describe_spearman(value: float | None) -> str:
+    return "no ranking (constant)" if value is None else f"Spearman {value:.3f}"

@@ -1,0 +1,242 @@
+"""What `vcore-ds fidelity` has measured, how it agrees, and its files. `fidelity_text` says it to people."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vcore_ds.errors import UserError
+from vcore_ds.method import segment_sum
+
+RELIABLE_SPEARMAN = 0.9
+"""From here on utilities order the tokens well enough to be trained with."""
+
+
+JSON_NAME, PICTURE_NAME = "fidelity.json", "fidelity.png"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of utilities with those of a reference, over the tokens of the measured sequences. None: not defined."""
+
+    spearman: float | None
+    """Rank correlation over all tokens; None where either is constant or not finite."""
+    spearman_within_sequences: float | None
+    """Mean over sequences of the rank correlation over a sequence's tokens, which is all that its weights see."""
+    relative_error: float | None
+    """`|s - reference| / |reference|`, 2-norms over all tokens."""
+    weight_overlap: float | None
+    """`1 - total variation` of a sequence's token weights and those of the reference, mean over sequences: the share
+    of the weight that lies where it should."""
+
+
+NOTHING = Agreement(None, None, None, None)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An estimator with the reference in higher precision."""
+
+    estimator: str
+    epsilon: float | None
+    agreement: Agreement
+    changed_fraction: float | None = None
+    """Share of the trainable parameters that the perturbation changed."""
+    signal_to_noise: float | None = None
+    """Of the loss change that the finite difference divides by epsilon, see `engine.signal_to_noise`."""
+    rounding_floor_nats: float | None = None
+    """Rms over tokens of the error of one loss, from `l(theta + eps v) + l(theta - eps v) - 2 l(theta)`: rounding, and
+    curvature where epsilon is large."""
+    of_recipe: bool = False
+    """What the recipe trains with."""
+
+
+@dataclass(frozen=True)
+class ProbeSize:
+    """Utilities along a small probe's direction with those along the large probe's."""
+
+    batch_size: int
+    num_draws: int
+    spearman: float | None
+    """Mean over the draws, which share no sequence."""
+    spearman_min: float | None
+    weight_overlap: float | None
+    of_recipe: bool = False
+
+
+@dataclass(frozen=True)
+class StaleDirection:
+    """Utilities along the large probe's direction of some steps ago with those along its direction now."""
+
+    steps: int
+    spearman: float | None
+    weight_overlap: float | None
+
+
+@dataclass
+class FidelityReport:
+    recipe: dict[str, Any]
+    environment: dict[str, Any]
+    precision: str
+    reference_precision: str
+    steps_before: int
+    """Optimizer steps trained before anything was measured."""
+    direction: str
+    probe_batch_size: int
+    """Sequences whose gradient is the direction that the estimators are compared along."""
+    num_sequences: int
+    num_tokens: int
+    utility_std: float | None = None
+    """Of the reference, over all tokens."""
+    uniform_weight_overlap: float | None = None
+    """Weight overlap of uniform weights with those of the reference: what no utilities at all would reach."""
+    loss_error_nats: float | None = None
+    """Rms over tokens of the loss in the recipe's precision minus that of the reference, same parameters."""
+    large_probe_size: int = 0
+    notes: list[str] = field(default_factory=list)
+    """What was measured otherwise than asked, and why."""
+    estimators: list[Estimate] = field(default_factory=list)
+    probe_sizes: list[ProbeSize] = field(default_factory=list)
+    stale_directions: list[StaleDirection] = field(default_factory=list)
+
+
+# ---- agreement -----------------------------------------------------------------------------------------------------
+
+
+def rank_correlation(left: Tensor, right: Tensor) -> float | None:
+    """Spearman's, ties share their mean rank; None where one side is constant or holds inf or nan."""
+    if len(left) < 2 or not bool((left.isfinite() & right.isfinite()).all()):
+        return None
+    ranks = torch.stack([_ranks(left), _ranks(right)])
+    if bool((ranks == ranks[:, :1]).all(1).any()):
+        return None
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+def _ranks(values: Tensor) -> Tensor:
+    _, group, counts = torch.unique(values, return_inverse=True, return_counts=True)  # groups in ascending order
+    return (counts.cumsum(0).double() - (counts - 1) / 2)[group]
+
+
+def agreement(
+    utilities: Tensor, reference: Tensor, weights: Tensor, reference_weights: Tensor, sequence_index: Tensor
+) -> Agreement:
+    """All `[N]`, on the CPU; `sequence_index` counts the measured sequences from 0."""
+    num_sequences = int(sequence_index.max()) + 1
+    within = [
+        rank_correlation(utilities[own], reference[own]) for own in (sequence_index == i for i in range(num_sequences))
+    ]
+    utilities, reference = utilities.double(), reference.double()
+    error = float((utilities - reference).norm() / reference.norm())
+    variation = 0.5 * segment_sum((weights - reference_weights).double().abs(), sequence_index, num_sequences)
+    overlap = float((1.0 - variation).mean())
+    return Agreement(
+        spearman=rank_correlation(utilities, reference),
+        spearman_within_sequences=mean(within),
+        relative_error=error if math.isfinite(error) else None,
+        weight_overlap=overlap if math.isfinite(overlap) else None,
+    )
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Of those that are defined."""
+    defined = [value for value in values if value is not None]
+    return sum(defined) / len(defined) if defined else None
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def prepare_output(folder: Path) -> None:
+    """Makes `folder`. Raises UserError where that is impossible, and where it holds a result already."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {folder}: cannot be made: {error}; expected a folder to write into") from None
+    for name in (JSON_NAME, PICTURE_NAME):
+        if (folder / name).exists():
+            raise UserError(
+                f"--output {folder}: holds a {name} already; expected a folder without a result, which is never "
+                "overwritten. Name another one, or remove it"
+            )
+
+
+def write_report(report: FidelityReport, sentences: Sequence[str], folder: Path) -> None:
+    """`fidelity.json` and `fidelity.png` in `folder`."""
+    (folder / JSON_NAME).write_text(json.dumps(as_json(report, sentences), indent=2, allow_nan=False) + "\n")
+    draw(report, folder / PICTURE_NAME)
+
+
+def as_json(report: FidelityReport, sentences: Sequence[str]) -> dict[str, Any]:
+    """What fidelity.json holds; null for what is not defined."""
+    values = asdict(report)
+    for estimate in values["estimators"]:
+        estimate |= estimate.pop("agreement")
+    return _without_nan(values | {"recommendations": list(sentences)})
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def draw(report: FidelityReport, path: Path) -> None:
+    """Rank correlation against epsilon, probe size and steps kept: one panel for each that was measured."""
+    import matplotlib  # takes a second to import, and only this needs it
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    jvp = next(found for found in report.estimators if found.epsilon is None)
+    differences = sorted((found for found in report.estimators if found.epsilon is not None), key=lambda e: e.epsilon)
+    panels: list[tuple[str, list[float], list[tuple[str, list[float | None]]]]] = [
+        (
+            f"epsilon of the finite difference ({report.precision})",
+            [found.epsilon for found in differences],
+            [
+                ("finite difference", [found.agreement.spearman for found in differences]),
+                ("jvp", [jvp.agreement.spearman] * len(differences)),
+                ("share of parameters changed", [found.changed_fraction for found in differences]),
+            ],
+        ),
+        (
+            f"probe size |B'| (with one of {report.large_probe_size})",
+            [found.batch_size for found in report.probe_sizes],
+            [
+                ("mean of the draws", [found.spearman for found in report.probe_sizes]),
+                ("lowest", [found.spearman_min for found in report.probe_sizes]),
+            ],
+        ),
+        (
+            "optimizer steps a direction is kept",
+            [found.steps for found in report.stale_directions],
+            [("with a fresh direction", [found.spearman for found in report.stale_directions])],
+        ),
+    ]
+    panels = [panel for panel in panels if panel[1]]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4), sharey=True, squeeze=False)
+    for axis, (label, positions, lines) in zip(axes[0], panels, strict=True):
+        for (name, values), style in zip(lines, ("o-", "s--", "x:"), strict=False):
+            drawn = [math.nan if value is None else value for value in values]
+            axis.plot(positions, drawn, style, label=name)
+        axis.set_xscale("log")
+        axis.set_xticks(positions, [f"{position:g}" for position in positions])
+        axis.minorticks_off()
+        axis.set_xlabel(label)
+        axis.axhline(RELIABLE_SPEARMAN, color="gray", linewidth=0.5, label=f"{RELIABLE_SPEARMAN:g}, reliable")
+        axis.legend(fontsize="small")
+    axes[0][0].set_ylabel("Spearman rank correlation")
+    model, lora = report.recipe["model"]["path"], report.recipe["lora"]
+    trained = "full-parameter" if lora is None else f"LoRA rank {lora['rank']}"
+    figure.suptitle(f"{Path(model).name}, {trained}, {report.precision}, after {report.steps_before} steps")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,198 @@
+"""Whether all nodes are fit for a run, before its ranks start: `vcore-ds preflight`, one process per rank to be."""
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems
+from vcore_ds.config import Recipe
+from vcore_ds.distributed import interconnect
+from vcore_ds.errors import UserError
+from vcore_ds.files.run_folder import environment
+from vcore_ds.models import add_lora, check_model_folder
+
+MEET_SECONDS = 120.0
+"""Until all ranks are in one process group, and for the all-reduce: both take seconds where the network is sound."""
+SHARED_FOLDER_SECONDS = 10.0
+"""Until a file made on one node is seen on the others. Its name is new: no node can remember that it is not there."""
+ALL_REDUCE_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
+
+
+def preflight(recipe: Recipe) -> None:
+    """Compares all nodes and times an all-reduce. Every rank calls it; rank 0 prints.
+
+    Raises:
+        UserError: on rank 0, with every problem that was found: node, found, expected, remedy. The other ranks exit
+            with the same code.
+    """
+    host = socket.gethostname()
+    try:
+        with interconnect.plain_group(MEET_SECONDS):
+            _preflight(recipe, host)
+    except ConnectionError as error:
+        raise UserError(
+            f"preflight: {host}: found {error} on {interconnect.network_of_gloo()}, expected all ranks to reach each "
+            "other over TCP. Set GLOO_SOCKET_IFNAME to the interface that leads to the other nodes (`ip -br address`)"
+        ) from None
+
+
+def _preflight(recipe: Recipe, host: str) -> None:
+    speaks = interconnect.rank() == 0
+    folder = existing_parent(Path(recipe.run.output_dir).absolute())
+    mark = interconnect.gather(_make_mark(folder) if speaks else None)[0]
+    if isinstance(mark, str):
+        problem = f"{host}: found {mark}, expected a folder that can be written. Set run.output_dir"
+        _refuse("there is no place for the run", [problem], speaks)
+    is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+    nodes = [node for node in interconnect.gather(inspect(recipe, folder, mark) if is_first_of_node else None) if node]
+    if speaks:
+        mark.unlink(missing_ok=True)
+
+    num_bytes = interconnect.gather(output_bytes(recipe) if speaks else None)[0]
+    # One GPU per rank; none where there are none at all, unless SLURM has allocated some.
+    needs_gpu = any(node.gpus for node in nodes) or "SLURM_GPUS_ON_NODE" in os.environ
+    num_ranks_per_node = max(Counter(interconnect.gather(host)).values())
+    needed = Needed(num_ranks_per_node if needs_gpu else 0, num_bytes, folder)
+    if speaks:
+        print(describe(nodes, needed), flush=True)
+    _refuse("the nodes are not fit for this run", find_problems(nodes, needed), speaks)
+    _time_all_reduce(host, speaks, needs_gpu)
+
+
+def _refuse(what: str, problems: Sequence[str], speaks: bool) -> None:
+    """All ranks know all problems; one of hundreds says them."""
+    if not problems:
+        return
+    if speaks:
+        raise UserError(f"preflight: {what}:\n" + "\n".join(f"  {problem}" for problem in problems))
+    time.sleep(3.0)  # a launcher ends all ranks as soon as one fails; the one that speaks must get to
+    sys.exit(UserError.EXIT_CODE)
+
+
+def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
+    """This node."""
+    found = environment(world_size=1)
+    gpus = tuple(found["devices"]) if torch.cuda.is_available() else ()
+    versions = {"python": found["python"], **found["packages"], "CUDA of torch": str(torch.version.cuda)}
+    return Node(
+        host=socket.gethostname(),
+        packages=versions,
+        commit=found["git_commit"],
+        gpus=gpus,
+        unreadable=find_unreadable(recipe),
+        sees_output=_appears(mark),
+        free_output_bytes=shutil.disk_usage(output_folder).free if output_folder.exists() else 0,
+        free_temporary_bytes=shutil.disk_usage(tempfile.gettempdir()).free,
+    )
+
+
+def output_bytes(recipe: Recipe) -> int:
+    """Free space that the run's folder will still take: checkpoints, one more than are kept while one is written, and
+    the result."""
+    num_trainable, num_all = count_parameters(recipe)
+    num_fp32_states = 3 if recipe.optimizer.name == "adamw" else 1  # the master, and AdamW's two moments
+    parameter_bytes = 2 if recipe.model.precision == "bf16" else 4
+    checkpoint = num_trainable * (4 * num_fp32_states + parameter_bytes)  # a kept probe direction too
+    written = len(list(Path(recipe.run.output_dir).glob("checkpoints/step_*/COMPLETE")))
+    result = (num_all if recipe.lora is None else num_trainable) * parameter_bytes
+    return max(1, recipe.checkpoint.keep_last + 1 - written) * checkpoint + result
+
+
+def count_parameters(recipe: Recipe) -> tuple[int, int]:
+    """(trained, all), from a model without weights; zeros where the model cannot be read, which is said elsewhere."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(recipe.model.path))
+            if recipe.lora is not None:
+                model = add_lora(model, recipe.lora)
+    except (OSError, ValueError):
+        return 0, 0
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
+
+
+def find_unreadable(recipe: Recipe) -> dict[str, str]:
+    """Files of the recipe that this node cannot read: key, problem with its remedy."""
+    problems = {}
+    try:
+        check_model_folder(recipe.model.path)
+        AutoConfig.from_pretrained(recipe.model.path)
+    except (UserError, OSError, ValueError) as error:
+        problem = str(error).strip().splitlines()[0].removeprefix("model.path: ")
+        problems["model.path"] = f"found {problem}. Give a folder that all nodes share"
+    for key in ("train_path", "validation_path", "probe_path", "reference_log_probabilities"):
+        path = getattr(recipe.data, key)
+        if path is not None and not os.access(path, os.R_OK):
+            problems[f"data.{key}"] = f"found nothing to read at {path}. Give a file that all nodes share"
+    return problems
+
+
+def existing_parent(folder: Path) -> Path:
+    """The nearest folder at or above `folder` that is there."""
+    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+
+
+def _make_mark(folder: Path) -> Path | str:
+    """A new empty file, or why there is none."""
+    try:
+        handle, name = tempfile.mkstemp(prefix=".preflight_", dir=folder)
+    except OSError as error:
+        return str(error)
+    os.close(handle)
+    return Path(name)
+
+
+def _appears(path: Path) -> bool:
+    deadline = time.monotonic() + SHARED_FOLDER_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1.0)
+    return True
+
+
+def _time_all_reduce(host: str, speaks: bool, needs_gpu: bool) -> None:
+    num_bytes = ALL_REDUCE_BYTES["cuda" if needs_gpu else "cpu"]
+    with interconnect.nccl_log() as log:
+        try:
+            seconds = interconnect.all_reduce_seconds(num_bytes, MEET_SECONDS)
+        except (TimeoutError, RuntimeError) as error:
+            found = str(error).splitlines()[0]
+            print(
+                f"vcore-ds: preflight: {host}: rank {interconnect.rank()}: found {found}, expected the sum within "
+                "a second. Set NCCL_SOCKET_IFNAME to the interface that leads to the other nodes, NCCL_IB_HCA to the "
+                "InfiniBand adapters; NCCL_DEBUG=INFO shows what NCCL chose",
+                file=sys.stderr,
+                flush=True,
+            )
+            # Past the interpreter's end, which would wait for the thread that hangs.
+            os._exit(UserError.EXIT_CODE)
+        chosen = interconnect.network_of_nccl(log.read_text()) if log is not None and log.exists() else None
+    network = chosen or interconnect.network_of_gloo()
+    reports = interconnect.gather((host, network, interconnect.infiniband_ports() if needs_gpu else []))
+    num_ranks = len(reports)
+    if speaks:
+        # As nccl-tests defines it: what each rank's network carries, independent of the number of ranks.
+        bandwidth = 2 * (num_ranks - 1) / num_ranks * num_bytes / seconds
+        print(
+            f"  all-reduce of {num_bytes / 2**20:g} MiB over {num_ranks} ranks: {seconds * 1e3:.3g} ms, "
+            f"bus bandwidth {bandwidth / 1e9:.3g} GB/s"
+        )
+        for i, (name, used, ports) in enumerate(reports):
+            print(f"    rank {i} on {name}: {used}" + (f" (ports: {', '.join(ports)})" if ports else ""), flush=True)
+    slow = [
+        f"{name}: rank {i}: found {used}, expected InfiniBand, of which the node has {', '.join(ports)}. Look for "
+        "rdma-core in the image, /dev/infiniband, and NCCL_IB_HCA; NCCL_IB_DISABLE=1 says that sockets are meant"
+        for i, (name, used, ports) in enumerate(reports)
+        if ports and used.startswith("Socket") and os.environ.get("NCCL_IB_DISABLE") != "1"
+    ]
+    _refuse("NCCL does not use the InfiniBand network", slow, speaks)

@@ -1,0 +1,80 @@
+"""`vcore-ds prepare`: raw data to a store of tokens."""
+
+import argparse
+import os
+from pathlib import Path
+
+from vcore_ds.commands.arguments import positive
+from vcore_ds.errors import UserError
+
+HELP = "raw data to a store of tokens"
+DESCRIPTION = (
+    "Filter, sample and tokenize raw data into a store of tokens. math: OpenMathReasoning, answers checked by "
+    "math-verify; code: OpenCodeReasoning-2; chat: rows of messages, ShareGPT or Alpaca. Run again after an "
+    "interruption, it resumes where it was."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", choices=["math", "code", "chat"], help="which rules, prompt and columns")
+    parser.add_argument(
+        "sources",
+        nargs="*",
+        metavar="SOURCE",
+        help="files (.jsonl, .json, .parquet), folders, patterns or hub ids; default of math "
+        "nvidia/OpenMathReasoning, of code nvidia/OpenCodeReasoning-2",
+    )
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="MODEL", help="folder or hub id of the model that will be trained"
+    )
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the store to make")
+    parser.add_argument(
+        "--sample",
+        type=positive,
+        metavar="N",
+        help="sequences to keep, at random (the paper: 3200 or 32000; default all)",
+    )
+    parser.add_argument("--seed", type=int, default=42, help="seed of the sample (default 42)")
+    parser.add_argument(
+        "--cutoff-length", type=positive, default=16384, metavar="N", help="longest sequence, tokens (default 16384)"
+    )
+    parser.add_argument(
+        "--overlong", choices=["drop", "truncate"], default="drop", help="what becomes of longer ones (default drop)"
+    )
+    parser.add_argument("--split", help="split of hub data (default math: cot, code: cpp, chat: train)")
+    parser.add_argument("--processes", type=positive, metavar="N", help="default: one per CPU core")
+    parser.add_argument(
+        "--answer-seconds", type=positive, default=5, metavar="N", help="CPU time to compare one answer (default 5)"
+    )
+    parser.add_argument(
+        "--statements",
+        metavar="DIR",
+        help="code: folder with copies of the data sets that hold the problems (taco, apps, code_contests, "
+        "codeforces); default: the hub",
+    )
+    parser.add_argument(
+        "--max-malformed", type=float, default=0.01, metavar="SHARE", help="refuse more malformed rows (default 0.01)"
+    )
+    parser.set_defaults(overrides=[])
+
+
+def main(arguments: argparse.Namespace) -> None:
+    kind, sources = arguments.kind, arguments.sources + arguments.overrides  # those after an option
+    if not sources and kind == "chat":
+        raise UserError("prepare chat: found no SOURCE; expected files, folders or hub ids with conversations")
+    from vcore_ds.data.prepare import HUB_IDS, SPLITS, PrepareRequest, prepare
+
+    request = PrepareRequest(
+        kind=kind,
+        sources=tuple(sources or [HUB_IDS[kind]]),
+        tokenizer=arguments.tokenizer,
+        split=arguments.split or SPLITS[kind],
+        sample=arguments.sample,
+        seed=arguments.seed,
+        cutoff_length=arguments.cutoff_length,
+        overlong=arguments.overlong,
+        answer_seconds=arguments.answer_seconds,
+        statements=arguments.statements,
+    )
+    processes = arguments.processes or os.cpu_count() or 1
+    prepare(request, arguments.output, processes=processes, max_malformed_share=arguments.max_malformed)

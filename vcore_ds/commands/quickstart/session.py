@@ -1,0 +1,77 @@
+"""The quickstart: a real pretrained model learns from real reasoning traces, everything prepared on the way."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
+from vcore_ds.config import Recipe, load_recipe
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "quickstart.yaml"
+SCRIPT = "launch_scripts/quickstart.sh"
+
+
+def prepare(overrides: Sequence[str]) -> list[str]:
+    """Model and data, made by rank 0 while the others wait; returns overrides with their places and a free output
+    folder."""
+    recipe = load_recipe(RECIPE, overrides)
+    start_process_group(recipe.engine.timeout_minutes)
+    problem, found = None, fit_batch(recipe, layout.size("job"))
+    if layout.is_first():
+        try:
+            model, training, validation = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
+            found |= {"model.path": model, "data.train_path": training, "data.validation_path": validation}
+        except UserError as error:
+            problem = str(error)
+        found["run.output_dir"] = _free_folder(REPOSITORY / recipe.run.output_dir)
+    # Every rank hears whether it worked; one that only waited would wait for the timeout.
+    problem, found = layout.gather_objects("job", (problem, found))[0]
+    if problem is not None:
+        raise UserError(problem)
+    return without_chosen(found, recipe, overrides)
+
+
+def without_chosen(found: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
+    """`found` as overrides, without what the user chose, in an override or a fragment: that is checked, not changed."""
+
+    def value(recipe: Recipe, key: str) -> Any:
+        section, _, name = key.partition(".")
+        return getattr(getattr(recipe, section), name)
+
+    shipped = load_recipe(RECIPE)
+    chosen = {override.partition("=")[0] for override in overrides}
+    chosen |= {key for key in found if value(recipe, key) != value(shipped, key)}
+    return [f"{key}={value}" for key, value in found.items() if key not in chosen]
+
+
+def fit_batch(recipe: Recipe, num_ranks: int) -> dict[str, int]:
+    """The recipe's batch on any number of ranks: at least a sequence each, in micro-batches that come out even."""
+    per_rank = math.ceil(recipe.batch.global_size / num_ranks)
+    largest = min(per_rank, recipe.batch.micro_batch_size_per_rank)
+    micro = max(size for size in range(1, largest + 1) if per_rank % size == 0)
+    return {"batch.global_size": per_rank * num_ranks, "batch.micro_batch_size_per_rank": micro}
+
+
+def _free_folder(folder: Path) -> Path:
+    """`folder`, or the first of folder_2, folder_3, ... that is not there yet."""
+    candidate, number = folder, 2
+    while candidate.exists():
+        candidate = folder.with_name(f"{folder.name}_{number}")
+        number += 1
+    return candidate
+
+
+def say_what_next() -> None:
+    """A few commands to continue with."""
+    if layout.is_first():
+        print(
+            f"\nTrain longer:   bash {SCRIPT} schedule.num_steps=100\n"
+            f"Compare to SFT: bash {SCRIPT} methods/sft.yaml\n"
+            f'Your own data:  bash {SCRIPT} data.train_path=FILE.jsonl  (lines of {{"messages": [...]}})',
+            flush=True,
+        )

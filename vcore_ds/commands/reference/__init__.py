@@ -1,0 +1,25 @@
+"""`vcore-ds reference`: log-probabilities that iw-SFT needs where all parameters are trained."""
+
+import argparse
+from pathlib import Path
+
+from vcore_ds.commands.arguments import add_recipe
+from vcore_ds.config import load_recipe
+
+HELP = "log-probabilities that iw_sft needs, with all parameters trained"
+DESCRIPTION = (
+    "Compute, before training, the log-probability of every training sequence under the model that training starts "
+    "from: one forward over the data. Alone it is one process; under a launcher, one per rank."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="file to write (.npz)")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    from vcore_ds.commands.reference.compute import write_reference_log_probabilities
+
+    write_reference_log_probabilities(recipe, arguments.output)

@@ -1,0 +1,68 @@
+"""The command `vcore-ds reference`: log-probabilities of the training data under the model that training starts from.
+
+iw-SFT with all parameters trained compares the model with its own beginning, which is gone after the first step. One
+number per sequence, computed before, stands for it.
+"""
+
+import time
+from pathlib import Path
+
+from vcore_ds.config import Recipe, deepspeed_config, plan_batch
+from vcore_ds.data import TokenStore, load_tokenizer, write_reference
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.engine import Engine, log_probabilities
+from vcore_ds.errors import UserError
+from vcore_ds.feed import Feed, build_feed, read_dataset
+from vcore_ds.setup import build_engine, check_model
+from vcore_ds.track.console import Console
+
+
+def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
+    """Every rank of the job calls it; rank 0 writes `output` (.npz).
+
+    Raises UserError where `output` is there already, and for whatever else the user can mend.
+    """
+    if recipe.lora is not None:
+        raise UserError(
+            "lora: found adapters; expected null: with lora the reference of iw_sft is the model without its adapters, "
+            "and training needs no file"
+        )
+    if output.exists():
+        raise UserError(f"{output}: found a file already; expected a new name (or remove it)")
+    check_model(recipe)
+    start_process_group(recipe.engine.timeout_minutes)
+    console = Console(enabled=layout.is_first())
+    plan = plan_batch(recipe, layout.size("data"))
+    tokenizer = load_tokenizer(recipe.model.path)
+    dataset = read_dataset(recipe, recipe.data.train_path, tokenizer, console)
+    feed = build_feed(recipe, plan, dataset, tokenizer)
+    engine = build_engine(recipe, deepspeed_config(recipe, plan))
+    found: dict[int, float] = {}  # by position in the data
+    num_sequences = len(dataset)
+    # Longest first, in groups that keep every rank equally busy; all ranks see the same groups, so all take part.
+    by_length = sorted(range(num_sequences), key=lambda i: -dataset.lengths[i])
+    group_size = layout.size("data") * plan.utility_micro_batch_size_per_rank * 8
+    started = time.perf_counter()
+    for start in range(0, num_sequences, group_size):
+        found.update(_of_group(feed, dataset, engine, by_length[start : start + group_size]))
+        minutes = (time.perf_counter() - started) / 60
+        console.say(f"{len(found):,} of {num_sequences:,} sequences, {minutes:.1f} min")
+    if layout.is_first():
+        write_reference(output, dataset, [found[i] for i in range(num_sequences)], recipe.model.path)
+    engine.close()
+    console.say(
+        f"Written: {output}, {num_sequences:,} sequences. Train with: methods/iw_sft.yaml "
+        f"data.reference_log_probabilities={output}"
+    )
+
+
+def _of_group(feed: Feed, dataset: TokenStore, engine: Engine, positions: list[int]) -> dict[int, float]:
+    """Position in the data -> nats, of all ranks' sequences. A collective."""
+    position_of = {int(dataset.sequence_ids[i]): i for i in positions}
+    batches = feed.batches(positions, feed.plan.utility_micro_batch_size_per_rank)
+    own = {}
+    for batch, values in zip(batches, log_probabilities(engine, batches), strict=True):
+        own.update(zip(batch.sequence_ids, values.double().tolist(), strict=False))  # an idle row has no id
+    every_rank = layout.gather_objects("job", own)
+    return {position_of[i]: value for of_rank in every_rank for i, value in of_rank.items()}

@@ -1,0 +1,23 @@
+"""`vcore-ds train`: a run from a recipe."""
+
+import argparse
+
+from vcore_ds.commands.arguments import add_recipe
+from vcore_ds.config import load_recipe
+from vcore_ds.distributed.signals import stop_signals
+
+HELP = "run a recipe"
+DESCRIPTION = (
+    "Run a recipe: alone it is one process; under deepspeed, torchrun or srun, one per rank. Several ranks: "
+    "deepspeed --module vcore_ds.cli train RECIPE, or a script of launch_scripts/."
+)
+
+add_arguments = add_recipe
+
+
+def main(arguments: argparse.Namespace) -> None:
+    stop_signals.listen()
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    from vcore_ds.run import train  # after the recipe: torch and deepspeed take seconds to import, a typo should not
+
+    train(recipe)

@@ -1,0 +1,269 @@
+"""`vcore-ds prepare`: raw rows to a token store, in two rounds of shards that survive a kill.
+
+    OUTPUT.unfinished/request.json    what was asked for; another request begins anew
+    OUTPUT.unfinished/curated/        for each shard of raw rows: the conversations that passed, and a report
+    OUTPUT.unfinished/tokenized/      for each block of conversations: their tokens
+
+What is finished in there is kept by the next run. The store does not depend on how the work was divided or interrupted:
+a sample is made of the rows with the smallest keys, and a row's key is a hash of the seed and the row's place.
+"""
+
+import importlib.util
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from heapq import nsmallest
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from vcore_ds.data.prepare import curation
+from vcore_ds.data.prepare import shards as work
+from vcore_ds.data.prepare.pool import Pool
+from vcore_ds.data.prepare.report import LengthSummary, PrepareReport
+from vcore_ds.data.prepare.request import PrepareRequest, check_finished, describe_origin, resume_or_begin
+from vcore_ds.data.prepare.selection import SPARE, choose, read_block, read_sequences, select
+from vcore_ds.data.prepare.shards import Curated, CurationTask, ShardReport, TokenizationTask
+from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
+from vcore_ds.data.rendering import check_tokenizer
+from vcore_ds.data.store import write_store
+from vcore_ds.data.tokenization import load_tokenizer
+from vcore_ds.errors import UserError
+
+_BLOCK = 128
+"""conversations tokenized as one piece of work"""
+_ALL_KEYS = 2**64
+
+
+def prepare(
+    request: PrepareRequest,
+    output: str | Path,
+    *,
+    processes: int = 1,
+    max_malformed_share: float = 0.01,
+    say: Callable[[str], None] = print,
+) -> PrepareReport | None:
+    """Makes the store `output`. Returns None where it is there already, made by the same request.
+
+    Args:
+        max_malformed_share: of all rows; more malformed ones are refused, with a report of the first of them.
+
+    Raises:
+        UserError: for whatever the user can mend; finished work is kept.
+    """
+    output = Path(output)
+    tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
+    check_tokenizer(tokenizer)
+    if request.kind == "math" and importlib.util.find_spec("math_verify") is None:
+        raise UserError('`prepare math` needs the package math-verify: pip install "math-verify[antlr4_13_2]"')
+    raw_shards = find_shards(request.sources, request.split)
+    if request.kind == "chat":
+        _say_shapes(raw_shards, say)
+    made_from = describe_origin(request, raw_shards, tokenizer)
+    if output.exists():
+        check_finished(output, made_from)
+        say(f"{output}: is there already, made from the same data with the same tokenizer, template, filters and seed")
+        return None
+    folder = output.with_name(f"{output.name}.unfinished")
+    resume_or_begin(folder, made_from, say)
+
+    with Pool(processes, [work.__name__]) as pool:
+        reports = _curate(request, raw_shards, folder / "curated", pool, say)
+        first_rows = _first_row_numbers(raw_shards, reports)
+        report = PrepareReport(request.kind, request.sample, request.cutoff_length, request.overlong)
+        report.count_shards(reports)
+        faults = [
+            f"{first_rows[i].locate(number)}: {reason}"
+            for i, shard_report in enumerate(reports)
+            for number, reason in shard_report.faults
+        ]
+        _refuse_faults(folder, faults, report.num_malformed, report.num_rows, max_malformed_share, "malformed")
+        candidates = select(request, reports, folder / "curated")
+        if not candidates:
+            raise UserError(f"{', '.join(request.sources)}: no row is left.\n{report.describe()}")
+        blocks = _tokenize(request, candidates, first_rows, folder, pool)
+
+    chosen = choose(request, blocks, report)
+    faults = [str(fault) for block in blocks for fault in block["faults"]]
+    num_tokenized = sum(len(block["outcomes"]) for block in blocks)
+    _refuse_faults(folder, faults, len(faults), num_tokenized, max_malformed_share, "unusable with this tokenizer")
+    if not chosen:
+        raise UserError(f"{', '.join(request.sources)}: no sequence is left.\n{report.describe()}")
+    if request.sample is not None and len(chosen) < request.sample and len(candidates) < report.num_curated:
+        raise UserError(
+            f"only {len(chosen):,} of {len(candidates):,} rows drawn at random fit --cutoff-length "
+            f"{request.cutoff_length:,}, expected {request.sample:,}; raise it, truncate (--overlong truncate), or "
+            f"lower --sample\n{report.describe()}"
+        )
+    report.lengths = LengthSummary.of(sorted(sequence.length for sequence in chosen))
+
+    # Back to the order of the rows, which is the order of their ids.
+    chosen.sort(key=lambda sequence: sequence.sequence_id)
+    counts = {"rows": report.num_rows, "malformed": report.num_malformed, "dropped": report.dropped}
+    staged = folder / "store"
+    shutil.rmtree(staged, ignore_errors=True)
+    write_store(
+        staged,
+        read_sequences(folder / "tokenized", chosen),
+        tokenizer,
+        **{key: value for key, value in made_from.items() if key != "tokenizer"},  # which the store describes itself
+        counts={**counts, "kept": len(chosen), "noticed": report.noticed, "shapes": report.shapes},
+        lengths=asdict(report.lengths),
+    )
+    staged.rename(output)
+    if faults or report.num_malformed:
+        say(f"malformed rows: {_keep_fault_report(folder, output)}")
+    shutil.rmtree(folder)
+    say(report.describe())
+    return report
+
+
+def _curate(
+    request: PrepareRequest, raw_shards: Sequence[Shard], folder: Path, pool: Pool, say: Callable[[str], None]
+) -> list[ShardReport]:
+    """All shards' reports, in order."""
+    folder.mkdir(exist_ok=True)
+    spare = None if request.sample is None else SPARE * request.sample
+    best_keys: list[int] = []
+
+    def learn_keys(shard_number: int) -> None:
+        nonlocal best_keys
+        if spare is not None:
+            keys = [row.key for row in work.read_curated(folder, shard_number)]
+            best_keys = nsmallest(spare, best_keys + keys)
+
+    finished = {i for i in range(len(raw_shards)) if work.read_report(folder, i) is not None}
+    for i in finished:
+        learn_keys(i)
+    if finished:
+        say(f"{len(finished):,} of {len(raw_shards):,} shards were finished before")
+
+    def calls() -> Iterator[Callable[[], int]]:
+        for i, shard in enumerate(raw_shards):
+            if i not in finished:
+                task = CurationTask(
+                    request.kind, i, shard, request.seed, request.answer_seconds, request.statements, folder
+                )
+                # What has a larger key than this many others cannot be in the sample: it need not be written.
+                is_full = spare is not None and len(best_keys) == spare
+                yield partial(_curate_one, task, best_keys[-1] + 1 if is_full else _ALL_KEYS)
+
+    with tqdm(total=len(raw_shards), initial=len(finished), desc="curating", unit="shard", disable=None) as bar:
+        for shard_number in pool.run(calls()):
+            learn_keys(shard_number)
+            bar.update()
+    reports = [work.read_report(folder, i) for i in range(len(raw_shards))]
+    return [report for report in reports if report is not None]
+
+
+def _curate_one(task: CurationTask, key_limit: int) -> int:
+    work.curate_shard(task, key_limit)
+    return task.shard_number
+
+
+@dataclass(frozen=True)
+class _FirstRow:
+    """Where a shard's rows begin."""
+
+    source: str
+    of_source: int
+    """row (or line) of the source, from 0"""
+    of_all: int
+    """among all sources"""
+
+    def locate(self, number: int) -> str:
+        return f"{self.source}:{self.of_source + number + 1}"
+
+
+def _first_row_numbers(raw_shards: Sequence[Shard], reports: Sequence[ShardReport]) -> list[_FirstRow]:
+    first_rows, of_source, of_all, source = [], 0, 0, ""
+    for shard, report in zip(raw_shards, reports, strict=True):
+        of_source = of_source if shard.source == source else 0
+        source = shard.source
+        first_rows.append(_FirstRow(source, of_source, of_all))
+        of_source += report.num_numbers
+        of_all += report.num_numbers
+    return first_rows
+
+
+def _tokenize(
+    request: PrepareRequest, candidates: Sequence[Curated], first_rows: Sequence[_FirstRow], folder: Path, pool: Pool
+) -> list[Any]:
+    """Finished blocks in order: all, or as many as the sample needs."""
+    target = folder / "tokenized"
+    target.mkdir(exist_ok=True)
+    blocks: dict[int, Any] = {}
+    num_blocks = -(-len(candidates) // _BLOCK)
+    wanted = len(candidates) if request.sample is None else min(request.sample, len(candidates))
+
+    def call(block_number: int) -> Callable[[], int]:
+        rows = candidates[block_number * _BLOCK : (block_number + 1) * _BLOCK]
+        task = TokenizationTask(
+            block_number,
+            rows,
+            [first_rows[row.shard_number].locate(row.number) for row in rows],
+            [first_rows[row.shard_number].of_all + row.number for row in rows],
+            request.tokenizer,
+            request.cutoff_length,
+            request.overlong,
+            folder / "curated",
+            target,
+        )
+        return partial(_tokenize_one, task)
+
+    with tqdm(total=num_blocks, desc="tokenizing", unit="block", disable=None) as bar:
+        while len(blocks) < num_blocks and (num_missing := wanted - _num_kept(blocks.values())) > 0:
+            begin, end = len(blocks), min(num_blocks, len(blocks) - (-num_missing // _BLOCK))
+            missing = [i for i in range(begin, end) if not (target / f"{i:05d}.npz").is_file()]
+            bar.update(end - begin - len(missing))
+            for _ in pool.run(call(i) for i in missing):
+                bar.update()
+            blocks |= {i: read_block(target, i) for i in range(begin, end)}
+    return [blocks[i] for i in range(len(blocks))]
+
+
+def _tokenize_one(task: TokenizationTask) -> int:
+    work.tokenize_block(task)
+    return task.block_number
+
+
+def _num_kept(blocks: Iterable[Any]) -> int:
+    return sum(int((block["outcomes"] == work.KEPT).sum()) for block in blocks)
+
+
+def _say_shapes(raw_shards: Sequence[Shard], say: Callable[[str], None]) -> None:
+    """By the first row of each source that has a shape; rows of other shapes are taken as what they are."""
+    for source, first in {shard.source: shard for shard in reversed(raw_shards)}.items():
+        for _, row in islice(first.rows(), 100):
+            if row is BLANK or isinstance(row, Broken):
+                continue
+            try:
+                shape, _ = curation.chat_messages(row)
+            except curation.Malformed:
+                continue
+            say(f"{source}: shape {shape}, by the keys of its rows ({', '.join(row)})")
+            break
+
+
+def _refuse_faults(
+    folder: Path, faults: list[str], num_faults: int, num_rows: int, max_share: float, what: str
+) -> None:
+    """Adds to the report of faults; raises `UserError` where there are too many."""
+    if not num_faults:
+        return
+    path = folder / "malformed.txt"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    path.write_text("\n".join(dict.fromkeys(lines + faults)) + "\n", encoding="utf-8")
+    if num_faults > max_share * num_rows:
+        raise UserError(
+            f"{num_faults:,} of {num_rows:,} rows are {what} ({num_faults / num_rows:.2%}), expected at most "
+            f"{max_share:.2%} (--max-malformed). The first: {faults[0]}\n"
+            f"More of them: {path}. Mend the data, or raise --max-malformed; finished work is kept."
+        )
+
+
+def _keep_fault_report(folder: Path, output: Path) -> Path:
+    return (folder / "malformed.txt").rename(output.with_name(f"{output.name}.malformed.txt"))

@@ -1,0 +1,88 @@
+"""The process group of a run: how a rank joins it, and turns that the ranks take."""
+
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import uses_gpu
+from vcore_ds.errors import UserError
+
+Result = TypeVar("Result")
+
+
+def start_process_group(timeout_minutes: float) -> None:
+    """Joins the process group that the launcher's environment describes, or makes one of a single process, and puts the
+    ranks on their axes.
+
+    Works under `deepspeed`, `torchrun` and `srun` + `torchrun`, and alone. Keeps a group that exists.
+
+    Args:
+        timeout_minutes: a collective that takes longer ends the run with an error instead of hanging.
+    """
+    # torch 2.13 renames collectives that DeepSpeed 0.19 calls by their old names, many times a step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
+    if not uses_gpu():
+        share_cores_among_ranks()
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+        if uses_gpu():
+            torch.cuda.set_device(local_rank())
+        dist.init_process_group("nccl" if uses_gpu() else "gloo", timeout=timedelta(minutes=timeout_minutes))
+    if not layout.is_arranged():
+        layout.arrange()
+
+
+def share_cores_among_ranks() -> None:
+    """Gives each CPU rank its share of the cores; the default, all cores for every rank, is several times slower."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local_ranks))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def local_rank() -> int:
+    """Among the ranks of this node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def first_rank_first(work: Callable[[], Result]) -> Result:
+    """`work()` on rank 0, then on the first rank of every node, then on all others: what the first has made, later ones
+    find, on a file system that all nodes share or on one that they do not. A collective.
+
+    However long it takes, nobody times out: the wait is on gloo, with a limit of its own.
+
+    Raises:
+        UserError: on all ranks alike, what it raised on the first rank that raised it.
+    """
+    waiting = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    result, turn = None, 0 if layout.is_first() else 1 if local_rank() == 0 else 2
+    try:
+        for now in range(3):
+            message = None
+            if now == turn:
+                try:
+                    result = work()
+                except UserError as error:  # the others would wait for a rank that has left
+                    message = str(error)
+            messages: list[str | None] = [None] * layout.size("job")
+            dist.all_gather_object(messages, message, group=waiting)
+            for found in messages:
+                if found is not None:
+                    raise UserError(found)
+    finally:
+        dist.destroy_process_group(waiting)
+    return cast(Result, result)

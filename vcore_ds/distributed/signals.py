@@ -1,0 +1,186 @@
+"""Wishes that this process may end: SIGTERM, SIGINT, SIGUSR1, and the end of the launcher that started it.
+
+Standard library only, so that they are heard before torch and deepspeed are imported, which can take a minute.
+"""
+
+import multiprocessing
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from vcore_ds.errors import EXIT_STOPPED
+
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+SAME_WISH_SECONDS = 3.0
+"""One wish arrives in several ways at about the same time: a terminal sends Ctrl-C to the ranks and to the launcher,
+which sends them SIGTERM; `scancel` reaches the batch script, which forwards it, and the ranks."""
+
+LAST_WORDS_SECONDS = 10.0
+"""A rank that is on its way out with a message is not cut short by the launcher, which ends the other ranks as soon as
+one has ended."""
+
+SECONDS_BETWEEN_LOOKS_AT_THE_LAUNCHER = 1.0
+
+
+class StopSignals:
+    """What is done with a wish to stop.
+
+    While nothing can be lost (loading, exporting) it ends the process at once with EXIT_STOPPED. Inside `held_back`
+    (training) the first one is only noted, for the end of the step; the second one, if it is not an echo of the first,
+    ends the process at once, whatever it does.
+
+    A thread of its own hears the signals, through the pipe that Python's C handler writes to: a Python handler
+    would wait for the main thread, which may sit in a collective that never returns.
+
+    Attributes:
+        received: the first wish, such as "SIGTERM"; None while there is none.
+        before_exit: called with the wish before the process ends outside of `held_back`; has two seconds.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self.before_exit: Callable[[str], None] | None = None
+        self._received_at = 0.0
+        self._held_back = False
+        self._leaves_at: float | None = None
+        self._lock = threading.Lock()
+        self._pipe: tuple[int, int] | None = None
+
+    def listen(self) -> None:
+        """From here on; in the main thread. Does nothing the second time."""
+        if self._pipe is not None:
+            return
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        for number in STOPPING:
+            if signal.getsignal(number) != signal.SIG_IGN:  # `nohup command &` ignores SIGINT, and means it
+                signal.signal(number, lambda *_: None)
+        # A forked child would write what it hears into this process's pipe, and ignore its own end.
+        os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget)
+        threading.Thread(target=self._listen, name="stop signals", daemon=True).start()
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Around what must not be cut short. Whoever is inside looks at `received`; what is still pending at the end
+        ends the process then."""
+        with self._lock:
+            self._held_back = True
+        try:
+            yield
+        except BaseException:
+            self.leave()
+            raise
+        with self._lock:
+            self._held_back = False
+        if self.received is not None:
+            self._exit(self.received)
+
+    def leave(self, last_words_seconds: float = LAST_WORDS_SECONDS) -> None:
+        """The process is on its way out, with a message and an exit code of its own: signals are ignored so long, and
+        end it afterwards."""
+        self._leaves_at = time.monotonic() + last_words_seconds
+
+    def request(self, wish: str) -> None:
+        """As if a signal had come. Callable from any thread."""
+        now = time.monotonic()
+        with self._lock:
+            held_back, first = self._held_back, self.received is None
+            if first:
+                self.received, self._received_at = wish, now
+        if self._leaves_at is not None:
+            if now > self._leaves_at:
+                os._exit(128 + getattr(signal, wish, 0))
+        elif not held_back:
+            self._exit(wish)
+        elif first:
+            _say(f"{wish}: this step is finished and saved, then the run stops (a second signal ends it at once)")
+        elif now - self._received_at > SAME_WISH_SECONDS:
+            _say(f"{wish} after {self.received}: ending at once, without saving")
+            os._exit(128 + getattr(signal, wish, 0))
+
+    def _exit(self, wish: str) -> None:
+        self.leave()
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _say(f"{wish} outside of the training steps: there is nothing to save")
+        if self.before_exit is not None:
+            telling = threading.Thread(target=self.before_exit, args=(wish,), daemon=True)
+            telling.start()
+            telling.join(2.0)
+        for child in multiprocessing.active_children():  # such as those that prepare data
+            child.kill()
+        os._exit(EXIT_STOPPED)
+
+    def _listen(self) -> None:
+        assert self._pipe is not None
+        launchers = _launchers()
+        while True:
+            if select.select([self._pipe[0]], [], [], SECONDS_BETWEEN_LOOKS_AT_THE_LAUNCHER)[0]:
+                for number in os.read(self._pipe[0], 64):
+                    if number in STOPPING:
+                        self.request(signal.Signals(number).name)
+            elif launchers and _ancestors(len(launchers)) != launchers:
+                launchers = []
+                self.request("the end of its launcher")
+
+
+def _block() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+def _forget() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in STOPPING:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    _unblock()
+
+
+def _say(text: str) -> None:
+    # Not print: the main thread may hold the buffer's lock for good.
+    os.write(2, f"vcore-ds: rank {os.environ.get('RANK', '0')}: {text}\n".encode())
+
+
+def _launchers() -> list[int]:
+    """Process ids of the launcher above, nearest first; empty where there is none that ends its ranks.
+
+    `kill` of the `deepspeed` command ends that command only; the launcher it started and the ranks would train on.
+    torchrun's ranks outlive it when it is killed with SIGKILL.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return _ancestors(1)
+    above = _ancestors(2)
+    if above and b"deepspeed.launcher.launch" in _read(above[0], "cmdline"):
+        return above[: 1 + (b"deepspeed" in _read(above[1], "cmdline"))]
+    return []
+
+
+def _ancestors(count: int) -> list[int]:
+    """Process ids of the parent, its parent, ..."""
+    found = [os.getppid()]
+    while len(found) < count:
+        # "pid (name) state parent ..."; the name may hold spaces and brackets.
+        found.append(int(_read(found[-1], "stat").rpartition(b")")[2].split()[1] or 0))
+    return found
+
+
+def _read(pid: int, name: str) -> bytes:
+    """A file of /proc; `0 (gone) X 0` where there is none, which is no launcher's name and has parent 0."""
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return file.read()
+    except OSError:
+        return b"0 (gone) X 0"
+
+
+stop_signals = StopSignals()
+"""Of this process: signal handlers belong to a process."""

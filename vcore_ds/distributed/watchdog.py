@@ -1,0 +1,281 @@
+"""Every rank shows the others that it lives, and ends the run where one of them is dead, hung or stuck.
+
+- Dead: its process is gone. Ranks on the same host see it within seconds.
+- Hung: no sign of life, so not even its threads run (SIGSTOP, a host that swaps or is gone).
+- Stuck: alive, but its main thread stays behind while others have gone on and wait in a collective.
+
+Whoever finds out tells all others through the process group's store; each says which rank, on which host, and where it
+was last, shows its own stacks, and exits with 1.
+"""
+
+import faulthandler
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+
+import psutil
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.positions import Identity, Position, here, is_alive, mark
+from vcore_ds.distributed.signals import stop_signals
+from vcore_ds.errors import EXIT_STOPPED, RunStopped, UserError
+
+__all__ = ["Watchdog", "mark", "watching"]
+
+BEAT_SECONDS = 1.0
+
+LOADING_PATIENCE_SECONDS = 600.0
+"""Reading weights holds Python's lock for as long as one tensor takes to come from a slow file system."""
+
+GRACE_SECONDS = 3.0
+"""For the main thread to end by itself, with its own error, where a collective fails instead of hanging."""
+
+SEARCH_SECONDS = 8.0
+"""After a collective has failed: for the rank that is missing to become apparent."""
+
+STUCK_SHARE = 0.9
+"""Of engine.timeout_minutes: a stuck rank is named shortly before the collectives that wait for it give up."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the run ends, told to all ranks."""
+
+    text: str
+    exit_code: int = 1
+    hung_rank: int | None = None
+
+
+@contextmanager
+def watching(lost_rank_seconds: float, timeout_minutes: float) -> Iterator[None]:
+    """Around all that the ranks do together. A collective at both ends, if no error passes through.
+
+    Args:
+        lost_rank_seconds: without a sign of life, after which a rank counts as hung.
+        timeout_minutes: of a collective.
+    """
+    if layout.size("job") == 1:
+        yield
+        return
+    watchdog = Watchdog(lost_rank_seconds, STUCK_SHARE * 60.0 * timeout_minutes)
+    stop_signals.before_exit = watchdog.tell_of_stop
+    watchdog.start()
+    try:
+        yield
+        # Rank 0's process serves the store under some launchers: it must not be the first to leave.
+        layout.sum_over("job", [0.0])
+    except (UserError, RunStopped):
+        raise
+    except BaseException as error:
+        stop_signals.leave()
+        cause = watchdog.explain(error)
+        if cause is not None:
+            _say(f"{cause}; what follows is how this rank noticed")
+        raise
+    finally:
+        stop_signals.before_exit = None
+        watchdog.close()
+
+
+class Watchdog:
+    """Two threads: one talks to the store, the other judges. The first can block for good: a store whose server is
+    stopped answers no request, and its client knows no timeout."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, patience_seconds: float, stuck_seconds: float):
+        self._patience_seconds, self._stuck_seconds = patience_seconds, stuck_seconds
+        self._rank = layout.rank("job")
+        # A connection of its own: the default one is locked while the main thread waits on it.
+        self._store = PrefixStore(f"watchdog/{next(self._numbers)}", _get_default_store().clone())
+        self._store.set(str(self._rank), self._own_line(0))
+        if self._rank == 0:
+            self._store.set("verdict", "")
+        self._identities: list[Identity] = layout.gather_objects("job", Identity.own())
+        others = [identity for identity in self._identities if identity.rank != self._rank]
+        own = self._identities[self._rank]
+        same_host = {identity.rank: identity.process() for identity in others if identity.host == own.host}
+        self._local = {rank: process for rank, process in same_host.items() if process is not None}
+        # Everybody watches rank 0 and its own host; rank 0 watches all: the store serves a number of values that grows
+        # with the number of ranks, not with its square.
+        self._watched = [identity.rank for identity in others] if self._rank == 0 else list(self._local)
+        if self._rank != 0 and 0 not in self._watched:
+            self._watched.append(0)
+
+        now = time.monotonic()
+        self._positions = dict.fromkeys(self._watched, Position())
+        self._changed_at = dict.fromkeys(self._watched, now)
+        self._behind: dict[int, tuple[int, float]] = {}
+        self._dead_since_exchange: dict[int, int] = {}
+        self._num_exchanges, self._exchanged_at, self._judged_at = 0, now, now
+        self._store_error: Exception | None = None
+        self._to_tell: Verdict | None = None
+        self._told: Verdict | None = None
+        self._closing, self._quiet = threading.Event(), threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"watchdog {target.__name__}", daemon=True)
+            for target in (self._exchange, self._watch)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Says good-bye, so that nobody misses this rank."""
+        self._quiet.set()
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(2 * BEAT_SECONDS)
+
+    def tell(self, verdict: Verdict) -> None:
+        """Ends the other ranks too; waits until the store has it, a few seconds at most."""
+        self._to_tell = verdict
+        deadline = time.monotonic() + GRACE_SECONDS
+        while self._told is None and self._store_error is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def tell_of_stop(self, wish: str) -> None:
+        """Before this rank alone leaves, with nothing to save: the others, on whichever node, leave with the same exit
+        code. Says so where the wish is the launcher's, because a rank is dead."""
+        for rank, process in self._local.items():
+            if not is_alive(process) and not self._positions[rank].left:
+                _say(f"{self._where(rank)}: its process is dead")
+                return
+        self.tell(Verdict(f"{wish} ended {self._identities[self._rank]}", EXIT_STOPPED))
+
+    def explain(self, error: BaseException) -> str | None:
+        """What an error of this rank's main thread comes from, if it is the end of another rank; tells the others of it
+        otherwise. Takes up to SEARCH_SECONDS where a collective has failed."""
+        self._quiet.set()
+        deadline = time.monotonic() + (SEARCH_SECONDS if _is_of_a_collective(error) else 0.0)
+        while time.monotonic() < deadline:
+            # In a hurry: the connection to it is lost already, a few missing beats are proof enough.
+            verdict = self._told or self._judge(patience_seconds=4 * BEAT_SECONDS)
+            if verdict is not None:
+                self.tell(verdict)
+                return verdict.text
+            time.sleep(0.2)
+        first_line = (str(error).splitlines() or [""])[0]
+        self.tell(Verdict(f"{self._where(self._rank)}: {type(error).__name__}: {first_line}"))
+        return None
+
+    # ---- the thread that talks to the store ------------------------------------------------------------------------
+
+    def _exchange(self) -> None:
+        names = ["verdict", *map(str, self._watched)]
+        try:
+            for beat in itertools.count(1):
+                closing = self._closing.wait(BEAT_SECONDS)
+                self._store.set(str(self._rank), self._own_line(beat, closing))
+                if self._to_tell is not None and self._told is None:
+                    self._store.compare_set("verdict", "", json.dumps(asdict(self._to_tell)))
+                verdict, *lines = self._store.multi_get(names)
+                now = time.monotonic()
+                for rank, line in zip(self._watched, lines, strict=True):
+                    position = Position(**json.loads(line))
+                    if position != self._positions[rank]:
+                        self._positions[rank], self._changed_at[rank] = position, now
+                if verdict:
+                    self._told = Verdict(**json.loads(verdict))
+                self._num_exchanges, self._exchanged_at = beat, now
+                if closing:
+                    return
+        except RuntimeError as error:  # all errors of a store are
+            self._store_error = error
+
+    def _own_line(self, beat: int, left: bool = False) -> str:
+        return json.dumps(asdict(replace(here(), beat=beat, left=left)))
+
+    # ---- the thread that judges ------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._quiet.wait(BEAT_SECONDS):
+            if self._store_error is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                if not self._quiet.wait(GRACE_SECONDS):
+                    # The store is the launcher's, and the ranks can still finish their step without it.
+                    stop_signals.request("the end of its launcher")
+                return
+            verdict = self._told or self._judge(self._patience_seconds)
+            if verdict is not None:
+                self.tell(verdict)
+                if not self._quiet.wait(GRACE_SECONDS):
+                    self._end(self._told or verdict)
+                return
+
+    def _judge(self, patience_seconds: float) -> Verdict | None:
+        now = time.monotonic()
+        if now - self._judged_at > 5 * BEAT_SECONDS:
+            # This process itself stood still (suspended, swapped out): what it knows of the others is old.
+            self._exchanged_at = now
+            self._changed_at = dict.fromkeys(self._watched, now)
+        self._judged_at = now
+        if self._store_error is not None:
+            return Verdict(f"{self._where(0)}: it is dead: the store that it serves is gone")
+
+        for rank, process in self._local.items():
+            if rank not in self._dead_since_exchange and not is_alive(process):
+                self._dead_since_exchange[rank] = self._num_exchanges
+            # Its good-bye may be on the way.
+            if self._num_exchanges > self._dead_since_exchange.get(rank, self._num_exchanges) + 1:
+                if not self._positions[rank].left:
+                    return Verdict(f"{self._where(rank)}: its process is dead")
+
+        if here().step == 0:
+            patience_seconds = max(patience_seconds, LOADING_PATIENCE_SECONDS)
+        if now - self._exchanged_at > patience_seconds:
+            return Verdict(f"{self._where(0)}: no answer for {now - self._exchanged_at:.0f} s from its store", 1, 0)
+        for rank, position in self._positions.items():
+            silent = now - self._changed_at[rank]
+            if silent > patience_seconds and not position.left:
+                return Verdict(f"{self._where(rank)}: no sign of life for {silent:.0f} s", 1, rank)
+        return self._judge_progress(now) if self._rank == 0 else None
+
+    def _judge_progress(self, now: float) -> Verdict | None:
+        positions = self._positions | {0: here()}
+        furthest = max(positions.values(), key=lambda position: position.num_marks)
+        for rank, position in positions.items():
+            if position.num_marks == furthest.num_marks or position.left:
+                self._behind.pop(rank, None)
+                continue
+            marks, since = self._behind.get(rank, (-1, now))
+            if marks != position.num_marks:
+                self._behind[rank] = (position.num_marks, now)
+            elif now - since > self._stuck_seconds:
+                return Verdict(f"{self._where(rank)}: stuck there for {now - since:.0f} s; others wait at: {furthest}")
+        return None
+
+    def _where(self, rank: int) -> str:
+        position = here() if rank == self._rank else self._positions.get(rank, Position())
+        return f"{self._identities[rank]}, last seen at: {position}"
+
+    def _end(self, verdict: Verdict) -> None:
+        _say(f"{verdict.text}; the run ends")
+        if verdict.exit_code == 1:
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+        if verdict.hung_rank in self._local:
+            # It cannot end itself, and launchers wait half a minute before they do, if they are still there.
+            with suppress(psutil.NoSuchProcess):
+                self._local[verdict.hung_rank].kill()
+        if self._rank == 0:
+            time.sleep(2 * BEAT_SECONDS)  # its process may serve the store, from which the others have yet to hear
+        os._exit(verdict.exit_code)
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "onnection", "Broken"))
+    )
+
+
+def _say(text: str) -> None:
+    # Not print: the main thread may hold the buffer's lock for good.
+    os.write(2, f"vcore-ds: rank {layout.rank('job')}: {text}\n".encode())

@@ -1,0 +1,226 @@
+"""The engine's shards to files and back, at any world size, through torch.distributed.checkpoint.
+
+Every tensor is stored flat and whole over the ranks, without ZeRO-3's padding: its partition, `ceil(numel / ranks)`
+elements a rank, is that of `torch.chunk`, which is what `Shard(0)` means. So the ranks' shards are the shards of a
+`DTensor`, and reading them at another world size needs no conversion. Tensors are the optimizer's own, where they are
+(offloaded ones on the CPU): no copy of the state is made.
+"""
+
+import platform
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from vcore_ds.distributed import layout
+from vcore_ds.engine.zero3 import Engine
+
+Result = TypeVar("Result")
+
+
+class ShardedVector(Protocol):
+    """A vector shaped like the trainable parameters, in shards."""
+
+    def shard(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's shard for `parameter`, flat, padded like `parameter.ds_tensor`."""
+        ...
+
+
+class CheckpointFailed(RuntimeError):
+    """A checkpoint could not be written or read; the message names rank, host, path and cause."""
+
+
+def on_all_ranks(folder: Path, action: Callable[[], Result]) -> list[Result]:
+    """Runs `action` and returns the results of all ranks. A collective.
+
+    What fails on one rank is raised on all of them: a rank that raised alone would leave the others waiting for it in
+    the next collective.
+    """
+    outcome: tuple[Result | None, str | None]
+    try:
+        outcome = (action(), None)
+    except Exception as error:
+        outcome = (None, f"{folder}: {type(error).__name__}: {error} ({_free_space(folder)})")
+    gathered = layout.gather_objects("job", (*outcome, platform.node()))
+    failed = [
+        f"rank {rank} on host {host}: {problem}"
+        for rank, (_, problem, host) in enumerate(gathered)
+        if problem is not None
+    ]
+    if failed:
+        raise CheckpointFailed("; ".join(failed))
+    return [result for result, _, _ in gathered]
+
+
+def _free_space(folder: Path) -> str:
+    try:
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        return f"{shutil.disk_usage(existing).free:,} bytes free there"
+    except OSError as error:
+        return f"free space unknown: {error}"
+
+
+def write_state(engine: Engine, direction: ShardedVector | None, folder: Path) -> None:
+    """Writes this rank's part of the state, flushed, as a file of its own into `folder`. A collective.
+
+    Args:
+        direction: None where no later step needs the one that is there.
+
+    Raises:
+        CheckpointFailed: on all ranks alike.
+    """
+    tensors = _state_tensors(engine, direction)
+    writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
+    _dcp_on_all_ranks(folder, lambda: dcp.save(tensors, storage_writer=writer, process_group=_cpu_group()))
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Says why a file could not be written. `torch.save` closes its archive on the way out and fails again: "unexpected
+    pos 704 vs 598" is what is left of a full disk."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException = error
+            while cause.__context__ is not None:
+                cause = cause.__context__
+            raise cause from None
+
+
+def read_state(engine: Engine, direction: ShardedVector | None, folder: Path, num_updates: int) -> None:
+    """Puts what `write_state` has written, at whatever world size, in place of the state of a new engine. A collective.
+
+    Args:
+        direction: as in `write_state`.
+        num_updates: `engine.num_updates` of then.
+
+    Raises:
+        CheckpointFailed: on all ranks alike.
+    """
+    if num_updates > 0:
+        _make_optimizer_state(engine)
+    tensors = _state_tensors(engine, direction)
+    reader = dcp.FileSystemReader(folder)
+    _dcp_on_all_ranks(folder, lambda: dcp.load(tensors, storage_reader=reader, process_group=_cpu_group()))
+    for state in engine.optimizer.optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"].fill_(num_updates)
+        elif "step" in state:
+            state["step"] = num_updates
+    for _, parameter in engine.trainable:
+        numel = engine.local_numel(parameter)
+        for key in (None, *_buffer_names(engine, parameter)):
+            _padded_shard(engine, parameter, key)[numel:].zero_()
+        shard = parameter.ds_tensor.data.view(-1)
+        shard.copy_(_padded_shard(engine, parameter, None))
+    engine.forget_gathered_parameters()
+
+
+def state_bytes(engine: Engine, direction: ShardedVector | None) -> int:
+    """Bytes of all ranks' shards together, as `write_state` would write them. A collective."""
+    local = [tensor.to_local() for tensor in _state_tensors(engine, direction).values()]
+    return int(layout.sum_over("job", [float(sum(t.numel() * t.element_size() for t in local))])[0])
+
+
+def files_of_this_rank(folder: Path) -> list[Path]:
+    """What this rank has written into `folder` in `write_state`; rank 0 also writes the index."""
+    names = [f"__{layout.rank('job')}_*", ".metadata"] if layout.is_first() else [f"__{layout.rank('job')}_*"]
+    return [path for name in names for path in sorted(folder.glob(name))]
+
+
+def _state_tensors(engine: Engine, direction: ShardedVector | None) -> dict[str, DTensor]:
+    """Views of everything that a step changes, by its name in the checkpoint."""
+    tensors = {}
+    for name, parameter in engine.trainable:
+        tensors[f"master.{name}"] = _shard(engine, parameter, _padded_shard(engine, parameter, None))
+        for key in _buffer_names(engine, parameter):
+            tensors[f"{key}.{name}"] = _shard(engine, parameter, _padded_shard(engine, parameter, key))
+        if direction is not None:
+            tensors[f"direction.{name}"] = _shard(engine, parameter, direction.shard(parameter))
+    return tensors
+
+
+def _shard(engine: Engine, parameter: nn.Parameter, padded: Tensor) -> DTensor:
+    local = padded.detach()[: engine.local_numel(parameter)]
+    shape = torch.Size([parameter.ds_numel])
+    mesh = _mesh(local.device.type)
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
+
+
+def _padded_shard(engine: Engine, parameter: nn.Parameter, key: str | None) -> Tensor:
+    """The optimizer's own shard of the fp32 parameter (key None) or of a buffer: flat, padded, on its own device.
+
+    Not `safe_get_local_fp32_param`: that gives a copy on the accelerator, which an offloaded state does not fit on.
+    """
+    shard, _ = engine.optimizer._get_fp32_opt_state_partition(
+        parameter, release_swap_buffers=False, optim_state_key=key
+    )
+    return shard.detach()
+
+
+def _buffer_names(engine: Engine, parameter: nn.Parameter) -> list[str]:
+    """Of the optimizer's tensors as large as its parameter: `exp_avg` and `exp_avg_sq`; none of plain SGD's."""
+    group, _, _ = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
+    flat = engine.optimizer.fp32_partitioned_groups_flat[group]
+    state = engine.optimizer.optimizer.state.get(flat, {})
+    return sorted(key for key, value in state.items() if isinstance(value, Tensor) and value.shape == flat.shape)
+
+
+def _make_optimizer_state(engine: Engine) -> None:
+    """The optimizer's buffers and counters as it makes them in its first step, which is where ZeRO-3 leaves it to.
+
+    That step is taken here with zero gradients and learning rate 0; what it counted is set afterwards.
+    """
+    zero = engine.optimizer
+    for group in zero.param_groups:
+        group["lr"] = 0.0
+    for i, master in enumerate(zero.fp32_partitioned_groups_flat):
+        own_gradient = master.grad  # an offloaded optimizer keeps one, zero until the first backward
+        if own_gradient is None:
+            master.grad = torch.zeros_like(master)
+        zero._optimizer_step(i)
+        if own_gradient is None:
+            master.grad = None
+
+
+def _dcp_on_all_ranks(folder: Path, action: Callable[[], object]) -> None:
+    """Runs a call of torch.distributed.checkpoint. It raises on all ranks what failed on some; here each rank says what
+    failed on itself, so that the message can name it."""
+    failure: list[CheckpointException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except CheckpointException as error:
+            failure.append(error)
+            if layout.rank("job") in error.failures:
+                cause = error.failures[layout.rank("job")][0]
+                raise RuntimeError(f"{type(cause).__name__}: {cause}") from cause
+
+    on_all_ranks(folder, run)
+    if failure:
+        raise CheckpointFailed(f"{folder}: {failure[0]}")
+
+
+@cache
+def _cpu_group() -> torch.distributed.ProcessGroup:
+    """Over all ranks, for the plans that torch.distributed.checkpoint exchanges as pickled objects. A collective."""
+    if torch.distributed.get_backend() == "gloo":
+        return torch.distributed.group.WORLD
+    return torch.distributed.new_group(backend="gloo")
+
+
+@cache
+def _mesh(device_type: str) -> DeviceMesh:
+    """All ranks in a row. It says which part of a tensor a rank has; nothing is communicated over it."""
+    return DeviceMesh.from_group(torch.distributed.group.WORLD, device_type)

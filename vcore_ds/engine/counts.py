@@ -1,0 +1,21 @@
+"""How many sequences and tokens a batch has over all ranks; what its losses are divided by."""
+
+from collections.abc import Sequence
+
+import torch
+
+from vcore_ds.data import Batch
+from vcore_ds.distributed import layout
+from vcore_ds.method import GlobalCounts
+
+
+def count_globally(batches: Sequence[Batch], *, kept_only: bool = False) -> GlobalCounts:
+    """Sequences and supervised tokens of a global batch (or of its tokens that are kept), before any backward. A
+    collective.
+
+    Args:
+        batches: this rank's micro-batches.
+    """
+    num_tokens = torch.cat([b.num_kept_tokens() if kept_only else b.num_supervised_tokens() for b in batches])
+    sequences, tokens = layout.sum_over("shards", [float((num_tokens > 0).sum()), float(num_tokens.sum())])
+    return GlobalCounts(num_sequences_global=int(sequences), num_supervised_tokens_global=int(tokens))

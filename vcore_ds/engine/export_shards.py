@@ -1,0 +1,171 @@
+"""The trained weights as a Hugging Face folder: from the live engine, layer by layer, all ranks writing in turn; and
+what a checkpoint holds, tensor by tensor, without a process group."""
+
+import itertools
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import StateDictSplit
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from vcore_ds.distributed import layout
+from vcore_ds.engine.checkpoint_shards import CheckpointFailed, on_all_ranks
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.files import model_folder as files
+
+PREFIX = "causal_lm."
+"""Of a parameter's name in the engine (and in a checkpoint), before its name in the Hugging Face model."""
+
+
+class ExportFailed(RuntimeError):
+    """The result could not be written. The run's last checkpoint is of the same weights."""
+
+
+def save_hugging_face(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    model_path: str,
+    folder: Path,
+    *,
+    max_file_bytes: int = files.MAX_FILE_BYTES,
+) -> None:
+    """Writes the adapter (LoRA) or the full weights, with configuration and tokenizer; `peft` / `transformers` load it.
+
+    A collective: each decoder layer is gathered once, and file i is kept and written by rank i modulo the number of
+    ranks, one after the other, so that no host holds more than one file's worth of weights.
+
+    Args:
+        model_path: what the model was loaded from; its configuration goes with the result.
+
+    Raises:
+        ExportFailed: on all ranks alike; `folder` is not there then.
+    """
+    is_first = layout.is_first()
+    partial = files.partial_of(folder)
+    model = engine.module.causal_lm
+    try:
+        if isinstance(model, PeftModel):
+            adapter = {name: tensor for name, tensor in _gathered(engine, _adapter_owner(engine)) if tensor is not None}
+            on_all_ranks(partial, lambda: _write_adapter(model, adapter, tokenizer, folder) if is_first else None)
+            return
+        weights = _described(engine)
+        split = files.plan_files(weights, max_file_bytes)
+        num_bytes = split.metadata["total_size"]
+        on_all_ranks(partial, lambda: files.begin(folder, num_bytes) if is_first else None)
+        owner = _file_owner(split)
+        for file, tensors in files.collect_files(split, _gathered(engine, owner)):
+            expected = {name: weights[name] for name in split.filename_to_tensors[file]}
+            mine = owner[next(iter(expected))] == layout.rank("job")
+            # Every rank waits for the writer here: if it fails, all of them learn it instead of hanging in a gather.
+            on_all_ranks(
+                partial / file,
+                lambda: files.write_file(partial / file, tensors, expected) if mine else None,  # noqa: B023
+            )
+        on_all_ranks(
+            partial,
+            lambda: _finish(partial, folder, split, model_path, engine, tokenizer) if is_first else None,
+        )
+    except CheckpointFailed as error:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise ExportFailed(
+            f"the result could not be written: {error}. The last checkpoint holds the same weights: mend the cause and "
+            "start the run again, or use `vcore-ds export`"
+        ) from None
+
+
+def _finish(
+    partial: Path,
+    folder: Path,
+    split: StateDictSplit,
+    model_path: str,
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    dtype = next(engine.module.parameters()).dtype
+    files.describe(partial, model_path, dtype, tokenizer)
+    files.finish(partial, folder, split)
+
+
+def _write_adapter(
+    model: PeftModel, adapter: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    partial = files.begin(folder, sum(tensor.nbytes for tensor in adapter.values()))
+    files.write_adapter(model, adapter, partial)
+    tokenizer.save_pretrained(partial)
+    files.finish(partial, folder)
+
+
+def _described(engine: Engine) -> dict[str, Tensor]:
+    """Name -> shape and dtype of every weight, a tied one once, and of the buffers that belong to them."""
+    weights = {
+        name.removeprefix(PREFIX): torch.empty(parameter.ds_shape, dtype=parameter.dtype, device="meta")
+        for name, parameter in engine.module.named_parameters()
+    }
+    return weights | {name: buffer.to("meta") for name, buffer in _kept_buffers(engine).items()}
+
+
+def _kept_buffers(engine: Engine) -> dict[str, Tensor]:
+    stored = engine.module.state_dict().keys()
+    return {name.removeprefix(PREFIX): buffer for name, buffer in engine.module.named_buffers() if name in stored}
+
+
+def _file_owner(split: StateDictSplit) -> dict[str, int]:
+    """Tensor name -> the rank that keeps it until its file is written."""
+    owners = {file: i % layout.size("job") for i, file in enumerate(sorted(split.filename_to_tensors))}
+    return {name: owners[file] for name, file in split.tensor_to_filename.items()}
+
+
+def _adapter_owner(engine: Engine) -> dict[str, int]:
+    return {name.removeprefix(PREFIX): 0 for name, _ in engine.trainable}
+
+
+def _gathered(engine: Engine, owner: dict[str, int]) -> Iterator[tuple[str, Tensor | None]]:
+    """Name and whole tensor of each parameter in `owner`, on the CPU of the rank that owns it, None on the others.
+
+    A decoder layer is gathered at once, everything else by itself. Each item may be a collective: all ranks take all.
+    """
+    layer_of = {id(p): number for number, layer in enumerate(engine.module.layers) for p in layer.parameters()}
+    named = [(name, p) for name, p in engine.module.named_parameters() if name.removeprefix(PREFIX) in owner]
+    for _, group in itertools.groupby(named, key=lambda item: layer_of.get(id(item[1]), item[0])):
+        parameters: list[tuple[str, nn.Parameter]] = list(group)
+        with deepspeed.zero.GatheredParameters([parameter for _, parameter in parameters]):
+            for name, parameter in parameters:
+                name = name.removeprefix(PREFIX)
+                mine = owner[name] == layout.rank("job")
+                yield name, parameter.detach().to("cpu", copy=True) if mine else None
+    for name, buffer in _kept_buffers(engine).items():
+        if name in owner:
+            yield name, buffer.cpu() if owner[name] == layout.rank("job") else None
+
+
+class CheckpointTensors:
+    """The tensors of a checkpoint's `state/`, read one at a time, whole, in one process and without a process group.
+
+    Attributes:
+        names: of all tensors (`master.<parameter>`, `exp_avg.<parameter>`).
+    """
+
+    def __init__(self, folder: Path):
+        self._reader = dcp.FileSystemReader(folder)
+        metadata = self._reader.read_metadata()
+        self._stored = metadata.state_dict_metadata
+        # Read once: with many ranks it is large, and every load would read it again.
+        self._reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
+        self.names = list(self._stored)
+
+    def read(self, name: str) -> Tensor:
+        """Flat, in the dtype it was stored in."""
+        stored = self._stored[name]
+        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load({name: tensor}, storage_reader=self._reader, no_dist=True)
+        return tensor

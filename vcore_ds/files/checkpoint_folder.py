@@ -1,0 +1,243 @@
+"""A checkpoint's files: written beside, verified, renamed, marked COMPLETE. No tensors, no ranks.
+
+`checkpoints/step_00000100/` holds
+
+- `state/`: tensors, one file per rank, and their index
+- `run_state.json`: step, world size, shapes, and what else is not a tensor
+- `recipe.yaml`: resolved
+- `manifest.json`: size and SHA-256 of every file above
+- `COMPLETE`: SHA-256 of manifest.json; written last, so a folder without it is unfinished
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vcore_ds.files.aside import flush
+
+FORMAT = 1
+STATE, RUN_STATE, RECIPE, MANIFEST, COMPLETE = "state", "run_state.json", "recipe.yaml", "manifest.json", "COMPLETE"
+_STEP = re.compile(r"^step_(\d{8,})$")
+PARTIAL, _REJECTED = ".partial", ".rejected"
+
+
+class Unusable(Exception):
+    """Why nothing can go on from a checkpoint."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file as it could be read back."""
+
+    bytes: int
+    sha256: str
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """`step`: number of optimizer steps done."""
+    return checkpoints / f"step_{step:08d}"
+
+
+def partial_folder(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written before it has its name."""
+    folder = step_folder(checkpoints, step)
+    return folder.with_name(folder.name + PARTIAL)
+
+
+def step_of(folder: Path) -> int | None:
+    """None for what is no finished checkpoint by its name."""
+    match = _STEP.match(folder.name)
+    return int(match[1]) if match else None
+
+
+def list_checkpoints(checkpoints: Path) -> list[Path]:
+    """Folders that are checkpoints by their name, newest first; whether they are whole is another question."""
+    if not checkpoints.is_dir():
+        return []
+    return sorted(
+        (folder for folder in checkpoints.iterdir() if step_of(folder) is not None), key=_number, reverse=True
+    )
+
+
+def list_unfinished(checkpoints: Path) -> list[Path]:
+    """What was being written when a run ended: partial folders, and renamed ones without a mark."""
+    if not checkpoints.is_dir():
+        return []
+    unmarked = [folder for folder in list_checkpoints(checkpoints) if not (folder / COMPLETE).exists()]
+    return sorted([*checkpoints.glob(f"step_*{PARTIAL}"), *unmarked])
+
+
+def _number(folder: Path) -> int:
+    step = step_of(folder)
+    assert step is not None
+    return step
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+
+def begin(checkpoints: Path, step: int, num_bytes: int) -> Path:
+    """An empty partial folder. Raises OSError where the disk has no room for `num_bytes`."""
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(checkpoints).free
+    if free < num_bytes:
+        raise OSError(
+            f"{checkpoints}: found {free:,} bytes free; expected {num_bytes:,} for a checkpoint. Make room, lower "
+            "checkpoint.keep_last (an old checkpoint is deleted only when the new one is complete), or move the run's "
+            "folder to a larger disk"
+        )
+    folder = partial_folder(checkpoints, step)
+    if folder.exists():
+        shutil.rmtree(folder)
+    (folder / STATE).mkdir(parents=True)
+    return folder
+
+
+def record_of(path: Path) -> FileRecord:
+    """Size and checksum of a flushed file as the disk gives it back, not as memory remembers it where that can be
+    told apart."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(file.tell(), digest.hexdigest())
+
+
+def write_flushed(path: Path, text: str) -> None:
+    """Text that is on the disk when this returns."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_flushed(path: Path, text: str) -> None:
+    """The same, with the old text or the new one in `path` whatever happens."""
+    beside = path.with_name(path.name + PARTIAL)
+    write_flushed(beside, text)
+    beside.rename(path)
+    flush(path.parent)
+
+
+def finish(partial: Path, step: int, world_size: int, records: Mapping[str, FileRecord]) -> Path:
+    """Manifest, rename, COMPLETE. `records`: of every file, by its name relative to the folder.
+
+    Raises OSError where a file is not as its writer has seen it.
+    """
+    for name, record in records.items():
+        path = partial / name
+        # Another node's file that is not here was written to that node's own disk.
+        if not path.is_file():
+            raise OSError(
+                f"{path}: found no such file, though another rank has written it; expected run.output_dir on a file "
+                "system that all nodes share"
+            )
+        if path.stat().st_size != record.bytes:
+            raise OSError(f"{path}: found {path.stat().st_size:,} bytes; its writer has read {record.bytes:,} back")
+    manifest = json.dumps(
+        {
+            "format": FORMAT,
+            "step": step,
+            "world_size": world_size,
+            "files": {name: asdict(records[name]) for name in sorted(records)},
+        },
+        indent=2,
+    )
+    write_flushed(partial / MANIFEST, manifest + "\n")
+    flush(partial / STATE)
+    flush(partial)
+    final = step_folder(partial.parent, step)
+    remove(final)  # one that did not verify, or that a run resumed at an earlier step has left behind
+    partial.rename(final)
+    flush(final.parent)
+    replace_flushed(final / COMPLETE, record_of(final / MANIFEST).sha256 + "\n")
+    return final
+
+
+def remove(folder: Path) -> None:
+    """Deletes a checkpoint so that what an interruption leaves of it never counts as one."""
+    if folder.exists():
+        (folder / COMPLETE).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+
+
+def remove_old(checkpoints: Path, *, keep_last: int, keep_every_steps: int | None) -> list[Path]:
+    """Deletes all complete checkpoints but the newest `keep_last` and those of every so many steps. Says which."""
+    complete = [folder for folder in list_checkpoints(checkpoints) if (folder / COMPLETE).is_file()]
+    old = [f for f in complete[keep_last:] if keep_every_steps is None or _number(f) % keep_every_steps != 0]
+    for folder in old:
+        remove(folder)
+    return old
+
+
+def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
+    """Renames what is newer than the checkpoint a run goes on from, and removes what is unfinished.
+
+    Newer checkpoints did not verify. Left where they are, they would count among the newest that are kept, and good
+    ones would be deleted for them.
+    """
+    for folder in checkpoints.glob(f"step_*{PARTIAL}"):
+        shutil.rmtree(folder)
+    renamed = []
+    for folder in list_checkpoints(checkpoints):
+        if _number(folder) > step:
+            rejected = folder.with_name(folder.name + _REJECTED)
+            if rejected.exists():
+                shutil.rmtree(rejected)
+            folder.rename(rejected)
+            renamed.append(rejected)
+    return renamed
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(folder: Path) -> dict[str, FileRecord]:
+    """Name -> record of every file of a checkpoint, once COMPLETE says that the manifest is whole.
+
+    Raises:
+        Unusable: with the reason.
+    """
+    try:
+        mark = (folder / COMPLETE).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        raise Unusable(f"no {COMPLETE}: writing it was not finished") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise Unusable(f"{COMPLETE} cannot be read: {error}") from None
+    try:
+        found = record_of(folder / MANIFEST).sha256
+        if found != mark:
+            raise Unusable(f"{MANIFEST}: found SHA-256 {found}; {COMPLETE} says {mark!r}: one of the two is damaged")
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise Unusable(f"{MANIFEST}: found format {manifest['format']}; this version reads format {FORMAT}")
+        return {name: FileRecord(**record) for name, record in manifest["files"].items()}
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise Unusable(f"{MANIFEST} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def file_problem(folder: Path, name: str, expected: FileRecord) -> str | None:
+    """What is wrong with a file of a checkpoint; None for nothing. Reads all of it."""
+    path = folder / name
+    try:
+        found = path.stat().st_size
+        if found != expected.bytes:
+            return f"{name}: found {found:,} bytes; {MANIFEST} says {expected.bytes:,}"
+        if record_of(path) != expected:
+            return f"{name}: its SHA-256 is not that of {MANIFEST}: the file is damaged"
+    except FileNotFoundError:
+        return f"{name}: missing"
+    except OSError as error:
+        return f"{name}: cannot be read: {error}"
+    return None
+
+
+def read_run_state(folder: Path) -> dict[str, Any]:
+    """run_state.json of a checkpoint whose files have been verified."""
+    return json.loads((folder / RUN_STATE).read_text(encoding="utf-8"))

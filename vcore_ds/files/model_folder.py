@@ -1,0 +1,223 @@
+"""A Hugging Face folder, written aside file by file, read back, and renamed when it is whole. No collectives.
+
+Weights come as a stream of (name, tensor): at no time is more than about one file's worth of them in memory.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub import StateDictSplit, snapshot_download, split_torch_state_dict_into_shards
+from peft import PeftModel
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+
+from vcore_ds.errors import UserError
+from vcore_ds.files.aside import flush
+
+MAX_FILE_BYTES = 5 * 10**9
+PARTIAL = ".partial"
+INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+class BadExport(RuntimeError):
+    """What was written is not what was to be written."""
+
+
+# ---- what a folder holds -------------------------------------------------------------------------------------------
+
+
+def described_weights(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Name -> shape and dtype (a tensor on the meta device, without memory) of every weight that a folder of `path`'s
+    architecture holds, in Hugging Face's order; tied weights once."""
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+    all_parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return weights | {name: kept for name, kept in model.state_dict().items() if name not in all_parameters}
+
+
+def plan_files(weights: dict[str, Tensor], max_file_bytes: int = MAX_FILE_BYTES) -> StateDictSplit:
+    """Which tensor goes into which file, from shapes and dtypes (meta tensors)."""
+    return split_torch_state_dict_into_shards(weights, max_shard_size=max_file_bytes)
+
+
+def partial_of(folder: Path) -> Path:
+    """Where `folder` is written before it has its name."""
+    return folder.with_name(folder.name + PARTIAL)
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+
+def begin(folder: Path, num_bytes: int) -> Path:
+    """An empty folder beside `folder` to write into; what an interrupted export has left there goes.
+
+    Raises:
+        OSError: the disk has no room for `num_bytes`.
+    """
+    partial = partial_of(folder)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    free = shutil.disk_usage(partial).free
+    if free < num_bytes:
+        raise OSError(f"{partial}: found {free:,} bytes free; expected {num_bytes:,} for the weights. Make room")
+    return partial
+
+
+def collect_files(
+    split: StateDictSplit, weights: Iterable[tuple[str, Tensor | None]]
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """(file name, its tensors), each as soon as `weights` has given the last of them; None stands for a tensor that
+    another rank keeps."""
+    waiting = {file: set(names) for file, names in split.filename_to_tensors.items()}
+    held: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights:
+        file = split.tensor_to_filename[name]
+        if tensor is not None:
+            held.setdefault(file, {})[name] = tensor
+        waiting[file].remove(name)
+        if not waiting[file]:
+            yield file, held.pop(file, {})
+    missing = sorted(name for names in waiting.values() for name in names)
+    if missing:
+        raise BadExport(f"no tensor for {', '.join(missing)}")
+
+
+def write_file(path: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """One safetensors file, on the disk when this returns, read back and compared with what was to be written.
+
+    Raises:
+        BadExport: names, shapes or dtypes are not those of `expected`, or a value is not finite.
+    """
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    flush(path)
+    check_file(path, expected)
+
+
+def check_file(path: Path, expected: dict[str, Tensor]) -> None:
+    """Raises BadExport where a safetensors file does not hold exactly `expected`, in finite numbers."""
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        if names != expected.keys():
+            raise BadExport(f"{path}: other names than expected: {', '.join(sorted(names ^ expected.keys()))}")
+        for name, like in expected.items():
+            tensor = file.get_tensor(name)
+            if tensor.shape != like.shape or tensor.dtype != like.dtype:
+                raise BadExport(
+                    f"{path}: {name}: found {tuple(tensor.shape)} {tensor.dtype}; "
+                    f"expected {tuple(like.shape)} {like.dtype}"
+                )
+            if not bool(torch.isfinite(tensor).all()):
+                raise BadExport(f"{path}: {name}: not all values are finite")
+
+
+def describe(partial: Path, path: str, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Configuration, generation settings and tokenizer (its chat template too) beside the weights.
+
+    From the model's own folder, not from the model in memory, whose configuration was changed for training.
+    """
+    config = AutoConfig.from_pretrained(path)
+    config.dtype = dtype
+    config.save_pretrained(partial)
+    # Copied, not saved anew: transformers refuses to save settings that contradict each other, which models are shipped
+    # with, and a finished run must not end in that.
+    settings = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    if settings is not None:
+        shutil.copyfile(settings, partial / GENERATION_CONFIG_NAME)
+    tokenizer.save_pretrained(partial)
+
+
+def write_adapter(model: PeftModel, adapter: dict[str, Tensor], partial: Path) -> None:
+    """The adapter in peft's format, read back.
+
+    Args:
+        model: whose adapters have these names; its own tensors are not looked at.
+        adapter: name in `model` -> whole tensor.
+    """
+    model.save_pretrained(str(partial), state_dict=adapter)
+    path = partial / SAFETENSORS_WEIGHTS_NAME
+    flush(path)
+    check_file(path, {name.replace(".default.", "."): tensor.to("meta") for name, tensor in adapter.items()})
+
+
+def finish(partial: Path, folder: Path, split: StateDictSplit | None = None) -> None:
+    """The index, and the folder's own name: from here on it is a whole one.
+
+    Args:
+        split: of the weights; None for an adapter.
+
+    Raises:
+        BadExport: a file that another rank has written is not there.
+    """
+    for file in split.filename_to_tensors if split is not None else ():
+        if not (partial / file).is_file():
+            raise BadExport(
+                f"{partial / file}: found no such file, though another rank has written it; expected run.output_dir "
+                "on a file system that all nodes share"
+            )
+    if split is not None and split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for path in sorted(partial.iterdir()):
+        flush(path)
+    flush(partial)
+    partial.rename(folder)
+    flush(folder.parent)
+
+
+# ---- reading and merging -------------------------------------------------------------------------------------------
+
+
+class WeightFiles:
+    """The weights of a model's folder (or hub id), one tensor at a time."""
+
+    def __init__(self, path: str, file: str = SINGLE_FILE):
+        """Raises UserError where there are none in safetensors format."""
+        self.path = path
+        folder = Path(path)
+        if not folder.is_dir():
+            try:
+                folder = Path(snapshot_download(path, local_files_only=True))
+            except (OSError, ValueError) as error:
+                raise UserError(f"{path}: neither a folder nor a model of the local hub cache: {error}") from None
+        if (folder / INDEX).is_file():
+            self._file_of = {
+                name: folder / file
+                for name, file in json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].items()
+            }
+        elif (folder / file).is_file():
+            with safe_open(folder / file, framework="pt") as weights:
+                self._file_of = dict.fromkeys(weights.keys(), folder / file)
+        else:
+            raise UserError(f"{path}: found neither {INDEX} nor {file}; expected weights in safetensors format")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def read(self, name: str) -> Tensor:
+        """Raises UserError where the folder has no such tensor."""
+        if name not in self._file_of or not self._file_of[name].is_file():
+            raise UserError(f"{self.path}: found no tensor {name} in its safetensors files; expected one")
+        with safe_open(self._file_of[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+
+def merge_adapter(weight: Tensor, lora_a: Tensor, lora_b: Tensor, *, scale: float) -> Tensor:
+    """`W + scale * B A` of a linear layer, computed and returned in fp32.
+
+    Args:
+        weight: `[out, in]`; lora_a: `[rank, in]`; lora_b: `[out, rank]`.
+        scale: alpha / rank.
+    """
+    return torch.addmm(weight.float(), lora_b.float(), lora_a.float(), alpha=scale)

@@ -1,0 +1,35 @@
+"""The supervised tokens of a micro-batch, as everything here takes them: ragged, in row-major order."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vcore_ds.method.weights import segment_sum
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What weights are made of. All tensors are on one device and without a graph."""
+
+    losses: Tensor
+    """`[N]`, nats."""
+    sequence_index: Tensor
+    """`[N]`, int64, the sequence of each token, in `[0, num_sequences)`."""
+    num_sequences: int
+    utilities: Tensor | None = None
+    """`[N]`; for `vcore`."""
+    kept: Tensor | None = None
+    """`[N]`, bool, the tokens that carry loss, for `random`; None for all of them."""
+    reference_log_probability: Tensor | None = None
+    """`[num_sequences]`, nats, of each sequence under the reference model, for `iw_sft`."""
+
+    def num_tokens(self) -> Tensor:
+        """`[num_sequences]`, `n_i`."""
+        return segment_sum(torch.ones_like(self.losses), self.sequence_index, self.num_sequences)
+
+    def num_kept(self) -> Tensor:
+        """`[num_sequences]`, the tokens of each sequence that carry loss."""
+        if self.kept is None:
+            return self.num_tokens()
+        return segment_sum(self.kept.to(self.losses.dtype), self.sequence_index, self.num_sequences)

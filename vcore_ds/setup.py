@@ -1,0 +1,105 @@
+"""What commands share: the model and its engine from a recipe, the estimator, the number of steps, the learning rate."""
+
+import math
+
+import torch
+
+from vcore_ds.config import BatchPlan, Recipe
+from vcore_ds.distributed import layout
+from vcore_ds.engine import Engine, build_optimizer, sharded_loading
+from vcore_ds.models import TokenLossModel, add_lora, check_forward_mode, check_model_folder, load_causal_lm
+from vcore_ds.utility import Direction, Estimator, FiniteDifference, ForwardMode, NoUtilities
+
+
+def check_model(recipe: Recipe) -> None:
+    """Raises UserError where the model's folder cannot serve the recipe; cheap, no weights are read."""
+    check_model_folder(recipe.model.path)
+    if recipe.method.name == "vcore" and recipe.utility.estimator == "jvp":
+        check_forward_mode(recipe.model.path)
+
+
+def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
+    """Model, adapters, optimizer and ZeRO-3, from the recipe. A collective."""
+    # The same on every rank: adapters are initialised before they are sharded.
+    torch.manual_seed(recipe.run.seed)
+    with sharded_loading(ds_config):
+        causal_lm = load_causal_lm(
+            recipe.model.path,
+            dtype=torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32,
+            attention=recipe.model.attention,
+            gradient_checkpointing=recipe.model.gradient_checkpointing,
+        )
+    if recipe.lora is not None:
+        causal_lm = add_lora(causal_lm, recipe.lora)
+    model = TokenLossModel(causal_lm)
+    model.train()
+    return Engine(
+        model,
+        build_optimizer(model, recipe.optimizer),
+        ds_config,
+        coalesce_gradient_reduction=recipe.engine.coalesce_gradient_reduction,
+    )
+
+
+def build_estimator(recipe: Recipe, engine: Engine, plan: BatchPlan) -> Estimator:
+    """What gives the step losses and utilities, with a probe direction of its own."""
+    if recipe.method.name != "vcore":
+        return NoUtilities(engine)
+    batches_per_pass = max(1, plan.utility_micro_batch_size_per_rank // plan.micro_batch_size_per_rank)
+    direction = Direction(engine)
+    if recipe.utility.estimator == "jvp":
+        return ForwardMode(engine, direction, batches_per_pass)
+    assert recipe.utility.epsilon is not None  # the recipe's rules
+    return FiniteDifference(
+        engine, direction, batches_per_pass, epsilon=recipe.utility.epsilon, rounding=recipe.utility.rounding
+    )
+
+
+def count_steps(recipe: Recipe, num_sequences: int) -> int:
+    """Optimizer steps of the run; an epoch that ends within a step is rounded up to whole steps."""
+    if recipe.schedule.num_steps is not None:
+        return recipe.schedule.num_steps
+    assert recipe.schedule.num_epochs is not None  # the recipe's rules
+    return max(1, math.ceil(recipe.schedule.num_epochs * num_sequences / recipe.batch.global_size))
+
+
+def learning_rate_at(recipe: Recipe, k: int, num_steps: int) -> float:
+    """Learning rate of optimizer step k, from 0: linear warm-up that reaches the peak, then half a cosine to 0 (or
+    constant)."""
+    peak = recipe.optimizer.learning_rate
+    num_warmup_steps = math.ceil(recipe.schedule.warmup_ratio * num_steps)
+    if k < num_warmup_steps:
+        return peak * (k + 1) / num_warmup_steps
+    if recipe.schedule.kind == "constant":
+        return peak
+    progress = (k - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
+    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None) -> str:
+    """Two or three lines for the start of a run: model, method, and what the method keeps in memory."""
+    num_all = sum(parameter.ds_numel for parameter in engine.module.parameters())
+    num_trainable = sum(parameter.ds_numel for _, parameter in engine.trainable)
+    kind = f"LoRA rank {recipe.lora.rank}" if recipe.lora is not None else "full-parameter"
+    lines = [
+        f"Model: {recipe.model.path}: {num_all:,} parameters, {num_trainable:,} trained ({kind}), "
+        f"{recipe.model.precision}, ZeRO-3 over {layout.size('shards')} rank(s) on {engine.device.type}"
+    ]
+    if direction is None:
+        return "\n".join([*lines, f"Method: {recipe.method.name}, normalization {recipe.method.normalization}"])
+    strength = (
+        f"kl_budget {recipe.method.kl_budget:g} nats"
+        if recipe.method.kl_budget is not None
+        else f"temperature {recipe.method.temperature:g}"
+    )
+    epsilon = f", epsilon {recipe.utility.epsilon}" if recipe.utility.epsilon is not None else ""
+    lines.append(
+        f"Method: vcore, {strength}, alpha {recipe.method.alpha}, utilities by {recipe.utility.estimator}{epsilon} "
+        f"along the {recipe.probe.direction} direction, which keeps {direction.persistent_bytes / 2**20:.1f} MiB a rank"
+    )
+    if recipe.utility.estimator == "finite_difference" and engine.has_dropout:
+        lines.append(
+            "LoRA dropout is on, so the training forward cannot serve as l(theta): "
+            "finite differences take one more forward a step"
+        )
+    return "\n".join(lines)

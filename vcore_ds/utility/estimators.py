@@ -1,0 +1,108 @@
+"""The seam between the step and the ways to find utilities `s[i,t] = <v, grad l[i,t]>`.
+
+An estimator first runs what concerns the whole batch (`begin`), then gives losses with a graph and utilities of one
+micro-batch after the other (`forward`). Utilities are computed without gradient and without dropout, so they belong to
+the deterministic model; several micro-batches may share one such pass, because no activations are kept: every merged
+pass saves a gather of all parameters.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from vcore_ds.data import Batch
+from vcore_ds.engine import Engine
+from vcore_ds.utility.direction import Direction
+from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
+from vcore_ds.utility.passes import merged_passes
+
+
+class Estimator(Protocol):
+    """How a step comes to the losses and utilities of its micro-batches."""
+
+    direction: Direction | None
+    """Along which utilities are taken; None for a method without utilities."""
+
+    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> Mapping[str, float | None]:
+        """What comes before the first backward; `forward` is about these batches then. A collective.
+
+        Args:
+            batches: this rank's main micro-batches.
+            seed: of what is drawn in this step; the same on all ranks.
+            measure_noise: measure how far the utilities stand clear of rounding, where that is in question.
+
+        Returns:
+            What was measured, by its name in the metrics.
+        """
+        ...
+
+    def forward(self, k: int) -> tuple[Tensor, Tensor | None]:
+        """Losses (nats, with a graph) and utilities (None without a direction) of micro-batch k, both `[N]`. A
+        collective."""
+        ...
+
+    def state(self) -> dict[str, float | None] | None:
+        """What a resumed run needs beside the direction's tensors, for JSON; None without a direction."""
+        ...
+
+    def load_state(self, state: Mapping[str, float | None]) -> None: ...
+
+
+class NoUtilities:
+    """For the methods that weight tokens by something else."""
+
+    direction = None
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._batches: Sequence[Batch] = ()
+
+    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> Mapping[str, float | None]:
+        self._batches = batches
+        return {}
+
+    def forward(self, k: int) -> tuple[Tensor, None]:
+        return self._engine.token_losses(self._batches[k]), None
+
+    def state(self) -> None:
+        return None
+
+    def load_state(self, state: Mapping[str, float | None]) -> None:
+        pass
+
+
+class ForwardMode:
+    """Exact utilities, from one forward-mode pass over the batch before the main one."""
+
+    def __init__(self, engine: Engine, direction: Direction, batches_per_pass: int = 1):
+        """`batches_per_pass`: main micro-batches in one gradient-free forward."""
+        self.direction = direction
+        self._engine, self._batches_per_pass = engine, batches_per_pass
+        self._batches: Sequence[Batch] = ()
+        self._utilities: list[Tensor] = []
+
+    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> Mapping[str, float | None]:
+        self._batches = batches
+        self._utilities = jvp_utilities(self._engine, self.direction, batches, self._batches_per_pass)
+        return {}
+
+    def forward(self, k: int) -> tuple[Tensor, Tensor]:
+        return self._engine.token_losses(self._batches[k]), self._utilities[k]
+
+    def state(self) -> dict[str, float | None]:
+        return {"norm": self.direction.norm, "displacement": None}
+
+    def load_state(self, state: Mapping[str, float | None]) -> None:
+        self.direction.norm = state["norm"]
+
+
+def jvp_utilities(
+    engine: Engine, direction: Direction, batches: Sequence[Batch], batches_per_pass: int = 1
+) -> list[Tensor]:
+    """Utilities `[N]` of each of this rank's micro-batches by forward-mode differentiation. A collective."""
+    utilities: list[Tensor] = []
+    with forward_mode(engine, direction):
+        for merged, sizes in merged_passes(batches, batches_per_pass):
+            utilities += losses_and_utilities(engine, merged)[1].split(sizes)
+    return utilities

@@ -1,0 +1,151 @@
+"""The paper's estimator: `(l(theta) - l(theta - epsilon v)) / epsilon`, the search for epsilon, and its noise."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vcore_ds.data import Batch
+from vcore_ds.distributed import layout
+from vcore_ds.engine import Engine
+from vcore_ds.utility.direction import Direction
+from vcore_ds.utility.passes import measured_losses
+from vcore_ds.utility.perturbation import perturbed
+
+
+class FiniteDifference:
+    """Utilities by the one-backward trick (Section "One-Backward Trick"): a perturbed forward before the main one, which
+    gives `l(theta)` for free where it has no dropout.
+
+    Attributes:
+        displacement: `epsilon * norm` that `epsilon: auto` has found, kept from step to step: the distance at which
+            rounding and curvature balance hardly changes, while the gradient's norm does. None before the first search.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        direction: Direction,
+        batches_per_pass: int = 1,
+        *,
+        epsilon: float | Literal["auto"],
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+    ):
+        """Args:
+        batches_per_pass: main micro-batches in one gradient-free forward.
+        epsilon: step, in units of the direction; `auto` searches for it in the steps that measure noise.
+        rounding: of the perturbed parameters, see `perturbed`.
+        """
+        self.direction = direction
+        self.displacement: float | None = None
+        self._engine, self._batches_per_pass = engine, batches_per_pass
+        self._epsilon, self._rounds_stochastically = epsilon, rounding == "stochastic"
+        self._batches: Sequence[Batch] = ()
+        self._step = 1.0
+        self._perturbed_losses: list[Tensor] = []
+        self._base_losses: list[Tensor] | None = None
+
+    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> Mapping[str, float | None]:
+        engine, direction, merge = self._engine, self.direction, self._batches_per_pass
+        rounding_seed = seed if self._rounds_stochastically else None
+        self._batches, self._base_losses = batches, None
+        self._step = epsilon = self._choose_step(batches, rounding_seed, search=measure_noise)
+        below, changed_fraction = perturbed_losses(engine, direction, batches, epsilon, merge, rounding_seed)
+        measured = {"epsilon": epsilon, "changed_fraction": changed_fraction, "signal_to_noise": None}
+        if engine.has_dropout or measure_noise:
+            base = measured_losses(engine, batches, merge)
+            # With dropout the training forward has a mask that the perturbed one has not.
+            self._base_losses = base if engine.has_dropout else None
+            if measure_noise:
+                above, _ = perturbed_losses(engine, direction, batches, -epsilon, merge, rounding_seed)
+                measured["signal_to_noise"] = signal_to_noise(torch.cat(below), torch.cat(base), torch.cat(above))
+        self._perturbed_losses = below
+        return measured
+
+    def forward(self, k: int) -> tuple[Tensor, Tensor]:
+        losses = self._engine.token_losses(self._batches[k])
+        base = losses.detach() if self._base_losses is None else self._base_losses[k]
+        return losses, (base - self._perturbed_losses[k]) / self._step
+
+    def state(self) -> dict[str, float | None]:
+        return {"norm": self.direction.norm, "displacement": self.displacement}
+
+    def load_state(self, state: Mapping[str, float | None]) -> None:
+        self.direction.norm, self.displacement = state["norm"], state["displacement"]
+
+    def _choose_step(self, batches: Sequence[Batch], rounding_seed: int | None, search: bool) -> float:
+        if self._epsilon != "auto":
+            return self._epsilon
+        norm = self.direction.norm
+        if search or self.displacement is None:
+            epsilon = choose_epsilon(self._engine, self.direction, batches, rounding_seed)
+            self.displacement = epsilon * norm if norm else None
+            return epsilon
+        return self.displacement / norm if norm else 1.0
+
+
+RELATIVE_DISPLACEMENTS = tuple(10.0 ** (-exponent / 2) for exponent in range(19))
+"""Lengths of the perturbation that `choose_epsilon` tries, in units of the parameters' norm: 1 down to 1e-9."""
+
+
+def choose_epsilon(
+    engine: Engine, direction: Direction, batches: Sequence[Batch], stochastic_rounding_seed: int | None = None
+) -> float:
+    """The epsilon whose loss change stands clearest of its errors: rounding if too small, curvature if too large.
+
+    Tries lengths of the perturbation from the parameters' own norm downwards, in steps of sqrt(10), on the first
+    micro-batch of each rank, and takes the one with the largest `signal_to_noise`; stops when four in a row are worse
+    than the best. Two forwards of a micro-batch each. A collective; the same on all ranks.
+    """
+    if not direction.norm:
+        return 1.0  # no direction: every difference is zero
+    batch = batches[:1]
+    base = torch.cat(measured_losses(engine, batch, 1))
+    norm = engine.parameter_norm()
+    best, best_epsilon, num_worse = 0.0, norm * RELATIVE_DISPLACEMENTS[-1] / direction.norm, 0
+    for relative in RELATIVE_DISPLACEMENTS:
+        epsilon = relative * norm / direction.norm
+        below, above = (
+            torch.cat(perturbed_losses(engine, direction, batch, signed, 1, stochastic_rounding_seed)[0])
+            for signed in (epsilon, -epsilon)
+        )
+        clearness = signal_to_noise(below, base, above)
+        if clearness > best:
+            best, best_epsilon, num_worse = clearness, epsilon, 0
+        elif best > 0:
+            num_worse += 1
+            if num_worse == 4:
+                break
+    return best_epsilon
+
+
+def signal_to_noise(below: Tensor, base: Tensor, above: Tensor) -> float:
+    """How far the loss change that a finite difference divides by epsilon stands clear of rounding.
+
+    From the losses `[N]` of this rank's tokens at `theta - eps v`, `theta` and `theta + eps v`: a smooth loss changes
+    antisymmetrically, `(above - below) / 2`, and what is symmetric, `above + below - 2 base`, is rounding (or, at a
+    large epsilon, curvature: an error all the same). With independent rounding of variance r^2 the symmetric part has
+    variance 6 r^2, the antisymmetric part carries r^2 / 2 beside the signal, and the difference `base - below` that is
+    used carries 2 r^2. Returns rms(signal) / sqrt(2 r^2), over all ranks: well above 1 is a measurement, below 1 is
+    noise. A collective.
+    """
+    antisymmetric, symmetric = (above - below) / 2, above + below - 2 * base
+    squares = layout.sum_over("shards", [float(antisymmetric.square().sum()), float(symmetric.square().sum())])
+    rounding = squares[1] / 6
+    signal = max(0.0, squares[0] - rounding / 2)
+    return (signal / (2 * rounding)) ** 0.5 if rounding > 0 else float("inf") if signal > 0 else 0.0
+
+
+def perturbed_losses(
+    engine: Engine,
+    direction: Direction,
+    batches: Sequence[Batch],
+    epsilon: float,
+    batches_per_pass: int,
+    stochastic_rounding_seed: int | None,
+) -> tuple[list[Tensor], float]:
+    """Losses `[N]` of each micro-batch at `theta - epsilon v`, and the share of parameters that changed. A
+    collective."""
+    with perturbed(engine, direction, epsilon, stochastic_rounding_seed=stochastic_rounding_seed) as perturbation:
+        return measured_losses(engine, batches, batches_per_pass), perturbation.changed_fraction

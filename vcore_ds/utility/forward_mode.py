@@ -1,0 +1,161 @@
+"""Exact utilities: forward-mode differentiation through a model whose parameters and tangents are ZeRO-3 shards.
+
+Every trainable parameter becomes a dual number whose tangent is the gathered probe direction; the tangent of a token's
+loss is its utility, `s[i,t] = <v, grad l[i,t]>`, with no step size and nothing to restore.
+
+The same pass gives a reference in higher precision without a second model: each module's parameters are replaced while
+it runs, so they can as well be replaced by copies in fp32 or fp64, and activations follow.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from peft.helpers import disable_input_dtype_casting
+from torch import Tensor, nn
+
+from vcore_ds.data import Batch
+from vcore_ds.distributed import layout
+from vcore_ds.engine import Engine
+from vcore_ds.models import FORWARD_MODE_ATTENTION
+from vcore_ds.utility.direction import Direction
+
+
+@contextmanager
+def forward_mode(engine: Engine, direction: Direction, precision: torch.dtype | None = None) -> Iterator[None]:
+    """Inside, `losses_and_utilities` differentiates along `direction`. No model code is changed; all hooks are
+    removed.
+
+    Args:
+        precision: compute in this dtype, from the parameters and the direction as they stand in the shards (so at the
+            very point where the training forward computes, without its rounding); None for that of the parameters.
+            Frozen parameters too. Each module's copy lives while that module runs. Hugging Face's norms compute in
+            fp32 whatever their input is, so fp64 is exact to fp32's rounding in those.
+    """
+    config = engine.module.base.config
+    attention_before = config._attn_implementation
+    _give_deepspeed_hooks_a_tangent_rule(engine.module)
+    tangents = _TangentGatherer(direction, precision)
+    # peft would cast an adapter's input to the dtype that the adapter has outside its forward.
+    with engine.without_gradient(), disable_input_dtype_casting(engine.module, active=precision is not None):
+        config._attn_implementation = FORWARD_MODE_ATTENTION
+        try:
+            tangents.attach(engine)
+            yield
+        finally:
+            tangents.detach()
+            config._attn_implementation = attention_before
+
+
+def losses_and_utilities(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Losses and utilities of the supervised tokens of `batch`, both fp32 `[N]` (fp64 in that precision); within
+    `forward_mode`. A collective."""
+    with forward_ad.dual_level():
+        losses, utilities = forward_ad.unpack_dual(engine.token_losses(batch))
+    if utilities is None:  # no tokens here, so nothing carried a tangent to the end
+        utilities = torch.zeros_like(losses)
+    return losses, utilities
+
+
+def _give_deepspeed_hooks_a_tangent_rule(model: nn.Module) -> None:
+    """ZeRO-3 wraps inputs and outputs of every module in autograd Functions of its own that have no `jvp`. They are
+    identities."""
+    for module in model.modules():
+        for name in ("pre_bwd_fn", "post_bwd_fn"):
+            function = module.__dict__.get(name)
+            if function is not None and "jvp" not in function.__dict__:
+                # view_as, because the Function returns a view of its input and PyTorch insists on the same of the
+                # tangent.
+                function.jvp = staticmethod(lambda ctx, tangent: tangent.view_as(tangent))
+
+
+def _dual_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """`nn.Linear.forward` for dual numbers, without the product that PyTorch's own rule spends on a tangent that is not
+    there: it fills one with zeros and multiplies by it, a third of the work of every frozen layer under LoRA."""
+    (x, d_x), (weight, d_weight) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(layer.weight)
+    bias, d_bias = (None, None) if layer.bias is None else forward_ad.unpack_dual(layer.bias)
+    terms = [] if d_x is None else [nn.functional.linear(d_x, weight)]
+    if d_weight is not None:
+        terms.append(nn.functional.linear(x, d_weight))
+    if d_bias is not None:
+        terms.append(d_bias.expand(*x.shape[:-1], -1))
+    out = nn.functional.linear(x, weight, bias)
+    return forward_ad.make_dual(out, sum(terms[1:], terms[0])) if terms else out
+
+
+class _TangentGatherer:
+    """Makes parameters dual as the forward reaches them: at most two groups of tangents are whole at a time."""
+
+    def __init__(self, direction: Direction, precision: torch.dtype | None):
+        self._direction, self._precision = direction, precision
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._replaced_modules: list[nn.Module] = []
+        self._linears: list[nn.Linear] = []
+        self._whole: dict[int, Tensor] = {}
+        self._in_flight: dict[int, layout.PendingGather] = {}
+
+    def attach(self, engine: Engine) -> None:
+        """Hooks run in the order of registration: ZeRO-3's, which gathers a module's parameters, is older than ours."""
+        groups = self._direction.groups
+        group_of = {id(p): number for number, (_, parameters) in enumerate(groups) for p in parameters}
+        owned = {id(owner): number for number, (owner, _) in enumerate(groups)}
+        covered = {(id(module), number) for number, (owner, _) in enumerate(groups) for module in owner.modules()}
+        for module in engine.module.modules():
+            own = [group_of[id(p)] for p in module.parameters(recurse=False) if id(p) in group_of]
+            gathered_here = [owned[id(module)]] if id(module) in owned else []
+            # A tied weight's second user lies outside the module that owns the group: it gathers for itself.
+            gathered_here += [number for number in own if (id(module), number) not in covered]
+            for number in gathered_here:
+                prefetch = number + 1 if number == owned.get(id(module)) and number + 1 < len(groups) else None
+                self._handles.append(module.register_forward_pre_hook(self._gather_hook(number, prefetch)))
+            if type(module) is nn.Linear and "forward" not in module.__dict__:
+                self._linears.append(module)
+                module.forward = partial(_dual_linear, module)
+            if own or (self._precision is not None and any(True for _ in module.parameters(recurse=False))):
+                self._replaced_modules.append(module)
+                self._handles.append(module.register_forward_pre_hook(self._replace))
+                self._handles.append(module.register_forward_hook(self._put_back))
+            for number in gathered_here:
+                self._handles.append(module.register_forward_hook(self._release_hook(number)))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module in self._replaced_modules:  # the forward may have raised between the hooks
+            self._put_back(module)
+        for layer in self._linears:
+            del layer.forward  # the instance's; the class's is in force again
+        for pending in self._in_flight.values():
+            pending.wait()  # started on every rank, so it ends; a pending collective would meet the next one
+        self._handles, self._replaced_modules, self._linears, self._in_flight, self._whole = [], [], [], {}, {}
+
+    def _gather_hook(self, number: int, prefetch: int | None):
+        def gather(module: nn.Module, _: object) -> None:
+            started = self._in_flight.pop(number, None) or self._direction.start_gather(number)
+            self._whole.update(self._direction.finish_gather(number, started))
+            if prefetch is not None and prefetch not in self._in_flight:
+                self._in_flight[prefetch] = self._direction.start_gather(prefetch)
+
+        return gather
+
+    def _release_hook(self, number: int):
+        def release(module: nn.Module, *_: object) -> None:
+            for parameter in self._direction.groups[number][1]:
+                self._whole.pop(id(parameter), None)
+
+        return release
+
+    def _replace(self, module: nn.Module, _: object) -> None:
+        # An attribute of the instance hides the parameter of the same name: nn.Module looks there first.
+        for name, parameter in module._parameters.items():
+            tangent = None if parameter is None else self._whole.get(id(parameter))
+            if parameter is None or (tangent is None and self._precision is None):
+                continue
+            value = parameter.data.to(self._precision or parameter.dtype)
+            module.__dict__[name] = value if tangent is None else forward_ad.make_dual(value, tangent.to(value.dtype))
+
+    def _put_back(self, module: nn.Module, *_: object) -> None:
+        for name in module._parameters:
+            module.__dict__.pop(name, None)

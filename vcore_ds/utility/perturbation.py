@@ -1,0 +1,80 @@
+"""A local perturbation of the parameter shards that is taken back bit for bit."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+from vcore_ds.distributed import layout
+from vcore_ds.engine import Engine
+from vcore_ds.utility.direction import Direction
+
+
+@dataclass
+class Perturbation:
+    changed_fraction: float
+    """Share of the trainable parameters, over all ranks, that the perturbation changed at all. In bf16 a
+    small epsilon is below half an ulp of most weights and changes nothing."""
+
+
+@contextmanager
+def perturbed(
+    engine: Engine, direction: Direction, epsilon: float, *, stochastic_rounding_seed: int | None = None
+) -> Iterator[Perturbation]:
+    """Inside, the model computes with `theta - epsilon * v` (Section "One-Backward Trick"); every rank shifts its
+    own shards.
+
+    The shift is made in fp32 from the optimizer's master shard and then rounded to the parameter dtype: to the nearest
+    value, or, with a seed, stochastically. Then it starts from the parameter itself instead of its master: the
+    expectation of the perturbed parameter is exactly `epsilon * v` away from the point where `l(theta)` is taken.
+    Rounding the master stochastically would move parameters at random even with epsilon 0.
+    Afterwards, also when the body raises, the shards hold the bytes they held before.
+
+    Yields the share of parameters that changed. Entering is a collective (one reduction of two numbers).
+    """
+    saved: list[torch.Tensor | None] = []
+    num_changed = num_total = 0
+    offloaded = engine.deepspeed.zero_offload_optimizer() is not None and (
+        engine.deepspeed.zero_offload_optimizer().device != OffloadDeviceEnum.none
+    )
+    generator = None
+    if stochastic_rounding_seed is not None:
+        generator = torch.Generator(engine.device)
+        generator.manual_seed(stochastic_rounding_seed * layout.size("shards") + layout.rank("shards"))
+    try:
+        for _, parameter in engine.trainable:
+            shard = parameter.ds_tensor.data  # in host memory where parameters are offloaded
+            numel = engine.local_numel(parameter)
+            # DeepSpeed casts the master shard to the parameter dtype after every step, so casting it again
+            # restores the bytes, with nothing kept. An offloaded master would travel twice: keep the shard.
+            saved.append(shard.clone() if offloaded else None)
+            before = shard[:numel].to(engine.device)
+            start = engine.local_master(parameter) if generator is None else before.float()
+            shifted = start.sub(direction.shard(parameter)[:numel].float(), alpha=epsilon)
+            if generator is not None and shard.dtype == torch.bfloat16:
+                shifted = round_stochastically(shifted, generator)
+            shifted = shifted.to(shard.dtype)
+            num_changed += int((shifted != before).sum())
+            num_total += numel
+            shard[:numel].copy_(shifted)
+        engine.forget_gathered_parameters()
+        changed, total = layout.sum_over("shards", [num_changed, num_total])
+        yield Perturbation(changed_fraction=changed / max(total, 1))
+    finally:
+        for (_, parameter), shard_before in zip(engine.trainable, saved, strict=False):
+            shard = parameter.ds_tensor.data
+            if shard_before is not None:
+                shard.copy_(shard_before)
+            else:
+                shard[: engine.local_numel(parameter)].copy_(engine.local_master(parameter))
+        engine.forget_gathered_parameters()
+
+
+def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """fp32 values, each moved to one of its two bf16 neighbours (still as fp32), to either with the probability that
+    makes the expectation the value itself. What is bf16 already stays as it is."""
+    # bf16 is the upper half of fp32: a random lower half, added, carries into it as often as the remainder is large.
+    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    return (values.contiguous().view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)

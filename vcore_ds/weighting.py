@@ -1,0 +1,101 @@
+"""Which weights a method gives to tokens, and which alpha to their losses: one dispatch, on plain tensors.
+
+Used by the step, by the experiments and by the tests against the oracle alike.
+"""
+
+import torch
+from torch import Tensor
+
+from vcore_ds.config.schema import MethodConfig
+from vcore_ds.method import (
+    GibbsWeights,
+    Tokens,
+    dft_weights,
+    effective_sample_size_alpha,
+    gibbs_weights,
+    gibbs_weights_for_budget,
+    iw_sft_weights,
+    loss_ratio_alpha,
+    random_weights,
+    token_coefficients,
+    uniform_weights,
+    utility_moments,
+    utility_variances,
+    variance_alpha,
+)
+
+
+def token_weights(method: MethodConfig, tokens: Tokens) -> GibbsWeights:
+    """`q[i,t]` of every token (Algorithm 1, line 5); of the baselines, weights on the same scale without a tilt."""
+    index, num_sequences = tokens.sequence_index, tokens.num_sequences
+    if method.name == "vcore":
+        assert tokens.utilities is not None
+        if method.kl_budget is not None:
+            return gibbs_weights_for_budget(tokens.utilities, index, num_sequences, method.kl_budget)
+        assert method.temperature is not None  # the recipe's rules
+        return gibbs_weights(tokens.utilities, index, num_sequences, method.temperature)
+    if method.name == "dft":
+        weights = dft_weights(tokens.losses, index, num_sequences)
+    elif method.name == "iw_sft":
+        # An idle batch has one row without tokens, and no reference.
+        reference = tokens.reference_log_probability
+        reference = tokens.losses.new_zeros(num_sequences) if reference is None else reference
+        weights = iw_sft_weights(tokens.losses, reference, index, num_sequences)
+    elif method.name == "random":
+        # A batch without a mask is an idle one.
+        kept = torch.ones_like(tokens.losses, dtype=torch.bool) if tokens.kept is None else tokens.kept
+        weights = random_weights(kept, index, num_sequences)
+    else:
+        weights = uniform_weights(index, num_sequences)
+    nothing = weights.new_zeros(num_sequences)
+    return GibbsWeights(weights, temperature=nothing, kl=nothing, saturated=nothing.bool())
+
+
+def alpha_of_micro_batch(
+    method: MethodConfig, tokens: Tokens, weights: Tensor, sequence_shares: Tensor
+) -> Tensor | float:
+    """The alpha (Algorithm 1, line 6) that is known before the backward: of each sequence, `[num_sequences]`, or one for
+    the micro-batch; 1 where alpha belongs to the global batch, and for methods without one.
+
+    Args:
+        weights: `[N]`.
+        sequence_shares: `[num_sequences]`, of the global batch's loss.
+    """
+    if not has_own_alpha(method):
+        return 1.0
+    losses, index, num_sequences = tokens.losses, tokens.sequence_index, tokens.num_sequences
+    if method.alpha == "effective_sample_size":
+        return effective_sample_size_alpha(weights, index, num_sequences, method.alpha_cap)
+    if method.alpha == "variance":
+        assert tokens.utilities is not None
+        moments = utility_moments(tokens.utilities, weights, index, num_sequences)
+        return variance_alpha(*utility_variances(moments), method.alpha_cap).to(losses.dtype)
+    uniform = token_coefficients(uniform_weights(index, num_sequences), index, sequence_shares)
+    weighted = token_coefficients(weights, index, sequence_shares)
+    return loss_ratio_alpha((uniform * losses).sum(), (weighted * losses).sum(), method.alpha_cap).to(losses.dtype)
+
+
+def has_own_alpha(method: MethodConfig) -> bool:
+    """Whether a sequence or a micro-batch has an alpha of its own, instead of one for the global batch."""
+    if method.name != "vcore" or method.alpha == "none":
+        return False
+    return method.alpha == "effective_sample_size" or method.alpha_scope == "micro_batch"
+
+
+def alpha_of_global_batch(
+    method: MethodConfig, *, loss: float, weighted_loss: float, utility_moments: Tensor
+) -> float:
+    """Alpha (Algorithm 1, line 6) of the whole batch; 1 where sequences or micro-batches have their own, and for
+    methods without one.
+
+    Args:
+        loss, weighted_loss: nats, of the batch under uniform weights and under the method's.
+        utility_moments: `[5]`, see `method.utility_moments`, summed over the batch.
+    """
+    if method.name != "vcore" or has_own_alpha(method):
+        return 1.0
+    if method.alpha == "loss_ratio":
+        return float(loss_ratio_alpha(loss, weighted_loss, method.alpha_cap))
+    if method.alpha == "variance":
+        return float(variance_alpha(*utility_variances(utility_moments), method.alpha_cap))
+    return 1.0
