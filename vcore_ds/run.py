@@ -80,7 +80,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
 
     mark("loading the model")
     engine = build_engine(recipe, ds_config)
-    estimator = build_estimator(recipe, engine, plan)
+    estimator = build_estimator(recipe, engine, batches_per_pass=plan.batches_per_utility_pass)
     console.say(describe_engine(recipe, engine, estimator.direction))
     num_done = 0
     if found is not None:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from vcore_ds.config import BatchPlan, Recipe
+from vcore_ds.config import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine, build_optimizer, sharded_loading
 from vcore_ds.models import TokenLossModel, add_lora, check_forward_mode, check_model_folder, load_causal_lm
@@ -41,11 +41,14 @@ def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
     )
 
 
-def build_estimator(recipe: Recipe, engine: Engine, plan: BatchPlan) -> Estimator:
-    """What gives the step losses and utilities, with a probe direction of its own."""
+def build_estimator(recipe: Recipe, engine: Engine, *, batches_per_pass: int = 1) -> Estimator:
+    """What gives the step losses and utilities, with a probe direction of its own.
+
+    Args:
+        batches_per_pass: main micro-batches in one gradient-free forward (`BatchPlan.batches_per_utility_pass`).
+    """
     if recipe.method.name != "vcore":
         return NoUtilities(engine)
-    batches_per_pass = max(1, plan.utility_micro_batch_size_per_rank // plan.micro_batch_size_per_rank)
     direction = Direction(engine)
     if recipe.utility.estimator == "jvp":
         return ForwardMode(engine, direction, batches_per_pass)

@@ -14,10 +14,9 @@ import numpy as np
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.allocations import Allocations
-from vcore_ds.data import Batch, TokenizedSequence, pack
+from vcore_ds.data import Batch, StepBatches, TokenizedSequence, pack
 from vcore_ds.distributed.process_group import start_process_group
-from vcore_ds.engine import Direction, Engine, build_optimizer
-from vcore_ds.step import StepBatches, train_step
+from vcore_ds.engine import Engine, build_optimizer
 
 NUM_TOKENS, VOCABULARY, HIDDEN = 16_384, 151_936, 64
 METHODS = {
@@ -49,13 +48,13 @@ def main() -> None:
             tied=True, checkpointing=True, vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN
         )
         engine = Engine(model, build_optimizer(model, recipe.optimizer), tiny.deepspeed_config())
-        direction = Direction(engine) if recipe.method.name == "vcore" else None
-        batches = StepBatches([batch], [batch] if direction is not None else [])
-        train_step(engine, recipe, batches, direction, learning_rate=1e-4)  # optimizer state comes with the first step
+        estimator = step_runs.make_estimator(recipe, engine)
+        batches = StepBatches([batch], [batch] if estimator.direction is not None else [])
+        step_runs.train_step(engine, recipe, batches, estimator)  # optimizer state comes with the first step
         gc.collect()
         started = time.perf_counter()
         with Allocations() as allocations:
-            values = train_step(engine, recipe, batches, direction, learning_rate=1e-4).values
+            values = step_runs.train_step(engine, recipe, batches, estimator).values
         weight_gib = VOCABULARY * HIDDEN * 4 / 2**30
         print(
             f"{name:<26} {allocations.peak_bytes / 2**30:5.2f} GiB, of which {weight_gib:.2f} for each copy of the "

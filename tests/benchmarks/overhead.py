@@ -21,10 +21,9 @@ from torch.nn.functional import cross_entropy
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data import Batch, TokenizedSequence, collate, split_batch
+from vcore_ds.data import Batch, StepBatches, TokenizedSequence, collate, split_batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Direction, Engine, build_optimizer
-from vcore_ds.step import StepBatches, train_step
+from vcore_ds.engine import Engine, build_optimizer
 
 MODEL = dict(
     vocab_size=8192, hidden_size=384, intermediate_size=1152, num_hidden_layers=8, num_attention_heads=6, head_dim=64
@@ -88,27 +87,20 @@ class BareLoop:
 
 
 class OurLoop:
-    def __init__(self, sections: dict):
+    def __init__(self, sections: dict, batches_per_pass: int = 1):
         self.recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"}, **sections)
         model = tiny.token_loss_model(tied=True, **MODEL)
         optimizer = build_optimizer(model, self.recipe.optimizer)
         self.engine = Engine(model, optimizer, deepspeed_config(), coalesce_gradient_reduction=True)
-        self.direction = None if self.recipe.method.name == "sft" else Direction(self.engine)
+        self.estimator = step_runs.make_estimator(self.recipe, self.engine, batches_per_pass)
 
-    def step(self, main: list[Batch], probe: list[Batch], batches_per_pass: int) -> dict:
-        batches = StepBatches(main, [] if self.direction is None else probe)
-        return train_step(
-            self.engine,
-            self.recipe,
-            batches,
-            self.direction,
-            learning_rate=1e-4,
-            batches_per_utility_pass=batches_per_pass,
-        ).values
+    def step(self, main: list[Batch], probe: list[Batch]) -> dict:
+        batches = StepBatches(main, [] if self.estimator.direction is None else probe)
+        return step_runs.train_step(self.engine, self.recipe, batches, self.estimator).values
 
 
 def measure(num_rounds: int, batches_per_utility_pass: int) -> dict:
-    loops = {"bare": BareLoop(), **{name: OurLoop(sections) for name, sections in VARIANTS.items()}}
+    loops = {"bare": BareLoop(), **{name: OurLoop(sections, batches_per_utility_pass) for name, sections in VARIANTS.items()}}
     num_parameters = sum(p.ds_numel for p in loops["bare"].engine.module.parameters())
     seconds = {name: [] for name in loops}
     parts = {name: [] for name in VARIANTS}
@@ -120,7 +112,7 @@ def measure(num_rounds: int, batches_per_utility_pass: int) -> dict:
         for name in names[k % 4 :] + names[: k % 4]:
             torch.distributed.barrier()
             start = time.perf_counter()
-            values = loops[name].step(main, probe, batches_per_utility_pass)
+            values = loops[name].step(main, probe)
             torch.distributed.barrier()
             if k > 0:  # the first round allocates, and records ZeRO-3's trace
                 seconds[name].append(time.perf_counter() - start)

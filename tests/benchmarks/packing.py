@@ -16,10 +16,12 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.benchmarks.overhead import MODEL, OurLoop, ratio
+from tests.helpers import step_runs
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data import (
     Batch,
     MainOrder,
+    StepBatches,
     TokenizedSequence,
     TokenStore,
     collate,
@@ -31,7 +33,6 @@ from vcore_ds.data import (
     store_of,
 )
 from vcore_ds.distributed import layout
-from vcore_ds.step import StepBatches, train_step
 
 QUICKSTART = Path("runs/quickstart_data")
 NUM_MAIN, NUM_PROBE, CUTOFF = 32, 4, 1024
@@ -85,8 +86,8 @@ def measure(num_rounds: int, folder: str) -> dict:
                 probe, _ = own_batches(order.step(100 + k)[:NUM_PROBE], all_traces, LAYOUTS[name] and 1)
                 torch.distributed.barrier()
                 started = time.perf_counter()
-                batches = StepBatches(main, probe if loop.direction is not None else [])
-                train_step(loop.engine, loop.recipe, batches, loop.direction, learning_rate=1e-4)
+                batches = StepBatches(main, probe if loop.estimator.direction is not None else [])
+                step_runs.train_step(loop.engine, loop.recipe, batches, loop.estimator)
                 torch.distributed.barrier()
                 if k > 0:  # the first round allocates
                     seconds[name].append((time.perf_counter() - started) / sum(len(all_traces[i]) for i in ids))

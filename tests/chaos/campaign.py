@@ -22,8 +22,8 @@ from pathlib import Path
 import psutil
 
 from tests.chaos.tiny_run import WORLD_SIZE, TinyRun, make_setup
-from tests.e2e.conftest import sums
 from tests.helpers.jobs import Job
+from tests.helpers.setups import sums
 from vcore_ds.errors import EXIT_STOPPED
 
 NUM_STEPS = 60

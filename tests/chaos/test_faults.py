@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.chaos.inject import Fault
 from tests.chaos.tiny_run import TinyRun, make_setup
-from tests.e2e.conftest import make_tokenizer, sums
 from tests.helpers.commands import run_command
 from tests.helpers.jobs import Job
+from tests.helpers.setups import make_tokenizer, sums
 from vcore_ds.data import MainOrder, ProbeStream
 
 pytestmark = pytest.mark.e2e

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from tests.chaos.inject import Fault
-from tests.e2e.conftest import TinySetup, sums, write_conversations, write_model
 from tests.helpers.jobs import Job
 from tests.helpers.resumed_runs import tensors_of
+from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
 
 RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
 WORLD_SIZE = 2

@@ -10,7 +10,7 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_grad, z3_l
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine, checkpoint
+from vcore_ds.engine import Engine, checkpoint_shards
 
 pytestmark = pytest.mark.dist
 
@@ -147,7 +147,7 @@ def the_optimizers_own_shards_are_reached_without_a_copy(e: Engine) -> bool:
 
 def a_step_without_gradient_and_rate_makes_the_state_and_moves_nothing(e: Engine) -> bool:
     before = [flat.detach().clone() for flat in e.optimizer.fp32_partitioned_groups_flat]
-    checkpoint._make_optimizer_state(e)
+    checkpoint_shards._make_optimizer_state(e)
     states = [e.optimizer.optimizer.state[flat] for flat in e.optimizer.fp32_partitioned_groups_flat]
     return (
         all(torch.equal(a, b) for a, b in zip(before, e.optimizer.fp32_partitioned_groups_flat, strict=True))

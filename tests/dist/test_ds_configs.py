@@ -15,9 +15,10 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
 from vcore_ds.config import Recipe, deepspeed_config, plan_batch
-from vcore_ds.engine import Direction, Engine
-from vcore_ds.run import build_engine
-from vcore_ds.step import StepBatches, train_step
+from vcore_ds.engine import Engine
+from vcore_ds.utility import Direction
+from vcore_ds.setup import build_engine
+from vcore_ds.data import StepBatches
 
 pytestmark = pytest.mark.dist
 
@@ -60,15 +61,15 @@ def train_two_steps(model: str, json_file: str, precision: str, estimator: str, 
     recipe = make_recipe(model, json_file, precision, estimator, lora)
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes it once a process, and here are many engines
     engine = build_engine(recipe, deepspeed_config(recipe, plan_batch(recipe, layout.size("shards"))))
-    direction = Direction(engine)
+    estimator = step_runs.make_estimator(recipe, engine)
     losses, norms, utilities = [], [], []
     for k in range(2):
         batches = StepBatches(step_runs.deal(tiny.rows(8, seed=k), 2), step_runs.deal(tiny.rows(4, seed=50 + k), 2))
-        with step_runs.Recorder(engine) as recorded:
-            metrics = train_step(engine, recipe, batches, direction, learning_rate=step_runs.LEARNING_RATE)
+        recorded = step_runs.Recorder(engine)
+        metrics = step_runs.train_step(engine, recipe, batches, estimator, recorded)
         losses.append(metrics.values["loss"])
         norms.append(metrics.values["grad_norm"])
-        utilities += [result.utilities for result in recorded.results]
+        utilities += [result.tokens.utilities for result in recorded.results]
     outcome = Outcome(
         losses,
         norms,

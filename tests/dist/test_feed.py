@@ -113,7 +113,7 @@ def test_the_same_batches_in_the_same_order_at_1_2_4_and_8_ranks(monkeypatch, pa
     def steps(num_ranks: int) -> list[tuple]:
         of_ranks = []
         for rank in range(num_ranks):
-            monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+            monkeypatch.setattr(layout, "rank", lambda axis, rank=rank: rank)
             feed = build_feed(recipe, plan_batch(recipe, num_ranks), dataset(NUM_TRAINING, token=3), Tokenizer())
             of_ranks.append([feed.step(k) for k in range(NUM_STEPS)])
         found = []

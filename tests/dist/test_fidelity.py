@@ -29,18 +29,11 @@ from tests.helpers.conversations import tokenize
 from tests.helpers.ranks import run_ranks
 from vcore_ds.config import deepspeed_config, load_recipe, plan_batch
 from vcore_ds.data import IGNORED_LABEL, Batch, Conversation, collate
-from vcore_ds.engine import (
-    Direction,
-    Engine,
-    finite_difference_utilities,
-    forward_mode,
-    jvp_utilities,
-    losses_and_utilities,
-    probe_direction,
-)
-from vcore_ds.models import TokenLossModel, load_tokenizer
+from vcore_ds.engine import Engine
+from vcore_ds.utility import Direction, FiniteDifference, forward_mode, jvp_utilities, losses_and_utilities
+from vcore_ds.models import TokenLossModel
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
-from vcore_ds.run import build_engine
+from vcore_ds.setup import build_engine
 
 pytestmark = pytest.mark.dist
 
@@ -156,7 +149,7 @@ def measure_all(model_folder: str) -> tuple[dict[str, Fidelity], dict[str, "Upca
             # Off B = 0, where A has no gradient, and clear of the adapters that are lost in rounding (see above).
             for step in range(3):
                 batch = arithmetic(tokenizer, range(200 + 4 * step, 204 + 4 * step))
-                probe_direction(engine, [batch], direction, normalization="sequence", clip=None)
+                direction.take([batch], normalization="sequence", clip=None)
                 engine.step(learning_rate=2e-3)
             measured["lora after 3 steps"] = measure(engine, direction, reference, tokenizer)
         engine.close()
@@ -165,16 +158,16 @@ def measure_all(model_folder: str) -> tuple[dict[str, Fidelity], dict[str, "Upca
 
 def measure(engine: Engine, direction: Direction, reference: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Fidelity:
     probe, main = arithmetic(tokenizer, range(100, 108)), arithmetic(tokenizer, range(4))
-    probe_direction(engine, [probe], direction, normalization="sequence", clip=None)
-    (jvp,) = jvp_utilities(engine, direction, [main], 1).utilities
-    with torch.no_grad():
-        losses = engine.token_losses(main)
+    direction.take([probe], normalization="sequence", clip=None)
+    (jvp,) = jvp_utilities(engine, direction, [main], 1)
     with forward_mode(engine, direction, precision=torch.float32):
         upcast = losses_and_utilities(engine, main)[1]
     differences, changed = {}, {}
     for epsilon in EPSILONS:
-        estimate = finite_difference_utilities(engine, direction, [main], 1, epsilon=epsilon, measure_noise=False)
-        differences[epsilon], changed[epsilon] = estimate.of(0, losses), estimate.changed_fraction
+        estimator = FiniteDifference(engine, direction, epsilon=epsilon)
+        changed[epsilon] = estimator.begin([main])["changed_fraction"]
+        with torch.no_grad():
+            differences[epsilon] = estimator.forward(0)[1]
 
     copy_trained_parameters(engine, reference)
     first = tiny.take(main, [0])
@@ -227,16 +220,16 @@ def measure_upcast(precision: str, lora: bool) -> Upcast:
     reference.get_input_embeddings()._forward_hooks.clear()
     engine = step_runs.make_engine(TokenLossModel(model), recipe)
     direction = Direction(engine)
-    probe_direction(engine, step_runs.deal(tiny.rows(3, seed=5), 2), direction, normalization="sequence", clip=None)
+    direction.take(step_runs.deal(tiny.rows(3, seed=5), 2), normalization="sequence", clip=None)
     whole = whole_direction(engine, direction)
     batches = step_runs.deal(tiny.rows(4), 1)
 
-    before = torch.cat(jvp_utilities(engine, direction, batches, 1).utilities)
+    before = torch.cat(jvp_utilities(engine, direction, batches, 1))
     with forward_mode(engine, direction, HIGHER_PRECISION[precision]):
         losses, utilities = map(
             torch.cat, zip(*(losses_and_utilities(engine, batch) for batch in batches), strict=True)
         )
-    after = torch.cat(jvp_utilities(engine, direction, batches, 1).utilities)
+    after = torch.cat(jvp_utilities(engine, direction, batches, 1))
     parameters = {name: parameter.detach() for name, parameter in trained(reference).items()}
     expected_losses = torch.cat([exact_losses(reference, parameters, batch) for batch in batches]).detach()
     expected = torch.cat([exact_utilities(reference, whole, batch) for batch in batches])

@@ -7,16 +7,9 @@ from scipy.stats import spearmanr
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
-from vcore_ds.engine import (
-    Direction,
-    choose_epsilon,
-    finite_difference_utilities,
-    jvp_utilities,
-    perturbed,
-    probe_direction,
-)
+from vcore_ds.utility import Direction, choose_epsilon, FiniteDifference, jvp_utilities, perturbed
 from vcore_ds.utility.perturbation import round_stochastically
-from vcore_ds.step import StepBatches, train_step
+from vcore_ds.data import StepBatches
 
 pytestmark = pytest.mark.dist
 
@@ -31,7 +24,7 @@ def make_engine(precision: str):
 
 def a_direction(engine) -> Direction:
     direction = Direction(engine)
-    probe_direction(engine, step_runs.deal(tiny.rows(8, seed=9), 2), direction, normalization="sequence", clip=None)
+    direction.take(step_runs.deal(tiny.rows(8, seed=9), 2), normalization="sequence", clip=None)
     return direction
 
 
@@ -76,13 +69,13 @@ def check_epsilon_search(precision: str) -> dict[str, float]:
     recipe, engine = make_engine(precision)
     direction = a_direction(engine)
     batches = step_runs.deal(tiny.rows(8, seed=4), 2)
-    exact = torch.cat(jvp_utilities(engine, direction, batches, 1).utilities)
+    exact = torch.cat(jvp_utilities(engine, direction, batches, 1))
 
     def agreement(epsilon: float) -> float:
-        found = finite_difference_utilities(engine, direction, batches, 1, epsilon=epsilon, measure_noise=False)
+        estimator = FiniteDifference(engine, direction, epsilon=epsilon)
+        estimator.begin(batches)
         with engine.without_gradient():
-            base = [engine.token_losses(batch) for batch in batches]
-        differences = torch.cat([found.of(k, losses) for k, losses in enumerate(base)])
+            differences = torch.cat([estimator.forward(k)[1] for k in range(len(batches))])
         correlation = spearmanr(differences, exact).statistic
         return 0.0 if correlation != correlation else float(correlation)
 
@@ -100,13 +93,13 @@ def check_epsilon_search(precision: str) -> dict[str, float]:
 def check_steps_with_auto() -> list[dict[str, float]]:
     """Searched in the first step; then the length of the perturbation stays while the gradient's norm changes."""
     recipe, engine = make_engine("fp32")
-    direction = Direction(engine)
+    estimator = step_runs.make_estimator(recipe, engine)
     found = []
     for k in range(3):
         main, probe = tiny.rows(8, seed=k), tiny.rows(4, seed=80 + k)
         batches = StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2))
-        values = train_step(engine, recipe, batches, direction, learning_rate=1e-3, check_difference=k == 0).values
-        found.append({key: values[key] for key in ("epsilon", "direction_norm", "signal_to_noise")})
+        metrics = step_runs.train_step(engine, recipe, batches, estimator, learning_rate=1e-3, measure_noise=k == 0)
+        found.append({key: metrics.values[key] for key in ("epsilon", "direction_norm", "signal_to_noise")})
     engine.close()
     return found
 

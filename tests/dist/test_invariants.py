@@ -10,9 +10,9 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Direction, jvp_utilities, perturbed, probe_direction
-from vcore_ds.run import build_engine
-from vcore_ds.step import StepBatches, train_step
+from vcore_ds.utility import Direction, jvp_utilities, perturbed
+from vcore_ds.setup import build_engine
+from vcore_ds.data import StepBatches
 
 pytestmark = pytest.mark.dist
 
@@ -33,10 +33,10 @@ def optimizer_bytes(engine) -> bytes:
     return b"".join(parts) + repr((steps, engine.deepspeed.global_steps, engine.deepspeed.micro_steps)).encode()
 
 
-def a_step(engine, recipe, direction, seed: int = 7, learning_rate: float = 1e-3, **kwargs):
+def a_step(engine, recipe, estimator, seed: int = 7, learning_rate: float = 1e-3, **kwargs):
     main, probe = tiny.rows(8, seed=seed), tiny.rows(4, seed=seed + 100)
-    batches = StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2) if direction is not None else [])
-    return train_step(engine, recipe, batches, direction, learning_rate=learning_rate, **kwargs)
+    batches = StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2) if estimator.direction is not None else [])
+    return step_runs.train_step(engine, recipe, batches, estimator, learning_rate=learning_rate, **kwargs)
 
 
 def make_engine(folder: str | None, bf16: bool, lora: bool):
@@ -90,14 +90,14 @@ def check_probe_leaves_the_engine_alone() -> dict[str, bool]:
                 if with_probe:
                     probe = step_runs.deal(tiny.rows(4, seed=60 + k), 2)
                     before = optimizer_bytes(engine) if k else b""
-                    probe_direction(engine, probe, direction, normalization="sequence", clip=None)
+                    direction.take(probe, normalization="sequence", clip=None)
                     jvp_utilities(engine, direction, probe, 1)
                     with perturbed(engine, direction, 1e-2), engine.without_gradient():
                         engine.token_losses(probe[0])
                     if k:
                         name = f"optimizer untouched, coalesce={coalesce}, step {k}"
                         results[name] = before == optimizer_bytes(engine)
-                a_step(engine, recipe, None, seed=k)
+                a_step(engine, recipe, step_runs.make_estimator(recipe, engine), seed=k)
             states.append(optimizer_bytes(engine) + shard_bytes(engine))
             engine.close()
         results[f"same run with and without probe, coalesce={coalesce}"] = states[0] == states[1]
@@ -233,7 +233,7 @@ def train_in_layout(micro_batch_size: int) -> dict[str, torch.Tensor]:
         main, probe = tiny.rows(4, seed=k), tiny.rows(4, seed=200 + k)
         batches = StepBatches(step_runs.deal(main, micro_batch_size), step_runs.deal(probe, micro_batch_size))
         assert len(batches.main) == 4 // layout.size("shards")
-        train_step(engine, recipe, batches, direction, learning_rate=1e-4)
+        step_runs.train_step(engine, recipe, batches, direction, learning_rate=1e-4)
     parameters = step_runs.whole_parameters(engine)
     engine.close()
     return parameters

@@ -10,9 +10,10 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
 from vcore_ds.data import Batch
-from vcore_ds.engine import Direction, log_probabilities
+from vcore_ds.engine import log_probabilities
+from vcore_ds.utility import Direction
 from vcore_ds.method import random_mask
-from vcore_ds.step import StepBatches, train_step
+from vcore_ds.data import StepBatches
 
 pytestmark = pytest.mark.dist
 
@@ -53,7 +54,7 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
     plain = tiny.qwen3()
     reference = step_runs.reference_of(tiny.with_lora(plain) if lora else plain, recipe)
     engine = step_runs.make_engine(model, recipe)
-    direction = Direction(engine) if method == "vcore" else None
+    estimator = step_runs.make_estimator(recipe, engine)
     num_rows = 2 * num_micro_batches * layout.size("shards")
     mains = [tiny.rows(num_rows, seed=30 + k) for k in range(NUM_STEPS)]
     if method == "iw_sft" and not lora:
@@ -66,8 +67,8 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
         probe = tiny.rows(4, seed=70 + k)
         batches = StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2) if method == "vcore" else [])
         assert len(batches.main) == num_micro_batches
-        with step_runs.Recorder(engine) as recorded:
-            metrics = train_step(engine, recipe, batches, direction, learning_rate=step_runs.LEARNING_RATE)
+        recorded = step_runs.Recorder(engine)
+        metrics = step_runs.train_step(engine, recipe, batches, estimator, recorded)
         expected = reference.step(main, probe, kept=masks, **step_runs.reference_options(recipe))
         deviations = {
             "weights": max(

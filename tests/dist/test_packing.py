@@ -8,8 +8,8 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
 from vcore_ds.data import Batch, TokenizedSequence, collate, idle_batch, merge_batches, pack
-from vcore_ds.engine import Direction
-from vcore_ds.step import StepBatches, train_step
+from vcore_ds.utility import Direction
+from vcore_ds.data import StepBatches
 
 pytestmark = pytest.mark.dist
 
@@ -58,27 +58,20 @@ def run_layout(section: str, layout: str, batches_per_pass: int, attention: str)
     model = tiny.token_loss_model(lora=recipe.lora is not None)
     model.base.config._attn_implementation = attention
     engine = step_runs.make_engine(model, recipe)
-    direction = Direction(engine) if recipe.method.name == "vcore" else None
+    estimator = step_runs.make_estimator(recipe, engine, batches_per_pass)
     found: dict[str, torch.Tensor] = {}
     for k in range(2):
         main = layouts(sequences(seed=k))[layout]
-        probe = layouts(sequences(seed=10 + k))[layout] if direction is not None else []
-        with step_runs.Recorder(engine) as recorded:
-            metrics = train_step(
-                engine,
-                recipe,
-                StepBatches(main, probe),
-                direction,
-                learning_rate=step_runs.LEARNING_RATE,
-                batches_per_utility_pass=batches_per_pass,
-            )
+        probe = layouts(sequences(seed=10 + k))[layout] if estimator.direction is not None else []
+        recorded = step_runs.Recorder(engine)
+        metrics = step_runs.train_step(engine, recipe, StepBatches(main, probe), estimator, recorded)
         for batch, result in zip(main, recorded.results, strict=True):
             for number, sequence_id in enumerate(batch.sequence_ids):
-                own = result.sequence_index == number
-                found[f"{k} losses {sequence_id}"] = result.losses[own]
-                found[f"{k} weights {sequence_id}"] = result.weights[own]
-                if result.utilities is not None:
-                    found[f"{k} utilities {sequence_id}"] = result.utilities[own]
+                tokens, own = result.tokens, result.tokens.sequence_index == number
+                found[f"{k} losses {sequence_id}"] = tokens.losses[own]
+                found[f"{k} weights {sequence_id}"] = result.weights.weights[own]
+                if tokens.utilities is not None:
+                    found[f"{k} utilities {sequence_id}"] = tokens.utilities[own]
         found[f"{k} gradient"] = torch.cat([g.flatten() for g in recorded.gradient.values()])
         numbers = ("loss", "weighted_loss", "alpha", "effective_sample_size", "grad_norm")
         found[f"{k} metrics"] = torch.tensor([metrics.values[name] for name in numbers])

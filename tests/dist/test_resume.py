@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.e2e.conftest import make_tokenizer, sums, write_conversations
+from tests.helpers.setups import make_tokenizer, sums, write_conversations
 from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
@@ -22,10 +22,10 @@ from vcore_ds.distributed import layout
 from vcore_ds import checkpoints
 from vcore_ds.checkpoints import Checkpoints
 from vcore_ds.config import Recipe
-from vcore_ds.engine import checkpoint
+from vcore_ds.engine import checkpoint_shards
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed
 from vcore_ds.errors import UserError
-from vcore_ds.commands.reference import write_reference_log_probabilities
+from vcore_ds.commands.reference.compute import write_reference_log_probabilities
 from vcore_ds.track.console import Console
 
 pytestmark = pytest.mark.dist
@@ -304,7 +304,7 @@ def test_a_full_disk_is_the_cause_that_is_named(tmp_path: Path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
     try:
         with pytest.raises(CheckpointException) as raised:
-            dcp.save({"a": torch.zeros(2**20)}, storage_writer=checkpoint._Writer(tmp_path), no_dist=True)
+            dcp.save({"a": torch.zeros(2**20)}, storage_writer=checkpoint_shards._Writer(tmp_path), no_dist=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     cause, _ = raised.value.failures[0]

@@ -10,8 +10,8 @@ import torch
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data import Batch
-from vcore_ds.engine import Direction
-from vcore_ds.step import StepBatches, train_step
+from vcore_ds.utility import Direction
+from vcore_ds.data import StepBatches
 
 pytestmark = pytest.mark.dist
 
@@ -93,7 +93,7 @@ def run_case(case: Case) -> dict[str, float]:
     engine = step_runs.make_engine(
         model, recipe, persistence_threshold=case.persistence_threshold, coalesce=case.coalesce
     )
-    direction = Direction(engine)
+    estimator = step_runs.make_estimator(recipe, engine, case.batches_per_utility_pass)
     worst = dict.fromkeys(("utilities", "weights", "alpha", "gradient", "parameters", "loss"), 0.0)
     for k in range(3):
         main, probe = make_batch(case, 10 + k), tiny.rows(case.num_probe, seed=50 + k)
@@ -101,15 +101,8 @@ def run_case(case: Case) -> dict[str, float]:
             probe = None
         dealt_probe = [] if probe is None else step_runs.deal(probe, 2)
         dealt = StepBatches(step_runs.deal(main, 2), dealt_probe)
-        with step_runs.Recorder(engine) as recorded:
-            metrics = train_step(
-                engine,
-                recipe,
-                dealt,
-                direction,
-                learning_rate=step_runs.LEARNING_RATE,
-                batches_per_utility_pass=case.batches_per_utility_pass,
-            )
+        recorded = step_runs.Recorder(engine)
+        metrics = step_runs.train_step(engine, recipe, dealt, estimator, recorded)
         own_alpha = recipe.method.alpha_scope == "micro_batch"
         groups = step_runs.micro_batch_rows(case.num_main, 2) if own_alpha else None
         expected = reference.step(main, probe, groups=groups, **step_runs.reference_options(recipe))

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.conftest import TinySetup, write_conversations, write_model
 from tests.helpers.commands import (
     REPOSITORY,
     free_port,
     has_control_characters,
     run_command,
 )
+from tests.helpers.setups import TinySetup, write_conversations, write_model
 from vcore_ds.cli import main
 from vcore_ds.errors import UserError
 

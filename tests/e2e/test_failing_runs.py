@@ -8,15 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.conftest import TinySetup, make_tokenizer, sums, write_conversations, write_model
 from tests.helpers import step_runs, tiny
 from tests.helpers.commands import FINITE_DIFFERENCE, free_port, read_metrics, run_command
 from tests.helpers.ranks import run_ranks
+from tests.helpers.setups import TinySetup, make_tokenizer, sums, write_conversations, write_model
 from vcore_ds.config import Recipe
-from vcore_ds.data import Batch, MainOrder, ProbeStream
-from vcore_ds.engine import Direction, Engine, NonFiniteGradient
+from vcore_ds.data import Batch, MainOrder, ProbeStream, StepBatches
+from vcore_ds.engine import Engine, NonFiniteGradient, NonFiniteLoss
 from vcore_ds.loop import describe_fault
-from vcore_ds.step import NonFiniteLoss, StepBatches, train_step
+from vcore_ds.utility import Estimator
 
 pytestmark = pytest.mark.e2e
 
@@ -98,18 +98,18 @@ def non_finite_steps() -> dict[str, tuple[str, bool]]:
     with torch.no_grad():
         model.causal_lm.model.embed_tokens.weight[BAD_TOKEN] = float("nan")
     engine = step_runs.make_engine(model, vcore)
-    direction = Direction(engine)
+    estimator = step_runs.make_estimator(vcore, engine)
     good = step_runs.deal(with_bad_token([]), 1)
-    train_step(engine, vcore, StepBatches(good, good), direction, learning_rate=1e-3)  # Adam has moments by now
+    step_runs.train_step(engine, vcore, StepBatches(good, good), estimator, learning_rate=1e-3)  # Adam has moments by now
     cases = {
         "loss": StepBatches(step_runs.deal(with_bad_token([3]), 1), good),
         "losses on both ranks": StepBatches(step_runs.deal(with_bad_token([1, 2, 3]), 2), good),
         "probe": StepBatches(good, step_runs.deal(with_bad_token([3]), 1)),
     }
     for case, batches in cases.items():
-        found[case] = attempt(engine, vcore, batches, direction)
+        found[case] = attempt(engine, vcore, batches, estimator)
     before = state_bytes(engine)
-    metrics = train_step(engine, vcore, StepBatches(good, good), direction, learning_rate=1e-3)
+    metrics = step_runs.train_step(engine, vcore, StepBatches(good, good), estimator, learning_rate=1e-3)
     moved = state_bytes(engine) != before
     found["good data afterwards"] = ("", moved and math.isfinite(metrics.values["grad_norm"]))
     engine.close()
@@ -121,16 +121,16 @@ def non_finite_steps() -> dict[str, tuple[str, bool]]:
         model.causal_lm.model.embed_tokens.weight.mul_(0.01)
     engine = step_runs.make_engine(model, sft)
     batches = step_runs.deal(tiny.rows(4), 1)
-    found["gradient"] = attempt(engine, sft, StepBatches(batches, []), None)
-    found["probe gradient"] = attempt(engine, vcore, StepBatches(batches, batches), Direction(engine))
+    found["gradient"] = attempt(engine, sft, StepBatches(batches, []), step_runs.make_estimator(sft, engine))
+    found["probe gradient"] = attempt(engine, vcore, StepBatches(batches, batches), step_runs.make_estimator(vcore, engine))
     engine.close()
     return found
 
 
-def attempt(engine: Engine, recipe: Recipe, batches: StepBatches, direction: Direction | None) -> tuple[str, bool]:
+def attempt(engine: Engine, recipe: Recipe, batches: StepBatches, estimator: Estimator) -> tuple[str, bool]:
     before = state_bytes(engine)
     try:
-        train_step(engine, recipe, batches, direction, learning_rate=1e-3)
+        step_runs.train_step(engine, recipe, batches, estimator, learning_rate=1e-3)
     except (NonFiniteLoss, NonFiniteGradient) as error:
         return describe_fault(error, batches), state_bytes(engine) == before
     return "no error", False

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from matplotlib import image
 
-from tests.e2e.conftest import TinySetup
 from tests.helpers.commands import run_command
+from tests.helpers.setups import TinySetup
 
 pytestmark = pytest.mark.e2e
 

@@ -13,7 +13,6 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tests.e2e.conftest import TinySetup
 from tests.helpers.commands import (
     ALWAYS,
     FINITE_DIFFERENCE,
@@ -22,6 +21,7 @@ from tests.helpers.commands import (
     run_command,
     wait_for_port,
 )
+from tests.helpers.setups import TinySetup
 from vcore_ds.config import dump_recipe, load_recipe
 
 pytestmark = pytest.mark.e2e

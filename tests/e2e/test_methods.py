@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.conftest import TinySetup
 from tests.helpers.commands import read_metrics, run_command
 from tests.helpers.ranks import run_ranks
+from tests.helpers.setups import TinySetup
 from vcore_ds.commands.quickstart.session import RECIPE
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.config import load_recipe

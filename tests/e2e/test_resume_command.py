@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import TinySetup
 from tests.helpers.commands import read_metrics, run_command
 from tests.helpers.jobs import Job
+from tests.helpers.setups import TinySetup
 
 pytestmark = pytest.mark.e2e
 

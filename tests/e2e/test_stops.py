@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import TinySetup
 from tests.helpers.commands import free_port, read_metrics
 from tests.helpers.jobs import Job
+from tests.helpers.setups import TinySetup
 from vcore_ds.errors import EXIT_STOPPED
 
 pytestmark = pytest.mark.e2e

@@ -75,8 +75,8 @@ def _run_rank(
     try:
         import torch
 
-        # Before torch.distributed: it prepares the process for deepspeed.
-        
+        from vcore_ds.distributed.process_group import start_process_group
+
         torch.distributed.init_process_group(
             "gloo",
             init_method=f"file://{folder}/store",

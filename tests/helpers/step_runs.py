@@ -1,7 +1,8 @@
 """Steps of the real engine on this rank, with everything inside them recorded; run through `run_ranks`."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from tests.helpers import tiny
 from tests.helpers.oracle import Reference
 from vcore_ds.config import Recipe
-from vcore_ds.data import Batch, idle_batch
+from vcore_ds.data import Batch, StepBatches, idle_batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine, build_optimizer
-from vcore_ds.track.step_metrics import MicroBatchResult, StepSums
+from vcore_ds.setup import build_estimator
+from vcore_ds.step import train_step as take_step
+from vcore_ds.track.step_metrics import MicroBatchResult, StepMetrics, StepRecorder
+from vcore_ds.utility import Estimator
 
 LEARNING_RATE = 1e-4
 """Within the paper's range, 2e-5 to 2e-4. Adam divides by the gradient's size, so where a gradient is near zero its
@@ -51,45 +55,53 @@ def deal(batch: Batch, micro_batch_size: int) -> list[Batch]:
     return [tiny.take(batch, part) if part else idle_batch(0) for part in parts]
 
 
-class Recorder:
-    """Keeps what a step computes on its way: utilities and weights by sequence, the gradient before clipping."""
+def make_estimator(recipe: Recipe, engine: Engine, batches_per_pass: int = 1) -> Estimator:
+    return build_estimator(recipe, engine, batches_per_pass=batches_per_pass)
+
+
+def train_step(
+    engine: Engine,
+    recipe: Recipe,
+    batches: StepBatches,
+    estimator: Estimator,
+    recorder: StepRecorder | None = None,
+    **options: Any,
+) -> StepMetrics:
+    """`vcore_ds.step.train_step`, at `LEARNING_RATE` unless the options say otherwise."""
+    recorder = StepRecorder(engine.device) if recorder is None else recorder
+    return take_step(engine, recipe, batches, estimator, recorder, **{"learning_rate": LEARNING_RATE, **options})
+
+
+class Recorder(StepRecorder):
+    """Also keeps what a step computes on its way: utilities and weights by sequence, the gradient before clipping."""
 
     def __init__(self, engine: Engine):
+        super().__init__(engine.device)
         self.results: list[MicroBatchResult] = []
         self.gradient: dict[str, torch.Tensor] = {}
         self._engine = engine
 
-    def __enter__(self) -> "Recorder":
-        self._add, self._step = StepSums.add, self._engine.step
+    def add(self, result: MicroBatchResult, *rest: Any) -> None:
+        self.results.append(result)
+        super().add(result, *rest)
 
-        def add(sums, batch, result, *rest):
-            self.results.append(result)
-            self._add(sums, batch, result, *rest)
-
-        def step(learning_rate):
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        if name == "step":
             self.gradient = {
                 name.removeprefix("causal_lm."): safe_get_full_grad(parameter).clone()
                 for name, parameter in self._engine.trainable
             }
-            return self._step(learning_rate)
-
-        StepSums.add, self._engine.step = add, step
-        return self
-
-    def __exit__(self, *_) -> None:
-        StepSums.add = self._add
-        del self._engine.step
+        with super().part(name):
+            yield
 
     def by_sequence(self, batches: Sequence[Batch]) -> dict[int, tuple[torch.Tensor | None, torch.Tensor]]:
         """Of this rank: sequence id -> (utilities, weights)."""
         found = {}
         for batch, result in zip(batches, self.results, strict=True):
             for row, sequence_id in enumerate(batch.sequence_ids):
-                own = result.sequence_index == row
-                found[sequence_id] = (
-                    None if result.utilities is None else result.utilities[own],
-                    result.weights[own],
-                )
+                own, utilities = result.tokens.sequence_index == row, result.tokens.utilities
+                found[sequence_id] = (None if utilities is None else utilities[own], result.weights.weights[own])
         return found
 
 

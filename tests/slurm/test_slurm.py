@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import TinySetup
 from tests.helpers.commands import REPOSITORY, free_port, read_metrics, run_command
+from tests.helpers.setups import TinySetup
 from tests.slurm.cluster import Cluster, wait_until, why_not
 
 pytestmark = pytest.mark.dist

@@ -11,8 +11,9 @@ import pytest
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config import Recipe, differing_keys, dump_recipe
 from vcore_ds.errors import UserError
-from vcore_ds.files.run_folder import RunFolder, goes_on, move_lost_metrics
 from vcore_ds.files import checkpoint_folder as files
+from vcore_ds.files.run_folder import begin, can_resume, move_lost_metrics
+from vcore_ds.track.metrics_log import MetricsLog
 
 CONTENT = {
     "state/__0_0.distcp": b"first rank" * 100,
@@ -194,38 +195,38 @@ def recipe(folder: Path, **sections: dict) -> Recipe:
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
     """The folder of a run that was stopped."""
-    RunFolder(tmp_path / "run", recipe(tmp_path / "run"), world_size=2).close()
+    begin(recipe(tmp_path / "run"), world_size=2, num_done=0)
     return tmp_path / "run"
 
 
 def test_a_new_folder_and_an_empty_one_begin(tmp_path: Path):
-    assert not goes_on(recipe(tmp_path / "new"))
-    assert not goes_on(recipe(tmp_path))
+    assert not can_resume(recipe(tmp_path / "new"))
+    assert not can_resume(recipe(tmp_path))
     (tmp_path / "recipe.yaml.partial").write_text("killed here")
-    assert not goes_on(recipe(tmp_path))
+    assert not can_resume(recipe(tmp_path))
 
 
 def test_the_same_recipe_goes_on_also_in_a_folder_that_was_moved(used: Path):
-    assert goes_on(recipe(used))
+    assert can_resume(recipe(used))
     moved = used.rename(used.with_name("moved"))
-    assert goes_on(recipe(moved))
+    assert can_resume(recipe(moved))
 
 
 def test_never_refuses_a_used_folder(used: Path):
     with pytest.raises(UserError, match="holds another run; expected a new or empty one"):
-        goes_on(recipe(used, checkpoint={"resume": "never"}))
+        can_resume(recipe(used, checkpoint={"resume": "never"}))
 
 
 def test_a_finished_run_is_refused(used: Path):
     (used / "model").mkdir()
     with pytest.raises(UserError, match="holds a run that has finished, with its result in model/"):
-        goes_on(recipe(used))
+        can_resume(recipe(used))
 
 
 def test_another_recipe_is_refused_with_all_differing_keys_and_values(used: Path):
     other = recipe(used, optimizer={"learning_rate": 0.2}, method={"kl_budget": 0.06}, lora={"rank": 4, "alpha": 8.0})
     with pytest.raises(UserError) as raised:
-        goes_on(other)
+        can_resume(other)
     message = str(raised.value)
     assert "optimizer.learning_rate: 0.1 there, 0.2 here" in message
     assert "method.kl_budget: 0.05 there, 0.06 here" in message
@@ -236,7 +237,7 @@ def test_another_recipe_is_refused_with_all_differing_keys_and_values(used: Path
 def test_a_recipe_that_is_none_is_refused(used: Path):
     (used / "recipe.yaml").write_text("method: {nme: sft}\n")
     with pytest.raises(UserError, match="holds another run, with a recipe that this version does not know"):
-        goes_on(recipe(used))
+        can_resume(recipe(used))
 
 
 def test_keys_that_do_not_change_what_is_computed_may_differ(tmp_path: Path):
@@ -293,12 +294,14 @@ def test_lines_after_the_checkpoint_move_and_none_is_deleted(tmp_path: Path):
 
 def test_a_run_that_goes_on_adds_to_its_folder(used: Path):
     first = json.loads((used / "environment.json").read_text())
-    run = RunFolder(used, recipe(used), world_size=2)
-    run.write_metrics({"step": 1, "loss": 2.0})
-    run.close()
+    begin(recipe(used), world_size=2, num_done=0)
+    log = MetricsLog(used)
+    log.write({"step": 1, "loss": 2.0})
+    log.close()
     changed = recipe(used, run={"log_every": 9})
-    second = RunFolder(used, changed, world_size=4, step=1)
-    second.write_metrics({"step": 2, "loss": float("nan")})
+    begin(changed, world_size=4, num_done=1)
+    second = MetricsLog(used)
+    second.write({"step": 2, "loss": float("nan")})
     second.flush()
     second.close()
     assert [json.loads(line) for line in (used / "metrics.jsonl").read_text().splitlines()] == [

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vcore_ds.cli import _parse as parse
-from vcore_ds.cli import main
+from vcore_ds.cli import main, parse
 from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.config import load_recipe, plan_batch
 

@@ -122,7 +122,7 @@ CLEAR, NOISE, EXACT, NOTHING, CURVED = range(5)
 
 def signal_to_noise_of_synthetic_losses() -> list[float]:
     """Losses of 20,000 tokens a rank whose change and rounding are known."""
-    from vcore_ds.engine import signal_to_noise
+    from vcore_ds.utility import signal_to_noise
 
     generator = torch.Generator().manual_seed(layout.rank("shards"))
 

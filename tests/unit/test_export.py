@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.conftest import CHATML, write_model
 from tests.helpers import tiny
 from tests.helpers.allocations import Allocations
 from tests.helpers.recipes import smallest_recipe
+from tests.helpers.setups import CHATML, write_model
 from vcore_ds.cli import main
-from vcore_ds.commands.export import export_run
+from vcore_ds.commands.export.write import export_run
 from vcore_ds.config import Recipe, dump_recipe
 from vcore_ds.errors import UserError
-from vcore_ds.files import model_folder as files
 from vcore_ds.files import checkpoint_folder
+from vcore_ds.files import model_folder as files
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from vcore_ds.errors import UserError
-from vcore_ds.files.run_lock import RunLock
 from vcore_ds.files import run_lock
+from vcore_ds.files.run_lock import RunLock
 
 HOLD = """
 import sys

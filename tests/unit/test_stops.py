@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vcore_ds.engine import Stops, stops
+from vcore_ds.distributed import layout, stops
+from vcore_ds.distributed.stops import Stops
 
 PROCESS_AGE_SECONDS = stops.process_age_seconds
 
@@ -28,8 +29,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """One rank, in a process that has just been started."""
     clock = Clock()
-    monkeypatch.setattr(distributed, "rank", lambda: 0)
-    monkeypatch.setattr(distributed, "sum_over_ranks", lambda values: values)
+    monkeypatch.setattr(layout, "rank", lambda axis: 0)
+    monkeypatch.setattr(layout, "sum_over", lambda axis, values: values)
     monkeypatch.setattr(stops, "time", clock)
     monkeypatch.setattr(stops, "process_age_seconds", lambda: 0.0)
     return clock
@@ -56,7 +57,7 @@ def test_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_another_rank_has_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     of_rank_1 = [float(reason == "SIGTERM") for reason in stops.REASONS]
     monkeypatch.setattr(
-        distributed, "sum_over_ranks", lambda values: [a + b for a, b in zip(values, of_rank_1, strict=True)]
+        layout, "sum_over", lambda axis, values: [a + b for a, b in zip(values, of_rank_1, strict=True)]
     )
     assert Stops(tmp_path, None).agreed_reason() == "SIGTERM"
 

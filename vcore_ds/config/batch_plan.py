@@ -29,6 +29,11 @@ class BatchPlan:
     utility_micro_batch_size_per_rank: int
     """Sequences per rank in one gradient-free forward."""
 
+    @property
+    def batches_per_utility_pass(self) -> int:
+        """Main micro-batches in one gradient-free forward."""
+        return max(1, self.utility_micro_batch_size_per_rank // self.micro_batch_size_per_rank)
+
     def describe(self) -> str:
         """One line, such as `32 sequences a step = 2 ranks x 8 micro-batches x 2; probe 4 = 2 ranks x 2`."""
         ranks = _count(self.data_parallel_size, "rank")
