@@ -4,7 +4,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from vcore_ds.checkpoints import Checkpoints
@@ -16,6 +15,7 @@ from vcore_ds.distributed.stops import Stops
 from vcore_ds.engine import Engine, NonFiniteGradient, NonFiniteLoss, sequences_by_rank
 from vcore_ds.errors import RunStopped
 from vcore_ds.feed import Feed
+from vcore_ds.random_streams import Stream, torch_seed
 from vcore_ds.setup import learning_rate_at
 from vcore_ds.step import train_step
 from vcore_ds.track.console import Console
@@ -111,7 +111,7 @@ def take_step(training: Training, k: int, batches: StepBatches) -> StepMetrics:
             StepRecorder(training.engine.device),
             learning_rate=learning_rate_at(recipe, k, training.num_steps),
             measure_noise=measure_noise,
-            seed=recipe.run.seed + k,
+            seed=torch_seed(Stream.STOCHASTIC_ROUNDING, recipe.run.seed, k),
         )
     except (NonFiniteLoss, NonFiniteGradient) as error:
         raise type(error)(f"step {k + 1}: {describe_fault(error, batches)}") from None
@@ -123,7 +123,7 @@ def take_step(training: Training, k: int, batches: StepBatches) -> StepMetrics:
 def seed_dropout(seed: int, k: int) -> None:
     """Makes the dropout of step k (from 0) a function of run, step and rank, so that resuming needs no generator's
     state; different on every rank. Everything else that is random has its own generator."""
-    torch.manual_seed(int(np.random.SeedSequence([seed, k, layout.rank("data")]).generate_state(1, np.uint64)[0]))
+    torch.manual_seed(torch_seed(Stream.DROPOUT, seed, k, layout.rank("data")))
 
 
 def describe_fault(error: Exception, batches: StepBatches) -> str:

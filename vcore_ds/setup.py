@@ -1,4 +1,4 @@
-"""What commands share: the model and its engine from a recipe, the estimator, the number of steps, the learning rate."""
+"""What commands share: from a recipe its engine, estimator, number of steps and learning rate."""
 
 import math
 

@@ -86,7 +86,7 @@ def train_step(
     alpha = alpha_of_global_batch(
         method, loss=totals.loss, weighted_loss=totals.weighted_loss, utility_moments=totals.utility_moments
     )
-    if alpha != 1.0:
+    if alpha is not None and alpha != 1.0:
         engine.scale_gradient(alpha)
 
     # Line 7, second half: the update.

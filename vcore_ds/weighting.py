@@ -54,8 +54,8 @@ def token_weights(method: MethodConfig, tokens: Tokens) -> GibbsWeights:
 def alpha_of_micro_batch(
     method: MethodConfig, tokens: Tokens, weights: Tensor, sequence_shares: Tensor
 ) -> Tensor | float:
-    """The alpha (Algorithm 1, line 6) that is known before the backward: of each sequence, `[num_sequences]`, or one for
-    the micro-batch; 1 where alpha belongs to the global batch, and for methods without one.
+    """The alpha (Algorithm 1, line 6) that is known before the backward: one for each sequence, `[num_sequences]`, or
+    one for the micro-batch; 1 where alpha belongs to the global batch, and for methods without one.
 
     Args:
         weights: `[N]`.
@@ -84,15 +84,17 @@ def has_own_alpha(method: MethodConfig) -> bool:
 
 def alpha_of_global_batch(
     method: MethodConfig, *, loss: float, weighted_loss: float, utility_moments: Tensor
-) -> float:
-    """Alpha (Algorithm 1, line 6) of the whole batch; 1 where sequences or micro-batches have their own, and for
-    methods without one.
+) -> float | None:
+    """Alpha (Algorithm 1, line 6) of the whole batch; None where sequences or micro-batches have their own, exactly 1
+    for methods without one.
 
     Args:
         loss, weighted_loss: nats, of the batch under uniform weights and under the method's.
         utility_moments: `[5]`, see `method.utility_moments`, summed over the batch.
     """
-    if method.name != "vcore" or has_own_alpha(method):
+    if has_own_alpha(method):
+        return None
+    if method.name != "vcore":
         return 1.0
     if method.alpha == "loss_ratio":
         return float(loss_ratio_alpha(loss, weighted_loss, method.alpha_cap))

@@ -100,7 +100,8 @@ class OurLoop:
 
 
 def measure(num_rounds: int, batches_per_utility_pass: int) -> dict:
-    loops = {"bare": BareLoop(), **{name: OurLoop(sections, batches_per_utility_pass) for name, sections in VARIANTS.items()}}
+    ours = {name: OurLoop(sections, batches_per_utility_pass) for name, sections in VARIANTS.items()}
+    loops = {"bare": BareLoop(), **ours}
     num_parameters = sum(p.ds_numel for p in loops["bare"].engine.module.parameters())
     seconds = {name: [] for name in loops}
     parts = {name: [] for name in VARIANTS}

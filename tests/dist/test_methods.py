@@ -13,6 +13,7 @@ from vcore_ds.data import Batch
 from vcore_ds.engine import log_probabilities
 from vcore_ds.utility import Direction
 from vcore_ds.method import random_mask
+from vcore_ds.random_streams import Stream, generator
 from vcore_ds.data import StepBatches
 
 pytestmark = pytest.mark.dist
@@ -42,7 +43,7 @@ def keep_some(batch: Batch) -> list[torch.Tensor]:
         targets = batch.labels[row] != -100
         in_answer = np.zeros(int(targets.sum()), dtype=np.bool_)
         in_answer[-2:] = True
-        masks.append(torch.from_numpy(random_mask(in_answer, 0.4, seed=5, sequence_id=row)))
+        masks.append(torch.from_numpy(random_mask(in_answer, 0.4, generator(Stream.RANDOM_MASK, 5, row))))
         batch.kept[row, targets] = masks[-1]
     return masks
 

@@ -1,6 +1,5 @@
 """Fixtures of the commands' tests."""
 
-
 import pytest
 
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model

@@ -100,7 +100,8 @@ def non_finite_steps() -> dict[str, tuple[str, bool]]:
     engine = step_runs.make_engine(model, vcore)
     estimator = step_runs.make_estimator(vcore, engine)
     good = step_runs.deal(with_bad_token([]), 1)
-    step_runs.train_step(engine, vcore, StepBatches(good, good), estimator, learning_rate=1e-3)  # Adam has moments by now
+    # Adam has moments by now.
+    step_runs.train_step(engine, vcore, StepBatches(good, good), estimator, learning_rate=1e-3)
     cases = {
         "loss": StepBatches(step_runs.deal(with_bad_token([3]), 1), good),
         "losses on both ranks": StepBatches(step_runs.deal(with_bad_token([1, 2, 3]), 2), good),
@@ -122,7 +123,8 @@ def non_finite_steps() -> dict[str, tuple[str, bool]]:
     engine = step_runs.make_engine(model, sft)
     batches = step_runs.deal(tiny.rows(4), 1)
     found["gradient"] = attempt(engine, sft, StepBatches(batches, []), step_runs.make_estimator(sft, engine))
-    found["probe gradient"] = attempt(engine, vcore, StepBatches(batches, batches), step_runs.make_estimator(vcore, engine))
+    probing = step_runs.make_estimator(vcore, engine)
+    found["probe gradient"] = attempt(engine, vcore, StepBatches(batches, batches), probing)
     engine.close()
     return found
 

@@ -29,6 +29,7 @@ from vcore_ds.method import (
     uniform_weights,
     variance_alpha,
 )
+from vcore_ds.random_streams import Stream, generator
 
 BATCH_SIZE = 16  # sequences
 CLIP = 1.0  # 2-norm of the gradient, and of the probe gradient
@@ -204,7 +205,11 @@ class Run:
             return iw_sft_weights(losses, log_probability, index, num_sequences)
         if self.setting.method == "random":
             masks = [
-                random_mask(traces.in_answer[index == row].numpy(), KEEP_SHARE, self.setting.seed, k * BATCH_SIZE + row)
+                random_mask(
+                    traces.in_answer[index == row].numpy(),
+                    KEEP_SHARE,
+                    generator(Stream.RANDOM_MASK, self.setting.seed, k * BATCH_SIZE + row),
+                )
                 for row in range(num_sequences)
             ]
             return random_weights(torch.cat([torch.from_numpy(mask) for mask in masks]), index, num_sequences)

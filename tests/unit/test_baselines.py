@@ -19,6 +19,7 @@ from vcore_ds.method import (
     token_coefficients,
 )
 from vcore_ds.method.baselines import IMPORTANCE_RATIO_CAP
+from vcore_ds.random_streams import Stream, generator
 
 
 def index_of(lengths: list[int]) -> torch.Tensor:
@@ -95,23 +96,27 @@ def test_a_sequence_without_tokens_has_no_ratio_and_spoils_nothing() -> None:
 # ---- random --------------------------------------------------------------------------------------------------------
 
 
+def drawn(seed: int, sequence_id: int) -> np.random.Generator:
+    return generator(Stream.RANDOM_MASK, seed, sequence_id)
+
+
 @settings(deadline=None)
 @given(st.integers(1, 300), st.integers(0, 40), st.floats(0.01, 1.0), st.integers(0, 2**40), st.integers(0, 10**9))
 def test_the_answer_is_kept_and_the_share_is_met(num_tokens, num_answer, share, seed, sequence_id) -> None:
     in_answer = np.zeros(num_tokens, dtype=np.bool_)
     in_answer[num_tokens - min(num_answer, num_tokens) :] = num_answer > 0
-    kept = random_mask(in_answer, share, seed, sequence_id)
+    kept = random_mask(in_answer, share, drawn(seed, sequence_id))
     assert kept[in_answer].all()
     assert kept.sum() == max(1, round(share * num_tokens), in_answer.sum())
-    assert (random_mask(in_answer, share, seed, sequence_id) == kept).all()
+    assert (random_mask(in_answer, share, drawn(seed, sequence_id)) == kept).all()
 
 
 def test_which_tokens_are_kept_depends_on_seed_and_sequence_and_is_even() -> None:
     in_answer = np.zeros(50, dtype=np.bool_)
-    masks = [random_mask(in_answer, 0.2, seed=3, sequence_id=i) for i in range(2000)]
+    masks = [random_mask(in_answer, 0.2, drawn(3, i)) for i in range(2000)]
     share_of_each_token = np.mean(masks, axis=0)
     assert abs(share_of_each_token - 0.2).max() < 0.05  # 5.6 standard deviations
-    assert (random_mask(in_answer, 0.2, seed=4, sequence_id=0) != masks[0]).any()
+    assert (random_mask(in_answer, 0.2, drawn(4, 0)) != masks[0]).any()
     assert (masks[1] != masks[0]).any()
 
 

@@ -125,10 +125,11 @@ def signal_to_noise_of_synthetic_losses() -> list[float]:
     from vcore_ds.utility import signal_to_noise
 
     generator = torch.Generator().manual_seed(layout.rank("shards"))
+    scale = 1 + 2 * layout.rank("shards")
 
     def losses(signal: float, rounding: float, curvature: float = 0.0) -> list[Tensor]:
         base = torch.full((20_000,), 2.0, dtype=torch.float64)
-        change = signal * (1 + 2 * layout.rank("shards")) * torch.randn(20_000, generator=generator, dtype=torch.float64)
+        change = signal * scale * torch.randn(20_000, generator=generator, dtype=torch.float64)
         exact = [base - change + curvature, base, base + change + curvature]
         return [x + rounding * torch.randn(20_000, generator=generator, dtype=torch.float64) for x in exact]
 

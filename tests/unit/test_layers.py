@@ -1,4 +1,7 @@
-"""Imports point down, the heavy ones stay where they belong, and the recipe costs no torch."""
+"""Imports point down, the heavy ones stay where they belong, and every reduction names its axis.
+
+`docs/architecture.md` draws the house that these tests hold the package to.
+"""
 
 import ast
 import subprocess
@@ -9,16 +12,30 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "vcore_ds"
-LAYERS = (
-    {"config", "disk", "errors", "signals"},
-    {"method", "data", "models", "plan"},
-    {"engine", "track"},
-    {"step", "feed", "checkpoints", "run", "loop", "reference", "fidelity", "evaluation", "export", "preflight"}
-    | {"quickstart_data"},
-    {"cli", "quickstart", "torchrun", "__main__"},
+
+LEVELS = (
+    ("errors", "random_streams", "config", "method", "grading"),
+    ("files", "distributed", "data", "models"),
+    ("track", "engine", "utility"),
+    ("setup", "feed", "weighting", "step", "checkpoints", "loop", "run"),
+    ("commands",),
+    ("cli",),
 )
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-NEEDS_DEEPSPEED = {"engine", "torchrun"}
+"""From the bottom up. A part imports those that stand before it, on its own level too."""
+PLACE = {name: place for place, name in enumerate(name for level in LEVELS for name in level)}
+
+ALONE = {"method", "errors", "random_streams"}
+"""Parts that import nothing of ours."""
+STRANGERS = {("engine", "track"), ("data", "distributed"), ("models", "distributed")}
+"""(part, part that it does not import although it stands below)."""
+HEAVY = {"torch", "transformers", "peft", "deepspeed", "numpy", "datasets", "pyarrow"}
+REDUCTIONS = {
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather_object", "get_rank", "get_world_size", "new_group",
+    "reduce_scatter", "reduce_scatter_tensor", "scatter_object_list",
+}  # fmt: skip
+LAYOUT_FUNCTIONS = {"size", "rank", "group", "mesh", "sum_over", "norm_over", "gather_objects", "start_all_gather"}
+AXES = {"data", "sequence", "tensor", "shards", "job"}
 
 
 def imports(source: str, module: str) -> Iterator[tuple[int, str]]:
@@ -39,21 +56,44 @@ def imports(source: str, module: str) -> Iterator[tuple[int, str]]:
 
 def violations(source: str, module: str) -> list[str]:
     """What a module `vcore_ds.PART...` imports against the layers, one line each."""
-    part = module.split(".")[1]
+    part, *inner = module.split(".")[1:]
     found = []
     for line, name in imports(source, module):
         top, *rest = name.split(".")
         where = f"{module}:{line} imports {name}"
-        if top == "deepspeed" or name.startswith("torch.distributed"):
-            if part not in NEEDS_DEEPSPEED:
-                found.append(f"{where}: only engine/ may")
-        elif top in {"torch", "transformers", "peft", "numpy"} and part in {"config", "errors", "signals"}:
+        if top == "deepspeed" and part != "engine":
+            found.append(f"{where}: only engine/ may")
+        elif name.startswith("torch.distributed") and part not in {"engine", "distributed"}:
+            found.append(f"{where}: only distributed/ and engine/ may")
+        elif top in HEAVY and part in {"config", "errors"}:
             found.append(f"{where}: {part} stays free of it")
         elif top == "vcore_ds" and rest and rest[0] != "__version__":
-            if part == "method" and rest[0] != "method":
-                found.append(f"{where}: method/ imports nothing of ours")
-            elif rest[0] in LEVEL and part in LEVEL and LEVEL[rest[0]] > LEVEL[part]:
+            other = rest[0]
+            if part in ALONE and other != part:
+                found.append(f"{where}: {part} imports nothing of ours")
+            elif (part, other) in STRANGERS:
+                found.append(f"{where}: {part} does without {other}")
+            elif part == other == "commands" and inner and rest[1:2] not in ([inner[0]], ["arguments"]):
+                found.append(f"{where}: no command imports another")
+            elif PLACE.get(other, -1) > PLACE.get(part, len(PLACE)):
                 found.append(f"{where}: that points up")
+    return found
+
+
+def unnamed_reductions(source: str, module: str) -> list[str]:
+    """Calls of collectives, or of a bare rank or world size, that name no axis of the layout."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        where = f"{module}:{node.lineno}: {ast.unparse(node.func)}"
+        owner = ast.unparse(node.func.value)
+        if owner in {"dist", "torch.distributed", "deepspeed.comm"} and node.func.attr in REDUCTIONS:
+            found.append(where)
+        if owner == "layout" and node.func.attr in LAYOUT_FUNCTIONS:
+            axis = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
+            if axis not in AXES:
+                found.append(f"{where} without the name of an axis")
     return found
 
 
@@ -68,25 +108,58 @@ def test_imports_point_down(path: Path, module: str) -> None:
     assert violations(path.read_text(encoding="utf-8"), module) == []
 
 
-def test_every_part_has_a_layer() -> None:
+def test_every_part_has_a_level() -> None:
     parts = {module.split(".")[1] for _, module in modules()} - {"__init__"}
-    assert parts - set(LEVEL) == set(), "write the new part into LAYERS"
+    assert parts == set(PLACE), "write the new part into LEVELS, or take out the one that is gone"
+
+
+@pytest.mark.parametrize(("path", "module"), modules(), ids=[module for _, module in modules()])
+def test_every_reduction_names_its_axis(path: Path, module: str) -> None:
+    if not module.startswith("vcore_ds.distributed"):
+        assert unnamed_reductions(path.read_text(encoding="utf-8"), module) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "dist.all_reduce(x)",
+        "torch.distributed.get_world_size()",
+        "import torch\ntorch.distributed.barrier()",
+        "layout.sum_over(axis, [1.0])",
+        "layout.rank()",
+        "layout.gather_objects('world', 1)",
+    ],
+)
+def test_an_unnamed_reduction_is_seen(source: str) -> None:
+    assert len(unnamed_reductions(source, "vcore_ds.step")) == 1
+
+
+def test_a_named_reduction_passes() -> None:
+    assert unnamed_reductions("layout.sum_over('shards', [1.0])\nlayout.rank('job')", "vcore_ds.step") == []
 
 
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("from vcore_ds.run import train", "vcore_ds.engine.probe"),
+        ("from vcore_ds.run import train", "vcore_ds.engine.zero3"),
         ("def late():\n    import vcore_ds.engine.zero3", "vcore_ds.data.batches"),
-        ("from vcore_ds import engine", "vcore_ds.method.gibbs"),
-        ("from vcore_ds.errors import UserError", "vcore_ds.method.gibbs"),
-        ("from ..errors import UserError", "vcore_ds.method.gibbs"),
-        ("from .. import run", "vcore_ds.track.metrics"),
-        ("import deepspeed.comm", "vcore_ds.models.loading"),
+        ("from vcore_ds.utility import Direction", "vcore_ds.engine.checkpoint_shards"),
+        ("from vcore_ds.loop import run_steps", "vcore_ds.step"),
+        ("from vcore_ds import engine", "vcore_ds.method.weights"),
+        ("from vcore_ds.errors import UserError", "vcore_ds.method.weights"),
+        ("from ..errors import UserError", "vcore_ds.method.weights"),
+        ("from vcore_ds.engine import Engine", "vcore_ds.track.step_metrics"),
+        ("from vcore_ds.track.console import Console", "vcore_ds.engine.zero3"),
+        ("from vcore_ds.distributed import layout", "vcore_ds.data.batches"),
+        ("from vcore_ds.commands.export.write import export_run", "vcore_ds.commands.fidelity.measure"),
+        ("from vcore_ds.commands import check", "vcore_ds.commands.train"),
+        ("from vcore_ds.cli import launch", "vcore_ds.commands.quickstart.session"),
+        ("import deepspeed.comm", "vcore_ds.models.causal_lm"),
         ("from deepspeed import zero", "vcore_ds.run"),
+        ("import deepspeed", "vcore_ds.distributed.process_group"),
         ("import torch.distributed as dist", "vcore_ds.data.batches"),
         ("from torch import distributed", "vcore_ds.step"),
-        ("from torch.distributed import all_reduce", "vcore_ds.track.metrics"),
+        ("from torch.distributed import all_reduce", "vcore_ds.utility.direction"),
         ("import torch", "vcore_ds.config.schema"),
         ("from transformers import AutoConfig", "vcore_ds.config.schema"),
     ],
@@ -98,24 +171,27 @@ def test_a_wrong_import_is_seen(source: str, module: str) -> None:
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("from vcore_ds.step import run_step", "vcore_ds.run"),
-        ("from .zero3 import Engine", "vcore_ds.engine.probe"),
+        ("from vcore_ds.step import train_step", "vcore_ds.run"),
+        ("from .zero3 import Engine", "vcore_ds.engine.counts"),
         ("from ..errors import UserError", "vcore_ds.data.batches"),
-        ("import deepspeed\nimport torch.distributed", "vcore_ds.engine.probe"),
-        ("import torch.nn.functional", "vcore_ds.method.gibbs"),
-        ("from .gibbs import gibbs_weights", "vcore_ds.method.__init__"),
+        ("import deepspeed\nimport torch.distributed", "vcore_ds.engine.zero3"),
+        ("import torch.distributed", "vcore_ds.distributed.layout"),
+        ("import torch.nn.functional", "vcore_ds.method.weights"),
+        ("from .tokens import Tokens", "vcore_ds.method.__init__"),
+        ("from vcore_ds.commands.arguments import add_recipe", "vcore_ds.commands.train"),
+        ("from vcore_ds.commands.fidelity.bench import Bench", "vcore_ds.commands.fidelity.measure"),
     ],
 )
 def test_a_right_import_passes(source: str, module: str) -> None:
     assert violations(source, module) == []
 
 
-def test_config_imports_no_torch() -> None:
+@pytest.mark.parametrize("module", ["vcore_ds.config", "vcore_ds.distributed.signals", "vcore_ds.cli"])
+def test_what_a_typing_mistake_meets_first_imports_no_torch(module: str) -> None:
     code = (
-        "import sys, vcore_ds.config\n"
+        f"import sys, {module}\n"
         "loaded = {name.split('.')[0] for name in sys.modules}\n"
-        "heavy = loaded & {'torch', 'transformers', 'deepspeed', 'peft', 'numpy'}\n"
-        "print('loaded:', *sorted(heavy))"
+        f"print('loaded:', *sorted(loaded & {HEAVY!r}))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (result.stdout, result.returncode) == ("loaded:\n", 0), result.stderr

@@ -8,6 +8,7 @@ import numpy as np
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.method import random_mask
+from vcore_ds.random_streams import Stream, generator
 
 
 class ChangedDataset(Sequence[TokenizedSequence]):
@@ -48,7 +49,9 @@ def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> Change
         assert sequence.in_answer is not None  # a store has it
         kept = np.zeros(len(sequence), dtype=np.bool_)
         in_answer = sequence.in_answer[sequence.supervised]
-        kept[sequence.supervised] = random_mask(in_answer, keep_share, seed, sequence.sequence_id)
+        # The same in every epoch, on any rank, after any resumption.
+        drawn = generator(Stream.RANDOM_MASK, seed, sequence.sequence_id)
+        kept[sequence.supervised] = random_mask(in_answer, keep_share, drawn)
         return replace(sequence, kept=kept)
 
     return ChangedDataset(dataset, keep)

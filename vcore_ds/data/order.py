@@ -9,8 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-# First entry of the entropy of each stream's generator, so that one seed gives independent streams.
-_MAIN, _PROBE = 0, 1
+from vcore_ds.random_streams import Stream, generator
 
 
 class MainOrder:
@@ -38,11 +37,11 @@ class ProbeStream:
 
     def step(self, k: int) -> list[int]:
         """Ids [batch_size] of the probe batch of optimizer step k, from 0; none comes twice before all came once."""
-        generator = _generator(_PROBE, self.seed, k)
+        drawn = generator(Stream.PROBE, self.seed, k)
         ids: list[int] = []
         while len(ids) < self.batch_size:
             size = min(self.batch_size - len(ids), self.num_sequences)
-            ids += generator.choice(self.num_sequences, size, replace=False).tolist()
+            ids += drawn.choice(self.num_sequences, size, replace=False).tolist()
         return ids
 
 
@@ -65,8 +64,4 @@ def split_batch(
 
 @lru_cache(maxsize=4)  # a step needs one or two epochs; more data sets may take turns
 def _epoch_permutation(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
-    return _generator(_MAIN, seed, epoch).permutation(num_sequences)
-
-
-def _generator(stream: int, seed: int, counter: int) -> np.random.Generator:
-    return np.random.default_rng([stream, seed % 2**64, counter])
+    return generator(Stream.MAIN_ORDER, seed, epoch).permutation(num_sequences)

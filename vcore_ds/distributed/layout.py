@@ -28,9 +28,7 @@ _meshes: dict[str, DeviceMesh] = {}
 
 def arrange() -> None:
     """Puts the ranks of the process group on their axes. A collective; once a process."""
-    mesh = init_device_mesh(
-        device().type, (dist.get_world_size(), 1, 1), mesh_dim_names=("data", "sequence", "tensor")
-    )
+    mesh = init_device_mesh(device().type, (dist.get_world_size(), 1, 1), mesh_dim_names=("data", "sequence", "tensor"))
     _meshes.update(data=mesh["data"], sequence=mesh["sequence"], tensor=mesh["tensor"])
     # torch reuses the job's own group for an axis that spans it, so no further communicator is made.
     _meshes["shards"] = mesh["data", "sequence"]._flatten("shards")

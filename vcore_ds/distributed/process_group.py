@@ -5,6 +5,7 @@ import socket
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import TypeVar, cast
 
 import torch
@@ -57,6 +58,12 @@ def _free_port() -> int:
 def local_rank() -> int:
     """Among the ranks of this node."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+@cache
+def cpu_group() -> dist.ProcessGroup:
+    """All ranks of the job on gloo, for what is exchanged as pickled objects in host memory. A collective at first."""
+    return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
 def first_rank_first(work: Callable[[], Result]) -> Result:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from vcore_ds.distributed import layout
+from vcore_ds.distributed.process_group import cpu_group
 from vcore_ds.engine.zero3 import Engine
 
 Result = TypeVar("Result")
@@ -80,7 +81,7 @@ def write_state(engine: Engine, direction: ShardedVector | None, folder: Path) -
     """
     tensors = _state_tensors(engine, direction)
     writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
-    _dcp_on_all_ranks(folder, lambda: dcp.save(tensors, storage_writer=writer, process_group=_cpu_group()))
+    _dcp_on_all_ranks(folder, lambda: dcp.save(tensors, storage_writer=writer, process_group=cpu_group()))
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -111,7 +112,7 @@ def read_state(engine: Engine, direction: ShardedVector | None, folder: Path, nu
         _make_optimizer_state(engine)
     tensors = _state_tensors(engine, direction)
     reader = dcp.FileSystemReader(folder)
-    _dcp_on_all_ranks(folder, lambda: dcp.load(tensors, storage_reader=reader, process_group=_cpu_group()))
+    _dcp_on_all_ranks(folder, lambda: dcp.load(tensors, storage_reader=reader, process_group=cpu_group()))
     for state in engine.optimizer.optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"].fill_(num_updates)
@@ -213,14 +214,6 @@ def _dcp_on_all_ranks(folder: Path, action: Callable[[], object]) -> None:
 
 
 @cache
-def _cpu_group() -> torch.distributed.ProcessGroup:
-    """Over all ranks, for the plans that torch.distributed.checkpoint exchanges as pickled objects. A collective."""
-    if torch.distributed.get_backend() == "gloo":
-        return torch.distributed.group.WORLD
-    return torch.distributed.new_group(backend="gloo")
-
-
-@cache
 def _mesh(device_type: str) -> DeviceMesh:
-    """All ranks in a row. It says which part of a tensor a rank has; nothing is communicated over it."""
-    return DeviceMesh.from_group(torch.distributed.group.WORLD, device_type)
+    """The ranks that hold shards, in a row: which part of a tensor a rank has. Nothing is communicated over it."""
+    return DeviceMesh.from_group(layout.group("shards"), device_type)

@@ -12,6 +12,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import (
     safe_get_local_fp32_param,
     safe_get_local_grad,
@@ -132,6 +133,12 @@ class Engine:
         """The model that the adapters were added to: the reference of a LoRA run, with no second copy."""
         with self.module.causal_lm.disable_adapter():
             yield
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether fp32 parameters, moments and gradients are kept in host memory."""
+        offload = self.deepspeed.zero_offload_optimizer()
+        return offload is not None and offload.device != OffloadDeviceEnum.none
 
     @property
     def has_dropout(self) -> bool:

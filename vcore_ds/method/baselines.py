@@ -49,20 +49,19 @@ def random_weights(kept: Tensor, sequence_index: Tensor, num_sequences: int) -> 
     return ones / segment_sum(ones, sequence_index, num_sequences).clamp_min(1)[sequence_index]
 
 
-def random_mask(in_answer: np.ndarray, keep_share: float, seed: int, sequence_id: int) -> np.ndarray:
+def random_mask(in_answer: np.ndarray, keep_share: float, generator: np.random.Generator) -> np.ndarray:
     """Which supervised tokens of one sequence the method `random` keeps, bool `[n_i]` (paper, "The implementation
     details of Method Random"): all of the answer, and so many others, drawn at random, that `keep_share` is kept in
     total.
 
-    A function of the seed and the sequence alone: the same in every epoch, on any rank, after any resumption. Keeps at
-    least one token, so that every sequence counts.
+    Keeps at least one token, so that every sequence counts.
 
     Args:
         in_answer: bool `[n_i]`, the tokens inside `\\boxed{...}`.
+        generator: draws `n_i` numbers; a new one for each sequence.
     """
     num_kept = max(1, round(keep_share * len(in_answer)), int(in_answer.sum()))
-    # Three numbers, where the streams of the data order have their own first ones.
-    priority = np.random.default_rng([2, seed % 2**64, sequence_id]).random(len(in_answer))
+    priority = generator.random(len(in_answer))
     priority[in_answer] = -1.0
     kept = np.zeros(len(in_answer), dtype=np.bool_)
     kept[np.argsort(priority, kind="stable")[:num_kept]] = True

@@ -191,23 +191,23 @@ class StepRecorder:
         totals: StepTotals,
         counts: GlobalCounts,
         *,
-        alpha: float,
+        alpha: float | None,
         is_vcore: bool,
         **numbers: float | None,
     ) -> StepMetrics:
         """The step's line, at its end.
 
         Args:
-            alpha: of the global batch.
+            alpha: of the global batch; None where sequences or micro-batches have their own.
             numbers: what else the step knows, by its name in the metrics; None for what there is not in this step.
         """
         seconds = self._now() - self._started
-        # Where every sequence or micro-batch has its own alpha, the one that is reported is their effect on the loss.
-        own_alpha = totals.scaled_loss / totals.weighted_loss if totals.weighted_loss else 1.0
+        if alpha is None:  # their effect on the loss
+            alpha = totals.scaled_loss / totals.weighted_loss if totals.weighted_loss else 1.0
         values = {
             "loss": totals.loss,
             "weighted_loss": totals.weighted_loss,
-            "alpha": alpha * own_alpha,
+            "alpha": alpha,
             "tau": totals.temperature if is_vcore else None,
             "kl": totals.kl if is_vcore else None,
             "num_saturated": totals.num_saturated if is_vcore else None,

@@ -17,6 +17,9 @@ from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
 from vcore_ds.utility.passes import merged_passes
 
+Measured = Mapping[str, float | None]
+"""What an estimator measured beside the utilities, by its name in the metrics; None for what it did not this time."""
+
 
 class Estimator(Protocol):
     """How a step comes to the losses and utilities of its micro-batches."""
@@ -24,7 +27,7 @@ class Estimator(Protocol):
     direction: Direction | None
     """Along which utilities are taken; None for a method without utilities."""
 
-    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> Mapping[str, float | None]:
+    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> Measured:
         """What comes before the first backward; `forward` is about these batches then. A collective.
 
         Args:
@@ -33,7 +36,7 @@ class Estimator(Protocol):
             measure_noise: measure how far the utilities stand clear of rounding, where that is in question.
 
         Returns:
-            What was measured, by its name in the metrics.
+            For the metrics.
         """
         ...
 
@@ -58,7 +61,7 @@ class NoUtilities:
         self._engine = engine
         self._batches: Sequence[Batch] = ()
 
-    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> Mapping[str, float | None]:
+    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> Measured:
         self._batches = batches
         return {}
 
@@ -82,7 +85,7 @@ class ForwardMode:
         self._batches: Sequence[Batch] = ()
         self._utilities: list[Tensor] = []
 
-    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> Mapping[str, float | None]:
+    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> Measured:
         self._batches = batches
         self._utilities = jvp_utilities(self._engine, self.direction, batches, self._batches_per_pass)
         return {}

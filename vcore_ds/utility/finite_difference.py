@@ -10,13 +10,14 @@ from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine
 from vcore_ds.utility.direction import Direction
+from vcore_ds.utility.estimators import Measured
 from vcore_ds.utility.passes import measured_losses
 from vcore_ds.utility.perturbation import perturbed
 
 
 class FiniteDifference:
-    """Utilities by the one-backward trick (Section "One-Backward Trick"): a perturbed forward before the main one, which
-    gives `l(theta)` for free where it has no dropout.
+    """Utilities by the one-backward trick (Section "One-Backward Trick"): a perturbed forward before the main one,
+    which gives `l(theta)` for free where it has no dropout.
 
     Attributes:
         displacement: `epsilon * norm` that `epsilon: auto` has found, kept from step to step: the distance at which
@@ -46,7 +47,7 @@ class FiniteDifference:
         self._perturbed_losses: list[Tensor] = []
         self._base_losses: list[Tensor] | None = None
 
-    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> Mapping[str, float | None]:
+    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> Measured:
         engine, direction, merge = self._engine, self.direction, self._batches_per_pass
         rounding_seed = seed if self._rounds_stochastically else None
         self._batches, self._base_losses = batches, None

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine
+from vcore_ds.random_streams import Stream, torch_seed
 from vcore_ds.utility.direction import Direction
 
 
@@ -36,20 +36,17 @@ def perturbed(
     """
     saved: list[torch.Tensor | None] = []
     num_changed = num_total = 0
-    offloaded = engine.deepspeed.zero_offload_optimizer() is not None and (
-        engine.deepspeed.zero_offload_optimizer().device != OffloadDeviceEnum.none
-    )
     generator = None
     if stochastic_rounding_seed is not None:
         generator = torch.Generator(engine.device)
-        generator.manual_seed(stochastic_rounding_seed * layout.size("shards") + layout.rank("shards"))
+        generator.manual_seed(torch_seed(Stream.STOCHASTIC_ROUNDING, stochastic_rounding_seed, layout.rank("shards")))
     try:
         for _, parameter in engine.trainable:
             shard = parameter.ds_tensor.data  # in host memory where parameters are offloaded
             numel = engine.local_numel(parameter)
             # DeepSpeed casts the master shard to the parameter dtype after every step, so casting it again
             # restores the bytes, with nothing kept. An offloaded master would travel twice: keep the shard.
-            saved.append(shard.clone() if offloaded else None)
+            saved.append(shard.clone() if engine.offloads_optimizer else None)
             before = shard[:numel].to(engine.device)
             start = engine.local_master(parameter) if generator is None else before.float()
             shifted = start.sub(direction.shard(parameter)[:numel].float(), alpha=epsilon)

@@ -111,9 +111,7 @@ class Trainer:
     @cached_property
     def estimator(self) -> Estimator:
         """With a direction of its own, which may be kept from step to step; made when the first step is taken."""
-        return build_estimator(
-            self.recipe, self.engine, batches_per_pass=self.feed.plan.batches_per_utility_pass
-        )
+        return build_estimator(self.recipe, self.engine, batches_per_pass=self.feed.plan.batches_per_utility_pass)
 
     def train_until(self, step: int, say: Callable[[str], None]) -> None:
         while self.num_done < step:

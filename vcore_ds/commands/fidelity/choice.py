@@ -4,15 +4,12 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from vcore_ds.config import Recipe
 from vcore_ds.errors import UserError
+from vcore_ds.random_streams import Stream, generator
 
 MAX_DRAWS = 4
 """Disjoint probes of one size; their agreement with the large probe is averaged."""
-_FIDELITY = 2
-"""First entry of the entropy of the generator here, after those of the main order and the probe stream."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +80,12 @@ def choose_sequences(
 
     Raises UserError where not even one sequence remains for each purpose.
     """
-    generator, notes = np.random.default_rng([_FIDELITY, seed % 2**64]), []
-    order = generator.permutation(num_training).tolist()
+    drawn, notes = generator(Stream.FIDELITY, seed), []
+    order = drawn.permutation(num_training).tolist()
     num_measured = min(options.num_sequences, num_training if num_trusted is not None else num_training - 2)
     measured, others = order[: max(0, num_measured)], order[max(0, num_measured) :]
     if num_trusted is not None:
-        others = generator.permutation(num_trusted).tolist()
+        others = drawn.permutation(num_trusted).tolist()
     if not measured or len(others) < 2:
         key, expected = ("train_path", 3) if num_trusted is None else ("probe_path", 2)
         found = num_training if num_trusted is None else num_trusted

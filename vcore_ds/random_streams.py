@@ -1,0 +1,40 @@
+"""Every random stream of a run by its id, so that no two draw the same numbers from one seed.
+
+A stream's numbers are a function of the run's seed and of a place (step, epoch, rank, sequence ...): resuming needs no
+generator's state.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+
+
+class Stream(IntEnum):
+    """First word of the entropy. Ids are never reused: `[2, s]` and `[2, s, 0]` give the same numbers."""
+
+    MAIN_ORDER = 0
+    """Place: epoch."""
+    PROBE = 1
+    """Place: optimizer step."""
+    RANDOM_MASK = 2
+    """Tokens that the method `random` keeps. Place: sequence id."""
+    FIDELITY = 3
+    """Sequences that the fidelity command measures."""
+    DROPOUT = 4
+    """Place: optimizer step, rank on the `data` axis."""
+    STOCHASTIC_ROUNDING = 5
+    """Place: optimizer step; then rank on the `shards` axis."""
+
+
+def generator(stream: Stream, seed: int, *place: int) -> np.random.Generator:
+    """A generator of its own for each stream and place."""
+    return np.random.default_rng(_entropy(stream, seed, *place))
+
+
+def torch_seed(stream: Stream, seed: int, *place: int) -> int:
+    """The same for `torch.Generator.manual_seed`: an integer below 2^63."""
+    return int(np.random.SeedSequence(_entropy(stream, seed, *place)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _entropy(stream: Stream, seed: int, *place: int) -> list[int]:
+    return [int(stream), seed % 2**64, *place]
