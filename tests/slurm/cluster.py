@@ -170,9 +170,9 @@ class Cluster:
         ssh = f"ssh -F {self.folder}/ssh_config {self.addresses[node]}"
         return self.run(f"{ssh} {prepare} {line}", timeout_seconds=timeout_seconds)
 
-    def submit(self, script: str, folder: Path, *overrides: str) -> str:
+    def submit(self, script: str, folder: Path, *overrides: str, **environment: str) -> str:
         """sbatch from `folder`, without GPUs, which the nodes do not have. Returns the job's id."""
-        environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         return self.run(f"sbatch --parsable --gpus-per-node=0 {script} {' '.join(overrides)}", folder, environment)
 
     def state(self, job: str) -> str:
