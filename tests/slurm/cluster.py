@@ -48,6 +48,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 JobRequeue=1
 KillWait=30
+# An ended job is known this long (300 s by default), however slow this machine is.
+MinJobAge=3600
 NodeName=n1 NodeAddr={n1} Port={port_n1} CPUs=1 RealMemory=4000
 NodeName=n2 NodeAddr={n2} Port={port_n2} CPUs=1 RealMemory=4000
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
