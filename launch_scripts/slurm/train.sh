@@ -2,6 +2,8 @@
 # Exit code: the ranks'. 85 (stopped on request, and saved) puts the job back into the queue first.
 
 : "${SLURM_JOB_ID:?submit this with sbatch}"
+# In a job array, %a in an override is the task's number, as in the file names of sbatch.
+if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then set -- "${@//'%a'/$SLURM_ARRAY_TASK_ID}"; fi
 max_restarts=${MAX_RESTARTS:-100}
 attempt=${SLURM_RESTART_COUNT:-0}
 logs=runs/slurm/$SLURM_JOB_ID/attempt_$attempt
@@ -57,7 +59,11 @@ fi
 
 if ((code == 85)) && ((attempt < max_restarts)); then
     echo "stopped and saved; back into the queue ($(date))"
-    scontrol requeue "$SLURM_JOB_ID"
+    # The last task of an array has the array's id as its own, and requeueing that id restarts all tasks, ended ones included.
+    # SLURM_ARRAY_JOB_ID alone does not tell: a job submitted from within a task of an array inherits that array's.
+    job=$SLURM_JOB_ID
+    if [[ ${SLURM_ARRAY_JOB_ID:-} == "$job" ]]; then job+=_$SLURM_ARRAY_TASK_ID; fi
+    scontrol requeue "$job"
 else
     echo "ended with exit code $code ($(date))"
 fi

@@ -48,6 +48,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 JobRequeue=1
 KillWait=30
+# An ended job is known this long (300 s by default), however slow this machine is.
+MinJobAge=3600
 NodeName=n1 NodeAddr={n1} Port={port_n1} CPUs=1 RealMemory=4000
 NodeName=n2 NodeAddr={n2} Port={port_n2} CPUs=1 RealMemory=4000
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -170,9 +172,9 @@ class Cluster:
         ssh = f"ssh -F {self.folder}/ssh_config {self.addresses[node]}"
         return self.run(f"{ssh} {prepare} {line}", timeout_seconds=timeout_seconds)
 
-    def submit(self, script: str, folder: Path, *overrides: str) -> str:
+    def submit(self, script: str, folder: Path, *overrides: str, **environment: str) -> str:
         """sbatch from `folder`, without GPUs, which the nodes do not have. Returns the job's id."""
-        environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         return self.run(f"sbatch --parsable --gpus-per-node=0 {script} {' '.join(overrides)}", folder, environment)
 
     def state(self, job: str) -> str:

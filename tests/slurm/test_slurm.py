@@ -1,4 +1,4 @@
-"""The shipped SLURM scripts on a real cluster of two nodes, one rank each: through requeues to the end; unfit nodes."""
+"""The shipped SLURM scripts on a real cluster of two nodes, one rank each: requeues, a job array, unfit nodes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,9 +9,11 @@ import pytest
 from tests.helpers.commands import REPOSITORY, free_port, read_metrics, run_command
 from tests.helpers.setups import TinySetup
 from tests.slurm.cluster import Cluster, wait_until, why_not
+from vcore_ds.config import load_recipe
 
 pytestmark = pytest.mark.dist
 NUM_STEPS = 16
+ARRAY = "--array=0-2 launch_scripts/train_32b_lora.slurm sweep/%a.yaml run.seed=%a run.output_dir=runs/sweep_%a"
 CHANGES = (f"schedule.num_steps={NUM_STEPS}", "checkpoint.every_steps=2")
 TIMED = ("seconds", "tokens_per_second", "peak_memory_bytes", "checkpoint_bytes")
 
@@ -59,7 +61,10 @@ def undisturbed(cluster: Cluster, setup: TinySetup, tmp_path_factory: pytest.Tem
 
 def test_a_run_goes_on_through_requeues(cluster: Cluster, setup: TinySetup, checkout: Path, undisturbed: Undisturbed):
     run = checkout / "runs" / "it"
-    job = cluster.submit("launch_scripts/train_32b.slurm", checkout, *setup.overrides(run, *CHANGES))
+    # A job submitted from within a task of an array inherits these, and yet requeues itself.
+    inherited = {"SLURM_ARRAY_JOB_ID": "0", "SLURM_ARRAY_TASK_ID": "0"}
+    overrides = setup.overrides(run, *CHANGES)
+    job = cluster.submit("launch_scripts/train_32b.slurm", checkout, *overrides, **inherited)
     output = checkout / f"slurm-{job}.out"
 
     def wait_for(step: int, restarts: int) -> None:
@@ -67,8 +72,7 @@ def test_a_run_goes_on_through_requeues(cluster: Cluster, setup: TinySetup, chec
 
         def holds() -> bool:
             assert cluster.state(job) in {"PENDING", "RUNNING", "COMPLETING", "REQUEUED"}, output.read_text()
-            done = len(read_metrics(run)) if (run / "metrics.jsonl").exists() else 0
-            return cluster.field(job, "Restarts") == str(restarts) and done >= step
+            return cluster.field(job, "Restarts") == str(restarts) and num_steps_done(run) >= step
 
         wait_until(holds, f"step {step} after {restarts} restarts", 240)
 
@@ -97,8 +101,39 @@ def test_a_run_goes_on_through_requeues(cluster: Cluster, setup: TinySetup, chec
     assert [without_times(line) for line in lines] == [without_times(line) for line in expected]
 
 
+def num_steps_done(run: Path) -> int:
+    return len(read_metrics(run)) if (run / "metrics.jsonl").exists() else 0
+
+
 def without_times(line: dict) -> dict:
     return {key: value for key, value in line.items() if not key.startswith(TIMED)}
+
+
+def test_the_last_task_of_an_array_is_requeued_alone(cluster: Cluster, setup: TinySetup, checkout: Path):
+    """Its job id is the array's own. A node to each task: it starts when task 0 has failed; task 1 runs throughout."""
+    assert f"\nsbatch {ARRAY}\n" in (REPOSITORY / "docs" / "slurm.md").read_text()
+    (checkout / "sweep").mkdir()
+    for task, key in enumerate(("num_stops", "num_steps", "num_steps")):
+        (checkout / "sweep" / f"{task}.yaml").write_text(f"schedule: {{{key}: 100_000}}\n")
+    tiny = [override for override in setup.overrides(checkout) if not override.startswith(("schedule.", "run."))]
+    array = cluster.submit(ARRAY, checkout, *tiny)
+    tasks = [f"{array}_{task}" for task in range(3)]
+    runs = [checkout / "runs" / f"sweep_{task}" for task in range(3)]
+
+    def last_is_back() -> bool:
+        assert [cluster.field(task, "Restarts") for task in tasks[:2]] == ["0", "0"], "the whole array was requeued"
+        return (cluster.field(tasks[2], "Restarts"), cluster.state(tasks[2])) == ("1", "RUNNING")
+
+    try:
+        wait_until(lambda: all(map(num_steps_done, runs[1:])), "step of tasks 1 and 2", 480)
+        assert cluster.field(tasks[2], "JobId") == array
+        cluster.run(f"scancel --signal=USR1 {tasks[2]}")
+        wait_until(last_is_back, "restart of the last task", 240)
+        assert [cluster.state(task) for task in tasks] == ["FAILED", "RUNNING", "RUNNING"]
+    finally:
+        cluster.run(f"scancel {array}")
+    assert "sweep/0.yaml:1: schedule.num_stops" in (checkout / f"slurm-{tasks[0]}.out").read_text()
+    assert [load_recipe(run / "recipe.yaml").run.seed for run in runs[1:]] == [1, 2]
 
 
 def test_unfit_nodes_are_named_before_anything_starts(cluster: Cluster, setup: TinySetup, checkout: Path):
