@@ -46,17 +46,17 @@ def train_step(
     method, main = recipe.method, batches.main
     counts = count_globally(main)
     counts_kept = count_globally(main, kept_only=True) if method.name == "random" else counts
+    recorder.begin(method, counts)
 
     # Lines 2-3: draw B', take the descent direction under uniform weights.
-    probe = None
-    if batches.probe:
+    measured: dict[str, float | None] = {}
+    if estimator.direction is not None and batches.probe:
         with recorder.part("probe"):
-            assert estimator.direction is not None, "a method without utilities has nothing to probe"
-            probe = take_direction(estimator.direction, recipe, batches.probe)
+            measured |= take_direction(estimator.direction, recipe, batches.probe).as_metrics()
 
     # Line 4: the utility of every token of B.
     with recorder.part("utility"):
-        measured = estimator.begin(main, seed=seed, measure_noise=measure_noise)
+        measured |= estimator.begin(main, seed=seed, measure_noise=measure_noise)
         if method.name == "iw_sft" and recipe.lora is not None:
             main = with_reference_of_adapters(engine, main)
 
@@ -73,11 +73,7 @@ def train_step(
             weighted = token_coefficients(q.weights, tokens.sequence_index, shares) * losses
             loss = segment_sum(weighted, tokens.sequence_index, tokens.num_sequences) * alpha
             engine.backward(loss.sum())
-            recorder.add(
-                MicroBatchResult(batch, tokens, q, weighted.detach().sum(), loss.detach().sum()),
-                counts,
-                method.normalization,
-            )
+            recorder.add(MicroBatchResult(batch, tokens, q, weighted.detach().sum(), loss.detach().sum()))
     totals = recorder.totals()
     if totals.num_non_finite > 0:
         raise NonFiniteLoss(f"the loss is not finite; {sequences_by_rank(recorder.non_finite_sequence_ids())}")
@@ -92,18 +88,9 @@ def train_step(
     # Line 7, second half: the update.
     with recorder.part("step"):
         gradient_norm = engine.step(learning_rate)
-    return recorder.metrics(
-        totals,
-        counts,
-        alpha=alpha,
-        is_vcore=method.name == "vcore",
-        direction_norm=None if estimator.direction is None else estimator.direction.norm,
-        probe_loss=None if probe is None else probe.loss,
-        probe_grad_norm=None if probe is None else probe.gradient_norm,
-        grad_norm=gradient_norm,
-        learning_rate=learning_rate,
-        **measured,
-    )
+    direction_norm = None if estimator.direction is None else estimator.direction.norm
+    measured |= dict(direction_norm=direction_norm, grad_norm=gradient_norm, learning_rate=learning_rate)
+    return recorder.metrics(totals, alpha=alpha, **measured)
 
 
 def take_direction(direction: Direction, recipe: Recipe, probe_batches: Sequence[Batch]) -> Probe:

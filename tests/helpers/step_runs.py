@@ -81,9 +81,9 @@ class Recorder(StepRecorder):
         self.gradient: dict[str, torch.Tensor] = {}
         self._engine = engine
 
-    def add(self, result: MicroBatchResult, *rest: Any) -> None:
+    def add(self, result: MicroBatchResult) -> None:
         self.results.append(result)
-        super().add(result, *rest)
+        super().add(result)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:

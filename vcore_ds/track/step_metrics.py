@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from vcore_ds.config.schema import MethodConfig
 from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import peak_memory_bytes
@@ -22,7 +23,6 @@ from vcore_ds.method import (
     sequence_shares,
     utility_moments,
 )
-from vcore_ds.method.objective import Normalization
 
 
 @dataclass(frozen=True)
@@ -103,22 +103,24 @@ class StepMetrics:
 
 
 class StepRecorder:
-    """Collects what a step measures: seconds by part, sums over this rank's micro-batches, and single numbers.
+    """Collects what a step measures: seconds by part, and sums over this rank's micro-batches.
 
     Sums stay on the device until `totals`: no host synchronisation per micro-batch.
-
-    Attributes:
-        results: of the micro-batches so far.
-        example: the first sequence that came by.
     """
 
     def __init__(self, device: torch.device):
-        self.example: ExampleTrace | None = None
         self._device = device
+        self._method: MethodConfig | None = None
+        self._counts: GlobalCounts | None = None
+        self._example: ExampleTrace | None = None
         self._started = self._now()
         self._seconds = {"probe": 0.0, "utility": 0.0, "main": 0.0, "step": 0.0}
         self._sums: Tensor | None = None
         self._finite: list[tuple[list[int], Tensor]] = []
+
+    def begin(self, method: MethodConfig, counts: GlobalCounts) -> None:
+        """`counts`: of all supervised tokens of the global batch, also where the method keeps only some."""
+        self._method, self._counts = method, counts
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -129,15 +131,15 @@ class StepRecorder:
         yield
         self._seconds[name] += self._now() - started
 
-    def add(self, result: MicroBatchResult, counts: GlobalCounts, normalization: Normalization) -> None:
-        """`counts`: of all supervised tokens, also where the method keeps only some."""
+    def add(self, result: MicroBatchResult) -> None:
+        assert self._method is not None and self._counts is not None  # `begin` comes first
         tokens, gibbs, q = result.tokens, result.weights, result.weights.weights
         index, num_sequences, num_tokens = tokens.sequence_index, tokens.num_sequences, tokens.num_tokens()
         s = torch.zeros_like(tokens.losses) if tokens.utilities is None else tokens.utilities
         sequence_losses = segment_sum(tokens.losses, index, num_sequences)
         finite = torch.isfinite(sequence_losses) & torch.isfinite(segment_sum(s, index, num_sequences))
         self._finite.append((result.batch.sequence_ids, finite))
-        shares = sequence_shares(num_tokens, counts, normalization)
+        shares = sequence_shares(num_tokens, self._counts, self._method.normalization)
         sums = torch.stack(
             [
                 (shares * sequence_losses / num_tokens.clamp_min(1)).sum().double(),
@@ -156,8 +158,8 @@ class StepRecorder:
         )
         sums = torch.cat([sums, utility_moments(s, q, index, num_sequences)])
         self._sums = sums if self._sums is None else self._sums + sums
-        if self.example is None and result.batch.sequence_ids:
-            self.example = ExampleTrace.first_of(result)
+        if self._example is None and result.batch.sequence_ids:
+            self._example = ExampleTrace.first_of(result)
 
     def totals(self) -> StepTotals:
         """Of the micro-batches that were added, over all ranks. A collective."""
@@ -186,21 +188,15 @@ class StepRecorder:
         """Of this rank: sequences with a loss or utility that is inf or nan."""
         return [i for ids, finite in self._finite for i, ok in zip(ids, finite.tolist(), strict=False) if not ok]
 
-    def metrics(
-        self,
-        totals: StepTotals,
-        counts: GlobalCounts,
-        *,
-        alpha: float | None,
-        is_vcore: bool,
-        **numbers: float | None,
-    ) -> StepMetrics:
+    def metrics(self, totals: StepTotals, *, alpha: float | None, **numbers: float | None) -> StepMetrics:
         """The step's line, at its end.
 
         Args:
             alpha: of the global batch; None where sequences or micro-batches have their own.
-            numbers: what else the step knows, by its name in the metrics; None for what there is not in this step.
+            numbers: what else the step knows, by its name in the metrics; None for what this step does not have.
         """
+        assert self._method is not None and self._counts is not None
+        is_vcore, counts = self._method.name == "vcore", self._counts
         seconds = self._now() - self._started
         if alpha is None:  # their effect on the loss
             alpha = totals.scaled_loss / totals.weighted_loss if totals.weighted_loss else 1.0
@@ -215,6 +211,8 @@ class StepRecorder:
             "total_weight": totals.total_weight,
             "utility_mean": totals.utility_mean if is_vcore else None,
             "utility_std": totals.utility_std if is_vcore else None,
+            "probe_loss": None,
+            "probe_grad_norm": None,
             **numbers,
             "supervised_tokens": counts.num_supervised_tokens_global,
             "sequences": counts.num_sequences_global,
@@ -223,7 +221,7 @@ class StepRecorder:
             "tokens_per_second": counts.num_supervised_tokens_global / seconds,
             "peak_memory_bytes": peak_memory_bytes(),
         }
-        return StepMetrics(values, self.example)
+        return StepMetrics(values, self._example)
 
     def _now(self) -> float:
         if self._device.type == "cuda":

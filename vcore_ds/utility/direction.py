@@ -24,6 +24,9 @@ class Probe:
     gradient_norm: float
     """2-norm before clipping."""
 
+    def as_metrics(self) -> dict[str, float]:
+        return {"probe_loss": self.loss, "probe_grad_norm": self.gradient_norm}
+
 
 class Direction:
     """`v`, one flat buffer per gather group: this rank's shards of a vector shaped like the trainable parameters.
