@@ -163,7 +163,7 @@ def run_training(training: Training, num_done: int, is_new: bool) -> StepMetrics
         checkpoints.validation_loss_before = validate(training)
     if checkpoints.validation_loss_before is not None:
         console.say(f"held-out loss before training: {checkpoints.validation_loss_before:.4f}")
-    # A signal after the steps ends the process at once: the last checkpoint is of that point, and is resumed from.
+    # A signal after the steps ends the process at once: the last checkpoint holds that very state.
     with stop_signals.held_back():
         return run_steps(training, num_done)
 

@@ -1,4 +1,4 @@
-"""What a process does with a wish to stop, each case in a process of its own."""
+"""What a process does with a stop request, each case in its own process."""
 
 import signal
 import subprocess
@@ -15,7 +15,7 @@ START = """
     from vcore_ds.distributed import signals
     from vcore_ds.distributed.signals import stop_signals
 
-    signals.SAME_WISH_SECONDS = 0.4
+    signals.SAME_REQUEST_SECONDS = 0.4
 
     def after(seconds, number):
         threading.Timer(seconds, os.kill, (os.getpid(), number)).start()

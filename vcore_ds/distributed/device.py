@@ -12,7 +12,7 @@ def uses_gpu() -> bool:
 
 
 def device() -> torch.device:
-    """Of this rank."""
+    """This rank's device."""
     return torch.device("cuda", torch.cuda.current_device()) if uses_gpu() else torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""Which process a rank is, and where its main thread is: what the watchdogs of the ranks tell each other."""
+"""Where a rank's main thread is, and which process it is: what the ranks' watchdogs tell each other."""
 
 import os
 import socket
@@ -11,14 +11,14 @@ from vcore_ds.distributed import layout
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank's main thread is. Every rank passes the same marks in the same order, so more marks are further."""
+    """Where a rank's main thread is. All ranks pass the same marks in the same order, so more marks means further."""
 
     num_marks: int = 0
     step: int = 0
     phase: str = "loading"
     beat: int = 0
     left: bool = False
-    """The rank has ended in order; nobody misses it."""
+    """The rank ended normally and is not missed."""
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.phase}" if self.step else self.phase
@@ -28,12 +28,12 @@ _here = Position()
 
 
 def here() -> Position:
-    """Of this rank."""
+    """This rank's position."""
     return _here
 
 
 def mark(phase: str, step: int | None = None) -> None:
-    """Says what the main thread does from here on. Costs nothing; a collective only in that all ranks must do it.
+    """Records what the main thread does from here on. Costs nothing; no communication, but every rank must call it.
 
     Args:
         phase: a word or two.
@@ -45,7 +45,7 @@ def mark(phase: str, step: int | None = None) -> None:
 
 @dataclass(frozen=True)
 class Identity:
-    """Of a rank's process."""
+    """The process of a rank."""
 
     rank: int
     host: str
@@ -58,7 +58,7 @@ class Identity:
         return cls(layout.rank("job"), socket.gethostname(), os.getpid(), psutil.Process().create_time())
 
     def process(self) -> psutil.Process | None:
-        """For a rank of this host; None where the same host name or process id means another one, as in containers."""
+        """The process itself, on this host; None where host name or process id mean another one, as in containers."""
         try:
             process = psutil.Process(self.pid)
             return process if abs(process.create_time() - self.started) < 2.0 else None

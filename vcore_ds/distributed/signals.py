@@ -1,6 +1,6 @@
-"""Wishes that this process may end: SIGTERM, SIGINT, SIGUSR1, and the end of the launcher that started it.
+"""Stop requests to this process: SIGTERM, SIGINT, SIGUSR1, and the end of the launcher that started it.
 
-Standard library only, so that they are heard before torch and deepspeed are imported, which can take a minute.
+Standard library only, so that they are handled before torch and deepspeed are imported, which can take a minute.
 """
 
 import multiprocessing
@@ -16,30 +16,30 @@ from vcore_ds.errors import EXIT_STOPPED
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-SAME_WISH_SECONDS = 3.0
-"""One wish arrives in several ways at about the same time: a terminal sends Ctrl-C to the ranks and to the launcher,
-which sends them SIGTERM; `scancel` reaches the batch script, which forwards it, and the ranks."""
+SAME_REQUEST_SECONDS = 3.0
+"""One request arrives in several ways at about the same time: a terminal sends Ctrl-C to the ranks and to the launcher,
+which sends them SIGTERM; `scancel` reaches the ranks and the batch script, which forwards it."""
 
 LAST_WORDS_SECONDS = 10.0
-"""A rank that is on its way out with a message is not cut short by the launcher, which ends the other ranks as soon as
-one has ended."""
+"""Time for a rank that exits with a message: the launcher ends the other ranks as soon as one has ended, and must not
+cut the message short."""
 
 SECONDS_BETWEEN_LOOKS_AT_THE_LAUNCHER = 1.0
 
 
 class StopSignals:
-    """What is done with a wish to stop.
+    """What happens on a stop request.
 
     While nothing can be lost (loading, exporting) it ends the process at once with EXIT_STOPPED. Inside `held_back`
-    (training) the first one is only noted, for the end of the step; the second one, if it is not an echo of the first,
-    ends the process at once, whatever it does.
+    (training) the first request is only recorded, for the end of the step; a second one, unless it is an echo of the
+    first, ends the process at once.
 
-    A thread of its own hears the signals, through the pipe that Python's C handler writes to: a Python handler
-    would wait for the main thread, which may sit in a collective that never returns.
+    A separate thread reads the signals from the pipe that Python's C handler writes to: a Python handler would wait
+    for the main thread, which may sit in a collective that never returns.
 
     Attributes:
-        received: the first wish, such as "SIGTERM"; None while there is none.
-        before_exit: called with the wish before the process ends outside of `held_back`; has two seconds.
+        received: the first request, such as "SIGTERM"; None while there is none.
+        before_exit: called with the request before the process ends outside `held_back`; has two seconds.
     """
 
     def __init__(self) -> None:
@@ -52,23 +52,23 @@ class StopSignals:
         self._pipe: tuple[int, int] | None = None
 
     def listen(self) -> None:
-        """From here on; in the main thread. Does nothing the second time."""
+        """Starts to handle stop requests; call it in the main thread. Does nothing the second time."""
         if self._pipe is not None:
             return
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         for number in STOPPING:
-            if signal.getsignal(number) != signal.SIG_IGN:  # `nohup command &` ignores SIGINT, and means it
+            if signal.getsignal(number) != signal.SIG_IGN:  # `nohup command &` ignores SIGINT, on purpose
                 signal.signal(number, lambda *_: None)
-        # A forked child would write what it hears into this process's pipe, and ignore its own end.
+        # A forked child would write its signals into this process's pipe, and ignore its own.
         os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget)
         threading.Thread(target=self._listen, name="stop signals", daemon=True).start()
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Around what must not be cut short. Whoever is inside looks at `received`; what is still pending at the end
-        ends the process then."""
+        """Around code that must not be cut short; that code polls `received`. A request that is pending at the end ends
+        the process then."""
         with self._lock:
             self._held_back = True
         try:
@@ -82,34 +82,34 @@ class StopSignals:
             self._exit(self.received)
 
     def leave(self, last_words_seconds: float = LAST_WORDS_SECONDS) -> None:
-        """The process is on its way out, with a message and an exit code of its own: signals are ignored so long, and
-        end it afterwards."""
+        """Announces that the process exits by itself, with a message and an exit code: signals are ignored until then
+        and end the process afterwards."""
         self._leaves_at = time.monotonic() + last_words_seconds
 
-    def request(self, wish: str) -> None:
-        """As if a signal had come. Callable from any thread."""
+    def request(self, name: str) -> None:
+        """Acts as if a signal of that name had arrived. Callable from any thread."""
         now = time.monotonic()
         with self._lock:
             held_back, first = self._held_back, self.received is None
             if first:
-                self.received, self._received_at = wish, now
+                self.received, self._received_at = name, now
         if self._leaves_at is not None:
             if now > self._leaves_at:
-                os._exit(128 + getattr(signal, wish, 0))
+                os._exit(128 + getattr(signal, name, 0))
         elif not held_back:
-            self._exit(wish)
+            self._exit(name)
         elif first:
-            _say(f"{wish}: this step is finished and saved, then the run stops (a second signal ends it at once)")
-        elif now - self._received_at > SAME_WISH_SECONDS:
-            _say(f"{wish} after {self.received}: ending at once, without saving")
-            os._exit(128 + getattr(signal, wish, 0))
+            _say(f"{name}: this step is finished and saved, then the run stops (a second signal ends it at once)")
+        elif now - self._received_at > SAME_REQUEST_SECONDS:
+            _say(f"{name} after {self.received}: ending at once, without saving")
+            os._exit(128 + getattr(signal, name, 0))
 
-    def _exit(self, wish: str) -> None:
+    def _exit(self, name: str) -> None:
         self.leave()
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            _say(f"{wish} outside of the training steps: there is nothing to save")
+            _say(f"{name} outside of the training steps: there is nothing to save")
         if self.before_exit is not None:
-            telling = threading.Thread(target=self.before_exit, args=(wish,), daemon=True)
+            telling = threading.Thread(target=self.before_exit, args=(name,), daemon=True)
             telling.start()
             telling.join(2.0)
         for child in multiprocessing.active_children():  # such as those that prepare data
@@ -151,7 +151,8 @@ def _say(text: str) -> None:
 
 
 def _launchers() -> list[int]:
-    """Process ids of the launcher above, nearest first; empty where there is none that ends its ranks.
+    """Process ids of the launcher that started this process, nearest first; empty where there is none that ends its
+    ranks.
 
     `kill` of the `deepspeed` command ends that command only; the launcher it started and the ranks would train on.
     torchrun's ranks outlive it when it is killed with SIGKILL.
@@ -183,4 +184,4 @@ def _read(pid: int, name: str) -> bytes:
 
 
 stop_signals = StopSignals()
-"""Of this process: signal handlers belong to a process."""
+"""The one of this process: signal handlers belong to a process."""

@@ -16,16 +16,16 @@ STOP_FILE = "STOP"
 REASONS = ("SIGTERM", "SIGINT", "SIGUSR1", "the end of its launcher", "the STOP file", "run.time_limit_minutes")
 
 UNMEASURED_SAVE_SECONDS = 300.0
-"""What a save is taken to last before there was one, if that is less than a tenth of the time limit."""
+"""Assumed duration of a save before the first one; a tenth of the time limit where that is less."""
 
 
 class Stops:
-    """Asked by every rank after every step. A wish may reach one rank only, or two ranks in different steps."""
+    """Every rank asks after every step. A request may reach one rank only, or two ranks in different steps."""
 
     def __init__(self, folder: Path, time_limit_minutes: float | None):
         """Args:
-        folder: of the run, where the STOP file is looked for.
-        time_limit_minutes: wall clock, from the start of this process to the end of its last save.
+        folder: the run's, where the STOP file is looked for.
+        time_limit_minutes: wall clock, from the start of this process to the end of its last save; None for no limit.
         """
         self._stop_file = folder / STOP_FILE
         self._ends_at = math.inf
@@ -39,26 +39,26 @@ class Stops:
         self._asked_at = time.monotonic()
 
     def agreed_reason(self) -> str | None:
-        """Why the run has to stop after this step, the same on all ranks; None where it goes on. A collective, one
+        """Why the run has to stop after this step, the same on all ranks; None where it continues. A collective, one
         small reduction."""
         now = time.monotonic()
         self._seconds_steps.append(now - self._asked_at)
         self._asked_at = now
-        wish = self._wish()
-        num_wishes = layout.sum_over("job", [float(wish == reason) for reason in REASONS])
-        agreed = next((reason for reason, num in zip(REASONS, num_wishes, strict=True) if num > 0), None)
+        own = self._own_reason()
+        num_ranks = layout.sum_over("job", [float(own == reason) for reason in REASONS])
+        agreed = next((reason for reason, num in zip(REASONS, num_ranks, strict=True) if num > 0), None)
         if agreed is not None and layout.is_first():
-            # Left there, it would also stop the run that goes on from here.
+            # Left there, it would also stop the run when it is resumed.
             self._stop_file.unlink(missing_ok=True)
         return agreed
 
     def record_save(self, seconds: float) -> None:
-        """After every checkpoint: what the next one will take, and is no part of a step."""
+        """Call it after every checkpoint: the next one is expected to take as long, and saving is no part of a step."""
         self._seconds_save = seconds
         self._asked_at += seconds
 
-    def _wish(self) -> str | None:
-        """Of this rank. The file and the clock are rank 0's: file systems and clocks of nodes differ."""
+    def _own_reason(self) -> str | None:
+        """This rank's reason. Rank 0 looks at file and clock for all: file systems and clocks of nodes differ."""
         if stop_signals.received is not None or not layout.is_first():
             return stop_signals.received
         if self._stop_file.exists():
@@ -70,5 +70,5 @@ class Stops:
 
 
 def process_age_seconds() -> float:
-    """Since this process was started, its imports included."""
+    """Age of this process, its imports included."""
     return time.time() - psutil.Process().create_time()

@@ -1,11 +1,11 @@
-"""Every rank shows the others that it lives, and ends the run where one of them is dead, hung or stuck.
+"""Every rank shows the others that it is alive, and ends the run where one of them is dead, hung or stuck.
 
 - Dead: its process is gone. Ranks on the same host see it within seconds.
 - Hung: no sign of life, so not even its threads run (SIGSTOP, a host that swaps or is gone).
 - Stuck: alive, but its main thread stays behind while others have gone on and wait in a collective.
 
-Whoever finds out tells all others through the process group's store; each says which rank, on which host, and where it
-was last, shows its own stacks, and exits with 1.
+The rank that notices tells all others through the process group's store; each prints which rank it was, on which host
+and where it was last, prints its own stacks, and exits with 1.
 """
 
 import faulthandler
@@ -33,16 +33,17 @@ __all__ = ["Watchdog", "mark", "watching"]
 BEAT_SECONDS = 1.0
 
 LOADING_PATIENCE_SECONDS = 600.0
-"""Reading weights holds Python's lock for as long as one tensor takes to come from a slow file system."""
+"""Least patience while models are loaded: reading weights holds Python's lock for as long as one tensor takes to arrive
+from a slow file system."""
 
 GRACE_SECONDS = 3.0
-"""For the main thread to end by itself, with its own error, where a collective fails instead of hanging."""
+"""Time for the main thread to end by itself, with its own error, where a collective fails instead of hanging."""
 
 SEARCH_SECONDS = 8.0
-"""After a collective has failed: for the rank that is missing to become apparent."""
+"""Time after a failed collective until the missing rank shows."""
 
 STUCK_SHARE = 0.9
-"""Of engine.timeout_minutes: a stuck rank is named shortly before the collectives that wait for it give up."""
+"""Share of engine.timeout_minutes: a stuck rank is named shortly before the collectives that wait for it give up."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Watchdog:
             thread.start()
 
     def close(self) -> None:
-        """Says good-bye, so that nobody misses this rank."""
+        """Signs off, so that this rank is not missed."""
         self._quiet.set()
         self._closing.set()
         for thread in self._threads:
@@ -143,22 +144,22 @@ class Watchdog:
         while self._told is None and self._store_error is None and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def tell_of_stop(self, wish: str) -> None:
-        """Before this rank alone leaves, with nothing to save: the others, on whichever node, leave with the same exit
-        code. Says so where the wish is the launcher's, because a rank is dead."""
+    def tell_of_stop(self, request: str) -> None:
+        """Called before this rank alone leaves, with nothing to save: the others, on whichever node, leave with the
+        same exit code. Prints the dead rank where the request came from the launcher because of one."""
         for rank, process in self._local.items():
             if not is_alive(process) and not self._positions[rank].left:
                 _say(f"{self._where(rank)}: its process is dead")
                 return
-        self.tell(Verdict(f"{wish} ended {self._identities[self._rank]}", EXIT_STOPPED))
+        self.tell(Verdict(f"{request} ended {self._identities[self._rank]}", EXIT_STOPPED))
 
     def explain(self, error: BaseException) -> str | None:
-        """What an error of this rank's main thread comes from, if it is the end of another rank; tells the others of it
-        otherwise. Takes up to SEARCH_SECONDS where a collective has failed."""
+        """The cause of an error in this rank's main thread, where it is the end of another rank; otherwise tells the
+        others about the error. Takes up to SEARCH_SECONDS where a collective has failed."""
         self._quiet.set()
         deadline = time.monotonic() + (SEARCH_SECONDS if _is_of_a_collective(error) else 0.0)
         while time.monotonic() < deadline:
-            # In a hurry: the connection to it is lost already, a few missing beats are proof enough.
+            # The connection is lost already, so a few missing beats are proof enough.
             verdict = self._told or self._judge(patience_seconds=4 * BEAT_SECONDS)
             if verdict is not None:
                 self.tell(verdict)
@@ -224,7 +225,7 @@ class Watchdog:
         for rank, process in self._local.items():
             if rank not in self._dead_since_exchange and not is_alive(process):
                 self._dead_since_exchange[rank] = self._num_exchanges
-            # Its good-bye may be on the way.
+            # Its sign-off may be on the way.
             if self._num_exchanges > self._dead_since_exchange.get(rank, self._num_exchanges) + 1:
                 if not self._positions[rank].left:
                     return Verdict(f"{self._where(rank)}: its process is dead")

@@ -18,7 +18,7 @@ Normalization = Literal["sequence", "token"]
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """Of the batch of one optimizer step, over all ranks and micro-batches."""
+    """Counts of the batch of one optimizer step, over all ranks and micro-batches."""
 
     num_sequences_global: int
     """Sequences with at least one supervised token."""

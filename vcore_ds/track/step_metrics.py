@@ -32,7 +32,7 @@ class MicroBatchResult:
     batch: Batch
     tokens: Tokens
     weights: GibbsWeights
-    """Of methods without utilities the weights alone count."""
+    """For methods without utilities only the weights count."""
     weighted_loss: Tensor
     """Scalar, this micro-batch's part of the global batch's weighted loss, before alpha."""
     scaled_loss: Tensor
@@ -162,7 +162,7 @@ class StepRecorder:
             self._example = ExampleTrace.first_of(result)
 
     def totals(self) -> StepTotals:
-        """Of the micro-batches that were added, over all ranks. A collective."""
+        """Totals of the micro-batches that were added, over all ranks. A collective."""
         assert self._sums is not None  # a step has at least one micro-batch, idle or not
         loss, weighted, scaled, tau, kl, ess, weight, saturated, s, s2, bad, tokens, *moments = layout.sum_over(
             "shards", self._sums.tolist()
@@ -185,7 +185,7 @@ class StepRecorder:
         )
 
     def non_finite_sequence_ids(self) -> list[int]:
-        """Of this rank: sequences with a loss or utility that is inf or nan."""
+        """This rank's sequences with a loss or utility that is inf or nan."""
         return [i for ids, finite in self._finite for i, ok in zip(ids, finite.tolist(), strict=False) if not ok]
 
     def metrics(self, totals: StepTotals, *, alpha: float | None, **numbers: float | None) -> StepMetrics:

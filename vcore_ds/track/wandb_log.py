@@ -11,10 +11,10 @@ from vcore_ds.errors import first_line
 from vcore_ds.track.console import Console
 
 INIT_SECONDS = 60.0
-"""To reach the server before the first step; then the run goes on offline."""
+"""Time to reach the server before the first step; after it the run continues offline."""
 
 FINISH_SECONDS = 120.0
-"""To send what is left at the end."""
+"""Time to send what is left at the end."""
 
 
 class WandbLog:
@@ -22,7 +22,7 @@ class WandbLog:
     WANDB_INIT_TIMEOUT say holds.
 
     Attributes:
-        run_id: kept with the checkpoints, so that a resumed run goes on in the same one.
+        run_id: kept with the checkpoints, so that a resumed run continues in the same one.
     """
 
     def __init__(self, recipe: Recipe, console: Console, run_id: str | None = None):
@@ -46,7 +46,7 @@ class WandbLog:
             self._run = wandb.init(**options)
         except (wandb.Error, OSError) as error:
             console.warn(
-                f"run.wandb_project: Weights & Biases cannot be reached ({first_line(error)}); the run goes on, and "
+                f"run.wandb_project: Weights & Biases cannot be reached ({first_line(error)}); the run continues, and "
                 f"is kept in {folder / 'wandb'}: send it later with `wandb sync {folder / 'wandb'}/offline-run-*`"
             )
             wandb.teardown()  # its service still holds the id for the attempt that has failed

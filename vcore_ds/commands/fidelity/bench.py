@@ -65,11 +65,11 @@ class Bench:
         return over_ranks([losses for losses, _ in found]), over_ranks([utilities for _, utilities in found])
 
     def losses(self) -> Tensor:
-        """Of this rank's tokens only."""
+        """Losses of this rank's tokens only."""
         return torch.cat(measured_losses(self.engine, self.batches, batches_per_pass=1))
 
     def own_epsilon(self) -> float | None:
-        """Of the recipe, searched for where it says `auto`."""
+        """The recipe's epsilon, searched for where it says `auto`; None with jvp."""
         if self.recipe.utility.epsilon != "auto":
             return self.recipe.utility.epsilon
         return choose_epsilon(self.engine, self.direction, self.batches, self._rounding_seed)

@@ -1,7 +1,7 @@
 """How right the utilities of a recipe are, measured on its own model, data, precision and parallelism.
 
 The reference is the same model at the same parameters along the same direction, computed in the next higher precision
-while it stays sharded (`engine.forward_mode(..., precision)`), so what is compared is what the recipe's precision and
+while it stays sharded (`utility.forward_mode(..., precision)`), so what is compared is what the recipe's precision and
 the estimator do, and nothing has to fit on one device.
 """
 
@@ -51,7 +51,7 @@ DEFAULT_KL_BUDGET = 0.05
 def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     """Measures, prints, and writes into `options.output`. Every rank of the job calls it.
 
-    Raises UserError, before the model is loaded, for whatever the user can mend.
+    Raises UserError, before the model is loaded, for whatever the user can fix.
     """
     check_options(options)
     if options.output is not None:

@@ -22,7 +22,7 @@ JSON_NAME, PICTURE_NAME = "fidelity.json", "fidelity.png"
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of utilities with those of a reference, over the tokens of the measured sequences. None: not defined."""
+    """How utilities agree with those of a reference, over the tokens of the measured sequences; None: not defined."""
 
     spearman: float | None
     """Rank correlation over all tokens; None where either is constant or not finite."""
@@ -48,7 +48,7 @@ class Estimate:
     changed_fraction: float | None = None
     """Share of the trainable parameters that the perturbation changed."""
     signal_to_noise: float | None = None
-    """Of the loss change that the finite difference divides by epsilon, see `engine.signal_to_noise`."""
+    """Ratio for the loss change that the finite difference divides by epsilon, see `utility.signal_to_noise`."""
     rounding_floor_nats: float | None = None
     """Rms over tokens of the error of one loss, from `l(theta + eps v) + l(theta - eps v) - 2 l(theta)`: rounding, and
     curvature where epsilon is large."""
@@ -92,7 +92,7 @@ class FidelityReport:
     num_sequences: int
     num_tokens: int
     utility_std: float | None = None
-    """Of the reference, over all tokens."""
+    """Standard deviation of the reference's utilities, over all tokens."""
     uniform_weight_overlap: float | None = None
     """Weight overlap of uniform weights with those of the reference: what no utilities at all would reach."""
     loss_error_nats: float | None = None
@@ -144,7 +144,7 @@ def agreement(
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Of those that are defined."""
+    """Mean of those that are defined."""
     defined = [value for value in values if value is not None]
     return sum(defined) / len(defined) if defined else None
 

@@ -30,7 +30,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Needed:
-    """Of every node."""
+    """What every node needs."""
 
     num_gpus: int
     output_bytes: int
