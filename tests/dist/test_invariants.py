@@ -50,8 +50,9 @@ def make_engine(folder: str | None, bf16: bool, lora: bool):
 
 def check_perturbation(folder: str | None, bf16: bool, lora: bool) -> dict[str, object]:
     recipe, engine = make_engine(folder, bf16, lora)
-    direction = Direction(engine)
-    a_step(engine, recipe, direction)  # masters that are no longer values of the parameter dtype
+    estimator = step_runs.make_estimator(recipe, engine)
+    direction = estimator.direction
+    a_step(engine, recipe, estimator)  # masters that are no longer values of the parameter dtype
     batch = step_runs.deal(tiny.rows(4), 2)[0]
     before = shard_bytes(engine)
     with engine.without_gradient():
@@ -116,7 +117,7 @@ def check_lora_base(folder: str | None) -> dict[str, bool]:
 
     base_before, adapters_before = split()
     for k in range(3):
-        a_step(engine, recipe, Direction(engine), seed=k)
+        a_step(engine, recipe, step_runs.make_estimator(recipe, engine), seed=k)
     base_after, adapters_after = split()
     engine.close()
     return dict(base_same=base_before == base_after, adapters_moved=adapters_before != adapters_after)
@@ -129,8 +130,8 @@ def check_zero_temperature_is_sft() -> dict[str, bool]:
         for method in ({"name": "sft"}, {"temperature": 0.0, "alpha": "none"}):
             recipe = step_runs.recipe(method={**method, "normalization": normalization})
             engine = step_runs.make_engine(tiny.token_loss_model(), recipe)
-            direction = None if method.get("name") == "sft" else Direction(engine)
-            losses = [a_step(engine, recipe, direction, seed=k).values["loss"] for k in range(3)]
+            estimator = step_runs.make_estimator(recipe, engine)
+            losses = [a_step(engine, recipe, estimator, seed=k).values["loss"] for k in range(3)]
             states.append((shard_bytes(engine), losses))
             engine.close()
         results[normalization] = states[0] == states[1]
@@ -154,14 +155,14 @@ def check_persistent_bytes(bf16: bool) -> dict[str, int]:
     model = tiny.token_loss_model(hidden_size=64, intermediate_size=256)
     engine = step_runs.make_engine(model, sft)
     for k in range(2):
-        a_step(engine, sft, None, seed=k)
+        a_step(engine, sft, step_runs.make_estimator(sft, engine), seed=k)
     of_sft = live_tensor_bytes()
-    direction = Direction(engine)
+    estimator = step_runs.make_estimator(vcore, engine)
     for k in range(2):
-        a_step(engine, vcore, direction, seed=k)
+        a_step(engine, vcore, estimator, seed=k)
     of_vcore = live_tensor_bytes()
     shard = sum(p.ds_tensor.numel() * p.ds_tensor.element_size() for _, p in engine.trainable)
-    result = dict(extra=of_vcore - of_sft, one_shard=shard, direction=direction.persistent_bytes, sft=of_sft)
+    result = dict(extra=of_vcore - of_sft, one_shard=shard, direction=estimator.direction.persistent_bytes, sft=of_sft)
     engine.close()
     return result
 
@@ -228,12 +229,12 @@ def train_in_layout(micro_batch_size: int) -> dict[str, torch.Tensor]:
     """Three VCORE steps over the same global batches of 4 sequences; returns the parameters."""
     recipe = step_runs.recipe(optimizer={"learning_rate": 1e-3})
     engine = step_runs.make_engine(tiny.token_loss_model(tied=True), recipe)
-    direction = Direction(engine)
+    estimator = step_runs.make_estimator(recipe, engine)
     for k in range(3):
         main, probe = tiny.rows(4, seed=k), tiny.rows(4, seed=200 + k)
         batches = StepBatches(step_runs.deal(main, micro_batch_size), step_runs.deal(probe, micro_batch_size))
         assert len(batches.main) == 4 // layout.size("shards")
-        step_runs.train_step(engine, recipe, batches, direction, learning_rate=1e-4)
+        step_runs.train_step(engine, recipe, batches, estimator, learning_rate=1e-4)
     parameters = step_runs.whole_parameters(engine)
     engine.close()
     return parameters

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.dist
 
 PROGRAM = """
 import os, signal, socket, sys, time
+from vcore_ds.distributed import layout, watchdog
+from vcore_ds.distributed.positions import mark
 from vcore_ds.distributed.process_group import start_process_group
-from vcore_ds.distributed import layout
-from vcore_ds.engine import watchdog
 from vcore_ds.distributed.signals import stop_signals
 
 case, rank = sys.argv[1], int(os.environ["RANK"])
@@ -24,7 +24,7 @@ stop_signals.listen()
 start_process_group(timeout_minutes=2)
 # 0.1 minutes: a rank is stuck after 5.4 s, long before the collectives of this group give up.
 with watchdog.watching(lost_rank_seconds=5, timeout_minutes=0.1), stop_signals.held_back():
-    watchdog.mark("reading", step=3)
+    mark("reading", step=3)
     if rank == 1:
         time.sleep(1.5)  # until rank 0 has seen the place
         if case == "stuck":
@@ -33,7 +33,7 @@ with watchdog.watching(lost_rank_seconds=5, timeout_minutes=0.1), stop_signals.h
             raise ValueError("no such token")
         else:
             os.kill(os.getpid(), signal.SIGKILL if case == "killed elsewhere" else signal.SIGSTOP)
-    watchdog.mark("main")
+    mark("main")
     layout.sum_over("shards", [1.0])
 """
 
