@@ -56,13 +56,14 @@ def train_step(
 
     # Line 4: the utility of every token of B.
     with recorder.part("utility"):
-        measured |= estimator.begin(main, seed=seed, measure_noise=measure_noise)
+        forward = estimator.begin(main, seed=seed, measure_noise=measure_noise)
+        measured |= forward.measured
         if method.name == "iw_sft" and recipe.lora is not None:
             main = with_reference_of_adapters(engine, main)
 
     with recorder.part("main"), engine.accumulation(len(main)):
         for k, batch in enumerate(main):
-            losses, utilities = estimator.forward(k)
+            losses, utilities = forward(k)
             tokens = batch.tokens(losses, utilities)
             # Line 5: weights.
             q = token_weights(method, tokens)

@@ -164,10 +164,10 @@ def measure(engine: Engine, direction: Direction, reference: nn.Module, tokenize
         upcast = losses_and_utilities(engine, main)[1]
     differences, changed = {}, {}
     for epsilon in EPSILONS:
-        estimator = FiniteDifference(engine, direction, epsilon=epsilon)
-        changed[epsilon] = estimator.begin([main])["changed_fraction"]
+        forward = FiniteDifference(engine, direction, epsilon=epsilon).begin([main])
+        changed[epsilon] = forward.measured["changed_fraction"]
         with torch.no_grad():
-            differences[epsilon] = estimator.forward(0)[1]
+            differences[epsilon] = forward(0)[1]
 
     copy_trained_parameters(engine, reference)
     first = tiny.take(main, [0])

@@ -72,10 +72,9 @@ def check_epsilon_search(precision: str) -> dict[str, float]:
     exact = torch.cat(jvp_utilities(engine, direction, batches, 1))
 
     def agreement(epsilon: float) -> float:
-        estimator = FiniteDifference(engine, direction, epsilon=epsilon)
-        estimator.begin(batches)
+        forward = FiniteDifference(engine, direction, epsilon=epsilon).begin(batches)
         with engine.without_gradient():
-            differences = torch.cat([estimator.forward(k)[1] for k in range(len(batches))])
+            differences = torch.cat([forward(k)[1] for k in range(len(batches))])
         correlation = spearmanr(differences, exact).statistic
         return 0.0 if correlation != correlation else float(correlation)
 

@@ -1,12 +1,13 @@
 """The seam between the step and the ways to find utilities `s[i,t] = <v, grad l[i,t]>`.
 
-An estimator first runs what concerns the whole batch (`begin`), then gives losses with a graph and utilities of one
-micro-batch after the other (`forward`). Utilities are computed without gradient and without dropout, so they belong to
-the deterministic model; several micro-batches may share one such pass, because no activations are kept: every merged
-pass saves a gather of all parameters.
+An estimator first runs what concerns the whole batch (`begin`); what it returns then gives losses with a graph and
+utilities of one micro-batch after the other, and lives as long as the step. Utilities are computed without gradient and
+without dropout, so they belong to the deterministic model; several micro-batches may share one such pass, because no
+activations are kept: every merged pass saves a gather of all parameters.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -21,28 +22,48 @@ Measured = Mapping[str, float | None]
 """What an estimator measured beside the utilities, by its name in the metrics; None for what it did not this time."""
 
 
+class MainForward(Protocol):
+    """The forward passes of one step that have a graph."""
+
+    @property
+    def measured(self) -> Measured: ...
+
+    def __call__(self, k: int) -> tuple[Tensor, Tensor | None]:
+        """Losses (nats, with a graph) and utilities (None without a direction) of micro-batch k, both `[N]`. A
+        collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainForward:
+    """Losses, beside utilities that are known already, if any."""
+
+    engine: Engine
+    batches: Sequence[Batch]
+    utilities: Sequence[Tensor] | None = None
+
+    @property
+    def measured(self) -> Measured:
+        return {}
+
+    def __call__(self, k: int) -> tuple[Tensor, Tensor | None]:
+        return self.engine.token_losses(self.batches[k]), None if self.utilities is None else self.utilities[k]
+
+
 class Estimator(Protocol):
     """How a step comes to the losses and utilities of its micro-batches."""
 
     direction: Direction | None
     """Along which utilities are taken; None for a method without utilities."""
 
-    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> Measured:
-        """What comes before the first backward; `forward` is about these batches then. A collective.
+    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> MainForward:
+        """Runs what comes before the first backward. A collective.
 
         Args:
             batches: this rank's main micro-batches.
             seed: of what is drawn in this step; the same on all ranks.
             measure_noise: measure how far the utilities stand clear of rounding, where that is in question.
-
-        Returns:
-            For the metrics.
         """
-        ...
-
-    def forward(self, k: int) -> tuple[Tensor, Tensor | None]:
-        """Losses (nats, with a graph) and utilities (None without a direction) of micro-batch k, both `[N]`. A
-        collective."""
         ...
 
     def state(self) -> dict[str, float | None] | None:
@@ -59,14 +80,9 @@ class NoUtilities:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._batches: Sequence[Batch] = ()
 
-    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> Measured:
-        self._batches = batches
-        return {}
-
-    def forward(self, k: int) -> tuple[Tensor, None]:
-        return self._engine.token_losses(self._batches[k]), None
+    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> PlainForward:
+        return PlainForward(self._engine, batches)
 
     def state(self) -> None:
         return None
@@ -82,16 +98,10 @@ class ForwardMode:
         """`batches_per_pass`: main micro-batches in one gradient-free forward."""
         self.direction = direction
         self._engine, self._batches_per_pass = engine, batches_per_pass
-        self._batches: Sequence[Batch] = ()
-        self._utilities: list[Tensor] = []
 
-    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> Measured:
-        self._batches = batches
-        self._utilities = jvp_utilities(self._engine, self.direction, batches, self._batches_per_pass)
-        return {}
-
-    def forward(self, k: int) -> tuple[Tensor, Tensor]:
-        return self._engine.token_losses(self._batches[k]), self._utilities[k]
+    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> PlainForward:
+        utilities = jvp_utilities(self._engine, self.direction, batches, self._batches_per_pass)
+        return PlainForward(self._engine, batches, utilities)
 
     def state(self) -> dict[str, float | None]:
         return {"norm": self.direction.norm, "displacement": None}

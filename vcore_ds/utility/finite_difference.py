@@ -1,6 +1,7 @@
 """The paper's estimator: `(l(theta) - l(theta - epsilon v)) / epsilon`, the search for epsilon, and its noise."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -13,6 +14,24 @@ from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Measured
 from vcore_ds.utility.passes import measured_losses
 from vcore_ds.utility.perturbation import perturbed
+
+
+@dataclass(frozen=True)
+class DifferenceForward:
+    """Losses, and utilities as soon as they give `l(theta)`."""
+
+    engine: Engine
+    batches: Sequence[Batch]
+    epsilon: float
+    perturbed_losses: Sequence[Tensor]
+    base_losses: Sequence[Tensor] | None
+    """`l(theta)` without dropout; None where the training forward has no dropout and gives it for free."""
+    measured: Measured
+
+    def __call__(self, k: int) -> tuple[Tensor, Tensor]:
+        losses = self.engine.token_losses(self.batches[k])
+        base = losses.detach() if self.base_losses is None else self.base_losses[k]
+        return losses, (base - self.perturbed_losses[k]) / self.epsilon
 
 
 class FiniteDifference:
@@ -42,32 +61,21 @@ class FiniteDifference:
         self.displacement: float | None = None
         self._engine, self._batches_per_pass = engine, batches_per_pass
         self._epsilon, self._rounds_stochastically = epsilon, rounding == "stochastic"
-        self._batches: Sequence[Batch] = ()
-        self._step = 1.0
-        self._perturbed_losses: list[Tensor] = []
-        self._base_losses: list[Tensor] | None = None
 
-    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> Measured:
+    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> DifferenceForward:
         engine, direction, merge = self._engine, self.direction, self._batches_per_pass
         rounding_seed = seed if self._rounds_stochastically else None
-        self._batches, self._base_losses = batches, None
-        self._step = epsilon = self._choose_step(batches, rounding_seed, search=measure_noise)
+        epsilon = self._choose_epsilon(batches, rounding_seed, search=measure_noise)
         below, changed_fraction = perturbed_losses(engine, direction, batches, epsilon, merge, rounding_seed)
-        measured = {"epsilon": epsilon, "changed_fraction": changed_fraction, "signal_to_noise": None}
+        base = noise = None
         if engine.has_dropout or measure_noise:
             base = measured_losses(engine, batches, merge)
-            # With dropout the training forward has a mask that the perturbed one has not.
-            self._base_losses = base if engine.has_dropout else None
             if measure_noise:
                 above, _ = perturbed_losses(engine, direction, batches, -epsilon, merge, rounding_seed)
-                measured["signal_to_noise"] = signal_to_noise(torch.cat(below), torch.cat(base), torch.cat(above))
-        self._perturbed_losses = below
-        return measured
-
-    def forward(self, k: int) -> tuple[Tensor, Tensor]:
-        losses = self._engine.token_losses(self._batches[k])
-        base = losses.detach() if self._base_losses is None else self._base_losses[k]
-        return losses, (base - self._perturbed_losses[k]) / self._step
+                noise = signal_to_noise(torch.cat(below), torch.cat(base), torch.cat(above))
+        measured = {"epsilon": epsilon, "changed_fraction": changed_fraction, "signal_to_noise": noise}
+        # With dropout the training forward has a mask that the perturbed one has not.
+        return DifferenceForward(engine, batches, epsilon, below, base if engine.has_dropout else None, measured)
 
     def state(self) -> dict[str, float | None]:
         return {"norm": self.direction.norm, "displacement": self.displacement}
@@ -75,7 +83,7 @@ class FiniteDifference:
     def load_state(self, state: Mapping[str, float | None]) -> None:
         self.direction.norm, self.displacement = state["norm"], state["displacement"]
 
-    def _choose_step(self, batches: Sequence[Batch], rounding_seed: int | None, search: bool) -> float:
+    def _choose_epsilon(self, batches: Sequence[Batch], rounding_seed: int | None, search: bool) -> float:
         if self._epsilon != "auto":
             return self._epsilon
         norm = self.direction.norm
