@@ -1,23 +1,35 @@
-"""What docs/zero3.md relies on in DeepSpeed, one test per row: an upgrade that changes one fails here, by its name."""
+"""The DeepSpeed internals that docs/zero3.md lists, one test per row: an upgrade that changes one fails by its name."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed
-from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_grad, z3_leaf_module
+from deepspeed.utils import (
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    z3_leaf_module,
+)
+from torch import nn
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine, checkpoint_shards
+from vcore_ds.engine import Engine, build_optimizer, checkpoint_shards
 
 pytestmark = pytest.mark.dist
 
 
-def engine(bf16: bool = False, **kwargs) -> Engine:
+def engine(bf16: bool = False, offload: bool = False) -> Engine:
     recipe = step_runs.recipe(model={"path": "none", "precision": "bf16" if bf16 else "fp32"})
-    return step_runs.make_engine(tiny.token_loss_model(), recipe, persistence_threshold=500, **kwargs)
+    model = tiny.token_loss_model()
+    config = tiny.deepspeed_config(bf16=bf16, gradient_clipping=1.0, persistence_threshold=500)
+    config["zero_force_ds_cpu_optimizer"] = False
+    config["zero_optimization"] |= {
+        "sub_group_size": 5000,
+        **({"offload_optimizer": {"device": "cpu"}} if offload else {}),
+    }
+    return Engine(model, build_optimizer(model, recipe.optimizer), config)
 
 
 def loss_on(e: Engine, seed: int = 0) -> torch.Tensor:
@@ -28,18 +40,67 @@ def weight(e: Engine):
     return dict(e.trainable)["causal_lm.model.layers.0.mlp.up_proj.weight"]
 
 
-def local_gradient_is_the_rank_average_and_stays(e: Engine) -> bool:
+def the_flat_gradient_is_the_rank_average_and_stays(e: Engine) -> bool:
     loss = loss_on(e)
     e.deepspeed.set_gradient_accumulation_boundary(True)
     e.deepspeed.backward(loss, scale_wrt_gas=False)
-    first = safe_get_local_grad(weight(e)).clone()
+    first = e.optimizer.grad_partitions_flat_buffer.clone()
     with e.without_gradient():
         loss_on(e, seed=1)
-    stays = torch.equal(first, safe_get_local_grad(weight(e)))
+    stays = torch.equal(first, e.optimizer.grad_partitions_flat_buffer)
     e.optimizer.zero_grad()
     with e.accumulation(1):  # ours sums over ranks
         e.backward(loss_on(e))
-    return stays and torch.allclose(safe_get_local_grad(weight(e)), first * layout.size("shards"), rtol=1e-5)
+    summed = first * layout.size("shards")
+    return stays and torch.allclose(e.optimizer.grad_partitions_flat_buffer, summed, rtol=1e-5, atol=1e-9)
+
+
+def flat_tensors_hold_every_shard_where_grad_position_says(e: Engine) -> bool:
+    """The gradients of all sub-groups follow each other in one tensor; other kinds have one tensor for each."""
+    with e.accumulation(1):
+        e.backward(loss_on(e))
+    e.step(1e-3)
+    with e.accumulation(1):
+        e.backward(loss_on(e, seed=1))
+    zero = e.optimizer
+    numels = zero.fp16_partitioned_groups_flat_numel
+    gradients = zero.grad_partitions_flat_buffer.split(numels)
+    masters = zero.fp32_partitioned_groups_flat
+    moments = [zero.optimizer.state[master]["exp_avg"] for master in masters]
+
+    def is_at_its_place(parameter: nn.Parameter) -> bool:
+        sub_group, offset, numel = zero.grad_position[zero.get_param_id(parameter)]
+        own = slice(offset, offset + numel)
+        return (
+            numel == parameter.ds_tensor.numel()
+            and torch.equal(gradients[sub_group][own], safe_get_local_grad(parameter))
+            and torch.equal(masters[sub_group][own], safe_get_local_fp32_param(parameter))
+            and torch.equal(moments[sub_group][own], safe_get_local_optimizer_state(parameter, "exp_avg"))
+            and zero.fp16_partitioned_groups_flat[sub_group][own].data_ptr() == parameter.ds_tensor.data_ptr()
+        )
+
+    return len(numels) > 2 and all(is_at_its_place(parameter) for _, parameter in e.trainable)
+
+
+def an_offloaded_gradient_is_that_of_the_masters_and_has_norms_of_its_own(e: Engine) -> bool:
+    with e.accumulation(1):
+        e.backward(loss_on(e))
+    zero = e.optimizer
+    gradients = [master.grad for master in zero.fp32_partitioned_groups_flat]
+
+    def is_there(parameter: nn.Parameter) -> bool:
+        param_id = zero.get_param_id(parameter)
+        sub_group, offset, numel = zero.grad_position[param_id]
+        gradient = gradients[sub_group][offset : offset + numel]
+        norm = zero.norm_for_param_grads[param_id]
+        return torch.equal(gradient, safe_get_local_grad(parameter)) and torch.allclose(gradient.double().norm(), norm)
+
+    return zero.offload_optimizer is True and all(is_there(parameter) for _, parameter in e.trainable)
+
+
+def the_master_is_another_tensor_than_the_shard_in_fp32_too(e: Engine) -> bool:
+    pairs = zip(e.optimizer.fp16_partitioned_groups_flat, e.optimizer.fp32_partitioned_groups_flat, strict=True)
+    return all(shard.dtype == torch.float32 and shard.data_ptr() != master.data_ptr() for shard, master in pairs)
 
 
 def cast_of_the_master_is_the_shard(e: Engine) -> bool:
@@ -55,15 +116,15 @@ def cast_of_the_master_is_the_shard(e: Engine) -> bool:
 
 def the_optimizer_counts_its_steps_and_keeps_local_moments(e: Engine) -> bool:
     none_yet = e.num_updates == 0 and not e.optimizer.optimizer.state
-    counts, moment = [], torch.zeros(e.local_numel(weight(e)))
+    counts, moment = [], torch.zeros_like(safe_get_local_grad(weight(e)))
     for k in range(2):
         with e.accumulation(1):
             e.backward(loss_on(e, seed=k))
-        clipped = e.local_gradient(weight(e)) * min(1.0, 1.0 / e.gradient_norm())  # the recipe's gradient_clipping
+        clipped = safe_get_local_grad(weight(e)) * min(1.0, 1.0 / e.gradient_norm())  # the recipe's gradient_clipping
         moment = 0.9 * moment + 0.1 * clipped
         e.step(1e-3)
         counts.append(e.num_updates)
-    same = torch.allclose(e.local_optimizer_state(weight(e), "exp_avg"), moment, rtol=1e-5, atol=1e-9)
+    same = torch.allclose(e.shards.shard(e.shards.optimizer_state("exp_avg"), weight(e)), moment, rtol=1e-5, atol=1e-9)
     return none_yet and counts == [1, 2] and same
 
 
@@ -81,7 +142,7 @@ def a_changed_shard_is_read_only_after_the_cache_is_emptied(e: Engine) -> bool:
         shard.copy_(kept)
         e.optimizer.empty_partition_cache()
         after = loss_on(e)
-    # Stale reads are the reason for `forget_gathered_parameters`; if they end, it can go.
+    # Stale reads are the only reason for `forget_gathered_parameters`.
     return torch.equal(stale, before) and not torch.equal(fresh, before) and torch.equal(after, before)
 
 
@@ -161,7 +222,7 @@ def a_shard_is_a_chunk_of_the_flat_parameter(e: Engine) -> bool:
     whole = dict(tiny.token_loss_model().named_parameters())
     return all(
         torch.equal(
-            e.local_master(parameter),
+            e.shards.shard(e.shards.masters(), parameter)[: e.local_numel(parameter)],
             # `Shard(0)` of a DTensor is torch.chunk's part; of a small tensor the last ranks may have none.
             [*whole[name].detach().flatten().chunk(layout.size("shards")), torch.empty(0)][layout.rank("shards")],
         )
@@ -170,7 +231,10 @@ def a_shard_is_a_chunk_of_the_flat_parameter(e: Engine) -> bool:
 
 
 CHECKS: list[Callable[[Engine], bool]] = [
-    local_gradient_is_the_rank_average_and_stays,
+    the_flat_gradient_is_the_rank_average_and_stays,
+    flat_tensors_hold_every_shard_where_grad_position_says,
+    an_offloaded_gradient_is_that_of_the_masters_and_has_norms_of_its_own,
+    the_master_is_another_tensor_than_the_shard_in_fp32_too,
     cast_of_the_master_is_the_shard,
     the_optimizer_counts_its_steps_and_keeps_local_moments,
     a_changed_shard_is_read_only_after_the_cache_is_emptied,
@@ -187,7 +251,10 @@ CHECKS: list[Callable[[Engine], bool]] = [
 def run_checks() -> dict[str, bool]:
     results = {}
     for check in CHECKS:
-        e = engine(bf16=check is cast_of_the_master_is_the_shard)
+        e = engine(
+            bf16=check is cast_of_the_master_is_the_shard,
+            offload=check is an_offloaded_gradient_is_that_of_the_masters_and_has_norms_of_its_own,
+        )
         results[check.__name__] = check(e)
         e.close()
     return results

@@ -141,7 +141,7 @@ def attempt(engine: Engine, recipe: Recipe, batches: StepBatches, estimator: Est
 def state_bytes(engine: Engine) -> bytes:
     """This rank's shards of parameters, masters, and whatever the optimizer keeps by now."""
     tensors = [parameter.ds_tensor for parameter in engine.module.parameters()]
-    tensors += [engine.local_master(parameter) for _, parameter in engine.trainable]
+    tensors += engine.shards.masters()
     for state in engine.optimizer.optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     return b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)

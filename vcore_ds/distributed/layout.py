@@ -73,7 +73,7 @@ def sum_over(axis: Axis, values: list[float]) -> list[float]:
 
 def norm_over(axis: Axis, parts: list[Tensor]) -> float:
     """2-norm of a vector of which every rank of an axis holds some parts, in fp64. A collective."""
-    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    norms = torch._foreach_norm(parts, dtype=torch.float64)  # a few kernels, whatever the number of parts
     return sum_over(axis, [float(torch.stack(norms).square().sum())])[0] ** 0.5
 
 

@@ -2,6 +2,7 @@
 
 from vcore_ds.engine.counts import count_globally
 from vcore_ds.engine.export_shards import ExportFailed, save_hugging_face
+from vcore_ds.engine.flat_shards import chunks
 from vcore_ds.engine.loading import sharded_loading
 from vcore_ds.engine.log_probabilities import log_probabilities, with_reference_of_adapters
 from vcore_ds.engine.non_finite import NonFiniteGradient, NonFiniteLoss, sequences_by_rank
@@ -14,6 +15,7 @@ __all__ = [
     "NonFiniteGradient",
     "NonFiniteLoss",
     "build_optimizer",
+    "chunks",
     "count_globally",
     "log_probabilities",
     "save_hugging_face",

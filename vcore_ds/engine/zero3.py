@@ -12,20 +12,14 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.utils import (
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
-    safe_set_local_grad,
-    set_z3_leaf_modules,
-)
+from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 
 from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.engine.deepspeed_start import start_deepspeed
+from vcore_ds.engine.flat_shards import FlatShards
 from vcore_ds.engine.non_finite import NonFiniteGradient
 from vcore_ds.models import TokenLossModel
 
@@ -36,6 +30,7 @@ class Engine:
     Attributes:
         module: the wrapped `TokenLossModel`.
         trainable: name and parameter of everything that is trained, in the model's order (the same on every rank).
+        shards: this rank's part of the trained parameters, their gradient and the optimizer's state.
     """
 
     def __init__(
@@ -65,6 +60,7 @@ class Engine:
         self.trainable: list[tuple[str, nn.Parameter]] = [
             (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
+        self.shards = FlatShards(self.optimizer, [parameter for _, parameter in self.trainable])
         self.device = device()
         self._coalesce = coalesce_gradient_reduction
         self._num_backwards_left = 0
@@ -135,29 +131,10 @@ class Engine:
             yield
 
     @property
-    def offloads_optimizer(self) -> bool:
-        """Whether fp32 parameters, moments and gradients are kept in host memory."""
-        offload = self.deepspeed.zero_offload_optimizer()
-        return offload is not None and offload.device != OffloadDeviceEnum.none
-
-    @property
     def has_dropout(self) -> bool:
         return bool(self._dropouts)
 
     # ---- this rank's shards ----------------------------------------------------------------------------------------
-
-    def local_gradient(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's shard of the reduced gradient, fp32, flat, without the padding of the last rank."""
-        return safe_get_local_grad(parameter).view(-1)[: self.local_numel(parameter)]
-
-    def local_master(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's shard of the fp32 parameter the optimizer updates, flat, without padding."""
-        return safe_get_local_fp32_param(parameter).detach().view(-1)[: self.local_numel(parameter)]
-
-    def local_optimizer_state(self, parameter: nn.Parameter, key: str) -> Tensor:
-        """This rank's shard of an optimizer buffer (`exp_avg`, `exp_avg_sq`), fp32, flat, without padding; only after
-        the first step."""
-        return safe_get_local_optimizer_state(parameter, key).view(-1)[: self.local_numel(parameter)]
 
     @property
     def num_updates(self) -> int:
@@ -165,25 +142,21 @@ class Engine:
         states = list(self.optimizer.optimizer.state.values())
         return int(states[0]["step"]) if states and "step" in states[0] else 0
 
-    @staticmethod
-    def local_numel(parameter: nn.Parameter) -> int:
-        """Elements of `parameter` that are this rank's; the last rank's shard may be filled up with padding."""
-        shard_numel = parameter.ds_tensor.numel()
-        return max(0, min(shard_numel, parameter.ds_numel - layout.rank("shards") * shard_numel))
+    def local_numel(self, parameter: nn.Parameter) -> int:
+        """Elements of a trained parameter that are this rank's; the last rank's shard may be filled up with padding."""
+        return self.shards.numel(parameter)
 
     def gradient_norm(self) -> float:
-        """Global L2 norm of the gradient that stands in the shards. A collective."""
-        return layout.norm_over("shards", [self.local_gradient(parameter) for _, parameter in self.trainable])
+        """Global L2 norm of the gradient in the shards. A collective."""
+        return layout.norm_over("shards", self.shards.without_padding(self.shards.gradients()))
 
     def parameter_norm(self) -> float:
-        """Global L2 norm of what is trained. A collective."""
-        return layout.norm_over("shards", [self.local_master(parameter) for _, parameter in self.trainable])
+        """Global L2 norm of the trained parameters, in fp32. A collective."""
+        return layout.norm_over("shards", self.shards.without_padding(self.shards.masters()))
 
     def scale_gradient(self, factor: float) -> None:
         """Multiplies the reduced gradient in the shards, before it is clipped."""
-        for _, parameter in self.trainable:
-            gradient = safe_get_local_grad(parameter)
-            safe_set_local_grad(parameter, gradient.view(-1) * factor)
+        self.shards.scale_gradient(factor)
 
     def forget_gathered_parameters(self) -> None:
         """Must follow every change of a shard: ZeRO-3 keeps gathered parameters alive between passes (small

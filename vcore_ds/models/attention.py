@@ -15,9 +15,13 @@ Used for gradient-free passes only; the passes with a gradient use the fused ker
 Shapes: B batch, A query heads, K key/value heads, G = A / K, T tokens, D head dimension.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
@@ -26,6 +30,21 @@ FORWARD_MODE_ATTENTION = "vcore_forward_mode"
 
 BLOCK_TOKENS = {"cpu": 128, "cuda": 512}
 """Side of a score block. Small blocks skip more of what causality hides; on GPUs each block costs kernel launches."""
+
+Result = TypeVar("Result")
+
+
+def once_per_tensor(function: Callable[[Tensor], Result]) -> Callable[[Tensor], Result]:
+    """Keeps a function's result for as long as its argument lives. All layers of a pass ask about the same positions,
+    and every answer that is a number waits for the device."""
+    results = WeakIdKeyDictionary()
+
+    def remembered(tensor: Tensor) -> Result:
+        if tensor not in results:
+            results[tensor] = function(tensor)
+        return results[tensor]
+
+    return remembered
 
 
 def block_attention(
@@ -74,7 +93,7 @@ def block_attention(
     output = torch.empty_like(query)
     d_output = torch.empty_like(query) if with_tangent else None
     positions = torch.arange(num_tokens, device=query.device)
-    first_visible = [] if segment_starts is None else segment_starts.amin(0).tolist()
+    first_visible = [] if segment_starts is None else _first_visible(segment_starts)
 
     for query_start in range(0, num_tokens, block_tokens):
         query_block = slice(query_start, min(query_start + block_tokens, num_tokens))
@@ -206,12 +225,19 @@ def forward_mode_attention(
     return output, None
 
 
+@once_per_tensor
 def segment_starts(position_ids: Tensor) -> Tensor | None:
     """`[B, T]`, the column where each token's sequence begins, from positions that restart there; None where every
     row is one sequence."""
     columns = torch.arange(position_ids.shape[1], device=position_ids.device)
     starts = torch.where(position_ids == 0, columns, 0).cummax(1).values
     return starts if bool((starts > 0).any()) else None
+
+
+@once_per_tensor
+def _first_visible(segment_starts: Tensor) -> list[int]:
+    """The first column that the token of each column may see in any row."""
+    return segment_starts.amin(0).tolist()
 
 
 # Both registrations are additions under a name of our own: no other model of the process is changed. The mask

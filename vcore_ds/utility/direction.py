@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine, NonFiniteLoss, count_globally, sequences_by_rank
+from vcore_ds.engine import Engine, NonFiniteLoss, chunks, count_globally, sequences_by_rank
 from vcore_ds.method import adam_direction, segment_sum, sequence_shares, token_coefficients, uniform_weights
 from vcore_ds.method.objective import Normalization
 
@@ -29,28 +29,24 @@ class Probe:
 
 
 class Direction:
-    """`v`, one flat buffer per gather group: this rank's shards of a vector shaped like the trainable parameters.
+    """`v`: this rank's shards of a vector over the trained parameters, flat and in the order of the engine's shards.
 
     This is all that VCORE keeps between the passes of a step: one shard in the parameter dtype.
 
-    A gather group is what is made whole at a time in forward mode: the trainable parameters of one decoder layer, or of
-    one module outside the layers. One collective per layer instead of one per weight.
+    In forward mode a gather group is made whole at a time: the trained parameters of one decoder layer, or of one module
+    outside the layers. That takes one collective per layer instead of one per weight.
 
     Attributes:
+        buffers: the vector, see `FlatShards`.
+        groups: the gather groups, each with the module that owns its parameters.
         norm: global 2-norm of `v`; None until a probe has written it. Steps between two probes use it again.
     """
 
     def __init__(self, engine: Engine):
         self.norm: float | None = None
         self.groups: list[tuple[nn.Module, list[nn.Parameter]]] = _gather_groups(engine)
-        self.buffers: list[Tensor] = []
+        self.buffers: list[Tensor] = engine.shards.zeros(engine.trainable[0][1].dtype, engine.device)
         self._engine = engine
-        self._shards: dict[int, Tensor] = {}
-        for _, parameters in self.groups:
-            shard_numels = [parameter.ds_tensor.numel() for parameter in parameters]
-            buffer = torch.zeros(sum(shard_numels), dtype=parameters[0].dtype, device=engine.device)
-            self.buffers.append(buffer)
-            self._shards.update(zip(map(id, parameters), buffer.split(shard_numels), strict=True))
 
     def take(
         self,
@@ -78,15 +74,8 @@ class Direction:
         loss = self._backward(batches, normalization)
         norm = engine.gradient_norm()
         factor = 1.0 if clip is None or norm <= clip else clip / norm
-        num_updates = engine.num_updates if optimizer == "adam" else 0
-        for _, parameter in engine.trainable:
-            gradient = engine.local_gradient(parameter)
-            if factor != 1.0:
-                gradient = gradient * factor
-            if num_updates > 0:
-                gradient = _adam_direction(engine, parameter, gradient, step=num_updates + 1)
-            self.shard(parameter)[: gradient.numel()].copy_(gradient)
-        self.norm = layout.norm_over("shards", self.buffers)
+        self._store(factor, with_adam=optimizer == "adam" and engine.num_updates > 0)
+        self.norm = layout.norm_over("shards", engine.shards.without_padding(self.buffers))
         loss = layout.sum_over("shards", [loss])[0]
         if not (math.isfinite(loss) and math.isfinite(norm)):
             what = "gradient" if math.isfinite(loss) else "loss"
@@ -96,7 +85,7 @@ class Direction:
 
     def _backward(self, batches: Sequence[Batch], normalization: Normalization) -> float:
         """The probe gradient, in the engine's shards; returns this rank's part of the probe loss."""
-        engine, loss_local = self._engine, 0.0
+        engine, parts = self._engine, []
         counts = count_globally(batches)
         with engine.without_dropout(), engine.accumulation(len(batches)):
             for batch in batches:
@@ -107,12 +96,29 @@ class Direction:
                 coefficients = token_coefficients(uniform_weights(index, batch.num_sequences), index, shares)
                 loss = (coefficients * losses).sum()
                 engine.backward(loss)
-                loss_local += float(loss.detach())
-        return loss_local
+                parts.append(loss.detach().double())
+        return float(torch.stack(parts).sum())
+
+    def _store(self, factor: float, with_adam: bool) -> None:
+        """Writes the engine's gradient, times `factor` and, with Adam, times the Jacobian of its update."""
+        engine, shards, moments = self._engine, self._engine.shards, []
+        if with_adam:
+            step, settings = engine.num_updates + 1, engine.optimizer.param_groups[0]  # alike in all groups
+            moments = [shards.optimizer_state(key) for key in ("exp_avg", "exp_avg_sq")]
+        for part, gradient, *of_gradient in chunks(self.buffers, shards.gradients(), *moments):
+            gradient = gradient.to(engine.device)
+            if factor != 1.0:
+                gradient = gradient * factor
+            if with_adam:
+                exp_avg, exp_avg_sq = (moment.to(engine.device) for moment in of_gradient)
+                gradient = adam_direction(
+                    gradient, exp_avg, exp_avg_sq, step=step, betas=settings["betas"], eps=settings["eps"]
+                )
+            part.copy_(gradient)
 
     def shard(self, parameter: nn.Parameter) -> Tensor:
         """This rank's shard for `parameter`, flat, padded like `parameter.ds_tensor`; a view."""
-        return self._shards[id(parameter)]
+        return self._engine.shards.shard(self.buffers, parameter)
 
     @property
     def persistent_bytes(self) -> int:
@@ -120,7 +126,9 @@ class Direction:
 
     def start_gather(self, group: int) -> layout.PendingGather:
         """Begins to gather one group from all ranks; `finish_gather` waits for it. A collective."""
-        return layout.start_all_gather("shards", self.buffers[group])
+        shards = [self.shard(parameter) for parameter in self.groups[group][1]]
+        # With weight decay, matrices and vectors of a layer lie in different sub-groups.
+        return layout.start_all_gather("shards", shards[0] if len(shards) == 1 else torch.cat(shards))
 
     def finish_gather(self, group: int, pending: layout.PendingGather) -> dict[int, Tensor]:
         """The whole tensors of a group by `id(parameter)`."""
@@ -159,15 +167,3 @@ def _gather_groups(engine: Engine) -> list[tuple[nn.Module, list[nn.Parameter]]]
         if id(module) not in in_layers:
             add(module, recurse=False)
     return groups
-
-
-def _adam_direction(engine: Engine, parameter: nn.Parameter, gradient: Tensor, step: int) -> Tensor:
-    settings = engine.optimizer.param_groups[0]  # betas and eps are the same in all groups
-    return adam_direction(
-        gradient,
-        engine.local_optimizer_state(parameter, "exp_avg"),
-        engine.local_optimizer_state(parameter, "exp_avg_sq"),
-        step=step,
-        betas=settings["betas"],
-        eps=settings["eps"],
-    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine
+from vcore_ds.engine import Engine, chunks
 from vcore_ds.random_streams import Stream, torch_seed
 from vcore_ds.utility.direction import Direction
 
@@ -34,38 +34,31 @@ def perturbed(
 
     Yields the share of parameters that changed. Entering is a collective (one reduction of two numbers).
     """
-    saved: list[torch.Tensor | None] = []
-    num_changed = num_total = 0
-    generator = None
+    shards, generator = engine.shards, None
     if stochastic_rounding_seed is not None:
         generator = torch.Generator(engine.device)
         generator.manual_seed(torch_seed(Stream.STOCHASTIC_ROUNDING, stochastic_rounding_seed, layout.rank("shards")))
+    # DeepSpeed casts the master shards to the parameter dtype after every step, so casting them again restores the
+    # bytes, with nothing kept. Offloaded masters would travel twice: then the shards are kept.
+    kept = [shard.clone() for shard in shards.parameters()] if shards.optimizer_is_offloaded else shards.masters()
     try:
-        for _, parameter in engine.trainable:
-            shard = parameter.ds_tensor.data  # in host memory where parameters are offloaded
-            numel = engine.local_numel(parameter)
-            # DeepSpeed casts the master shard to the parameter dtype after every step, so casting it again
-            # restores the bytes, with nothing kept. An offloaded master would travel twice: keep the shard.
-            saved.append(shard.clone() if engine.offloads_optimizer else None)
-            before = shard[:numel].to(engine.device)
-            start = engine.local_master(parameter) if generator is None else before.float()
-            shifted = start.sub(direction.shard(parameter)[:numel].float(), alpha=epsilon)
+        num_changed = torch.zeros((), dtype=torch.int64, device=engine.device)
+        for shard, master, v in chunks(shards.parameters(), shards.masters(), direction.buffers):
+            before = shard.to(engine.device)  # from host memory where parameters are offloaded
+            start = master.to(engine.device) if generator is None else before.float()
+            shifted = start.sub(v.float(), alpha=epsilon)
             if generator is not None and shard.dtype == torch.bfloat16:
                 shifted = round_stochastically(shifted, generator)
             shifted = shifted.to(shard.dtype)
-            num_changed += int((shifted != before).sum())
-            num_total += numel
-            shard[:numel].copy_(shifted)
+            num_changed += (shifted != before).sum()
+            shard.copy_(shifted)
         engine.forget_gathered_parameters()
-        changed, total = layout.sum_over("shards", [num_changed, num_total])
+        num_total = sum(engine.local_numel(parameter) for _, parameter in engine.trainable)
+        changed, total = layout.sum_over("shards", [int(num_changed), num_total])
         yield Perturbation(changed_fraction=changed / max(total, 1))
     finally:
-        for (_, parameter), shard_before in zip(engine.trainable, saved, strict=False):
-            shard = parameter.ds_tensor.data
-            if shard_before is not None:
-                shard.copy_(shard_before)
-            else:
-                shard[: engine.local_numel(parameter)].copy_(engine.local_master(parameter))
+        for shard, before in zip(shards.parameters(), kept, strict=True):
+            shard.copy_(before)
         engine.forget_gathered_parameters()
 
 

@@ -1,0 +1,229 @@
+"""Work on flat shards against the same work on one parameter at a time, through DeepSpeed's public functions.
+
+Odd sizes give the last ranks padding, weight decay gives two parameter groups, and small sub-groups divide those.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import (
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_local_grad,
+)
+from torch import Tensor
+
+from tests.helpers import step_runs, tiny
+from tests.helpers.ranks import run_ranks
+from vcore_ds.distributed import layout
+from vcore_ds.engine import Engine, build_optimizer, chunks
+from vcore_ds.method import adam_direction
+from vcore_ds.utility import Direction, perturbed
+
+pytestmark = pytest.mark.dist
+
+CLIP = 0.01
+OFFLOADS = {"none": (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}
+CASES = [
+    (False, False, "none", "adamw", False),
+    (False, True, "none", "adamw", True),
+    (True, True, "none", "adamw", False),
+    (True, False, "optimizer", "adamw", False),
+    (False, True, "optimizer", "adamw", True),
+    (False, True, "all", "adamw", False),
+    (False, False, "none", "sgd", False),
+]
+"""(LoRA, bf16, what is offloaded, optimizer, coalesced reduction)"""
+
+
+def make_engine(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: bool) -> Engine:
+    recipe = step_runs.recipe(
+        model={"path": "none", "precision": "bf16" if bf16 else "fp32"},
+        optimizer={"name": optimizer, "learning_rate": 1e-2, "weight_decay": 0.1},
+    )
+    model = tiny.token_loss_model(lora=lora, hidden_size=31, intermediate_size=65)
+    config = tiny.deepspeed_config(bf16=bf16, gradient_clipping=0.05, persistence_threshold=500)
+    config["zero_force_ds_cpu_optimizer"] = False
+    config["zero_optimization"] |= {"sub_group_size": 3000, **{key: {"device": "cpu"} for key in OFFLOADS[offload]}}
+    return Engine(model, build_optimizer(model, recipe.optimizer), config, coalesce_gradient_reduction=coalesce)
+
+
+def accumulate(engine: Engine, seed: int) -> None:
+    batches = step_runs.deal(tiny.rows(8, seed=seed), 1)
+    with engine.accumulation(len(batches)):
+        for batch in batches:
+            engine.backward(engine.token_losses(batch).mean())
+
+
+class OneByOne:
+    """The same quantities parameter by parameter, each without padding."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def _own(self, shards: dict[int, Tensor]) -> list[Tensor]:
+        parameters = [parameter for _, parameter in self._engine.trainable]
+        found = []
+        for parameter in parameters:
+            start = layout.rank("shards") * parameter.ds_tensor.numel()
+            found.append(shards[id(parameter)].detach().view(-1)[: max(0, parameter.ds_numel - start)])
+        return found
+
+    def of(self, getter, *arguments: Any) -> list[Tensor]:
+        return self._own({id(p): getter(p, *arguments) for _, p in self._engine.trainable})
+
+    def norm(self, tensors: list[Tensor]) -> float:
+        square = sum(float(tensor.double().square().sum()) for tensor in tensors)
+        return layout.sum_over("shards", [square])[0] ** 0.5
+
+    def direction(self, optimizer: str) -> list[Tensor]:
+        """Of the gradient in the shards, clipped."""
+        engine, gradients = self._engine, self.of(safe_get_local_grad)
+        factor = min(1.0, CLIP / self.norm(gradients))
+        dtype = engine.trainable[0][1].dtype
+        if optimizer == "sgd":
+            return [(gradient * factor).to(dtype) for gradient in gradients]
+        moments = [self.of(safe_get_local_optimizer_state, key) for key in ("exp_avg", "exp_avg_sq")]
+        settings = engine.optimizer.param_groups[0]
+        return [
+            adam_direction(
+                g * factor, m, v, step=engine.num_updates + 1, betas=settings["betas"], eps=settings["eps"]
+            ).to(dtype)
+            for g, m, v in zip(gradients, *moments, strict=True)
+        ]
+
+    def shards(self) -> list[Tensor]:
+        """Copies of the parameters in their own dtype."""
+        return self._own({id(p): p.ds_tensor.data.clone() for _, p in self._engine.trainable})
+
+
+def error(found: list[Tensor], expected: list[Tensor]) -> float:
+    assert [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
+    return step_runs.relative_error(torch.cat(found), torch.cat(expected))
+
+
+def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: bool) -> dict[str, Any]:
+    engine = make_engine(lora, bf16, offload, optimizer, coalesce)
+    one_by_one, shards = OneByOne(engine), engine.shards
+    accumulate(engine, seed=0)
+    engine.step(1e-2)  # masters that are no longer values of the parameter dtype, and moments
+    probe = step_runs.deal(tiny.rows(8, seed=9), 2)
+    direction, errors = Direction(engine), {}
+    for name in ("sgd", "adam") if optimizer == "adamw" else ("sgd",):
+        direction.take(probe, normalization="sequence", clip=CLIP, optimizer=name)
+        errors[f"direction, {name}"] = error(shards.without_padding(direction.buffers), one_by_one.direction(name))
+        expected = one_by_one.norm(one_by_one.direction(name))
+        errors[f"direction's norm, {name}"] = abs(direction.norm / expected - 1)
+
+    before, v = one_by_one.shards(), shards.without_padding(direction.buffers)
+    masters = one_by_one.of(safe_get_local_fp32_param)
+    epsilon = 0.3 * one_by_one.norm(masters) / direction.norm
+    with perturbed(engine, direction, epsilon) as perturbation:
+        shifted = [m.sub(d.float(), alpha=epsilon).to(b.dtype) for m, d, b in zip(masters, v, before, strict=True)]
+        errors["perturbed"] = error(one_by_one.shards(), shifted)
+        counts = [float(sum(map(torch.count_nonzero, map(torch.ne, one_by_one.shards(), before))))]
+    counts.append(float(sum(tensor.numel() for tensor in before)))
+    changed, total = layout.sum_over("shards", counts)
+    restored = all(map(torch.equal, one_by_one.shards(), before))
+
+    accumulate(engine, seed=1)
+    gradients = one_by_one.of(safe_get_local_grad)
+    errors["gradient"] = error(shards.without_padding(shards.gradients()), gradients)
+    errors["gradient's norm"] = abs(engine.gradient_norm() / one_by_one.norm(gradients) - 1)
+    errors["parameters' norm"] = abs(engine.parameter_norm() / one_by_one.norm(masters) - 1)
+    expected_gradients = [gradient * 0.7 for gradient in gradients]
+    engine.scale_gradient(0.7)
+    errors["scaled gradient"] = error(one_by_one.of(safe_get_local_grad), expected_gradients)
+    vectors = [shards.parameters(), shards.masters(), shards.gradients(), direction.buffers]
+    if optimizer == "adamw":
+        vectors += [shards.optimizer_state(key) for key in ("exp_avg", "exp_avg_sq")]
+    whole = [sum(map(torch.count_nonzero, vector)) for vector in vectors]
+    without_padding = [sum(map(torch.count_nonzero, shards.without_padding(vector))) for vector in vectors]
+    norm_clipped_with = engine.step(1e-2)
+    result = dict(
+        errors=errors,
+        norm_of_step=abs(norm_clipped_with / one_by_one.norm(expected_gradients) - 1),
+        changed_fraction=(perturbation.changed_fraction, changed / total),
+        restored=restored,
+        padding_nonzero=[int(a - b) for a, b in zip(whole, without_padding, strict=True)],
+        num_padding=sum(p.ds_tensor.numel() - engine.local_numel(p) for _, p in engine.trainable),
+        num_sub_groups=len(shards.parameters()),
+        parameters_are_views=all(
+            shards.shard(shards.parameters(), p).data_ptr() == p.ds_tensor.data_ptr() for _, p in engine.trainable
+        ),
+        masters_are_copies=all(
+            a.data_ptr() != b.data_ptr() for a, b in zip(shards.parameters(), shards.masters(), strict=True)
+        ),
+    )
+    engine.close()
+    return result
+
+
+def check_scaled_update(offload: str) -> bool:
+    """Whether a step after `scale_gradient` is, to rounding, the step after DeepSpeed's own `safe_set_local_grad`."""
+    parameters = []
+    for one_by_one in (False, True):
+        engine = make_engine(False, False, offload, "adamw", False)
+        accumulate(engine, seed=0)
+        if one_by_one:
+            for _, parameter in engine.trainable:
+                safe_set_local_grad(parameter, safe_get_local_grad(parameter).view(-1) * 0.7)
+        else:
+            engine.scale_gradient(0.7)
+        engine.step(1e-2)
+        parameters.append(torch.cat([master.clone() for master in engine.shards.masters()]))
+        engine.close()
+    return torch.allclose(*parameters, rtol=1e-6, atol=1e-7)
+
+
+def check_all() -> dict[tuple, dict[str, Any]]:
+    return {case: check_case(*case) for case in CASES}
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def checked(request: pytest.FixtureRequest) -> list[dict[tuple, dict[str, Any]]]:
+    return run_ranks(check_all, request.param)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_flat_work_is_the_work_on_each_parameter(checked, case) -> None:
+    for of_rank in checked:
+        found = of_rank[case]
+        exact = {name: value for name, value in found["errors"].items() if "norm" not in name and name != "perturbed"}
+        assert set(exact.values()) == {0.0}, exact
+        norms = {name: value for name, value in found["errors"].items() if "norm" in name}
+        assert max(norms.values()) < 1e-12, norms
+        # A shift may be rounded once (fused multiply-add) or twice, depending on an element's place in a vector
+        # register; in bf16 a bit of fp32 decides between two neighbours only at a tie.
+        assert found["errors"]["perturbed"] < (1e-4 if case[1] else 1e-7)
+        assert found["norm_of_step"] < 1e-6  # DeepSpeed returns it in fp32
+        reported, counted = found["changed_fraction"]
+        assert reported == pytest.approx(counted, abs=1e-4) and 0 < reported <= 1
+        assert found["restored"] and found["parameters_are_views"] and found["masters_are_copies"]
+        assert found["num_sub_groups"] > 2 or case[0]  # adapters fit into one sub-group for each parameter group
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_padding_is_zero(checked, case) -> None:
+    found = [of_rank[case] for of_rank in checked]
+    assert (sum(of_rank["num_padding"] for of_rank in found) > 0) == (len(found) > 1)
+    assert not any(number for of_rank in found for number in of_rank["padding_nonzero"])
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_a_scaled_gradient_is_clipped_and_applied_as_deepspeed_would(offload: str) -> None:
+    assert run_ranks(check_scaled_update, 2, offload) == [True, True]
+
+
+def test_chunks_cover_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vcore_ds.engine.flat_shards.CHUNK_NUMEL", 4)
+    first = [torch.arange(10.0), torch.arange(3.0)]
+    second = [torch.zeros(10), torch.zeros(3)]
+    sizes = []
+    for part, copy in chunks(first, second):
+        copy.copy_(part)
+        sizes.append(len(part))
+    assert sizes == [4, 4, 2, 3]
+    assert all(map(torch.equal, first, second))

@@ -1,0 +1,112 @@
+"""This rank's shards as DeepSpeed stores them: a few flat tensors, whatever the number of parameters.
+
+DeepSpeed's `safe_get_local_*` and `safe_set_local_*` handle one parameter at a time, and each call waits for a stream of
+the GPU: thousands of waits a step for a large model. Here gradients, master weights and moments are reached as a whole.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor, nn
+
+from vcore_ds.distributed import layout
+
+CHUNK_NUMEL = 1 << 24
+"""Elements that elementwise work takes at a time, so that its temporary tensors stay small (64 MiB each in fp32)."""
+
+
+class Place(NamedTuple):
+    """Where a parameter's shard lies."""
+
+    sub_group: int
+    """Index of the flat tensor."""
+    offset: int
+    shard_numel: int
+    """Elements of the shard, `ceil(numel / ranks)`, the same on every rank."""
+    numel: int
+    """Elements that belong to the parameter; the rest is padding, on the last ranks that hold a part of it."""
+
+
+class FlatShards:
+    """Vectors over all trained parameters, each a list of flat tensors: one for each of DeepSpeed's sub-groups.
+
+    A sub-group holds the shards of consecutive parameters of one optimizer parameter group. Vectors of one engine are
+    laid out alike, so elementwise operations need no parameter boundaries. Padding is zero in all of them: DeepSpeed
+    never writes to that of gradients and moments, and leaves that of parameters uninitialised, which is cleared here.
+
+    The methods return DeepSpeed's own tensors, on the device where they lie; writing to them is writing to the engine.
+    """
+
+    def __init__(self, zero: DeepSpeedZeroOptimizer_Stage3, trainable: Sequence[nn.Parameter]):
+        """`trainable`: in the order of `without_padding`."""
+        self._zero = zero
+        self._numels: list[int] = zero.fp16_partitioned_groups_flat_numel
+        self._places = {}
+        for parameter in trainable:
+            sub_group, offset, shard_numel = zero.grad_position[zero.get_param_id(parameter)]
+            left = parameter.ds_numel - layout.rank("shards") * shard_numel
+            self._places[id(parameter)] = Place(sub_group, offset, shard_numel, max(0, min(shard_numel, left)))
+        for vector in (self.parameters(), self.masters()):
+            for sub_group, offset, shard_numel, numel in self._places.values():
+                vector[sub_group][offset + numel : offset + shard_numel].zero_()
+
+    @property
+    def optimizer_is_offloaded(self) -> bool:
+        """Whether master weights, moments and reduced gradients are in host memory."""
+        return self._zero.offload_optimizer
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters in their own dtype: what gathers read. `ds_tensor` of each parameter is a view of it."""
+        return list(self._zero.fp16_partitioned_groups_flat)
+
+    def masters(self) -> list[Tensor]:
+        """The fp32 parameters that the optimizer updates. Cast to the parameter dtype, they are `parameters()`."""
+        return [master.detach() for master in self._zero.fp32_partitioned_groups_flat]
+
+    def gradients(self) -> list[Tensor]:
+        """The reduced gradient in fp32, from the end of an accumulation until the optimizer's step."""
+        if not get_accelerator().resolves_data_dependency():
+            self._zero.reduce_and_partition_stream.synchronize()
+        if self.optimizer_is_offloaded:
+            return [master.grad for master in self._zero.fp32_partitioned_groups_flat]
+        return list(self._zero.grad_partitions_flat_buffer.split(self._numels))
+
+    def optimizer_state(self, key: str) -> list[Tensor]:
+        """A buffer of the optimizer (`exp_avg`, `exp_avg_sq`) in fp32; only after its first step."""
+        return [self._zero.optimizer.state[master][key] for master in self._zero.fp32_partitioned_groups_flat]
+
+    def scale_gradient(self, factor: float) -> None:
+        """Multiplies the reduced gradient, and the norms of it that DeepSpeed clips with."""
+        torch._foreach_mul_(self.gradients(), factor)
+        if self.optimizer_is_offloaded:  # then they are taken during the backward, one for each parameter
+            norms = list(self._zero.norm_for_param_grads.values())
+            if norms:  # a rank may hold no element at all
+                torch._foreach_mul_(norms, factor)
+
+    def zeros(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """A new vector."""
+        return [torch.zeros(numel, dtype=dtype, device=device) for numel in self._numels]
+
+    def numel(self, parameter: nn.Parameter) -> int:
+        """Elements of a trained parameter that are this rank's, without padding."""
+        return self._places[id(parameter)].numel
+
+    def shard(self, vector: Sequence[Tensor], parameter: nn.Parameter) -> Tensor:
+        """A parameter's part of a vector, flat, with padding; a view."""
+        place = self._places[id(parameter)]
+        return vector[place.sub_group][place.offset : place.offset + place.shard_numel]
+
+    def without_padding(self, vector: Sequence[Tensor]) -> list[Tensor]:
+        """The parts of all parameters, without padding; views."""
+        return [
+            vector[sub_group].narrow(0, offset, numel) for sub_group, offset, _, numel in self._places.values()
+        ]
+
+
+def chunks(*vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """The same part of each vector, one after the other, of at most `CHUNK_NUMEL` elements; views."""
+    for tensors in zip(*vectors, strict=True):
+        yield from zip(*(tensor.split(CHUNK_NUMEL) for tensor in tensors), strict=True)
