@@ -1,5 +1,9 @@
 """A model under ZeRO-3: loading, passes, shards, the optimizer's step. The only package that imports deepspeed."""
 
+# isort: off
+from vcore_ds.engine.deepspeed_start import start_deepspeed  # before any module that imports deepspeed
+
+# isort: on
 from vcore_ds.engine.counts import count_globally
 from vcore_ds.engine.export_shards import ExportFailed, save_hugging_face
 from vcore_ds.engine.flat_shards import chunks
@@ -21,5 +25,6 @@ __all__ = [
     "save_hugging_face",
     "sequences_by_rank",
     "sharded_loading",
+    "start_deepspeed",
     "with_reference_of_adapters",
 ]

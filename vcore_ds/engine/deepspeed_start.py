@@ -1,6 +1,6 @@
 """What has to be so before DeepSpeed is imported, and before it shards the first parameter.
 
-Every module of this package that imports deepspeed imports this one first.
+The package imports this module first, before any that imports deepspeed.
 """
 
 import os

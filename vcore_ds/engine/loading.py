@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vcore_ds.engine.deepspeed_start import start_deepspeed  # isort: skip  (before anything that imports deepspeed)
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+from vcore_ds.engine.deepspeed_start import start_deepspeed
 
 
 @contextmanager
