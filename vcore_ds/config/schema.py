@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
 from vcore_ds.config.rules import broken_rules
 
+LARGEST_COUNT = 2**31 - 1
+"""Largest value of a key that counts something (sequences, steps, tokens)."""
+
 Text = Annotated[str, Field(min_length=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
