@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from vcore_ds import __version__
-from vcore_ds.commands import check, export, fidelity, preflight, prepare, reference, train
+from vcore_ds.commands import check, export, fidelity, preflight, prepare, recipes, reference, train
 from vcore_ds.commands.arguments import add_overrides
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.errors import RunStopped, UserError
@@ -15,6 +15,7 @@ from vcore_ds.errors import RunStopped, UserError
 COMMANDS = {
     "train": train,
     "check": check,
+    "recipes": recipes,
     "preflight": preflight,
     "reference": reference,
     "fidelity": fidelity,
