@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from vcore_ds import __version__
-from vcore_ds.commands import check, export, fidelity, preflight, prepare, reference, train
+from vcore_ds.commands import check, export, fidelity, preflight, prepare, recipes, reference, train
 from vcore_ds.commands.arguments import add_overrides
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.errors import RunStopped, UserError
@@ -15,6 +15,7 @@ from vcore_ds.errors import RunStopped, UserError
 COMMANDS = {
     "train": train,
     "check": check,
+    "recipes": recipes,
     "preflight": preflight,
     "reference": reference,
     "fidelity": fidelity,
@@ -70,10 +71,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="vcore-ds",
         description="Fine-tune language models on reasoning traces, tokens weighted by what learning them is worth.",
     )
-    parser.add_argument("--version", action="version", version=f"vcore-ds {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"vcore-ds {__version__}")
     # The deepspeed launcher puts its own argument before everything else, also before the command.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION))
     # Overrides that follow an option are left over: argparse ends the list of overrides where an option begins.

@@ -14,8 +14,9 @@ from tests.helpers.recipes import smallest_recipe
 from vcore_ds.cli import launch, main
 from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.commands.quickstart.session import without_chosen
-from vcore_ds.config import Recipe, RecipeError, dump_recipe, load_recipe
-from vcore_ds.config.compose import SHIPPED_RECIPES, compose
+from vcore_ds.config import Recipe, RecipeError, deepspeed_config, dump_recipe, load_recipe, plan_batch
+from vcore_ds.config.compose import compose
+from vcore_ds.config.files import SHIPPED_RECIPES
 
 Sections = dict[str, Any]
 
@@ -175,6 +176,34 @@ def test_a_fragment_is_looked_up_in_the_working_directory_then_among_the_shipped
     assert load_recipe("whole.yaml", ["methods/dft.yaml"]).method.kl_budget == 0.5
     shipped = SHIPPED_RECIPES / "methods" / "dft.yaml"
     assert load_recipe("whole.yaml", [str(shipped)]).method.name == "dft"
+
+
+def test_a_recipe_is_looked_up_in_the_working_directory_then_among_the_shipped(folder: Path) -> None:
+    shipped = load_recipe(SHIPPED_RECIPES / "paper" / "qwen3_4b_math_lora.yaml")
+    assert load_recipe("paper/qwen3_4b_math_lora.yaml") == shipped
+    write(
+        folder / "paper" / "qwen3_4b_math_lora.yaml", smallest_recipe() | {"engine": {"deepspeed_config": "../ds.json"}}
+    )
+    assert load_recipe("paper/qwen3_4b_math_lora.yaml").model.path == "some/model"
+
+
+@pytest.mark.parametrize("word", ["qwen3_4b_math_lroa.yaml", "launch_scripts/recipes/qwen3_4b_math_lora.yaml"])
+def test_a_missing_recipe_gets_the_nearest_shipped_name(folder: Path, word: str) -> None:
+    assert the_problem(word).startswith(
+        f"{word}: found no such file; expected a recipe (YAML); tried {folder / word}, {SHIPPED_RECIPES / word}; did "
+        'you mean "qwen3_4b_math_lora.yaml"'
+    )
+
+
+def test_the_deepspeed_json_of_a_resolved_recipe_is_found_on_another_machine(folder: Path) -> None:
+    dumped = dump_recipe(load_recipe("qwen3_4b_math_lora.yaml"))
+    assert str(SHIPPED_RECIPES.parents[1]) not in dumped and str(folder) not in dumped
+    written = write(folder / "run" / "recipe.yaml", dumped)
+    recipe = load_recipe(written)
+    assert recipe.engine.deepspeed_config == "ds_configs/zero3_bf16_large.json"
+    assert deepspeed_config(recipe, plan_batch(recipe, 8))["zero_optimization"]["stage"] == 3
+    mine = write(folder / "ds_configs" / "zero3_bf16_large.json", "{}")  # a file of one's own comes first, and stays
+    assert load_recipe(written).engine.deepspeed_config == str(mine)
 
 
 def test_home_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +367,7 @@ def test_a_cycle_through_a_link_is_seen(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("run: [\n", r"part.yaml:2:1: found text that is not YAML"),
+        ("run: [\n", r"part.yaml:2:1: cannot be read as YAML"),
         ("- a\n", 'part.yaml: found ["a"]; expected sections'),
         ("", "part.yaml: found nothing; expected sections"),
         ("\udcff", "part.yaml: found bytes that are not UTF-8"),

@@ -2,16 +2,19 @@
 
 import argparse
 
+from vcore_ds.config.schema import LARGEST_COUNT
+
+RECIPE_HELP = "YAML file, or the name of a shipped one (`vcore-ds recipes` lists them)"
 OVERRIDE_METAVAR = "FRAGMENT.yaml | section.key=value"
 OVERRIDE_HELP = (
-    "FRAGMENT.yaml is merged over the recipe (methods/dft.yaml and presets/paper.yaml are found in "
-    "launch_scripts/recipes/); section.key=value replaces a value (batch.global_size=16 lora=null)"
+    "FRAGMENT.yaml is merged over the recipe (a file, or a shipped one: methods/dft.yaml, presets/paper.yaml); "
+    "section.key=value replaces a value (batch.global_size=16 lora=null)"
 )
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """A recipe, with what is merged over it."""
-    parser.add_argument("recipe", help="YAML file, see launch_scripts/recipes/")
+    parser.add_argument("recipe", help=RECIPE_HELP)
     add_overrides(parser)
 
 
@@ -22,10 +25,14 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(word: str) -> int:
-    """A whole number of at least 1, for argparse."""
-    number = int(word)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"found {number}, expected at least 1")
+    """A whole number from 1 to `LARGEST_COUNT`, for argparse."""
+    shown = word if len(word) <= 20 else f"a word of {len(word):,} characters"
+    try:
+        number = int(word)
+    except ValueError:  # also more digits than Python converts
+        raise argparse.ArgumentTypeError(f"found {shown}, expected a whole number of at least 1") from None
+    if not 1 <= number <= LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"found {shown}, expected 1 to {LARGEST_COUNT:,}")
     return number
 
 

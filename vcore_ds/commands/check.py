@@ -2,23 +2,31 @@
 
 import argparse
 
-from vcore_ds.commands.arguments import OVERRIDE_HELP, OVERRIDE_METAVAR
+from vcore_ds.commands.arguments import OVERRIDE_HELP, OVERRIDE_METAVAR, RECIPE_HELP, positive
 from vcore_ds.config import deepspeed_config, dump_recipe, load_recipe, plan_batch
+from vcore_ds.files.run_folder import can_resume
 
 HELP = "validate a recipe without a GPU"
-DESCRIPTION = "Resolve and validate a recipe; print it with all defaults, and the batch arithmetic."
+DESCRIPTION = (
+    "Resolve and validate a recipe; print it with all its defaults, and how its batch is spread over the ranks. Needs "
+    "no GPU, model or data, and writes nothing."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="YAML file, see launch_scripts/recipes/")
+    parser.add_argument("recipe", help=RECIPE_HELP)
     parser.add_argument("overrides", nargs="*", metavar=OVERRIDE_METAVAR, help=OVERRIDE_HELP)
-    parser.add_argument("--ranks", type=int, default=1, help="data-parallel size, GPUs in all (default 1)")
+    parser.add_argument(
+        "--ranks",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="spread the batch over N data-parallel ranks: the GPUs of the run, over all nodes (default 1)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for impossible arithmetic, a contradiction with the DeepSpeed JSON, or a used output folder."""
-    from vcore_ds.files.run_folder import can_resume
-
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     plan = plan_batch(recipe, arguments.ranks)
     deepspeed_config(recipe, plan)

@@ -7,7 +7,7 @@ from pathlib import Path
 from vcore_ds.commands.arguments import positive
 from vcore_ds.errors import UserError
 
-HELP = "raw data to a store of tokens"
+HELP = "turn raw data into a store of tokens"
 DESCRIPTION = (
     "Filter, sample and tokenize raw data into a store of tokens. math: OpenMathReasoning, answers checked by "
     "math-verify; code: OpenCodeReasoning-2; chat: rows of messages, ShareGPT or Alpaca. Run again after an "

@@ -98,7 +98,8 @@ def _explain_indivisible(global_size: int, micro: int, ranks: int) -> str:
 
 def _nearest_divisors(number: int, target: int) -> list[int]:
     """The two divisors of `number` that are closest to `target`, in ascending order."""
-    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    divisors = {*small, *(number // size for size in small)}
     return sorted(sorted(divisors, key=lambda size: (abs(size - target), size))[:2])
 
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.config.problems import did_you_mean, show
+from vcore_ds.config.files import SHIPPED_RECIPES, UnreadableFile, expand_home, read_text, resolve
+from vcore_ds.config.problems import did_you_mean, shorten, show
 from vcore_ds.config.schema import SECTIONS
 from vcore_ds.config.yaml_text import ParsedYaml, YamlError, parse_yaml
 
-REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
-SHIPPED_RECIPES = REPOSITORY_ROOT / "launch_scripts" / "recipes"
+MAX_FILES = 100
+"""Files of one recipe, each counted as often as it is read: a few whose bases fork would be read forever."""
 
 
 @dataclass
@@ -31,6 +32,8 @@ class Draft:
     problems: list[str] = field(default_factory=list)
     is_whole: bool = True
     """False where a file could not be read: what is missing then is not the recipe's fault."""
+    num_files: int = 0
+    """Files read so far."""
 
     def source(self, *keys: str) -> str:
         """Where the keys were set: an override before a line of a file, a section's line for an absent key."""
@@ -45,7 +48,7 @@ class Draft:
         return Path(self.file if source.startswith("override ") else source.rpartition(":")[0]).parent
 
     def add(self, keys: Sequence[str], text: str) -> None:
-        self.problems.append(f"{self.source(*keys)}: {keys[0]}: {text}")
+        self.problems.append(f"{self.source(*keys)}: {shorten(keys[0])}: {text}")
 
     def replace(self, section: str, value: Any) -> None:
         """The whole section, and nothing of it is left."""
@@ -62,7 +65,7 @@ class Draft:
                 self.replace(section, value)
         self.sources.update(sources)
 
-    def cannot_go_on(self, problem: str) -> None:
+    def cannot_continue(self, problem: str) -> None:
         self.problems.append(problem)
         self.is_whole = False
 
@@ -70,18 +73,24 @@ class Draft:
 def compose(recipe: str | Path, fragments: Sequence[str] = ()) -> Draft:
     """Reads a recipe with its bases, then fragments in order; nothing is validated yet.
 
-    A base is looked up in the folder of the file that names it, a fragment in the working directory, and both then in
-    the shipped recipes. Problems (a missing file, a cycle, text that is not YAML) are gathered in the draft.
+    A base is looked up in the folder of the file that names it, the recipe and the fragments in the working directory,
+    and then each of them among the shipped recipes. Problems (a missing file, a cycle, text that is not YAML) are
+    gathered in the draft.
     """
-    draft = Draft(str(recipe))
-    _read(draft, Path(recipe), [])
+    path = Path(recipe)
+    if not os.path.lexists(path):
+        path = _find(str(recipe), Path.cwd())[0] or path
+    draft = Draft(str(path))
+    _read(draft, path, [])
     for name in fragments:
-        path, tried = _find(name, Path.cwd())
-        if path is None:
+        found, tried = _find(name, Path.cwd())
+        if found is None:
             near = did_you_mean(_nearest(name, Path.cwd()))
-            draft.cannot_go_on(f"{name}: found no such file; expected a recipe file (YAML); tried {tried}{near}")
+            draft.cannot_continue(
+                f"{shorten(name)}: found no such file; expected a recipe file (YAML); tried {tried}{near}"
+            )
         else:
-            _read(draft, path, [])
+            _read(draft, found, [])
     draft.problems = list(dict.fromkeys(draft.problems))  # a file may be the base of several
     return draft
 
@@ -107,29 +116,36 @@ def with_text_keys(value: Any) -> Any:
 
 def _read(draft: Draft, path: Path, chain: list[Path]) -> None:
     """Merges the file's bases, then the file. `chain`: the files that led here, the outermost first."""
+    draft.num_files += 1
+    if draft.num_files > MAX_FILES:
+        if draft.num_files == MAX_FILES + 1:
+            draft.cannot_continue(f"{chain[0] if chain else path}: found more than {MAX_FILES} files under base")
+        return
     parsed = _parse(draft, path)
     if parsed is None:
         return
     for key, line, first_line in parsed.duplicates:
-        draft.problems.append(f"{path}:{line}: {key}: found a second time (first in line {first_line}); expected once")
+        draft.problems.append(
+            f"{path}:{line}: {shorten(key)}: found a second time (first in line {first_line}); expected once"
+        )
     values = with_text_keys(parsed.value)
     bases = values.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     where = f"{path}:{parsed.lines.get('base')}: base: found"
     chain = [*chain, path]
     if not isinstance(bases, list) or not all(isinstance(name, str) and name for name in bases):
-        draft.cannot_go_on(f"{where} {show(bases)}; expected a file name, or a list of file names")
+        draft.cannot_continue(f"{where} {show(bases)}; expected a file name, or a list of file names")
         bases = []
     for name in bases:
         base, tried = _find(name, path.parent)
         if base is None:
             near = did_you_mean(_nearest(name, path.parent))
-            draft.cannot_go_on(
-                f"{where} {show(name)}, which is no file ({_arrows([*chain, name])}); expected a recipe file (YAML); "
-                f"tried {tried}{near}"
+            draft.cannot_continue(
+                f"{where} {show(name)}, which is no file ({_arrows([*chain, shorten(name)])}); expected a recipe file "
+                f"(YAML); tried {tried}{near}"
             )
-        elif base.resolve() in {file.resolve() for file in chain}:
-            draft.cannot_go_on(
+        elif resolve(base) in {resolve(file) for file in chain}:
+            draft.cannot_continue(
                 f"{where} {show(name)}, which is read already ({_arrows([*chain, base])}); "
                 "expected files that are not based on each other"
             )
@@ -141,44 +157,42 @@ def _read(draft: Draft, path: Path, chain: list[Path]) -> None:
 def _parse(draft: Draft, path: Path) -> ParsedYaml | None:
     """The file as a mapping; None, with the problem in the draft, where it is none."""
     try:
-        parsed = parse_yaml(path.read_text(encoding="utf-8"))
+        parsed = parse_yaml(read_text(path))
     except FileNotFoundError:
-        near = did_you_mean(str(path.with_name(name)) for name in _nearest(path.name, path.parent, shipped=False))
-        problem = f"{path}: found no such file; expected a recipe (YAML){near}"
-    except IsADirectoryError:
-        problem = f"{path}: found a folder; expected a recipe (a YAML file)"
-    except UnicodeDecodeError as error:
-        problem = f"{path}: found bytes that are not UTF-8 ({error.reason}); expected YAML text"
-    except OSError as error:
-        problem = f"{path}: cannot be read: {error.strerror}; expected a recipe (YAML)"
+        siblings = [str(path.with_name(name)) for name in _nearest(path.name, path.parent, shipped=False)]
+        near = did_you_mean(siblings or _nearest(str(path), SHIPPED_RECIPES))
+        tried = "" if path.is_absolute() else f"; tried {resolve(path)}, {SHIPPED_RECIPES / path}"
+        problem = f"{path}: found no such file; expected a recipe (YAML){tried}{near}"
+    except UnreadableFile as error:
+        problem = f"{shorten(str(path), 200)}: {error}; expected a recipe (a YAML file)"
     except YamlError as error:
         where = "" if error.line is None else f":{error.line}:{error.column}"
-        problem = f"{path}{where}: found text that is not YAML: {error}; expected a recipe"
+        problem = f"{path}{where}: cannot be read as YAML: {shorten(str(error), 200)}; expected a recipe"
     else:
         if isinstance(parsed.value, dict):
             return parsed
         found = "nothing" if parsed.value is None else show(parsed.value)
         problem = f"{path}: found {found}; expected sections ({', '.join(SECTIONS)}) with keys in them"
-    draft.cannot_go_on(problem)
+    draft.cannot_continue(problem)
     return None
 
 
 def _find(name: str, folder: Path) -> tuple[Path | None, str]:
     """The file of that name from `folder`, else from the shipped recipes; and where it was looked for, as text."""
-    tried = [(start / os.path.expanduser(name)).resolve() for start in (folder, SHIPPED_RECIPES)]
+    tried = [resolve(start / expand_home(name)) for start in (folder, SHIPPED_RECIPES)]
     found = next((path for path in tried if os.path.isfile(path)), None)
     if found is not None and found.is_relative_to(Path.cwd()):
         found = found.relative_to(Path.cwd())  # as short as the user would write it
-    return found, ", ".join(map(str, dict.fromkeys(tried)))
+    return found, ", ".join(shorten(str(path), 200) for path in dict.fromkeys(tried))
 
 
 def _nearest(name: str, folder: Path, *, shipped: bool = True) -> list[str]:
-    """Names of files like a name that was not found: the same in another folder, or spelt alike."""
-    known = sorted(path.name for path in folder.glob("*.yaml"))
+    """Names of files like a name that was not found: the same in another folder, or a similar spelling."""
+    known = sorted(path.name for path in folder.glob("*.yaml")) if os.path.isdir(folder) else []
     if shipped:
-        known += sorted(path.relative_to(SHIPPED_RECIPES).as_posix() for path in SHIPPED_RECIPES.rglob("*.yaml"))
+        known += [file.relative_to(SHIPPED_RECIPES).as_posix() for file in sorted(SHIPPED_RECIPES.rglob("*.yaml"))]
     same = [other for other in known if Path(other).name == Path(name).name]
-    return list(dict.fromkeys(same or difflib.get_close_matches(name, known, n=2)))
+    return list(dict.fromkeys(same)) or difflib.get_close_matches(name, dict.fromkeys(known), n=2)
 
 
 def _arrows(files: Iterable[str | Path]) -> str:

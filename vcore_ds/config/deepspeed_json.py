@@ -5,13 +5,16 @@ clipping, optimizer and learning rate.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from vcore_ds.config.batch_plan import BatchPlan
-from vcore_ds.config.problems import RecipeError, show
+from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS, UnreadableFile, read_text
+from vcore_ds.config.problems import RecipeError, shorten, show
 from vcore_ds.config.schema import Recipe
+from vcore_ds.config.yaml_text import MAX_DEPTH
 
 _MISSING = object()
 
@@ -21,8 +24,7 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
 
     Raises RecipeError with all contradictions (JSON file, JSON key, both values, remedy) at once.
     """
-    file = recipe.engine.deepspeed_config
-    config = _read_json(file)
+    path, config = _read_json(recipe.engine.deepspeed_config)
     owned = _owned_by_recipe(recipe, plan)
     problems = [
         *_auto_problems(config),
@@ -32,7 +34,7 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
         *_placement_problems(config, plan),
     ]
     if problems:
-        raise RecipeError(f"{file}: {problem}" for problem in problems)
+        raise RecipeError(f"{path}: {problem}" for problem in problems)
     for key, (value, _) in owned.items():
         _set(config, key, value)
     _set(config, "data_types.grad_accum_dtype", "fp32")
@@ -130,7 +132,7 @@ def _auto_problems(value: Any, key: str = "") -> Iterator[str]:
     """Hugging Face's placeholder "auto", anywhere."""
     if value == "auto":
         yield (
-            f'{key}: found "auto"; expected a value, or no such key '
+            f'{shorten(key)}: found "auto"; expected a value, or no such key '
             '("auto" is filled in by the Hugging Face Trainer, which does not run here)'
         )
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -138,26 +140,45 @@ def _auto_problems(value: Any, key: str = "") -> Iterator[str]:
         yield from _auto_problems(child, f"{key}.{name}" if key else str(name))
 
 
-def _read_json(file: str) -> dict[str, Any]:
-    duplicates: list[str] = []
+def _read_json(file: str) -> tuple[Path, dict[str, Any]]:
+    """The JSON and its path. `file`: absolute, or the name of a shipped one."""
+    path = SHIPPED_DEEPSPEED_CONFIGS.parent / file
+    duplicates: set[str] = set()
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        duplicates.extend(sorted({name for name in names if names.count(name) > 1}))
+        duplicates.update(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         return dict(pairs)
 
     try:
-        config = json.loads(Path(file).read_text(encoding="utf-8"), object_pairs_hook=unique)
+        config = json.loads(read_text(path), object_pairs_hook=unique)
+        _check_depth(config, 1)
     except json.JSONDecodeError as error:
-        where = f"{file}:{error.lineno}:{error.colno}"
+        where = f"{path}:{error.lineno}:{error.colno}"
         raise RecipeError([f"{where}: found text that is not JSON: {error.msg}; expected a DeepSpeed JSON"]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError([f"{file}: cannot be read: {error}; expected a DeepSpeed JSON"]) from None
+    except FileNotFoundError:
+        raise RecipeError([f"{path}: found no such file; expected a DeepSpeed JSON"]) from None
+    except UnreadableFile as error:
+        raise RecipeError([f"{path}: {error}; expected a DeepSpeed JSON"]) from None
+    except RecursionError:
+        problem = f"found values nested more than {MAX_DEPTH} levels deep"
+        raise RecipeError([f"{path}: {problem}; expected a DeepSpeed JSON"]) from None
+    except ValueError as error:  # a number of more digits than Python converts
+        raise RecipeError([f"{path}: cannot be read: {error}; expected a DeepSpeed JSON"]) from None
     if not isinstance(config, dict):
-        raise RecipeError([f"{file}: found {show(config)}; expected a JSON object with DeepSpeed's settings"])
+        raise RecipeError([f"{path}: found {show(config)}; expected a JSON object with DeepSpeed's settings"])
     if duplicates:
-        raise RecipeError(f"{file}: {name}: found twice in one object; expected once" for name in duplicates)
-    return config
+        raise RecipeError(
+            f"{path}: {shorten(name)}: found twice in one object; expected once" for name in sorted(duplicates)
+        )
+    return path, config
+
+
+def _check_depth(value: Any, depth: int) -> None:
+    """Raises RecursionError for values nested more than `MAX_DEPTH` levels deep."""
+    if depth > MAX_DEPTH:
+        raise RecursionError
+    for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_depth(child, depth + 1)
 
 
 def _get(config: dict[str, Any], dotted: str) -> Any:

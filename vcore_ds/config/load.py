@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vcore_ds.config.compose import REPOSITORY_ROOT, Draft, compose, fragment_hint, is_fragment
-from vcore_ds.config.problems import RecipeError, did_you_mean, field_problems, nearest_keys, show
+from vcore_ds.config.compose import Draft, compose, fragment_hint, is_fragment
+from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS, expand_home, resolve
+from vcore_ds.config.problems import RecipeError, did_you_mean, field_problems, nearest_keys, shorten, show
 from vcore_ds.config.rules import broken_rules
 from vcore_ds.config.schema import SECTIONS, Recipe
 from vcore_ds.config.yaml_text import YamlError, dump_yaml, parse_yaml
@@ -29,9 +30,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe with its bases (see `compose`) and applies overrides `section.key=value` (values are YAML).
 
     A word `FILE.yaml` among the overrides is a fragment, merged like a base but after the recipe: fragments first, in
-    order, then the overrides, the later ones last. `~` is expanded in every path; engine.deepspeed_config becomes
-    absolute, the other paths stay as written. Raises RecipeError, whose message lists all problems of files and
-    overrides together.
+    order, then the overrides, the later ones last. `~` is expanded in every path. engine.deepspeed_config becomes the
+    name of a shipped file, `ds_configs/NAME.json`, which every installation finds, or else an absolute path; the other
+    paths stay as written. Raises RecipeError, whose message lists all problems of files and overrides together.
     """
     draft = compose(path, [word for word in overrides if is_fragment(word)])
     for override in overrides:
@@ -58,14 +59,14 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _apply_override(draft: Draft, override: str) -> None:
-    source = f"override {override}"
+    source = f"override {shorten(override)}"
     key, equals, text = override.partition("=")
     if not equals or not _OVERRIDE_KEY.match(key):
         bare = key.lstrip("-")
         names = [bare] if equals and bare != key and _OVERRIDE_KEY.match(bare) else []
         if not names and _OVERRIDE_KEY.match(bare):
             names = [bare] if "." in bare else nearest_keys(bare, None)
-        hint = did_you_mean(f"{name}={text or 'VALUE'}" for name in names)
+        hint = did_you_mean(shorten(f"{name}={text or 'VALUE'}") for name in names)
         expected = "section.key=value"
         if not equals:
             expected, hint = f"{expected} or FILE.yaml", fragment_hint(override) or hint
@@ -74,19 +75,21 @@ def _apply_override(draft: Draft, override: str) -> None:
     if key == "base":
         draft.problems.append(f"{source}: base: found {show(text)}; expected the name of the file alone, FILE.yaml")
         return
+    where = f"{source}: {shorten(key)}"
     try:
         parsed = parse_yaml(text)
     except YamlError as error:
-        draft.problems.append(f"{source}: {key}: found a value that is not YAML: {error}; expected section.key=value")
+        problem = shorten(str(error), 200)
+        draft.problems.append(f"{where}: cannot be read as YAML: {problem}; expected section.key=value")
         return
     for duplicate, _, _ in parsed.duplicates:
-        draft.problems.append(f"{source}: {key}.{duplicate}: found a second time; expected once")
+        draft.problems.append(f"{where}.{shorten(duplicate)}: found a second time; expected once")
     section, _, name = key.partition(".")
     if not name:
         draft.replace(section, parsed.value)
     elif section not in SECTIONS:
-        nearest = did_you_mean(f"{other}={text}" for other in nearest_keys(section, name))
-        draft.problems.append(f"{source}: {key}: found an unknown section; expected {', '.join(SECTIONS)}{nearest}")
+        nearest = did_you_mean(shorten(f"{other}={text}") for other in nearest_keys(section, name))
+        draft.problems.append(f"{where}: found an unknown section; expected {', '.join(SECTIONS)}{nearest}")
         return
     else:
         if draft.values.get(section) is None:
@@ -101,21 +104,22 @@ def _resolve_paths(draft: Draft) -> None:
     for section, key in _PATH_KEYS:
         values = draft.values[section]
         if isinstance(values, dict) and isinstance(values.get(key), str):
-            values[key] = os.path.expanduser(values[key])
+            values[key] = expand_home(values[key])
     engine = draft.values["engine"]
     if not isinstance(engine, dict) or not isinstance(engine.get("deepspeed_config"), str):
         return
     written = engine["deepspeed_config"]
     if not written:
         return  # the schema says so
-    folders = (draft.folder("engine.deepspeed_config"), Path.cwd(), REPOSITORY_ROOT)
-    tried = list(dict.fromkeys((folder / os.path.expanduser(written)).resolve() for folder in folders))
+    folders = (draft.folder("engine.deepspeed_config"), Path.cwd(), SHIPPED_DEEPSPEED_CONFIGS.parent)
+    tried = list(dict.fromkeys(resolve(folder / expand_home(written)) for folder in folders))
     for path in tried:
-        if path.is_file():
-            engine["deepspeed_config"] = str(path)
+        if os.path.isfile(path):
+            is_shipped = path.parent == SHIPPED_DEEPSPEED_CONFIGS
+            engine["deepspeed_config"] = f"ds_configs/{path.name}" if is_shipped else str(path)
             return
-    shipped = did_you_mean(f"ds_configs/{path.name}" for path in sorted(REPOSITORY_ROOT.glob("ds_configs/*.json")))
-    places = ", ".join(map(str, tried))
+    shipped = did_you_mean(f"ds_configs/{path.name}" for path in sorted(SHIPPED_DEEPSPEED_CONFIGS.glob("*.json")))
+    places = ", ".join(shorten(str(path), 200) for path in tried)
     draft.add(
         ["engine.deepspeed_config"],
         f"found {show(written)}, which is no file; expected a DeepSpeed JSON; tried {places}{shipped}",

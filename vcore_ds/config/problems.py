@@ -4,6 +4,7 @@ import difflib
 import json
 import typing
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,20 +15,36 @@ from vcore_ds.config.schema import SECTIONS
 from vcore_ds.errors import UserError
 
 _MAX_SHOWN = 80
+"""Characters of a value in a message."""
+
+_MAX_PROBLEMS = 50
+"""Problems in one message, a line each; what follows is counted."""
 
 
 class RecipeError(UserError):
     """A recipe or its DeepSpeed JSON cannot work. The message has one line per problem, all of them at once."""
 
     def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
+        self.problems = tuple(_on_one_line(problem) for problem in problems)
+        lines = list(self.problems[:_MAX_PROBLEMS])
+        if len(self.problems) > _MAX_PROBLEMS:
+            lines.append(f"and {len(self.problems) - _MAX_PROBLEMS:,} more problems")
+        super().__init__("\n".join(lines))
 
 
 def show(value: Any) -> str:
     """A value as it would be written in YAML or JSON, shortened."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+    return shorten(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def shorten(text: str, limit: int = _MAX_SHOWN) -> str:
+    """The text, with the end of a long one replaced by `...`."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _on_one_line(text: str) -> str:
+    """Line breaks, control characters and the like as escapes: a name may hold any of them."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def did_you_mean(names: Iterable[str]) -> str:
@@ -58,13 +75,15 @@ def _nearest_elsewhere(key: str) -> list[str]:
 def field_problems(error: ValidationError) -> dict[tuple[str, ...], str]:
     """What pydantic found, by location (section,) or (section, key): `found ...; expected ...; did you mean ...?`.
 
-    The branches of a union and the items of a list are one key, hence one problem.
+    The branches of a union and the items of a list are one key, hence one problem. Only as many as a message shows are
+    described in full: the nearest name takes about a millisecond each.
     """
     grouped: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         if details["loc"]:  # the rules over several keys have no location and are asked separately
             grouped.setdefault(tuple(str(part) for part in details["loc"][:2]), []).append(details)
-    return {location: _describe(location, details) for location, details in grouped.items()}
+    described = {location: _describe(location, grouped[location]) for location in islice(grouped, _MAX_PROBLEMS)}
+    return {location: described.get(location, f"found {show(grouped[location][0]['input'])}") for location in grouped}
 
 
 def _describe(location: tuple[str, ...], details: list[ErrorDetails]) -> str:
@@ -118,6 +137,12 @@ def _expected(details: ErrorDetails) -> str:
             return "text"
         case "string_too_short":
             return "text that is not empty"
+        case "string_too_long":
+            return f"text of at most {context['max_length']:,} characters"
+        case "string_unicode":
+            return "text without unpaired surrogates"
+        case "string_pattern_mismatch":
+            return "text without NUL characters"
         case "tuple_type":
             return "a list"
         case "too_short" | "too_long":

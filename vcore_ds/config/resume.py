@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from vcore_ds.config.files import UnreadableFile, read_text
 from vcore_ds.config.problems import field_problems
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.yaml_text import YamlError, parse_yaml
@@ -42,11 +43,11 @@ def read_resolved_recipe(path: Path) -> Recipe:
         UserError: where the file is none, or this version does not know what it says.
     """
     try:
-        return Recipe.model_validate(parse_yaml(path.read_text(encoding="utf-8")).value)
+        return Recipe.model_validate(parse_yaml(read_text(path)).value)
     except ValidationError as error:
         found = "; ".join(f"{'.'.join(location)}: {text}" for location, text in field_problems(error).items())
         raise UserError(f"{path}: {found or error}") from None
-    except (OSError, UnicodeDecodeError, YamlError) as error:
+    except (FileNotFoundError, UnreadableFile, YamlError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
 
 

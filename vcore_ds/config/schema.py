@@ -10,8 +10,26 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
 from vcore_ds.config.rules import broken_rules
 
-Text = Annotated[str, Field(min_length=1)]
+LARGEST_COUNT = 2**31 - 1
+"""Upper bound of what is counted: sequences, steps, tokens, ranks."""
+
+LARGEST_FLOAT = 3.0e38
+"""Upper bound of a number that meets tensors: the largest one of bf16 and fp32 is 3.4e38."""
+
+LARGEST_SEED = 2**32 - 1
+"""Upper bound of a seed: step and rank are added to multiples of it, within the 64 bits of a generator's state."""
+
+LARGEST_MINUTES = 1.0e6
+"""Upper bound of a duration, about two years: a timer holds it."""
+
+Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
+NumTokens = Annotated[int, Field(ge=2, le=LARGEST_COUNT)]
+Minutes = Annotated[float, Field(gt=0, le=LARGEST_MINUTES)]
+NonNegative = Annotated[float, Field(ge=0, le=LARGEST_FLOAT)]
+Positive = Annotated[float, Field(gt=0, le=LARGEST_FLOAT)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
+"""Nearly every text is a path, which has no NUL and, on Linux, at most 4096 bytes."""
 
 
 class Section(BaseModel):
@@ -30,9 +48,9 @@ class MethodConfig(Section):
     importance ratio of the model to its reference; `random` keeps a random share of the tokens."""
     normalization: Literal["sequence", "token"] = "sequence"
     """Weight of a sequence in the loss: `sequence` 1/|B| (the paper), `token` its share of the supervised tokens."""
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: NonNegative | None = None
     """tau of the weights softmax(tau * s) within a sequence; 0 is uniform. It multiplies; it does not divide."""
-    kl_budget: Annotated[float, Field(gt=0)] | None = None
+    kl_budget: Positive | None = None
     """KL(weights || uniform) within each sequence, in nats; tau is solved for it. Free of the utilities' scale."""
     alpha: Literal["loss_ratio", "variance", "effective_sample_size", "none"] = "loss_ratio"
     """Variance-control factor of `vcore`: `loss_ratio` uniform loss / weighted loss (Algorithm 1), `variance`
@@ -40,7 +58,7 @@ class MethodConfig(Section):
     sequence, `none` 1."""
     alpha_scope: Literal["global_batch", "micro_batch"] = "global_batch"
     """One alpha for the step's global batch (the paper), or one for each micro-batch of each rank (released code)."""
-    alpha_cap: Annotated[float, Field(gt=0)] | None = 1.0
+    alpha_cap: Positive | None = 1.0
     """Upper bound of alpha; null removes it."""
     keep_share: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of a sequence's supervised tokens that `random` keeps; those inside \\boxed{} are always among them."""
@@ -51,32 +69,32 @@ class UtilityConfig(Section):
 
     estimator: Literal["jvp", "finite_difference"] = "jvp"
     """`jvp` exact, by forward-mode differentiation; `finite_difference` (l(theta) - l(theta - eps*g)) / eps."""
-    epsilon: Annotated[float, Field(gt=0)] | Literal["auto"] | None = None
+    epsilon: Positive | Literal["auto"] | None = None
     """Step eps of the finite difference, in units of the probe direction; `auto` searches for the one that stands
     clearest of rounding and curvature; null with `jvp`."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How the perturbed parameters of a finite difference become bf16: to the nearest value, or to either neighbour
     with the probability that makes it unbiased."""
-    micro_batch_size_per_rank: Annotated[int, Field(ge=1)] | None = None
+    micro_batch_size_per_rank: Count | None = None
     """Sequences per rank in one gradient-free forward; null takes batch.micro_batch_size_per_rank."""
 
 
 class ProbeConfig(Section):
     """The probe batch B', whose gradient is the direction of the utilities; drawn by its own generator."""
 
-    batch_size: Annotated[int, Field(ge=1)] = 4
+    batch_size: Count = 4
     """|B'|, sequences over all ranks."""
     direction: Literal["sgd", "adam"] = "sgd"
     """The update that utilities look along: `sgd` the probe gradient g; `adam` J g, with the diagonal Jacobian of
     Adam's update (appendix "Optimizer Scope and Robustness") at g. The first step has no optimizer state and uses g."""
-    every: Annotated[int, Field(ge=1)] = 1
+    every: Count = 1
     """Optimizer steps for which one probe direction is used."""
-    clip: Annotated[float, Field(gt=0)] | None = None
+    clip: Positive | None = None
     """Bound on the 2-norm of the probe gradient over all trainable parameters; null leaves it as it is. With direction
     adam it should be optimizer.gradient_clipping: the optimizer's moments are those of clipped gradients."""
     round_up: bool = True
     """Round batch_size up to a multiple of the data-parallel size, since an idle rank costs the same wall time."""
-    micro_batch_size_per_rank: Annotated[int, Field(ge=1)] | None = None
+    micro_batch_size_per_rank: Count | None = None
     """Sequences per rank in one forward and backward of B'; null takes batch.micro_batch_size_per_rank. Fewer pad
     less."""
 
@@ -97,9 +115,9 @@ class ModelConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters; `lora: null` trains all parameters."""
 
-    rank: Annotated[int, Field(ge=1)]
+    rank: Count
     """Rank r of every adapter."""
-    alpha: Annotated[float, Field(gt=0)]
+    alpha: Positive
     """Adapters are scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability on the adapters' input."""
@@ -121,7 +139,7 @@ class DataConfig(Section):
     probe_path: Text | None = None
     """Conversations that the probe batch is drawn from, such as a few trusted ones where the training data is noisy:
     utilities then say what lowers *their* loss. null draws from the training data, as the paper does."""
-    cutoff_length: Annotated[int, Field(ge=2)] = 16384
+    cutoff_length: NumTokens = 16384
     """Longest sequence, in tokens."""
     overlong: Literal["drop", "truncate"] = "drop"
     """A sequence longer than cutoff_length is left out, or cut at its end."""
@@ -135,11 +153,11 @@ class DataConfig(Section):
 class BatchConfig(Section):
     """The main batch B."""
 
-    global_size: Annotated[int, Field(ge=1)] = 32
+    global_size: Count = 32
     """|B|, sequences per optimizer step over all ranks and micro-batches."""
-    micro_batch_size_per_rank: Annotated[int, Field(ge=1)] = 1
+    micro_batch_size_per_rank: Count = 1
     """Sequences per rank in one forward and backward."""
-    packed_row_tokens: Annotated[int, Field(ge=2)] | None = None
+    packed_row_tokens: NumTokens | None = None
     """Pack sequences into rows of at most this many tokens, a row per rank in one forward and backward, without padding
     and of about equal cost on all ranks; null gives every sequence a row of its own."""
 
@@ -149,24 +167,24 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "sgd"] = "adamw"
     """`adamw`, or `sgd` without momentum."""
-    learning_rate: Annotated[float, Field(gt=0)]
+    learning_rate: Positive
     """Peak learning rate, reached after the warm-up."""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Positive = 1e-8
     """AdamW's term in the denominator."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: NonNegative = 0.0
     """Decay per step, times the learning rate (decoupled for AdamW)."""
-    gradient_clipping: Annotated[float, Field(gt=0)] | None = 1.0
+    gradient_clipping: Positive | None = 1.0
     """Bound on the 2-norm of the step's gradient over all trainable parameters and ranks; null for none."""
 
 
 class ScheduleConfig(Section):
     """How long, and the learning rate over the run."""
 
-    num_steps: Annotated[int, Field(ge=1)] | None = None
+    num_steps: Count | None = None
     """Optimizer steps; or give num_epochs."""
-    num_epochs: Annotated[float, Field(gt=0)] | None = None
+    num_epochs: Annotated[float, Field(gt=0, le=LARGEST_COUNT)] | None = None
     """Passes over the training data; or give num_steps."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of the steps in which the learning rate rises linearly from 0."""
@@ -180,16 +198,16 @@ class RunConfig(Section):
     output_dir: Text
     """The run's folder; a relative path is relative to the working directory. A stopped run there goes on; another
     one is never overwritten."""
-    seed: Annotated[int, Field(ge=0)] = 42
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 42
     """Seed of the data order, the probe stream, dropout and the adapters."""
-    log_every: Annotated[int, Field(ge=1)] = 1
+    log_every: Count = 1
     """Optimizer steps between two printed lines; metrics.jsonl has every step."""
-    validate_every: Annotated[int, Field(ge=1)] | None = None
+    validate_every: Count | None = None
     """Optimizer steps between two validations; null validates before the first and after the last step only."""
     wandb_project: Text | None = None
     """Project on Weights & Biases that gets the metrics too; null for none. Where it cannot be reached the run goes on,
     and what it would have sent is kept in its folder."""
-    time_limit_minutes: Annotated[float, Field(gt=0)] | None = None
+    time_limit_minutes: Minutes | None = None
     """Wall clock from the start of the processes: the run saves and stops (exit code 85) so early that one more step
     and the save would have fitted; null for no limit."""
 
@@ -200,13 +218,13 @@ class CheckpointConfig(Section):
     resume: Literal["auto", "never"] = "auto"
     """`auto` goes on with the run in run.output_dir, from its newest checkpoint that verifies; `never` wants a new
     folder."""
-    every_steps: Annotated[int, Field(ge=1)] | None = None
+    every_steps: Count | None = None
     """Optimizer steps between two checkpoints; null for none by this rule."""
-    every_minutes: Annotated[float, Field(gt=0)] | None = 30.0
+    every_minutes: Minutes | None = 30.0
     """Minutes between two checkpoints, from the end of one to the beginning of the next; null for none by this rule."""
-    keep_last: Annotated[int, Field(ge=1)] = 2
+    keep_last: Count = 2
     """Newest checkpoints that are kept; an older one is deleted when a new one is complete."""
-    keep_every_steps: Annotated[int, Field(ge=1)] | None = None
+    keep_every_steps: Count | None = None
     """Every so many optimizer steps a checkpoint is written and kept for good; null for none."""
 
 
@@ -214,12 +232,13 @@ class EngineConfig(Section):
     """DeepSpeed."""
 
     deepspeed_config: Text
-    """DeepSpeed JSON (ZeRO-3). Looked up from the recipe's folder, the working directory, this package's repository."""
+    """DeepSpeed JSON (ZeRO-3), looked up in the folder of the file that names it, the working directory, and among the
+    shipped ones. In a resolved recipe the name of a shipped one, `ds_configs/NAME.json`, or an absolute path."""
     coalesce_gradient_reduction: bool = False
     """Reduce gradients once a step instead of once a micro-batch; costs one unsharded gradient buffer per rank."""
-    timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
+    timeout_minutes: Minutes = 30.0
     """Minutes a collective may wait for the slowest rank before the run is given up."""
-    lost_rank_seconds: Annotated[float, Field(ge=5)] = 60.0
+    lost_rank_seconds: Annotated[float, Field(ge=5, le=60 * LARGEST_MINUTES)] = 60.0
     """Seconds without a sign of life after which a rank counts as hung, and the run ends. While models are loaded,
     which may silence a rank for long, it is ten minutes at least. A rank that dies is noticed at once."""
 

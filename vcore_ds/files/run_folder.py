@@ -10,8 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vcore_ds import __version__
 from vcore_ds.config import Recipe, differing_keys, dump_recipe, read_resolved_recipe
 from vcore_ds.errors import UserError
@@ -116,6 +114,8 @@ def _step_of(line: str) -> int | None:
 
 def environment(world_size: int) -> dict[str, Any]:
     """Versions, commit, devices: what one needs to know to repeat a run."""
+    import torch  # here, because `vcore-ds check` asks for the folder alone and torch takes seconds to import
+
     return {
         "command": sys.argv,
         "python": platform.python_version(),

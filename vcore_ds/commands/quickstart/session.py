@@ -7,12 +7,13 @@ from typing import Any
 
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.config import Recipe, load_recipe
+from vcore_ds.config.files import SHIPPED_RECIPES
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "quickstart.yaml"
+RECIPE = SHIPPED_RECIPES / "quickstart.yaml"
 SCRIPT = "launch_scripts/quickstart.sh"
 
 

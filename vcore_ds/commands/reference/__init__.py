@@ -6,7 +6,7 @@ from pathlib import Path
 from vcore_ds.commands.arguments import add_recipe
 from vcore_ds.config import load_recipe
 
-HELP = "log-probabilities that iw_sft needs, with all parameters trained"
+HELP = "compute the log-probabilities that iw_sft needs"
 DESCRIPTION = (
     "Compute, before training, the log-probability of every training sequence under the model that training starts "
     "from: one forward over the data. Alone it is one process; under a launcher, one per rank."

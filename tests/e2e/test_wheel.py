@@ -1,0 +1,144 @@
+"""The package installed away from its repository, as a wheel and with -e: what ships with it is found by name."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.e2e
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RECIPES = REPOSITORY / "launch_scripts" / "recipes"
+NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.egg-info")
+
+
+def run(words: Sequence[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command in `folder`, without what this process imports from."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def pip(*words: str | Path, folder: Path) -> None:
+    done = run([sys.executable, "-m", "pip", "--disable-pip-version-check", *words], folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is built: setuptools leaves files where it works."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder)
+    for name in ("vcore_ds", "launch_scripts", "ds_configs"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=NOT_COPIED)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder, source, folder=folder)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def environment(folder: Path) -> Path:
+    """A new virtual environment's Python. Dependencies are seen where they are; this project is not among them."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    # A .pth file names a folder to import from, and the .pth files in that folder (our own -e among them) play no role.
+    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with the wheel."""
+    python = environment(tmp_path_factory.mktemp("installed"))
+    pip("--python", python, "install", "--no-deps", "--no-index", wheel, folder=wheel.parent)
+    return python
+
+
+@pytest.fixture(scope="module")
+def editable(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with the copy, installed with -e."""
+    python = environment(tmp_path_factory.mktemp("editable"))
+    options = ("--no-deps", "--no-index", "--no-build-isolation", "--editable")
+    pip("--python", python, "install", *options, source, folder=source)
+    return python
+
+
+@pytest.fixture(params=["installed", "editable"])
+def vcore_ds(request: pytest.FixtureRequest) -> Path:
+    """The command of an installation."""
+    return request.getfixturevalue(request.param).with_name("vcore-ds")
+
+
+def test_the_packages_of_pyproject_are_the_folders_of_the_package() -> None:
+    listed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {path.parent for path in (REPOSITORY / "vcore_ds").rglob("*.py")}
+    names = {".".join(folder.relative_to(REPOSITORY).parts) for folder in folders}
+    assert sorted(listed) == sorted([*names, "vcore_ds.shipped.ds_configs", "vcore_ds.shipped.recipes"])
+
+
+def test_the_wheel_holds_the_package_and_what_ships_with_it(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    code = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "vcore_ds").rglob("*.py")}
+    recipes = {f"vcore_ds/shipped/recipes/{path.relative_to(RECIPES).as_posix()}" for path in RECIPES.rglob("*.yaml")}
+    configs = {f"vcore_ds/shipped/ds_configs/{path.name}" for path in (REPOSITORY / "ds_configs").glob("*.json")}
+    assert names == code | recipes | configs
+
+
+def test_the_installation_is_what_runs(installed: Path, editable: Path, source: Path, tmp_path: Path) -> None:
+    where = [
+        run([python, "-c", "import vcore_ds; print(vcore_ds.__file__)"], tmp_path) for python in (installed, editable)
+    ]
+    first, second = (Path(done.stdout.strip()) for done in where)
+    assert first.is_relative_to(installed.parents[1]) and second == source / "vcore_ds" / "__init__.py"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["qwen3_4b_math_lora.yaml"], ["paper/qwen3_32b_code_lora.yaml", "methods/dft.yaml", "presets/recommended.yaml"]],
+)
+def test_recipes_are_checked_by_name_in_an_empty_folder(vcore_ds: Path, words: list[str], tmp_path: Path) -> None:
+    done = run([vcore_ds, "check", *words, "--ranks", "8"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    recipe, _, batch = done.stdout.partition("\nBatch: ")
+    assert batch.startswith("32 sequences a step")
+    assert yaml.safe_load(recipe)["engine"]["deepspeed_config"] == "ds_configs/zero3_bf16_large.json"
+    resolved = tmp_path / "resolved.yaml"  # what one installation writes, every other one reads
+    resolved.write_text(recipe)
+    assert run([vcore_ds, "check", resolved, "--ranks", "8"], tmp_path).stdout == done.stdout
+
+
+def test_a_recipe_of_ones_own_is_based_on_shipped_files(vcore_ds: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "base: [qwen3_8b_math_full.yaml, methods/sft.yaml]\nrun: {output_dir: runs/mine}\n"
+    )
+    done = run([vcore_ds, "check", "mine.yaml"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and "output_dir: runs/mine" in done.stdout
+    missing = run([vcore_ds, "check", "qwen3_4b_math_lroa.yaml"], tmp_path)
+    assert missing.returncode == 2 and 'did you mean "qwen3_4b_math_lora.yaml"' in missing.stderr
+
+
+def test_recipes_are_listed(vcore_ds: Path, tmp_path: Path) -> None:
+    done = run([vcore_ds, "recipes"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    listed = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")}
+    recipes = {path.relative_to(RECIPES).as_posix() for path in RECIPES.rglob("*.yaml")}
+    assert listed == recipes | {f"ds_configs/{path.name}" for path in (REPOSITORY / "ds_configs").glob("*.json")}
+    assert (
+        "qwen3_4b_math_full.yaml                  Qwen3-4B, math, all parameters, VCORE as recommended\n" in done.stdout
+    )
