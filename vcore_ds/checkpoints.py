@@ -1,7 +1,6 @@
 """When a run saves, what it saves beside the tensors, and what it goes on from."""
 
 import json
-import shutil
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -21,6 +20,7 @@ from vcore_ds.engine.checkpoint_shards import (
 from vcore_ds.errors import UserError
 from vcore_ds.feed import Feed
 from vcore_ds.files import checkpoint_folder as files
+from vcore_ds.files.aside import discard, unfinished_path
 from vcore_ds.track.console import Console
 from vcore_ds.utility import Direction, Estimator
 
@@ -198,18 +198,18 @@ class Checkpoints:
         )
         needed = self._direction_of_next_step(step, estimator)
         num_bytes = state_bytes(engine, needed) + MARGIN_BYTES
-        partial = files.partial_folder(self._folder, step)
+        unfinished = unfinished_path(files.step_folder(self._folder, step))
         try:
-            on_all_ranks(partial, lambda: files.begin(self._folder, step, num_bytes) if is_first else None)
-            write_state(engine, needed, partial / files.STATE)
-            written = on_all_ranks(partial, lambda: self._write_rest(partial, state))
+            on_all_ranks(unfinished, lambda: files.begin(self._folder, step, num_bytes) if is_first else None)
+            write_state(engine, needed, unfinished / files.STATE)
+            written = on_all_ranks(unfinished, lambda: self._write_rest(unfinished, state))
             records = {name: record for of_rank in written for name, record in of_rank.items()}
             folder = on_all_ranks(
-                partial, lambda: files.finish(partial, step, state.world_size, records) if is_first else None
+                unfinished, lambda: files.finish(self._folder, step, state.world_size, records) if is_first else None
             )[0]
         except CheckpointFailed as error:
             if is_first:
-                shutil.rmtree(partial, ignore_errors=True)
+                discard(unfinished)
             raise CheckpointFailed(
                 f"the checkpoint of step {step} could not be written: {error}. Earlier checkpoints are untouched"
             ) from None
@@ -228,14 +228,14 @@ class Checkpoints:
         """The direction, where the step after `num_done` steps takes the one that an earlier step probed."""
         return estimator.direction if num_done % self._recipe.probe.every != 0 else None
 
-    def _write_rest(self, partial: Path, state: RunState) -> dict[str, files.FileRecord]:
+    def _write_rest(self, unfinished: Path, state: RunState) -> dict[str, files.FileRecord]:
         """Rank 0 writes the small files; every rank reads its own files back."""
-        own = files_of_this_rank(partial / files.STATE)
+        own = files_of_this_rank(unfinished / files.STATE)
         if layout.is_first():
-            files.write_flushed(partial / files.RUN_STATE, json.dumps(asdict(state), indent=2) + "\n")
-            files.write_flushed(partial / files.RECIPE, dump_recipe(self._recipe))
-            own += [partial / files.RUN_STATE, partial / files.RECIPE]
-        return {path.relative_to(partial).as_posix(): files.record_of(path) for path in own}
+            (unfinished / files.RUN_STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+            (unfinished / files.RECIPE).write_text(dump_recipe(self._recipe), encoding="utf-8")
+            own += [unfinished / files.RUN_STATE, unfinished / files.RECIPE]
+        return {path.relative_to(unfinished).as_posix(): files.record_of(path) for path in own}
 
     def _problem(self, folder: Path) -> str | None:
         """Why a checkpoint cannot be used, None if it can. Each rank reads every so many of its files."""

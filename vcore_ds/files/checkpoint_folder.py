@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.files.aside import flush
+from vcore_ds.files import aside
 
 FORMAT = 1
 STATE, RUN_STATE, RECIPE, MANIFEST, COMPLETE = "state", "run_state.json", "recipe.yaml", "manifest.json", "COMPLETE"
 _STEP = re.compile(r"^step_(\d{8,})$")
-PARTIAL, _REJECTED = ".partial", ".rejected"
+_REJECTED = ".rejected"
 
 
 class Unusable(Exception):
@@ -44,12 +44,6 @@ def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step_{step:08d}"
 
 
-def partial_folder(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written before it has its name."""
-    folder = step_folder(checkpoints, step)
-    return folder.with_name(folder.name + PARTIAL)
-
-
 def step_of(folder: Path) -> int | None:
     """None for what is no finished checkpoint by its name."""
     match = _STEP.match(folder.name)
@@ -66,11 +60,11 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def list_unfinished(checkpoints: Path) -> list[Path]:
-    """What was being written when a run ended: partial folders, and renamed ones without a mark."""
+    """What was being written when a run ended: folders with the unfinished suffix, and renamed ones without a mark."""
     if not checkpoints.is_dir():
         return []
     unmarked = [folder for folder in list_checkpoints(checkpoints) if not (folder / COMPLETE).exists()]
-    return sorted([*checkpoints.glob(f"step_*{PARTIAL}"), *unmarked])
+    return sorted([*checkpoints.glob(f"step_*{aside.SUFFIX}"), *unmarked])
 
 
 def _number(folder: Path) -> int:
@@ -83,19 +77,13 @@ def _number(folder: Path) -> int:
 
 
 def begin(checkpoints: Path, step: int, num_bytes: int) -> Path:
-    """An empty partial folder. Raises OSError where the disk has no room for `num_bytes`."""
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(checkpoints).free
-    if free < num_bytes:
-        raise OSError(
-            f"{checkpoints}: found {free:,} bytes free; expected {num_bytes:,} for a checkpoint. Make room, lower "
-            "checkpoint.keep_last (an old checkpoint is deleted only when the new one is complete), or move the run's "
-            "folder to a larger disk"
-        )
-    folder = partial_folder(checkpoints, step)
-    if folder.exists():
-        shutil.rmtree(folder)
-    (folder / STATE).mkdir(parents=True)
+    """The empty folder that the checkpoint of `step` is written in. Raises `aside.NoRoom`."""
+    purpose = (
+        "a checkpoint. Make room, lower checkpoint.keep_last (an old checkpoint is deleted only when the new one is "
+        "complete), or move the run's folder to a larger disk"
+    )
+    folder = aside.begin_folder(step_folder(checkpoints, step), num_bytes, purpose)
+    (folder / STATE).mkdir()
     return folder
 
 
@@ -109,29 +97,19 @@ def record_of(path: Path) -> FileRecord:
         return FileRecord(file.tell(), digest.hexdigest())
 
 
-def write_flushed(path: Path, text: str) -> None:
-    """Text that is on the disk when this returns."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def finish(checkpoints: Path, step: int, world_size: int, records: Mapping[str, FileRecord]) -> Path:
+    """Writes the manifest, gives the folder that `begin` made its name, and marks it COMPLETE.
 
+    Args:
+        records: every file's, by its name relative to the folder.
 
-def replace_flushed(path: Path, text: str) -> None:
-    """The same, with the old text or the new one in `path` whatever happens."""
-    beside = path.with_name(path.name + PARTIAL)
-    write_flushed(beside, text)
-    beside.rename(path)
-    flush(path.parent)
-
-
-def finish(partial: Path, step: int, world_size: int, records: Mapping[str, FileRecord]) -> Path:
-    """Manifest, rename, COMPLETE. `records`: of every file, by its name relative to the folder.
-
-    Raises OSError where a file is not as its writer has seen it.
+    Raises:
+        OSError: a file is not as its writer has seen it.
     """
+    final = step_folder(checkpoints, step)
+    unfinished = aside.unfinished_path(final)
     for name, record in records.items():
-        path = partial / name
+        path = unfinished / name
         # Another node's file that is not here was written to that node's own disk.
         if not path.is_file():
             raise OSError(
@@ -149,14 +127,11 @@ def finish(partial: Path, step: int, world_size: int, records: Mapping[str, File
         },
         indent=2,
     )
-    write_flushed(partial / MANIFEST, manifest + "\n")
-    flush(partial / STATE)
-    flush(partial)
-    final = step_folder(partial.parent, step)
+    (unfinished / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
     remove(final)  # one that did not verify, or that a run resumed at an earlier step has left behind
-    partial.rename(final)
-    flush(final.parent)
-    replace_flushed(final / COMPLETE, record_of(final / MANIFEST).sha256 + "\n")
+    aside.finish_folder(final)
+    with aside.written_aside(final / COMPLETE) as mark:
+        mark.write_text(record_of(final / MANIFEST).sha256 + "\n", encoding="utf-8")
     return final
 
 
@@ -182,7 +157,7 @@ def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
     Newer checkpoints did not verify. Left where they are, they would count among the newest that are kept, and good
     ones would be deleted for them.
     """
-    for folder in checkpoints.glob(f"step_*{PARTIAL}"):
+    for folder in checkpoints.glob(f"step_*{aside.SUFFIX}"):
         shutil.rmtree(folder)
     renamed = []
     for folder in list_checkpoints(checkpoints):

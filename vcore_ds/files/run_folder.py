@@ -15,7 +15,7 @@ import torch
 from vcore_ds import __version__
 from vcore_ds.config import Recipe, differing_keys, dump_recipe, read_resolved_recipe
 from vcore_ds.errors import UserError
-from vcore_ds.files.checkpoint_folder import PARTIAL, replace_flushed
+from vcore_ds.files.aside import unfinished_path, written_aside
 from vcore_ds.files.run_lock import LOCK
 
 PACKAGES = ("torch", "deepspeed", "transformers", "peft")
@@ -39,7 +39,7 @@ def can_resume(recipe: Recipe) -> bool:
     is_run = (folder / RECIPE).is_file()
     if recipe.checkpoint.resume == "never" or not is_run:
         if folder.exists() and (
-            not folder.is_dir() or {path.name for path in folder.iterdir()} - {RECIPE + PARTIAL, LOCK}
+            not folder.is_dir() or {path.name for path in folder.iterdir()} - {unfinished_path(Path(RECIPE)).name, LOCK}
         ):
             what = "holds another run" if is_run else "is not an empty folder"
             raise UserError(
@@ -79,12 +79,12 @@ def begin(recipe: Recipe, world_size: int, num_done: int) -> int:
     folder = Path(recipe.run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     # First: a folder counts as a run by its recipe, so one that is killed here is resumed as one.
-    replace_flushed(folder / RECIPE, dump_recipe(recipe))
+    _replace(folder / RECIPE, dump_recipe(recipe))
     now = {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **environment(world_size)}
     if (folder / ENVIRONMENT).is_file():
         first = json.loads((folder / ENVIRONMENT).read_text())
         now = first | {"resumed": [*first.get("resumed", []), {"step": num_done, **now}]}
-    replace_flushed(folder / ENVIRONMENT, json.dumps(now, indent=2) + "\n")
+    _replace(folder / ENVIRONMENT, json.dumps(now, indent=2) + "\n")
     return move_lost_metrics(folder, num_done)
 
 
@@ -103,8 +103,13 @@ def move_lost_metrics(folder: Path, step: int) -> int:
             file.writelines(lost)
             file.flush()
             os.fsync(file.fileno())
-        replace_flushed(path, "".join(kept))
+        _replace(path, "".join(kept))
     return len(lost)
+
+
+def _replace(path: Path, text: str) -> None:
+    with written_aside(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def _step_of(line: str) -> int | None:

@@ -1,6 +1,5 @@
 """`vcore-ds export`: a Hugging Face folder out of a run's folder, in one plain process without GPU or process group."""
 
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from vcore_ds.engine.export_shards import PREFIX, CheckpointTensors
 from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder
 from vcore_ds.files import model_folder as files
+from vcore_ds.files.aside import discard, unfinished_path
 from vcore_ds.models import add_lora, check_model_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -106,7 +106,7 @@ def export_run(
             wanted = DTYPES[dtype or recipe.model.precision]
             num_bytes = write_model(recipe, trained, folder, tokenizer, wanted, max_file_bytes)
     except BaseException:
-        shutil.rmtree(files.partial_of(folder), ignore_errors=True)
+        discard(unfinished_path(folder))
         raise
     seconds = time.perf_counter() - started
     print(f"Result: {folder} (Hugging Face format), {num_bytes / 1e9:.3g} GB of weights in {seconds:.1f} s")
@@ -177,11 +177,11 @@ def write_model(
     stream = whole_weights(recipe, trained, weights)
     split = files.plan_files(weights, max_file_bytes)
     num_bytes = split.metadata["total_size"]
-    partial = files.begin(folder, num_bytes)
+    unfinished = files.begin(folder, num_bytes)
     for file, tensors in files.collect_files(split, stream):
-        files.write_file(partial / file, tensors, {name: weights[name] for name in split.filename_to_tensors[file]})
-    files.describe(partial, recipe.model.path, dtype, tokenizer)
-    files.finish(partial, folder, split)
+        files.write_file(unfinished / file, tensors, {name: weights[name] for name in split.filename_to_tensors[file]})
+    files.describe(unfinished, recipe.model.path, dtype, tokenizer)
+    files.finish(folder, split)
     return num_bytes
 
 
@@ -243,8 +243,8 @@ def write_adapter(
         )
     adapter = {name: trained.read(name).to(dtype) for name in expected}
     num_bytes = sum(tensor.nbytes for tensor in adapter.values())
-    partial = files.begin(folder, num_bytes)
-    files.write_adapter(adapted, adapter, partial)
-    tokenizer.save_pretrained(partial)
-    files.finish(partial, folder)
+    unfinished = files.begin(folder, num_bytes)
+    files.write_adapter(adapted, adapter, unfinished)
+    tokenizer.save_pretrained(unfinished)
+    files.finish(folder)
     return num_bytes

@@ -16,15 +16,17 @@ import contextlib
 import importlib.util
 import io
 import json
-import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from vcore_ds.errors import UserError
+from vcore_ds.files.aside import written_aside
+from vcore_ds.files.user_paths import writing
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 NUM_TRAIN = 320  # traces
@@ -38,11 +40,18 @@ def prepare_quickstart_data(folder: str | Path) -> tuple[Path, Path, Path]:
     """Write model and traces into `folder`; return the paths of the model folder, the train and the validation file.
 
     Prints one line per stage. The model is converted once; the traces are written each time and are always the same.
-    Raises `UserError` if a package is missing.
+
+    Raises:
+        UserError: a package is missing, or the folder cannot be written.
     """
     folder = Path(folder).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing("the quickstart's folder", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):  # two quickstarts at once: the second finds what the first has made
+            return _prepare(folder)
 
+
+def _prepare(folder: Path) -> tuple[Path, Path, Path]:
     start = time.perf_counter()
     model_folder = folder / MODEL_NAME
     print(f"model:  {model_folder} ... ", end="", flush=True)
@@ -79,18 +88,13 @@ def _convert_model(target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
     model.config.architectures = [type(model).__name__]
 
-    # Written aside and renamed, so that a folder of this name is always whole.
-    unfinished = target.with_name(f".{MODEL_NAME}.{os.getpid()}")
-    unfinished.mkdir()
-    try:
+    with written_aside(target) as unfinished:
+        unfinished.mkdir()
         model.config.save_pretrained(unfinished)
         model.generation_config.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         # `model.save_pretrained` would import deepspeed. A tied output layer has no name of its own among these.
         save_file(dict(model.named_parameters()), unfinished / "model.safetensors", metadata={"format": "pt"})
-        unfinished.rename(target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _select_traces(model_folder: Path) -> tuple[list[Trace], list[Trace]]:
@@ -142,9 +146,8 @@ def _package_folder(module: str, package: str) -> Path:
 
 
 def _write_jsonl(path: Path, rows: list[Trace]) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    unfinished.replace(path)
+    with written_aside(path) as unfinished:
+        unfinished.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

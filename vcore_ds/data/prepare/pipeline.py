@@ -32,6 +32,7 @@ from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.store import write_store
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
+from vcore_ds.files.aside import flush, unfinished_path
 
 _BLOCK = 128
 """conversations tokenized as one piece of work"""
@@ -67,7 +68,7 @@ def prepare(
         check_finished(output, made_from)
         say(f"{output}: is there already, made from the same data with the same tokenizer, template, filters and seed")
         return None
-    folder = output.with_name(f"{output.name}.unfinished")
+    folder = unfinished_path(output)
     resume_or_begin(folder, made_from, say)
 
     with Pool(processes, [work.__name__]) as pool:
@@ -104,7 +105,7 @@ def prepare(
     chosen.sort(key=lambda sequence: sequence.sequence_id)
     counts = {"rows": report.num_rows, "malformed": report.num_malformed, "dropped": report.dropped}
     staged = folder / "store"
-    shutil.rmtree(staged, ignore_errors=True)
+    shutil.rmtree(staged, ignore_errors=True)  # a store that was finished just before a kill
     write_store(
         staged,
         read_sequences(folder / "tokenized", chosen),
@@ -114,6 +115,7 @@ def prepare(
         lengths=asdict(report.lengths),
     )
     staged.rename(output)
+    flush(output.parent)
     if faults or report.num_malformed:
         say(f"malformed rows: {_keep_fault_report(folder, output)}")
     shutil.rmtree(folder)
