@@ -89,13 +89,8 @@ class Checkpoints:
             self._folder, lambda: (files.list_unfinished(self._folder), files.list_checkpoints(self._folder))
         )[0]
         skipped = [f"{folder.name}: not finished" for folder in unfinished if folder not in candidates]
-        found = None
-        for folder in candidates:
-            problem = self._problem(folder)
-            if problem is None:
-                found = folder
-                break
-            skipped.append(f"{folder.name}: {problem}")
+        found, problems = files.newest_usable(candidates, self._problem_of)
+        skipped += problems
         # Killed between the renaming and the mark of its first checkpoint, a run has lost nothing it ever had.
         if found is None and not set(candidates) <= set(unfinished):
             raise UserError(
@@ -237,20 +232,11 @@ class Checkpoints:
             own += [unfinished / files.RUN_STATE, unfinished / files.RECIPE]
         return {path.relative_to(unfinished).as_posix(): files.record_of(path) for path in own}
 
-    def _problem(self, folder: Path) -> str | None:
-        """Why a checkpoint cannot be used, None if it can. Each rank reads every so many of its files."""
-        local: str | None = None
-        try:
-            records = files.read_manifest(folder)
-            own = sorted(records, key=lambda name: (-records[name].bytes, name))
-            problems = (
-                files.file_problem(folder, name, records[name])
-                for name in own[layout.rank("job") :: layout.size("job")]
-            )
-            local = next((problem for problem in problems if problem is not None), None)
-        except files.Unusable as error:
-            local = str(error)
-        found = [problem for problem in layout.gather_objects("job", local) if problem is not None]
+    def _problem_of(self, folder: Path) -> str | None:
+        """`files.problem_of`, each rank reading every so many of the files. A collective."""
+        part, num_parts = layout.rank("job"), layout.size("job")
+        problem = files.problem_of(folder, self._console.say, part=part, num_parts=num_parts)
+        found = [of_rank for of_rank in layout.gather_objects("job", problem) if of_rank is not None]
         return "; ".join(dict.fromkeys(found)) or None
 
     def _read_run_state(self, folder: Path) -> RunState:

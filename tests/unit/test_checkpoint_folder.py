@@ -30,11 +30,7 @@ def write_checkpoint(checkpoints: Path, step: int) -> Path:
 
 
 def problem(folder: Path) -> str | None:
-    try:
-        records = files.read_manifest(folder)
-    except files.Unusable as error:
-        return str(error)
-    return next((text for name in records if (text := files.file_problem(folder, name, records[name]))), None)
+    return files.problem_of(folder, say=lambda _: None)
 
 
 def names(checkpoints: Path) -> list[str]:
@@ -114,6 +110,16 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], None
     damage(folder)
     found = problem(folder)
     assert found is not None and reason in found
+
+
+@pytest.mark.parametrize("name", CONTENT)
+def test_of_several_readers_one_finds_the_damage(tmp_path: Path, name: str):
+    folder = write_checkpoint(tmp_path, 100)
+    (folder / name).write_bytes(b"")
+    said: list[str] = []
+    found = [files.problem_of(folder, said.append, part=part, num_parts=2) for part in range(2)]
+    assert sum(problem is not None and f"{name}: found 0 bytes" in problem for problem in found) == 1
+    assert None in found and said == ["verifying step_00000100: 2.09e-06 GB"] * 2
 
 
 def test_no_room_is_said_before_anything_is_written(tmp_path: Path):

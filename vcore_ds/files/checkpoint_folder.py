@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,6 @@ FORMAT = 1
 STATE, RUN_STATE, RECIPE, MANIFEST, COMPLETE = "state", "run_state.json", "recipe.yaml", "manifest.json", "COMPLETE"
 _STEP = re.compile(r"^step_(\d{8,})$")
 _REJECTED = ".rejected"
-
-
-class Unusable(Exception):
-    """Why nothing can go on from a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -173,44 +169,75 @@ def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Name -> record of every file of a checkpoint, once COMPLETE says that the manifest is whole.
+def newest_usable(
+    candidates: Iterable[Path], problem_of: Callable[[Path], str | None]
+) -> tuple[Path | None, list[str]]:
+    """The first candidate without a problem, None where all have one; and `NAME: PROBLEM` of each one before it."""
+    problems: list[str] = []
+    for folder in candidates:
+        problem = problem_of(folder)
+        if problem is None:
+            return folder, problems
+        problems.append(f"{folder.name}: {problem}")
+    return None, problems
 
-    Raises:
-        Unusable: with the reason.
+
+def problem_of(folder: Path, say: Callable[[str], None], *, part: int = 0, num_parts: int = 1) -> str | None:
+    """Why a checkpoint cannot be used, for a resume and an export alike; None where it can.
+
+    Args:
+        say: hears what is about to be read, which can take minutes.
+        part: of the files, largest first, every `num_parts`-th from this one is read; the manifest always is.
     """
+    try:
+        records = _read_manifest(folder)
+        num_bytes = sum(record.bytes for record in records.values())
+        say(f"verifying {folder.name}: {num_bytes / 1e9:.3g} GB")
+        by_size = sorted(records, key=lambda name: (-records[name].bytes, name))
+        for name in by_size[part::num_parts]:
+            _verify_file(folder, name, records[name])
+    except _Unusable as error:
+        return str(error)
+    return None
+
+
+class _Unusable(Exception):
+    """The message is the reason."""
+
+
+def _read_manifest(folder: Path) -> dict[str, FileRecord]:
+    """Name -> record of every file of a checkpoint, once COMPLETE says that the manifest is whole."""
     try:
         mark = (folder / COMPLETE).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        raise Unusable(f"no {COMPLETE}: writing it was not finished") from None
+        raise _Unusable(f"no {COMPLETE}: writing it was not finished") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise Unusable(f"{COMPLETE} cannot be read: {error}") from None
+        raise _Unusable(f"{COMPLETE} cannot be read: {error}") from None
     try:
         found = record_of(folder / MANIFEST).sha256
         if found != mark:
-            raise Unusable(f"{MANIFEST}: found SHA-256 {found}; {COMPLETE} says {mark!r}: one of the two is damaged")
+            raise _Unusable(f"{MANIFEST}: found SHA-256 {found}; {COMPLETE} says {mark!r}: one of the two is damaged")
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
-            raise Unusable(f"{MANIFEST}: found format {manifest['format']}; this version reads format {FORMAT}")
+            raise _Unusable(f"{MANIFEST}: found format {manifest['format']}; this version reads format {FORMAT}")
         return {name: FileRecord(**record) for name, record in manifest["files"].items()}
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
-        raise Unusable(f"{MANIFEST} cannot be read: {type(error).__name__}: {error}") from None
+        raise _Unusable(f"{MANIFEST} cannot be read: {type(error).__name__}: {error}") from None
 
 
-def file_problem(folder: Path, name: str, expected: FileRecord) -> str | None:
-    """What is wrong with a file of a checkpoint; None for nothing. Reads all of it."""
+def _verify_file(folder: Path, name: str, expected: FileRecord) -> None:
+    """Reads all of a file."""
     path = folder / name
     try:
         found = path.stat().st_size
         if found != expected.bytes:
-            return f"{name}: found {found:,} bytes; {MANIFEST} says {expected.bytes:,}"
+            raise _Unusable(f"{name}: found {found:,} bytes; {MANIFEST} says {expected.bytes:,}")
         if record_of(path) != expected:
-            return f"{name}: its SHA-256 is not that of {MANIFEST}: the file is damaged"
+            raise _Unusable(f"{name}: its SHA-256 is not that of {MANIFEST}: the file is damaged")
     except FileNotFoundError:
-        return f"{name}: missing"
+        raise _Unusable(f"{name}: missing") from None
     except OSError as error:
-        return f"{name}: cannot be read: {error}"
-    return None
+        raise _Unusable(f"{name}: cannot be read: {error}") from None
 
 
 def read_run_state(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -137,31 +138,18 @@ def find_trained_weights(run: Path, name: str | None) -> TrainedWeights:
     """
     found = checkpoint_folder.list_checkpoints(run / "checkpoints")
     candidates = [folder for folder in found if name in (None, folder.name)]
-    problems: list[str] = []
-    for folder in candidates:
-        problem = problem_of(folder)
-        if problem is None:
-            for skipped in problems:
-                print(f"skipped checkpoint {skipped}", flush=True)
-            return OfCheckpoint(folder)
-        problems.append(f"{folder.name}: {problem}")
+    say = partial(print, flush=True)
+    usable, problems = checkpoint_folder.newest_usable(candidates, lambda f: checkpoint_folder.problem_of(f, say))
+    if usable is not None:
+        for skipped in problems:
+            say(f"skipped checkpoint {skipped}")
+        return OfCheckpoint(usable)
     if problems:
         raise UserError("\n  ".join([f"{run / 'checkpoints'}: found no checkpoint that verifies:", *problems]))
     if name is None and (run / "adapter").is_dir():
         return OfAdapterFolder(run / "adapter")
     there = ", ".join(folder.name for folder in found) or "none"
     raise UserError(f"{run / 'checkpoints'}: expected {name or 'a complete checkpoint'}; found {there}")
-
-
-def problem_of(folder: Path) -> str | None:
-    """Why a checkpoint cannot be used, None if it can; reads all of it, for its checksums."""
-    try:
-        records = checkpoint_folder.read_manifest(folder)
-    except checkpoint_folder.Unusable as error:
-        return str(error)
-    print(f"verifying {folder.name}: {sum(record.bytes for record in records.values()) / 1e9:.3g} GB", flush=True)
-    problems = (checkpoint_folder.file_problem(folder, name, record) for name, record in records.items())
-    return next((problem for problem in problems if problem is not None), None)
 
 
 def write_model(
