@@ -16,11 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Raises UserError for impossible arithmetic, a contradiction with the DeepSpeed JSON, or a used output folder."""
-    from vcore_ds.files.run_folder import can_resume
+    """Raises UserError for impossible arithmetic, a contradiction with the DeepSpeed JSON, or an output folder that is
+    used or cannot be written."""
+    from vcore_ds.files.run_folder import can_resume, check_output_folder
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     plan = plan_batch(recipe, arguments.ranks)
     deepspeed_config(recipe, plan)
     can_resume(recipe)
+    check_output_folder(recipe)
     print(f"{dump_recipe(recipe).rstrip()}\n\nBatch: {plan.describe()}")

@@ -22,6 +22,7 @@ from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
+from vcore_ds.files.user_paths import reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,8 +56,9 @@ class TokenStore(Sequence[TokenizedSequence]):
                 template or cutoff.
         """
         self.folder = Path(folder)
-        self.manifest = _read_manifest(self.folder)
-        _check_files(self.folder, self.manifest["files"])
+        with reading("", self.folder, "a token store that can be read"):
+            self.manifest = _read_manifest(self.folder)
+            _check_files(self.folder, self.manifest["files"])
         if tokenizer is not None:
             self._check_tokenizer(tokenizer)
         if cutoff_length is not None and self.manifest["max_length"] > cutoff_length:

@@ -17,6 +17,7 @@ from vcore_ds.config import Recipe, differing_keys, dump_recipe, read_resolved_r
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import unfinished_path, written_aside
 from vcore_ds.files.run_lock import LOCK
+from vcore_ds.files.user_paths import check_folder, writing
 
 PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 
@@ -33,8 +34,20 @@ def can_resume(recipe: Recipe) -> bool:
     """Whether run.output_dir holds this very run, unfinished; False where it is new or empty.
 
     Raises:
-        UserError: it holds something else, which a run never overwrites.
+        UserError: it holds something else, which a run never overwrites, or cannot be looked into.
     """
+    with writing("run.output_dir", Path(recipe.run.output_dir)):
+        return _holds_this_run(recipe)
+
+
+def check_output_folder(recipe: Recipe) -> None:
+    """Raises UserError where the run could not write into its folder; leaves nothing there. By rank 0 only."""
+    folder = Path(recipe.run.output_dir)
+    with writing("run.output_dir", folder):
+        check_folder(folder)
+
+
+def _holds_this_run(recipe: Recipe) -> bool:
     folder = Path(recipe.run.output_dir)
     is_run = (folder / RECIPE).is_file()
     if recipe.checkpoint.resume == "never" or not is_run:
@@ -75,17 +88,24 @@ def begin(recipe: Recipe, world_size: int, num_done: int) -> int:
 
     Args:
         num_done: optimizer steps done, of a run that is resumed from a checkpoint.
+
+    Raises:
+        UserError: the folder cannot be written.
     """
     folder = Path(recipe.run.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    # First: a folder counts as a run by its recipe, so one that is killed here is resumed as one.
-    _replace(folder / RECIPE, dump_recipe(recipe))
+    with writing("run.output_dir", folder):
+        # First: a folder counts as a run by its recipe, so one that is killed here is resumed as one.
+        _replace(folder / RECIPE, dump_recipe(recipe))
+        _record_environment(folder, world_size, num_done)
+        return move_lost_metrics(folder, num_done)
+
+
+def _record_environment(folder: Path, world_size: int, num_done: int) -> None:
     now = {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **environment(world_size)}
     if (folder / ENVIRONMENT).is_file():
         first = json.loads((folder / ENVIRONMENT).read_text())
         now = first | {"resumed": [*first.get("resumed", []), {"step": num_done, **now}]}
     _replace(folder / ENVIRONMENT, json.dumps(now, indent=2) + "\n")
-    return move_lost_metrics(folder, num_done)
 
 
 def move_lost_metrics(folder: Path, step: int) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from vcore_ds.errors import UserError
+from vcore_ds.files.user_paths import writing
 
 LOCK = ".lock"
 
@@ -27,9 +28,10 @@ class RunLock:
         """Makes the folder where it is not there. Does nothing where the file system knows no locks, and says so.
 
         Raises:
-            UserError: another process holds it for longer than `WAIT_SECONDS`.
+            UserError: the folder cannot be made, or another process holds it for longer than `WAIT_SECONDS`.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with writing("run.output_dir", self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.folder / LOCK)
         try:
             try:

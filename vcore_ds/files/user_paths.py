@@ -26,10 +26,10 @@ _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 @contextmanager
 def writing(where: str, path: Path, expected: str = "a folder that can be written") -> Iterator[None]:
-    """For a block that writes to `path`, or looks there before it writes.
+    """Around a block that writes to `path`, or looks there before it writes.
 
     Args:
-        where: the recipe's key or the command's option that names the path.
+        where: the recipe's key or the command's option that names the path; empty where messages begin with the path.
 
     Raises:
         UserError: for every OSError of the block.
@@ -40,7 +40,7 @@ def writing(where: str, path: Path, expected: str = "a folder that can be writte
 
 @contextmanager
 def reading(where: str, path: Path, expected: str) -> Iterator[None]:
-    """The same for a block that reads from `path`."""
+    """The same around a block that reads from `path`."""
     with _explained(where, path, "read", expected):
         yield
 
@@ -69,7 +69,7 @@ def _explained(where: str, path: Path, what: str, expected: str) -> Iterator[Non
     try:
         yield
     except NoRoom as error:
-        raise UserError(f"{where}: {path}: {error}") from None
+        raise UserError(f"{_place(where, path)}: {error}") from None
     except OSError as error:
         raise UserError(_message(where, path, what, expected, error)) from None
     except Exception as error:
@@ -80,18 +80,26 @@ def _explained(where: str, path: Path, what: str, expected: str) -> Iterator[Non
         raise UserError(_message(where, path, what, expected, system_error)) from None
 
 
+def _place(where: str, path: Path) -> str:
+    return f"{where}: {path}" if where else str(path)
+
+
 def _message(where: str, path: Path, what: str, expected: str, error: OSError) -> str:
+    place = _place(where, path)
+    other = Path(os.fsdecode(error.filename)) if error.filename is not None else path
+    if other != path and path.parent not in other.parents and other not in path.parents:
+        return f"{other}: cannot be used: {error.strerror}; expected to be, while {place} is {what}"
     # numpy gives no number where it has written fewer bytes than it was to.
     is_full = error.errno in _DISK_IS_FULL or (error.errno is None and what == "written")
     remedy = _REMEDIES.get(errno.ENOSPC if is_full else error.errno, _OTHER_REMEDY)
     found = _obstacle(path, error)
     if found is None:
         found = error.strerror or str(error)
-        if error.filename is not None and Path(os.fsdecode(error.filename)) != path:
-            found += f" ({os.fsdecode(error.filename)})"
+        if other != path:
+            found += f" ({other})"
     if is_full:
         found += f" ({free_space(path)})"
-    return f"{where}: {path}: cannot be {what}: {found}; expected {expected}: {remedy}"
+    return f"{place}: cannot be {what}: {found}; expected {expected}: {remedy}"
 
 
 def _obstacle(path: Path, error: OSError) -> str | None:

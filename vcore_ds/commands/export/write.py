@@ -17,11 +17,14 @@ from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder
 from vcore_ds.files import model_folder as files
 from vcore_ds.files.aside import discard, unfinished_path
+from vcore_ds.files.user_paths import check_folder, reading, writing
 from vcore_ds.models import add_lora, check_model_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ADAPTED = "base_model.model."
 """Where peft keeps the model that an adapter was added to."""
+NEW_FOLDER = "a new folder that can be written, with room for the weights"
+"""What `--output` has to be, for messages."""
 
 
 class TrainedWeights(Protocol):
@@ -81,31 +84,37 @@ def export_run(
         dtype: `bf16` or `fp32`; None for the run's precision (an adapter: fp32, which it was trained in).
 
     Raises:
-        UserError: for whatever the user can mend.
-        BadExport, OSError: it could not be written, or reads back otherwise.
+        UserError: for whatever the user can fix, a full disk among it.
+        BadExport: what was written reads back otherwise.
         In every case there is no folder `output`.
     """
     started = time.perf_counter()
-    if not (run / checkpoint_folder.RECIPE).is_file():
-        raise UserError(f"{run}: found no {checkpoint_folder.RECIPE}; expected the folder of a run")
-    recipe = read_resolved_recipe(run / checkpoint_folder.RECIPE)
+    with reading("RUN", run, "the folder of a run"):
+        if not (run / checkpoint_folder.RECIPE).is_file():
+            raise UserError(f"{run}: found no {checkpoint_folder.RECIPE}; expected the folder of a run")
+        recipe = read_resolved_recipe(run / checkpoint_folder.RECIPE)
     if merge and recipe.lora is None:
         raise UserError(f"{run}: found --merge with a run that trained all parameters; expected no --merge")
     check_base_model(recipe)
     if output is not None:
-        refuse_existing(output)  # before checksums are computed, which takes minutes
-    trained = find_trained_weights(run, checkpoint)
+        refuse_existing(output)
+    # Before checksums are computed, which takes minutes.
+    with writing("--output", output or run / "export", NEW_FOLDER):
+        check_folder(output or run / "export")
+    with reading("RUN", run, "the folder of a run"):
+        trained = find_trained_weights(run, checkpoint)
     kind = "model" if recipe.lora is None else "merged" if merge else "adapter"
     folder = output if output is not None else run / "export" / trained.name / kind
     refuse_existing(folder)
     print(f"{kind} of {trained.name}", flush=True)
     tokenizer = load_tokenizer(recipe.model.path)
     try:
-        if kind == "adapter":
-            num_bytes = write_adapter(recipe, trained, folder, tokenizer, DTYPES[dtype or "fp32"])
-        else:
-            wanted = DTYPES[dtype or recipe.model.precision]
-            num_bytes = write_model(recipe, trained, folder, tokenizer, wanted, max_file_bytes)
+        with writing("--output", folder, NEW_FOLDER):
+            if kind == "adapter":
+                num_bytes = write_adapter(recipe, trained, folder, tokenizer, DTYPES[dtype or "fp32"])
+            else:
+                wanted = DTYPES[dtype or recipe.model.precision]
+                num_bytes = write_model(recipe, trained, folder, tokenizer, wanted, max_file_bytes)
     except BaseException:
         discard(unfinished_path(folder))
         raise
@@ -115,7 +124,9 @@ def export_run(
 
 
 def refuse_existing(folder: Path) -> None:
-    if folder.exists():
+    with writing("--output", folder, NEW_FOLDER):
+        is_there = folder.exists()
+    if is_there:
         raise UserError(f"{folder}: is there already; expected a new folder (--output DIR), or remove it")
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from vcore_ds.errors import UserError
+from vcore_ds.files.aside import written_aside
+from vcore_ds.files.user_paths import check_folder, writing
 from vcore_ds.method import segment_sum
 
 RELIABLE_SPEARMAN = 0.9
@@ -153,23 +155,26 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 def prepare_output(folder: Path) -> None:
-    """Makes `folder`. Raises UserError where that is impossible, and where it holds a result already."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output {folder}: cannot be made: {error}; expected a folder to write into") from None
-    for name in (JSON_NAME, PICTURE_NAME):
-        if (folder / name).exists():
-            raise UserError(
-                f"--output {folder}: holds a {name} already; expected a folder without a result, which is never "
-                "overwritten. Name another one, or remove it"
-            )
+    """Makes `folder`. Raises UserError where it cannot be made or written, and where it holds a result already."""
+    with writing("--output", folder):
+        folder.mkdir(parents=True, exist_ok=True)  # before the check, which would remove it: every rank calls this
+        check_folder(folder)
+        there = [name for name in (JSON_NAME, PICTURE_NAME) if (folder / name).exists()]
+    for name in there:
+        raise UserError(
+            f"--output: {folder}: holds a {name} already; expected a folder without a result, which is never "
+            "overwritten. Name another one, or remove it"
+        )
 
 
 def write_report(report: FidelityReport, sentences: Sequence[str], folder: Path) -> None:
-    """`fidelity.json` and `fidelity.png` in `folder`."""
-    (folder / JSON_NAME).write_text(json.dumps(as_json(report, sentences), indent=2, allow_nan=False) + "\n")
-    draw(report, folder / PICTURE_NAME)
+    """`fidelity.json` and `fidelity.png` in `folder`. Raises UserError where they cannot be written."""
+    text = json.dumps(as_json(report, sentences), indent=2, allow_nan=False) + "\n"
+    with writing("--output", folder):
+        with written_aside(folder / JSON_NAME) as unfinished:
+            unfinished.write_text(text)
+        with written_aside(folder / PICTURE_NAME) as unfinished:
+            draw(report, unfinished)
 
 
 def as_json(report: FidelityReport, sentences: Sequence[str]) -> dict[str, Any]:
@@ -238,5 +243,5 @@ def draw(report: FidelityReport, path: Path) -> None:
     trained = "full-parameter" if lora is None else f"LoRA rank {lora['rank']}"
     figure.suptitle(f"{Path(model).name}, {trained}, {report.precision}, after {report.steps_before} steps")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, format="png", dpi=120)  # the name's ending does not say so while it is written aside
     pyplot.close(figure)

@@ -10,12 +10,16 @@ from pathlib import Path
 from vcore_ds.config import Recipe, deepspeed_config, plan_batch
 from vcore_ds.data import TokenStore, load_tokenizer, write_reference
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.distributed.process_group import first_rank_first, start_process_group
 from vcore_ds.engine import Engine, log_probabilities
 from vcore_ds.errors import UserError
 from vcore_ds.feed import Feed, build_feed, read_dataset
+from vcore_ds.files.user_paths import check_folder, writing
 from vcore_ds.setup import build_engine, check_model
 from vcore_ds.track.console import Console
+
+NEW_FILE = "a new file in a folder that can be written"
+"""What `--output` has to be, for messages."""
 
 
 def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
@@ -28,10 +32,10 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
             "lora: found adapters; expected null: with lora the reference of iw_sft is the model without its adapters, "
             "and training needs no file"
         )
-    if output.exists():
-        raise UserError(f"{output}: found a file already; expected a new name (or remove it)")
+    refuse_existing(output)
     check_model(recipe)
     start_process_group(recipe.engine.timeout_minutes)
+    first_rank_first(lambda: check_output(output) if layout.is_first() else None)
     console = Console(enabled=layout.is_first())
     plan = plan_batch(recipe, layout.size("data"))
     tokenizer = load_tokenizer(recipe.model.path)
@@ -48,13 +52,31 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
         found.update(_of_group(feed, dataset, engine, by_length[start : start + group_size]))
         minutes = (time.perf_counter() - started) / 60
         console.say(f"{len(found):,} of {num_sequences:,} sequences, {minutes:.1f} min")
-    if layout.is_first():
-        write_reference(output, dataset, [found[i] for i in range(num_sequences)], recipe.model.path)
+    values = [found[i] for i in range(num_sequences)]
+    first_rank_first(lambda: write(output, dataset, values, recipe.model.path) if layout.is_first() else None)
     engine.close()
     console.say(
         f"Written: {output}, {num_sequences:,} sequences. Train with: methods/iw_sft.yaml "
         f"data.reference_log_probabilities={output}"
     )
+
+
+def refuse_existing(output: Path) -> None:
+    with writing("--output", output, NEW_FILE):
+        is_there = output.exists()
+    if is_there:
+        raise UserError(f"{output}: found a file already; expected a new name (or remove it)")
+
+
+def check_output(output: Path) -> None:
+    """Raises UserError where `output` cannot be made; before the forward, which takes hours."""
+    with writing("--output", output, NEW_FILE):
+        check_folder(output.parent)
+
+
+def write(output: Path, dataset: TokenStore, log_probabilities: list[float], model: str) -> None:
+    with writing("--output", output, NEW_FILE):
+        write_reference(output, dataset, log_probabilities, model)
 
 
 def _of_group(feed: Feed, dataset: TokenStore, engine: Engine, positions: list[int]) -> dict[int, float]:

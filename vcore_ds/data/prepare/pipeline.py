@@ -33,6 +33,7 @@ from vcore_ds.data.store import write_store
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import flush, unfinished_path
+from vcore_ds.files.user_paths import check_folder
 
 _BLOCK = 128
 """conversations tokenized as one piece of work"""
@@ -53,7 +54,9 @@ def prepare(
         max_malformed_share: of all rows; more malformed ones are refused, with a report of the first of them.
 
     Raises:
-        UserError: for whatever the user can mend; finished work is kept.
+        UserError: for whatever is wrong with the request or the data.
+        OSError: `output` cannot be written.
+        In every case finished work is kept.
     """
     output = Path(output)
     tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
@@ -68,6 +71,7 @@ def prepare(
         check_finished(output, made_from)
         say(f"{output}: is there already, made from the same data with the same tokenizer, template, filters and seed")
         return None
+    check_folder(output)  # beside what its unfinished name allows: a link that leads nowhere takes no store's name
     folder = unfinished_path(output)
     resume_or_begin(folder, made_from, say)
 
