@@ -110,6 +110,7 @@ def _files(source: str, split: str) -> list[Path] | None:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES)
         if not files:
+            next(path.iterdir(), None)  # raises where the folder may not be listed, which rglob takes for an empty one
             raise UserError(f"{path}: found no .jsonl, .json or .parquet file in this folder")
         return [file for file in files if file.name.startswith(f"{split}-")] or files
     if any(character in source for character in "*?["):
