@@ -4,6 +4,7 @@
 or a power failure leaves the old `NAME`, or none, or the new one.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -79,10 +80,14 @@ def discard(unfinished: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Puts a file, or a folder's names, which a file's own fsync does not cover, on the disk."""
+    """Forces a file, or the names in a folder, which a file's own fsync does not cover, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no fsync of folders, and need none.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

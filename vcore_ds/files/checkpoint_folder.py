@@ -1,9 +1,9 @@
-"""A checkpoint's files: written beside, verified, renamed, marked COMPLETE. No tensors, no ranks.
+"""A checkpoint's files: written aside, verified, renamed, marked COMPLETE. No tensors, no ranks.
 
 `checkpoints/step_00000100/` holds
 
 - `state/`: tensors, one file per rank, and their index
-- `run_state.json`: step, world size, shapes, and what else is not a tensor
+- `run_state.json`: step, world size, shapes, and everything else that is not a tensor
 - `recipe.yaml`: resolved
 - `manifest.json`: size and SHA-256 of every file above
 - `COMPLETE`: SHA-256 of manifest.json; written last, so a folder without it is unfinished
@@ -25,11 +25,12 @@ FORMAT = 1
 STATE, RUN_STATE, RECIPE, MANIFEST, COMPLETE = "state", "run_state.json", "recipe.yaml", "manifest.json", "COMPLETE"
 _STEP = re.compile(r"^step_(\d{8,})$")
 _REJECTED = ".rejected"
+"""Ending of a newer checkpoint that was passed over because it did not verify."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it could be read back."""
+    """A file as it was read back."""
 
     bytes: int
     sha256: str
@@ -41,13 +42,13 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """None for what is no finished checkpoint by its name."""
+    """Optimizer steps, from a finished checkpoint's name; None for any other name."""
     match = _STEP.match(folder.name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """Folders that are checkpoints by their name, newest first; whether they are whole is another question."""
+    """Folders that are checkpoints by their name, newest first, whether or not they are whole."""
     if not checkpoints.is_dir():
         return []
     return sorted(
@@ -56,7 +57,7 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def list_unfinished(checkpoints: Path) -> list[Path]:
-    """What was being written when a run ended: folders with the unfinished suffix, and renamed ones without a mark."""
+    """Checkpoints that were being written when a run ended: with the unfinished suffix, or renamed without COMPLETE."""
     if not checkpoints.is_dir():
         return []
     unmarked = [folder for folder in list_checkpoints(checkpoints) if not (folder / COMPLETE).exists()]
@@ -84,8 +85,8 @@ def begin(checkpoints: Path, step: int, num_bytes: int) -> Path:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Size and checksum of a flushed file as the disk gives it back, not as memory remembers it where that can be
-    told apart."""
+    """Size and checksum of a file, flushed, then read from the disk rather than from the page cache where the system
+    allows that."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -100,7 +101,7 @@ def finish(checkpoints: Path, step: int, world_size: int, records: Mapping[str, 
         records: every file's, by its name relative to the folder.
 
     Raises:
-        OSError: a file is not as its writer has seen it.
+        OSError: a file is missing, or differs from what its writer read back.
     """
     final = step_folder(checkpoints, step)
     unfinished = aside.unfinished_path(final)
@@ -139,7 +140,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_old(checkpoints: Path, *, keep_last: int, keep_every_steps: int | None) -> list[Path]:
-    """Deletes all complete checkpoints but the newest `keep_last` and those of every so many steps. Says which."""
+    """Deletes all complete checkpoints but the newest `keep_last` and every `keep_every_steps`-th; returns them."""
     complete = [folder for folder in list_checkpoints(checkpoints) if (folder / COMPLETE).is_file()]
     old = [f for f in complete[keep_last:] if keep_every_steps is None or _number(f) % keep_every_steps != 0]
     for folder in old:
@@ -148,10 +149,10 @@ def remove_old(checkpoints: Path, *, keep_last: int, keep_every_steps: int | Non
 
 
 def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
-    """Renames what is newer than the checkpoint a run goes on from, and removes what is unfinished.
+    """Renames the checkpoints after `step`, which a run resumes from, and removes unfinished ones; returns new names.
 
-    Newer checkpoints did not verify. Left where they are, they would count among the newest that are kept, and good
-    ones would be deleted for them.
+    Newer checkpoints did not verify. Under their old names they would count among the newest that are kept, and good
+    ones would be deleted instead of them.
     """
     for folder in checkpoints.glob(f"step_*{aside.SUFFIX}"):
         shutil.rmtree(folder)
@@ -206,7 +207,7 @@ class _Unusable(Exception):
 
 
 def _read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Name -> record of every file of a checkpoint, once COMPLETE says that the manifest is whole."""
+    """Name -> record of every file, provided that COMPLETE vouches for the manifest."""
     try:
         mark = (folder / COMPLETE).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
@@ -241,5 +242,5 @@ def _verify_file(folder: Path, name: str, expected: FileRecord) -> None:
 
 
 def read_run_state(folder: Path) -> dict[str, Any]:
-    """run_state.json of a checkpoint whose files have been verified."""
+    """The contents of run_state.json, of a checkpoint that `problem_of` found no problem with."""
     return json.loads((folder / RUN_STATE).read_text(encoding="utf-8"))

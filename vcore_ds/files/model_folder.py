@@ -1,6 +1,6 @@
-"""A Hugging Face folder, written aside file by file, read back, and renamed when it is whole. No collectives.
+"""Hugging Face folders: written aside file by file, read back, and renamed when they are whole. No collectives.
 
-Weights come as a stream of (name, tensor): at no time is more than about one file's worth of them in memory.
+Weights come as a stream of (name, tensor), so that about one file's worth of them is in memory at a time.
 """
 
 import json
@@ -27,7 +27,7 @@ SINGLE_FILE = "model.safetensors"
 
 
 class BadExport(RuntimeError):
-    """What was written is not what was to be written."""
+    """The files read back differ from what was to be written."""
 
 
 # ---- what a folder holds -------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def described_weights(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def plan_files(weights: dict[str, Tensor], max_file_bytes: int = MAX_FILE_BYTES) -> StateDictSplit:
-    """Which tensor goes into which file, from shapes and dtypes (meta tensors)."""
+    """Which tensor goes into which file, from shapes and dtypes alone (meta tensors serve)."""
     return split_torch_state_dict_into_shards(weights, max_shard_size=max_file_bytes)
 
 
@@ -60,8 +60,14 @@ def begin(folder: Path, num_bytes: int) -> Path:
 def collect_files(
     split: StateDictSplit, weights: Iterable[tuple[str, Tensor | None]]
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """(file name, its tensors), each as soon as `weights` has given the last of them; None stands for a tensor that
-    another rank keeps."""
+    """(file name, its tensors), each as soon as `weights` has yielded the last of them.
+
+    Args:
+        weights: name and tensor, None for a tensor that another rank keeps.
+
+    Raises:
+        BadExport: at the end, where a tensor of `split` never came.
+    """
     waiting = {file: set(names) for file, names in split.filename_to_tensors.items()}
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
@@ -112,8 +118,8 @@ def describe(unfinished: Path, path: str, dtype: torch.dtype, tokenizer: PreTrai
     config = AutoConfig.from_pretrained(path)
     config.dtype = dtype
     config.save_pretrained(unfinished)
-    # Copied, not saved anew: transformers refuses to save settings that contradict each other, which models are shipped
-    # with, and a finished run must not end in that.
+    # Copied, not saved again: transformers refuses to save settings that contradict each other, which some models are
+    # shipped with, and a finished run must not fail for that.
     settings = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
     if settings is not None:
         shutil.copyfile(settings, unfinished / GENERATION_CONFIG_NAME)
@@ -124,7 +130,7 @@ def write_adapter(model: PeftModel, adapter: dict[str, Tensor], unfinished: Path
     """The adapter in peft's format, read back.
 
     Args:
-        model: whose adapters have these names; its own tensors are not looked at.
+        model: the adapted model, for names and configuration; its tensors are not used.
         adapter: name in `model` -> whole tensor.
     """
     model.save_pretrained(str(unfinished), state_dict=adapter)
@@ -137,10 +143,10 @@ def finish(folder: Path, split: StateDictSplit | None = None) -> None:
     """Writes the index, and gives what was written beside `folder` its name: from here on it is whole.
 
     Args:
-        split: of the weights; None for an adapter.
+        split: the weights' files; None for an adapter.
 
     Raises:
-        BadExport: a file that another rank has written is not there.
+        BadExport: a file that another rank wrote is not there.
     """
     unfinished = aside.unfinished_path(folder)
     for file in split.filename_to_tensors if split is not None else ():
@@ -162,7 +168,7 @@ class WeightFiles:
     """The weights of a model's folder (or hub id), one tensor at a time."""
 
     def __init__(self, path: str, file: str = SINGLE_FILE):
-        """Raises UserError where there are none in safetensors format."""
+        """Raises UserError where the folder has no weights in safetensors format."""
         self.path = path
         folder = Path(path)
         if not folder.is_dir():

@@ -12,6 +12,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.files.aside import NoRoom, free_space
 
 _DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Errors of a disk, a quota or a file size limit without room."""
 _REMEDIES = {
     **dict.fromkeys(_DISK_IS_FULL, "make room, or name a place on another disk"),
     errno.EACCES: "change its permissions, or name another one",
@@ -19,6 +20,7 @@ _REMEDIES = {
     errno.EROFS: "name one on a file system that is mounted for writing",
     errno.ENAMETOOLONG: "name a shorter one",
 }
+"""What to do, by error number."""
 _OTHER_REMEDY = "name another one"
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 """How `safetensors` and `tokenizers` word the system's errors, in exceptions that are no OSError."""

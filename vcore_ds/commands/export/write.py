@@ -1,4 +1,4 @@
-"""`vcore-ds export`: a Hugging Face folder out of a run's folder, in one plain process without GPU or process group."""
+"""`vcore-ds export`: a Hugging Face folder from a run's folder, in one plain process without GPU or process group."""
 
 import time
 from collections.abc import Iterator
@@ -28,17 +28,20 @@ NEW_FOLDER = "a new folder that can be written, with room for the weights"
 
 
 class TrainedWeights(Protocol):
-    """What a run has trained, one tensor at a time."""
+    """The parameters that a run has trained, one tensor at a time."""
 
     name: str
+    """Name of the checkpoint or folder that they are read from."""
     shapes: dict[str, torch.Size]
-    """By the name that the parameter has in the (adapted) Hugging Face model."""
+    """Shapes by the parameter's name in the (adapted) Hugging Face model."""
 
-    def read(self, name: str) -> Tensor: ...
+    def read(self, name: str) -> Tensor:
+        """The whole parameter, on the CPU."""
+        ...
 
 
-class OfCheckpoint:
-    """The fp32 parameters that the optimizer of a checkpoint keeps."""
+class CheckpointWeights:
+    """The fp32 parameters that a checkpoint's optimizer state holds."""
 
     def __init__(self, folder: Path):
         self.name = folder.name
@@ -50,8 +53,8 @@ class OfCheckpoint:
         return self._tensors.read(f"master.{PREFIX}{name}").view(self.shapes[name])
 
 
-class OfAdapterFolder:
-    """The adapter that a finished run has left, where its checkpoints were removed."""
+class AdapterWeights:
+    """The adapter that a finished run has left; serves where its checkpoints were removed."""
 
     def __init__(self, folder: Path):
         self.name = folder.name
@@ -72,21 +75,22 @@ def export_run(
     dtype: str | None = None,
     max_file_bytes: int = files.MAX_FILE_BYTES,
 ) -> Path:
-    """Writes full weights, or the adapter of a LoRA run, or (`merge`) the model with its adapter, and returns where.
+    """Writes full weights, or the adapter of a LoRA run, or (`merge`) the model with its adapter merged in, and returns
+    the folder.
 
-    Holds about one file's worth of weights at a time. Changes nothing in the run: it may be training.
+    Holds about one file's worth of weights at a time. Changes nothing in the run, which may be training.
 
     Args:
         run: a run's folder.
-        checkpoint: name of one in `run/checkpoints`; None for the newest that verifies, or, where a finished run has
-            none any more, its adapter.
-        output: a folder that is not there yet; `run/export/CHECKPOINT/KIND` if None.
+        checkpoint: name of a checkpoint in `run/checkpoints`; None for the newest that verifies, or, where a finished
+            run has none left, its adapter.
+        output: a folder that does not exist yet; `run/export/CHECKPOINT/KIND` if None.
         dtype: `bf16` or `fp32`; None for the run's precision (an adapter: fp32, which it was trained in).
 
     Raises:
-        UserError: for whatever the user can fix, a full disk among it.
-        BadExport: what was written reads back otherwise.
-        In every case there is no folder `output`.
+        UserError: for whatever the user can fix, including a full disk.
+        BadExport: the files read back differ from what was written.
+        In every case no folder `output` is left.
     """
     started = time.perf_counter()
     with reading("RUN", run, "the folder of a run"):
@@ -124,6 +128,7 @@ def export_run(
 
 
 def refuse_existing(folder: Path) -> None:
+    """Raises UserError where `folder` exists."""
     with writing("--output", folder, NEW_FOLDER):
         is_there = folder.exists()
     if is_there:
@@ -131,7 +136,7 @@ def refuse_existing(folder: Path) -> None:
 
 
 def check_base_model(recipe: Recipe) -> None:
-    """Raises UserError where the model that was trained is gone: its configuration goes with the result."""
+    """Raises UserError where the model that was trained is gone: the result needs its configuration."""
     try:
         check_model_folder(recipe.model.path)
     except UserError as error:
@@ -142,10 +147,10 @@ def check_base_model(recipe: Recipe) -> None:
 
 
 def find_trained_weights(run: Path, name: str | None) -> TrainedWeights:
-    """The checkpoint of that name, or the newest that verifies, or the adapter of a finished run without checkpoints.
+    """The named checkpoint, or the newest that verifies, or the adapter of a finished run without checkpoints.
 
     Raises:
-        UserError: there is none, with what is wrong with those that are there.
+        UserError: there is none; with the reason for each checkpoint that was found.
     """
     found = checkpoint_folder.list_checkpoints(run / "checkpoints")
     candidates = [folder for folder in found if name in (None, folder.name)]
@@ -154,11 +159,11 @@ def find_trained_weights(run: Path, name: str | None) -> TrainedWeights:
     if usable is not None:
         for skipped in problems:
             say(f"skipped checkpoint {skipped}")
-        return OfCheckpoint(usable)
+        return CheckpointWeights(usable)
     if problems:
         raise UserError("\n  ".join([f"{run / 'checkpoints'}: found no checkpoint that verifies:", *problems]))
     if name is None and (run / "adapter").is_dir():
-        return OfAdapterFolder(run / "adapter")
+        return AdapterWeights(run / "adapter")
     there = ", ".join(folder.name for folder in found) or "none"
     raise UserError(f"{run / 'checkpoints'}: expected {name or 'a complete checkpoint'}; found {there}")
 
@@ -171,7 +176,7 @@ def write_model(
     dtype: torch.dtype,
     max_file_bytes: int,
 ) -> int:
-    """All weights, adapters merged in; returns their bytes."""
+    """Writes all weights, with adapters merged in; returns their bytes."""
     weights = files.described_weights(recipe.model.path, dtype)
     stream = whole_weights(recipe, trained, weights)
     split = files.plan_files(weights, max_file_bytes)
@@ -185,9 +190,10 @@ def write_model(
 
 
 def whole_weights(recipe: Recipe, trained: TrainedWeights, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Each of `weights` with its trained value; what was not trained is the base model's, in the run's precision.
+    """Each of `weights` with its trained value, or else the base model's in the run's precision.
 
-    Raises UserError, before the first, where what was trained does not fit into the model.
+    Raises:
+        UserError: before the first one, where the trained parameters do not fit into the model.
     """
     scale = recipe.lora.alpha / recipe.lora.rank if recipe.lora is not None else None
     adapters = {name: adapter_names(name) for name in weights} if scale is not None else {}
@@ -220,7 +226,7 @@ def whole_weights(recipe: Recipe, trained: TrainedWeights, weights: dict[str, Te
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """Of the two matrices that peft adds to the linear layer whose weight is `name`."""
+    """Names of the two matrices that peft adds to the linear layer with the weight `name`."""
     layer = ADAPTED + name.removesuffix(".weight")
     return f"{layer}.lora_A.default.weight", f"{layer}.lora_B.default.weight"
 
@@ -228,7 +234,7 @@ def adapter_names(name: str) -> tuple[str, str]:
 def write_adapter(
     recipe: Recipe, trained: TrainedWeights, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
 ) -> int:
-    """The adapter in peft's format; returns the bytes of its weights."""
+    """Writes the adapter in peft's format; returns the bytes of its weights."""
     assert recipe.lora is not None
     with torch.device("meta"):  # names and configuration only
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(recipe.model.path))

@@ -1,7 +1,7 @@
-"""The command `vcore-ds reference`: log-probabilities of the training data under the model that training starts from.
+"""`vcore-ds reference`: log-probabilities of the training data under the model that training starts from.
 
-iw-SFT with all parameters trained compares the model with its own beginning, which is gone after the first step. One
-number per sequence, computed before, stands for it.
+iw-SFT with all parameters trained compares the model with its initial state, which is gone after the first step. One
+number per sequence, computed before training, stands for it.
 """
 
 import time
@@ -23,9 +23,10 @@ NEW_FILE = "a new file in a folder that can be written"
 
 
 def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
-    """Every rank of the job calls it; rank 0 writes `output` (.npz).
+    """Computes them on all ranks of the job and writes `output` (.npz) on rank 0. A collective.
 
-    Raises UserError where `output` is there already, and for whatever else the user can mend.
+    Raises:
+        UserError: `output` exists or cannot be written, or the recipe, its model or its data cannot be used.
     """
     if recipe.lora is not None:
         raise UserError(
@@ -49,7 +50,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
     group_size = layout.size("data") * plan.utility_micro_batch_size_per_rank * 8
     started = time.perf_counter()
     for start in range(0, num_sequences, group_size):
-        found.update(_of_group(feed, dataset, engine, by_length[start : start + group_size]))
+        found.update(_group_values(feed, dataset, engine, by_length[start : start + group_size]))
         minutes = (time.perf_counter() - started) / 60
         console.say(f"{len(found):,} of {num_sequences:,} sequences, {minutes:.1f} min")
     values = [found[i] for i in range(num_sequences)]
@@ -62,6 +63,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
 
 
 def refuse_existing(output: Path) -> None:
+    """Raises UserError where `output` exists."""
     with writing("--output", output, NEW_FILE):
         is_there = output.exists()
     if is_there:
@@ -69,18 +71,19 @@ def refuse_existing(output: Path) -> None:
 
 
 def check_output(output: Path) -> None:
-    """Raises UserError where `output` cannot be made; before the forward, which takes hours."""
+    """Raises UserError where `output` could not be written, before a forward that may take hours."""
     with writing("--output", output, NEW_FILE):
         check_folder(output.parent)
 
 
 def write(output: Path, dataset: TokenStore, log_probabilities: list[float], model: str) -> None:
+    """`write_reference`; raises UserError where `output` cannot be written."""
     with writing("--output", output, NEW_FILE):
         write_reference(output, dataset, log_probabilities, model)
 
 
-def _of_group(feed: Feed, dataset: TokenStore, engine: Engine, positions: list[int]) -> dict[int, float]:
-    """Position in the data -> nats, of all ranks' sequences. A collective."""
+def _group_values(feed: Feed, dataset: TokenStore, engine: Engine, positions: list[int]) -> dict[int, float]:
+    """Position in the data -> log-probability in nats, for all ranks' sequences. A collective."""
     position_of = {int(dataset.sequence_ids[i]): i for i in positions}
     batches = feed.batches(positions, feed.plan.utility_micro_batch_size_per_rank)
     own = {}
