@@ -1,7 +1,6 @@
-"""When a run saves, what it saves beside the tensors, and what it goes on from."""
+"""When a run saves, what it saves beside the tensors, and which checkpoint it resumes from."""
 
 import json
-import shutil
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -21,30 +20,32 @@ from vcore_ds.engine.checkpoint_shards import (
 from vcore_ds.errors import UserError
 from vcore_ds.feed import Feed
 from vcore_ds.files import checkpoint_folder as files
+from vcore_ds.files.aside import discard, unfinished_path
 from vcore_ds.track.console import Console
 from vcore_ds.utility import Direction, Estimator
 
 MARGIN_BYTES = 64 * 2**20
-"""Beside the tensors: the index, the recipe, and what others write meanwhile."""
+"""Room beside the tensors: for the index, the recipe, and whatever other processes write at the same time."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What of a run is not a tensor. Data order, probe stream, learning rate and dropout are functions of the step."""
+    """The part of a run's state that is not tensors. Data order, probe stream, learning rate and dropout are functions
+    of the step."""
 
     step: int
     """Optimizer steps done."""
     world_size: int
     num_updates: int
-    """Steps by the optimizer's own count; 0 for one that does not count."""
+    """Steps by the optimizer's own count; 0 for an optimizer that does not count."""
     shapes: dict[str, list[int]]
-    """Of the trained parameters, by name."""
+    """Shapes of the trained parameters, by name."""
     direction: dict[str, float | None] | None
     """Norm and displacement of the probe direction, None for methods without one."""
     probe_batch_size_global: int
     """Sequences; the recipe's, rounded up to the world size."""
     data_digests: dict[str, str]
-    """Of the tokens that training and probe draw from."""
+    """Digests of the tokens that training and probe draw from, by recipe key."""
     validation_loss_before: float | None
     """Nats, before the first step."""
     wandb_run_id: str | None
@@ -52,10 +53,12 @@ class RunState:
 
 @dataclass(frozen=True)
 class Saved:
+    """A checkpoint that was written."""
+
     folder: Path
     seconds: float
     bytes: int
-    """Over all ranks."""
+    """All ranks' together."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -67,8 +70,8 @@ class Checkpoints:
     """The checkpoints of one run. Every rank has one, and its methods are collectives.
 
     Attributes:
-        validation_loss_before: nats, before the first step; what a resumed run cannot measure any more.
-        wandb_run_id: on Weights & Biases, None without; rank 0's counts.
+        validation_loss_before: nats, before the first step; a resumed run cannot measure it any more.
+        wandb_run_id: the run on Weights & Biases, None without; only rank 0's is saved.
     """
 
     def __init__(self, recipe: Recipe, console: Console):
@@ -79,45 +82,40 @@ class Checkpoints:
         self._last_end = time.monotonic()
 
     def newest(self) -> tuple[Path, RunState] | None:
-        """The newest checkpoint whose files are what its manifest says, all ranks reading a part each; None where there
-        is none but unfinished ones.
+        """The newest checkpoint whose files match its manifest, each rank verifying a part of them; None where there is
+        no finished one.
 
         Raises:
-            UserError: there are checkpoints, and none verifies.
+            UserError: there are checkpoints, and none of them verifies.
         """
         unfinished, candidates = on_all_ranks(  # rank 0's view serves all
             self._folder, lambda: (files.list_unfinished(self._folder), files.list_checkpoints(self._folder))
         )[0]
         skipped = [f"{folder.name}: not finished" for folder in unfinished if folder not in candidates]
-        found = None
-        for folder in candidates:
-            problem = self._problem(folder)
-            if problem is None:
-                found = folder
-                break
-            skipped.append(f"{folder.name}: {problem}")
-        # Killed between the renaming and the mark of its first checkpoint, a run has lost nothing it ever had.
+        found, problems = files.newest_usable(candidates, self._problem_of)
+        skipped += problems
+        # A run that was killed between renaming and marking its first checkpoint has lost nothing.
         if found is None and not set(candidates) <= set(unfinished):
             raise UserError(
                 f"run.output_dir: {self._folder}: found no checkpoint that verifies:\n  "
                 + "\n  ".join(skipped)
-                + "\nexpected one to go on from. Restore one of them from a copy, or set run.output_dir to a new "
-                "folder to start anew"
+                + "\nexpected one to resume from. Restore one of them from a copy, or set run.output_dir to a new "
+                "folder to start over"
             )
         for line in skipped:
             self._console.warn(f"skipped checkpoint {line}")
         return None if found is None else (found, self._read_run_state(found))
 
     def clear_above(self, step: int) -> None:
-        """Puts what a run that goes on after `step` steps does not go on from out of the way."""
+        """Sets aside the checkpoints newer than `step`, which a run that resumes there did not verify."""
         is_first = layout.is_first()
         for renamed in on_all_ranks(
             self._folder, lambda: files.set_aside_newer(self._folder, step) if is_first else []
         )[0]:
-            self._console.warn(f"renamed what did not verify: {renamed}")
+            self._console.warn(f"renamed a checkpoint that did not verify: {renamed}")
 
     def check_data(self, found: tuple[Path, RunState], feed: Feed) -> None:
-        """Raises UserError where the data are not those that the checkpoint's steps were taken on."""
+        """Raises UserError where the data differ from those that the checkpoint was trained on."""
         folder, state = found
         for key, digest in _data_digests(feed).items():
             if digest != state.data_digests[key]:
@@ -125,21 +123,21 @@ class Checkpoints:
                 path = data.probe_path if key == "data.probe_path" and data.probe_path is not None else data.train_path
                 raise UserError(
                     f"{key}: {path}: found other tokens than those that {folder} was trained on (data, template or "
-                    "tokenizer have changed); expected the same, to go on. Restore them, or set run.output_dir to a "
+                    "tokenizer have changed); expected the same, to resume. Restore them, or set run.output_dir to a "
                     "new folder"
                 )
         size = feed.plan.probe_batch_size_global
         if feed.probe_stream is not None and size != state.probe_batch_size_global:
             self._console.warn(
-                f"probe batches are of {size} sequences from here on, they were of {state.probe_batch_size_global}: "
+                f"probe batches have {size} sequences from here on, they had {state.probe_batch_size_global}: "
                 "probe.round_up makes them a multiple of the number of ranks"
             )
 
     def load(self, found: tuple[Path, RunState], engine: Engine, estimator: Estimator) -> int:
-        """Puts a checkpoint's state in place of a new engine's, and returns the number of steps it has done.
+        """Replaces a new engine's state by a checkpoint's, and returns the number of steps done.
 
         Raises:
-            UserError: the model's parameters have other names or shapes than those of the checkpoint.
+            UserError: the model's parameters have other names or shapes than the checkpoint's.
         """
         started = time.perf_counter()
         folder, state = found
@@ -172,8 +170,8 @@ class Checkpoints:
             return True
         if settings.every_minutes is None:
             return False
-        # One clock decides for all. If each rank looked at its own, one would save while another trains on, and both
-        # would wait for ever.
+        # One clock decides for all. If each rank looked at its own, one would save while another trained, and both
+        # would wait forever.
         overdue = layout.is_first() and time.monotonic() - self._last_end >= 60 * settings.every_minutes
         return layout.sum_over("job", [float(overdue)])[0] > 0
 
@@ -181,7 +179,7 @@ class Checkpoints:
         """Writes the checkpoint after `step` steps, then deletes the old ones that the recipe does not keep.
 
         Raises:
-            CheckpointFailed: on all ranks alike, with the rank at fault; the other checkpoints are as they were.
+            CheckpointFailed: on all ranks alike, naming the rank at fault; the other checkpoints are untouched.
         """
         started = time.perf_counter()
         is_first = layout.is_first()
@@ -198,18 +196,18 @@ class Checkpoints:
         )
         needed = self._direction_of_next_step(step, estimator)
         num_bytes = state_bytes(engine, needed) + MARGIN_BYTES
-        partial = files.partial_folder(self._folder, step)
+        unfinished = unfinished_path(files.step_folder(self._folder, step))
         try:
-            on_all_ranks(partial, lambda: files.begin(self._folder, step, num_bytes) if is_first else None)
-            write_state(engine, needed, partial / files.STATE)
-            written = on_all_ranks(partial, lambda: self._write_rest(partial, state))
+            on_all_ranks(unfinished, lambda: files.begin(self._folder, step, num_bytes) if is_first else None)
+            write_state(engine, needed, unfinished / files.STATE)
+            written = on_all_ranks(unfinished, lambda: self._write_rest(unfinished, state))
             records = {name: record for of_rank in written for name, record in of_rank.items()}
             folder = on_all_ranks(
-                partial, lambda: files.finish(partial, step, state.world_size, records) if is_first else None
+                unfinished, lambda: files.finish(self._folder, step, state.world_size, records) if is_first else None
             )[0]
         except CheckpointFailed as error:
             if is_first:
-                shutil.rmtree(partial, ignore_errors=True)
+                discard(unfinished)
             raise CheckpointFailed(
                 f"the checkpoint of step {step} could not be written: {error}. Earlier checkpoints are untouched"
             ) from None
@@ -217,7 +215,7 @@ class Checkpoints:
         seconds, total = time.perf_counter() - started, sum(record.bytes for record in records.values())
         self._console.say(f"checkpoint: {folder}: {total / 2**30:.3g} GiB in {seconds:.1f} s")
         self._last_end = time.monotonic()
-        assert folder is not None  # rank 0 has made it
+        assert folder is not None  # rank 0 made it
         return Saved(folder, seconds, total)
 
     def _remove_old(self) -> None:
@@ -225,32 +223,23 @@ class Checkpoints:
         files.remove_old(self._folder, keep_last=settings.keep_last, keep_every_steps=settings.keep_every_steps)
 
     def _direction_of_next_step(self, num_done: int, estimator: Estimator) -> Direction | None:
-        """The direction, where the step after `num_done` steps takes the one that an earlier step probed."""
+        """The direction, where the step after `num_done` steps reuses an earlier step's; else None."""
         return estimator.direction if num_done % self._recipe.probe.every != 0 else None
 
-    def _write_rest(self, partial: Path, state: RunState) -> dict[str, files.FileRecord]:
-        """Rank 0 writes the small files; every rank reads its own files back."""
-        own = files_of_this_rank(partial / files.STATE)
+    def _write_rest(self, unfinished: Path, state: RunState) -> dict[str, files.FileRecord]:
+        """Writes the small files, on rank 0; reads this rank's files back and returns their records."""
+        own = files_of_this_rank(unfinished / files.STATE)
         if layout.is_first():
-            files.write_flushed(partial / files.RUN_STATE, json.dumps(asdict(state), indent=2) + "\n")
-            files.write_flushed(partial / files.RECIPE, dump_recipe(self._recipe))
-            own += [partial / files.RUN_STATE, partial / files.RECIPE]
-        return {path.relative_to(partial).as_posix(): files.record_of(path) for path in own}
+            (unfinished / files.RUN_STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+            (unfinished / files.RECIPE).write_text(dump_recipe(self._recipe), encoding="utf-8")
+            own += [unfinished / files.RUN_STATE, unfinished / files.RECIPE]
+        return {path.relative_to(unfinished).as_posix(): files.record_of(path) for path in own}
 
-    def _problem(self, folder: Path) -> str | None:
-        """Why a checkpoint cannot be used, None if it can. Each rank reads every so many of its files."""
-        local: str | None = None
-        try:
-            records = files.read_manifest(folder)
-            own = sorted(records, key=lambda name: (-records[name].bytes, name))
-            problems = (
-                files.file_problem(folder, name, records[name])
-                for name in own[layout.rank("job") :: layout.size("job")]
-            )
-            local = next((problem for problem in problems if problem is not None), None)
-        except files.Unusable as error:
-            local = str(error)
-        found = [problem for problem in layout.gather_objects("job", local) if problem is not None]
+    def _problem_of(self, folder: Path) -> str | None:
+        """`files.problem_of`, each rank reading every so many of the files. A collective."""
+        part, num_parts = layout.rank("job"), layout.size("job")
+        problem = files.problem_of(folder, self._console.say, part=part, num_parts=num_parts)
+        found = [of_rank for of_rank in layout.gather_objects("job", problem) if of_rank is not None]
         return "; ".join(dict.fromkeys(found)) or None
 
     def _read_run_state(self, folder: Path) -> RunState:

@@ -18,6 +18,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.feed import Feed, build_feed, read_dataset, read_training_data
 from vcore_ds.files import run_folder
 from vcore_ds.files.run_lock import RunLock
+from vcore_ds.files.user_paths import writing
 from vcore_ds.loop import Training, run_steps, validate
 from vcore_ds.setup import build_engine, build_estimator, check_model, count_steps, describe_engine
 from vcore_ds.track.console import Console, describe_example
@@ -62,6 +63,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     plan = plan_batch(recipe, layout.size("data"))
     ds_config = deepspeed_config(recipe, plan)
     console.say(f"Batch: {plan.describe()}")
+    first_rank_first(lambda: run_folder.check_output_folder(recipe) if layout.is_first() else None)
 
     checkpoints = Checkpoints(recipe, console)
     found = None
@@ -91,7 +93,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
         checkpoints.clear_above(num_done)
     else:  # not earlier: what the user has to fix is found before anything is written
         first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
-    log = begin_folder(recipe, num_done, checkpoints, console) if layout.is_first() else None
+    log = first_rank_first(lambda: begin_folder(recipe, num_done, checkpoints, console) if layout.is_first() else None)
     training = Training(recipe, engine, estimator, feed, validation, num_steps, checkpoints, log, console)
 
     last_step = run_training(training, num_done, is_new=found is None)
@@ -151,7 +153,8 @@ def begin_folder(recipe: Recipe, num_done: int, checkpoints: Checkpoints, consol
         wandb = WandbLog(recipe, console, checkpoints.wandb_run_id)
         checkpoints.wandb_run_id = wandb.run_id
         console.say(f"Weights & Biases: {wandb.url or 'offline'}")
-    return MetricsLog(folder, wandb)
+    with writing("run.output_dir", folder):
+        return MetricsLog(folder, wandb)
 
 
 def run_training(training: Training, num_done: int, is_new: bool) -> StepMetrics | None:

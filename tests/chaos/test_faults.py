@@ -126,7 +126,7 @@ def test_flipped_bit_then_kill_while_files_are_written(run: TinyRun):
     job = run_into(run, Fault("checkpoint file", rank=1, step=6, phase="checkpoint", call=5), resumed_after=2)
     skipped = f"skipped checkpoint step_00000004: state/{path.name}: its SHA-256 is not that of manifest.json"
     assert job.output.count(skipped) == 1, job.output
-    partial = run.folder / "checkpoints" / "step_00000006.partial"
+    partial = run.folder / "checkpoints" / "step_00000006.unfinished"
     assert list((partial / "state").iterdir()) and not (partial / "manifest.json").exists()
     assert run.marked_steps() == [2, 4]  # 4 was made again
 
@@ -141,8 +141,8 @@ def test_truncated_file_then_kill_before_the_rename_without_a_wandb_server(run: 
     check_offline(run, job)
     skipped = f"step_00000004: state/{path.name}: found {size - 100:,} bytes; manifest.json says {size:,}"
     assert job.output.count(f"skipped checkpoint {skipped}") == 1, job.output
-    assert job.output.count("skipped checkpoint step_00000006.partial: not finished") == 1
-    assert (run.folder / "checkpoints" / "step_00000006.partial" / "manifest.json").is_file()
+    assert job.output.count("skipped checkpoint step_00000006.unfinished: not finished") == 1
+    assert (run.folder / "checkpoints" / "step_00000006.unfinished" / "manifest.json").is_file()
     assert run.marked_steps() == [2, 4]
 
 

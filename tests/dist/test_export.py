@@ -230,7 +230,7 @@ def test_tokenizer_and_settings_stand_beside_the_weights(outcomes, name):
         assert json.loads((folder / "generation_config.json").read_text()) == {"do_sample": False, "temperature": 0.6}
         base = json.loads((folder.parent.parent / "untied" / "config.json").read_text())
         assert json.loads((folder / "config.json").read_text())["use_cache"] == base["use_cache"]
-    assert not list(folder.parent.glob("*.partial"))
+    assert not list(folder.parent.glob("*.unfinished"))
 
 
 @pytest.mark.parametrize("name", ADAPTED)

@@ -215,7 +215,7 @@ def unfinished_only(folder: Path) -> list[str]:
     saved = resumed_runs.until(stopped, 1) / "checkpoints"
     if layout.is_first():
         (saved / "step_00000001" / "COMPLETE").unlink()
-        (saved / "step_00000002.partial").mkdir()
+        (saved / "step_00000002.unfinished").mkdir()
     layout.gather_objects("job", None)
     said: list[str] = []
     console, Console.say = Console.say, lambda self, text="": said.append(text)
@@ -294,7 +294,7 @@ def test_a_rank_that_cannot_write_is_named_by_all_and_nothing_is_lost(found: dic
     failing = found["one_rank_cannot_write"]
     message = failing["message"]
     assert "the checkpoint of step 7 could not be written: rank 1 on host" in message
-    assert "failing/checkpoints/step_00000007.partial/state: " in message and "Is a directory" in message
+    assert "failing/checkpoints/step_00000007.unfinished/state: " in message and "Is a directory" in message
     assert failing["left"] == ["step_00000003"] and failing["differing"] == []
 
 
@@ -332,7 +332,7 @@ def test_no_checkpoint_that_verifies_is_an_error_not_a_new_beginning(found: dict
 def test_unfinished_checkpoints_alone_are_a_new_beginning(found: dict[str, Any]):
     said = "\n".join(found["unfinished_only"])
     assert "skipped checkpoint step_00000001: no COMPLETE: writing it was not finished" in said
-    assert "skipped checkpoint step_00000002.partial: not finished" in said
+    assert "skipped checkpoint step_00000002.unfinished: not finished" in said
     assert "holds this run without a checkpoint: it begins at its first step" in said
     assert found["unfinished_only"][-2:] == ["step_00000001.rejected", "step_00000002"]
 

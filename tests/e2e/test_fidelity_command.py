@@ -92,4 +92,4 @@ def test_a_recipe_without_utilities_in_bf16_under_the_deepspeed_launcher(setup: 
 
     again = run_command(f"vcore-ds fidelity {RECIPE} {' '.join(arguments)}")
     assert again.returncode == 2 and "Traceback" not in again.stdout
-    assert f"--output {output}: holds a fidelity.json already" in again.stdout
+    assert f"--output: {output}: holds a fidelity.json already" in again.stdout

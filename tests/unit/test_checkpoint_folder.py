@@ -23,18 +23,14 @@ CONTENT = {
 
 
 def write_checkpoint(checkpoints: Path, step: int) -> Path:
-    partial = files.begin(checkpoints, step, num_bytes=1)
+    unfinished = files.begin(checkpoints, step, num_bytes=1)
     for name, content in CONTENT.items():
-        (partial / name).write_bytes(content)
-    return files.finish(partial, step, 2, {name: files.record_of(partial / name) for name in CONTENT})
+        (unfinished / name).write_bytes(content)
+    return files.finish(checkpoints, step, 2, {name: files.record_of(unfinished / name) for name in CONTENT})
 
 
 def problem(folder: Path) -> str | None:
-    try:
-        records = files.read_manifest(folder)
-    except files.Unusable as error:
-        return str(error)
-    return next((text for name in records if (text := files.file_problem(folder, name, records[name]))), None)
+    return files.problem_of(folder, say=lambda _: None)
 
 
 def names(checkpoints: Path) -> list[str]:
@@ -116,6 +112,16 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], None
     assert found is not None and reason in found
 
 
+@pytest.mark.parametrize("name", CONTENT)
+def test_of_several_readers_one_finds_the_damage(tmp_path: Path, name: str):
+    folder = write_checkpoint(tmp_path, 100)
+    (folder / name).write_bytes(b"")
+    said: list[str] = []
+    found = [files.problem_of(folder, said.append, part=part, num_parts=2) for part in range(2)]
+    assert sum(problem is not None and f"{name}: found 0 bytes" in problem for problem in found) == 1
+    assert None in found and said == ["verifying step_00000100: 2.09e-06 GB"] * 2
+
+
 def test_no_room_is_said_before_anything_is_written(tmp_path: Path):
     with pytest.raises(OSError, match=r"found [\d,]+ bytes free; expected 1,000,000,000,000,000,000 for a checkpoint"):
         files.begin(tmp_path / "checkpoints", 5, num_bytes=10**18)
@@ -123,10 +129,10 @@ def test_no_room_is_said_before_anything_is_written(tmp_path: Path):
 
 
 def test_a_file_that_another_node_wrote_elsewhere_is_missed(tmp_path: Path):
-    partial = files.begin(tmp_path, 5, num_bytes=1)
+    files.begin(tmp_path, 5, num_bytes=1)
     with pytest.raises(OSError, match="expected run.output_dir on a file system that all nodes share"):
-        files.finish(partial, 5, 2, {"state/__8_0.distcp": files.FileRecord(5, "0")})
-    assert names(tmp_path) == ["step_00000005.partial"]  # nothing with a checkpoint's name
+        files.finish(tmp_path, 5, 2, {"state/__8_0.distcp": files.FileRecord(5, "0")})
+    assert names(tmp_path) == ["step_00000005.unfinished"]  # nothing with a checkpoint's name
 
 
 def test_what_an_interrupted_attempt_left_is_written_over(tmp_path: Path):
@@ -165,7 +171,7 @@ def test_newer_ones_that_did_not_verify_are_set_aside(tmp_path: Path):
 
 
 def test_checkpoints_are_listed_newest_first(tmp_path: Path):
-    for name in ("step_00000009", "step_00000010", "step_100000000", "step_7", "notes", "step_00000011.partial"):
+    for name in ("step_00000009", "step_00000010", "step_100000000", "step_7", "notes", "step_00000011.unfinished"):
         (tmp_path / name).mkdir()
     assert [folder.name for folder in files.list_checkpoints(tmp_path)] == [
         "step_100000000",
@@ -175,7 +181,7 @@ def test_checkpoints_are_listed_newest_first(tmp_path: Path):
     (tmp_path / "step_00000010" / "COMPLETE").write_text("")
     assert [folder.name for folder in files.list_unfinished(tmp_path)] == [
         "step_00000009",
-        "step_00000011.partial",
+        "step_00000011.unfinished",
         "step_100000000",
     ]
     assert files.list_checkpoints(tmp_path / "none") == []
@@ -202,7 +208,7 @@ def used(tmp_path: Path) -> Path:
 def test_a_new_folder_and_an_empty_one_begin(tmp_path: Path):
     assert not can_resume(recipe(tmp_path / "new"))
     assert not can_resume(recipe(tmp_path))
-    (tmp_path / "recipe.yaml.partial").write_text("killed here")
+    (tmp_path / "recipe.yaml.unfinished").write_text("killed here")
     assert not can_resume(recipe(tmp_path))
 
 

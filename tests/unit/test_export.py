@@ -42,15 +42,15 @@ def trained_masters(base: Path, lora: bool) -> dict[str, Tensor]:
 
 
 def write_checkpoint(run: Path, step: int, masters: dict[str, Tensor]) -> Path:
-    partial = checkpoint_folder.begin(run / "checkpoints", step, 0)
+    unfinished = checkpoint_folder.begin(run / "checkpoints", step, 0)
     state = {f"master.{name}": tensor.flatten() for name, tensor in masters.items()}
     state |= {f"exp_avg.{name}": torch.full((tensor.numel(),), torch.nan) for name, tensor in masters.items()}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(partial / "state"), no_dist=True)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(unfinished / "state"), no_dist=True)
     shapes = {name: list(tensor.shape) for name, tensor in masters.items()}
-    (partial / "run_state.json").write_text(json.dumps({"step": step, "world_size": 1, "shapes": shapes}))
-    written = [path for path in partial.rglob("*") if path.is_file()]
-    records = {path.relative_to(partial).as_posix(): checkpoint_folder.record_of(path) for path in written}
-    return checkpoint_folder.finish(partial, step, 1, records)
+    (unfinished / "run_state.json").write_text(json.dumps({"step": step, "world_size": 1, "shapes": shapes}))
+    written = [path for path in unfinished.rglob("*") if path.is_file()]
+    records = {path.relative_to(unfinished).as_posix(): checkpoint_folder.record_of(path) for path in written}
+    return checkpoint_folder.finish(run / "checkpoints", step, 1, records)
 
 
 def write_run(run: Path, base: Path, masters: dict[str, Tensor], *, lora: bool, precision: str = "bf16") -> Path:
@@ -254,7 +254,7 @@ def test_an_export_that_is_killed_leaves_no_folder_of_that_name(full_run, monkey
         export_run(full_run, output=output, max_file_bytes=20_000)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert [path.name for path in (full_run / "out").iterdir()] == ["model.partial"]
+    assert [path.name for path in (full_run / "out").iterdir()] == ["model.unfinished"]
     export_run(full_run, output=output, max_file_bytes=20_000)  # the next one takes the leftover away
     assert [path.name for path in (full_run / "out").iterdir()] == ["model"]
 

@@ -36,9 +36,9 @@ def holder(tmp_path: Path):
 def test_a_second_job_is_refused(tmp_path: Path, holder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "WAIT_SECONDS", 0.5)
     said: list[str] = []
-    with pytest.raises(UserError, match="found another process at work there"):
+    with pytest.raises(UserError, match="found another process using it"):
         RunLock(tmp_path).acquire(said.append)
-    assert len(said) == 1 and "another process works there; waiting" in said[0]
+    assert len(said) == 1 and "another process is using it; waiting" in said[0]
 
 
 def test_a_second_job_gets_the_folder_when_the_first_is_killed(tmp_path: Path, holder) -> None:

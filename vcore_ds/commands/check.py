@@ -4,7 +4,7 @@ import argparse
 
 from vcore_ds.commands.arguments import OVERRIDE_HELP, OVERRIDE_METAVAR, RECIPE_HELP, positive
 from vcore_ds.config import deepspeed_config, dump_recipe, load_recipe, plan_batch
-from vcore_ds.files.run_folder import can_resume
+from vcore_ds.files.run_folder import can_resume, check_output_folder
 
 HELP = "validate a recipe without a GPU"
 DESCRIPTION = (
@@ -26,9 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Raises UserError for impossible arithmetic, a contradiction with the DeepSpeed JSON, or a used output folder."""
+    """Raises UserError for impossible arithmetic, a contradiction with the DeepSpeed JSON, or an output folder that is
+    used or cannot be written."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     plan = plan_batch(recipe, arguments.ranks)
     deepspeed_config(recipe, plan)
     can_resume(recipe)
+    check_output_folder(recipe)
     print(f"{dump_recipe(recipe).rstrip()}\n\nBatch: {plan.describe()}")

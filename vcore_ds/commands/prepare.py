@@ -6,6 +6,7 @@ from pathlib import Path
 
 from vcore_ds.commands.arguments import positive
 from vcore_ds.errors import UserError
+from vcore_ds.files.user_paths import writing
 
 HELP = "turn raw data into a store of tokens"
 DESCRIPTION = (
@@ -77,4 +78,5 @@ def main(arguments: argparse.Namespace) -> None:
         statements=arguments.statements,
     )
     processes = arguments.processes or os.cpu_count() or 1
-    prepare(request, arguments.output, processes=processes, max_malformed_share=arguments.max_malformed)
+    with writing("--output", arguments.output, "a folder that can be written, with room for the store"):
+        prepare(request, arguments.output, processes=processes, max_malformed_share=arguments.max_malformed)

@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.store import MANIFEST
 from vcore_ds.errors import UserError
+from vcore_ds.files.user_paths import reading, writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,10 +38,12 @@ def store_of(
         cache_folder: None for `$XDG_CACHE_HOME/vcore_ds`, or `~/.cache/vcore_ds`.
 
     Raises:
-        UserError: the data are not there, hold a row that is no conversation, or nothing to learn from.
+        UserError: the data are not there, hold a row that is no conversation, or nothing to learn from; or the cache
+            cannot be written.
     """
-    if (Path(path) / MANIFEST).is_file():
-        return Path(path)
+    with reading("", Path(path), "data, or a token store, that can be read"):
+        if (Path(path) / MANIFEST).is_file():
+            return Path(path)
     from vcore_ds.data.prepare import PrepareRequest, describe_origin, find_shards, prepare
 
     check_tokenizer(tokenizer)
@@ -53,25 +56,27 @@ def store_of(
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
     root = cache_folder or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vcore_ds")
     folder = Path(root).expanduser() / f"{Path(path).stem}-{key}"
-    if (folder / MANIFEST).is_file():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(f"{folder}.lock")
-    try:
-        lock.acquire(timeout=1)
-    except Timeout:
-        say(f"Data: {path}: another process is making {folder}; waiting for it")
-        lock.acquire()
-    try:
-        is_small = sum(file.stat().st_size for file in files) < _ONE_PROCESS_BYTES
-        processes = 1 if is_small else len(os.sched_getaffinity(0))
-        prepare(request, folder, processes=processes, max_malformed_share=0.0, say=say)
-    except UserError as error:
-        raise UserError(
-            f"{error}\nThe data that a recipe names become a token store in {folder.parent} before training. To leave "
-            f"out malformed rows, make the store yourself and name it instead of {path}: vcore-ds prepare chat {path} "
-            f"--tokenizer {name} --cutoff-length {cutoff_length} --max-malformed 0.01 --output STORE"
-        ) from None
-    finally:
-        lock.release()
+    with writing("data.cache_dir", folder, "a folder that can be written, with room for the token store"):
+        if (folder / MANIFEST).is_file():
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{folder}.lock")
+        try:
+            lock.acquire(timeout=1)
+        except Timeout:
+            say(f"Data: {path}: another process is making {folder}; waiting for it")
+            lock.acquire()
+        try:
+            is_small = sum(file.stat().st_size for file in files) < _ONE_PROCESS_BYTES
+            processes = 1 if is_small else len(os.sched_getaffinity(0))
+            prepare(request, folder, processes=processes, max_malformed_share=0.0, say=say)
+        except UserError as error:
+            raise UserError(
+                f"{error}\nThe data that a recipe names become a token store in {folder.parent} before training. To "
+                "leave out malformed rows, make the store yourself and name it instead of "
+                f"{path}: vcore-ds prepare chat {path} --tokenizer {name} --cutoff-length {cutoff_length} "
+                "--max-malformed 0.01 --output STORE"
+            ) from None
+        finally:
+            lock.release()
     return folder

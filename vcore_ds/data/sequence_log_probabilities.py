@@ -14,20 +14,19 @@ import numpy as np
 from vcore_ds.data.dataset import ChangedDataset, Dataset
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.errors import UserError
+from vcore_ds.files.aside import written_aside
 
 
 def write_reference(path: Path, dataset: Dataset, log_probabilities: Sequence[float], model: str) -> None:
     """Writes a `.npz`: `log_probability` fp64 [n] in nats, in the order of the data, and what they are of."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".partial")
-    with unfinished.open("wb") as file:  # np.savez would add .npz to a name that lacks it
+    # Into an open file: np.savez would add .npz to a name that lacks it.
+    with written_aside(path) as unfinished, unfinished.open("wb") as file:
         np.savez(
             file,
             log_probability=np.array(log_probabilities, dtype=np.float64),
             digest=np.array(dataset.digest),
             model=np.array(model),
         )
-    unfinished.rename(path)
 
 
 def with_reference(dataset: Dataset, path: str) -> ChangedDataset:

@@ -11,7 +11,6 @@ A store is a folder, written once by one process:
 
 import hashlib
 import json
-import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,8 @@ import numpy as np
 from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.errors import UserError
+from vcore_ds.files.aside import written_aside
+from vcore_ds.files.user_paths import reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,8 +56,9 @@ class TokenStore(Sequence[TokenizedSequence]):
                 template or cutoff.
         """
         self.folder = Path(folder)
-        self.manifest = _read_manifest(self.folder)
-        _check_files(self.folder, self.manifest["files"])
+        with reading("", self.folder, "a token store that can be read"):
+            self.manifest = _read_manifest(self.folder)
+            _check_files(self.folder, self.manifest["files"])
         if tokenizer is not None:
             self._check_tokenizer(tokenizer)
         if cutoff_length is not None and self.manifest["max_length"] > cutoff_length:
@@ -157,9 +159,20 @@ def write_store(
     folder = Path(folder)
     if folder.exists():
         raise UserError(f"{folder}: is there already; delete it or write the store to another folder")
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    with written_aside(folder) as unfinished:
+        unfinished.mkdir()
+        entries = _write_sequences(folder, unfinished, sequences)
+        entries |= {"tokenizer": describe_tokenizer(tokenizer), **manifest}
+        text = json.dumps(entries, indent=2, sort_keys=True, ensure_ascii=False)
+        (unfinished / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def _write_sequences(folder: Path, unfinished: Path, sequences: Iterable[TokenizedSequence]) -> dict[str, Any]:
+    """Writes all files but the manifest into `unfinished`, and returns the manifest's entries on them.
+
+    Args:
+        folder: the store, for messages.
+    """
     builder = _indexed_dataset().IndexedDatasetBuilder
     tokens = builder(str(unfinished / "tokens.bin"), dtype=np.int32)
     marks = builder(str(unfinished / "marks.bin"), dtype=np.uint8)
@@ -185,20 +198,15 @@ def write_store(
     marks.finalize(str(unfinished / "marks.idx"))
     np.save(unfinished / "sequence_id.npy", np.array(sequence_ids, dtype=np.int64))
     np.save(unfinished / "num_supervised_tokens.npy", np.array(num_supervised_tokens, dtype=np.int32))
-    entries = {
+    return {
         "format": FORMAT,
         "num_sequences": len(lengths),
         "num_tokens": sum(lengths),
         "num_supervised_tokens": sum(num_supervised_tokens),
         "max_length": max(lengths),
-        "tokenizer": describe_tokenizer(tokenizer),
         "digest": _digest(unfinished),
         "files": {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())},
-        **manifest,
     }
-    text = json.dumps(entries, indent=2, sort_keys=True, ensure_ascii=False)
-    (unfinished / MANIFEST).write_text(text + "\n", encoding="utf-8")
-    unfinished.rename(folder)
 
 
 def describe_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:

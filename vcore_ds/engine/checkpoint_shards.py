@@ -7,7 +7,6 @@ elements a rank, is that of `torch.chunk`, which is what `Shard(0)` means. So th
 """
 
 import platform
-import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import cpu_group
 from vcore_ds.engine.zero3 import Engine
+from vcore_ds.files.aside import free_space
 
 Result = TypeVar("Result")
 
@@ -50,7 +50,7 @@ def on_all_ranks(folder: Path, action: Callable[[], Result]) -> list[Result]:
     try:
         outcome = (action(), None)
     except Exception as error:
-        outcome = (None, f"{folder}: {type(error).__name__}: {error} ({_free_space(folder)})")
+        outcome = (None, f"{folder}: {type(error).__name__}: {error} ({free_space(folder)})")
     gathered = layout.gather_objects("job", (*outcome, platform.node()))
     failed = [
         f"rank {rank} on host {host}: {problem}"
@@ -60,14 +60,6 @@ def on_all_ranks(folder: Path, action: Callable[[], Result]) -> list[Result]:
     if failed:
         raise CheckpointFailed("; ".join(failed))
     return [result for result, _, _ in gathered]
-
-
-def _free_space(folder: Path) -> str:
-    try:
-        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        return f"{shutil.disk_usage(existing).free:,} bytes free there"
-    except OSError as error:
-        return f"free space unknown: {error}"
 
 
 def write_state(engine: Engine, direction: ShardedVector | None, folder: Path) -> None:

@@ -2,7 +2,6 @@
 what a checkpoint holds, tensor by tensor, without a process group."""
 
 import itertools
-import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed, on_all_ranks
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.files import model_folder as files
+from vcore_ds.files.aside import discard, unfinished_path
 
 PREFIX = "causal_lm."
 """Of a parameter's name in the engine (and in a checkpoint), before its name in the Hugging Face model."""
@@ -48,33 +48,33 @@ def save_hugging_face(
         ExportFailed: on all ranks alike; `folder` is not there then.
     """
     is_first = layout.is_first()
-    partial = files.partial_of(folder)
+    unfinished = unfinished_path(folder)
     model = engine.module.causal_lm
     try:
         if isinstance(model, PeftModel):
             adapter = {name: tensor for name, tensor in _gathered(engine, _adapter_owner(engine)) if tensor is not None}
-            on_all_ranks(partial, lambda: _write_adapter(model, adapter, tokenizer, folder) if is_first else None)
+            on_all_ranks(unfinished, lambda: _write_adapter(model, adapter, tokenizer, folder) if is_first else None)
             return
         weights = _described(engine)
         split = files.plan_files(weights, max_file_bytes)
         num_bytes = split.metadata["total_size"]
-        on_all_ranks(partial, lambda: files.begin(folder, num_bytes) if is_first else None)
+        on_all_ranks(unfinished, lambda: files.begin(folder, num_bytes) if is_first else None)
         owner = _file_owner(split)
         for file, tensors in files.collect_files(split, _gathered(engine, owner)):
             expected = {name: weights[name] for name in split.filename_to_tensors[file]}
             mine = owner[next(iter(expected))] == layout.rank("job")
             # Every rank waits for the writer here: if it fails, all of them learn it instead of hanging in a gather.
             on_all_ranks(
-                partial / file,
-                lambda: files.write_file(partial / file, tensors, expected) if mine else None,  # noqa: B023
+                unfinished / file,
+                lambda: files.write_file(unfinished / file, tensors, expected) if mine else None,  # noqa: B023
             )
         on_all_ranks(
-            partial,
-            lambda: _finish(partial, folder, split, model_path, engine, tokenizer) if is_first else None,
+            unfinished,
+            lambda: _finish(folder, split, model_path, engine, tokenizer) if is_first else None,
         )
     except CheckpointFailed as error:
         if is_first:
-            shutil.rmtree(partial, ignore_errors=True)
+            discard(unfinished)
         raise ExportFailed(
             f"the result could not be written: {error}. The last checkpoint holds the same weights: mend the cause and "
             "start the run again, or use `vcore-ds export`"
@@ -82,7 +82,6 @@ def save_hugging_face(
 
 
 def _finish(
-    partial: Path,
     folder: Path,
     split: StateDictSplit,
     model_path: str,
@@ -90,17 +89,17 @@ def _finish(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     dtype = next(engine.module.parameters()).dtype
-    files.describe(partial, model_path, dtype, tokenizer)
-    files.finish(partial, folder, split)
+    files.describe(unfinished_path(folder), model_path, dtype, tokenizer)
+    files.finish(folder, split)
 
 
 def _write_adapter(
     model: PeftModel, adapter: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
-    partial = files.begin(folder, sum(tensor.nbytes for tensor in adapter.values()))
-    files.write_adapter(model, adapter, partial)
-    tokenizer.save_pretrained(partial)
-    files.finish(partial, folder)
+    unfinished = files.begin(folder, sum(tensor.nbytes for tensor in adapter.values()))
+    files.write_adapter(model, adapter, unfinished)
+    tokenizer.save_pretrained(unfinished)
+    files.finish(folder)
 
 
 def _described(engine: Engine) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
-"""A checkpoint's files: written beside, verified, renamed, marked COMPLETE. No tensors, no ranks.
+"""A checkpoint's files: written aside, verified, renamed, marked COMPLETE. No tensors, no ranks.
 
 `checkpoints/step_00000100/` holds
 
 - `state/`: tensors, one file per rank, and their index
-- `run_state.json`: step, world size, shapes, and what else is not a tensor
+- `run_state.json`: step, world size, shapes, and everything else that is not a tensor
 - `recipe.yaml`: resolved
 - `manifest.json`: size and SHA-256 of every file above
 - `COMPLETE`: SHA-256 of manifest.json; written last, so a folder without it is unfinished
@@ -14,26 +14,23 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.files.aside import flush
+from vcore_ds.files import aside
 
 FORMAT = 1
 STATE, RUN_STATE, RECIPE, MANIFEST, COMPLETE = "state", "run_state.json", "recipe.yaml", "manifest.json", "COMPLETE"
 _STEP = re.compile(r"^step_(\d{8,})$")
-PARTIAL, _REJECTED = ".partial", ".rejected"
-
-
-class Unusable(Exception):
-    """Why nothing can go on from a checkpoint."""
+_REJECTED = ".rejected"
+"""Ending of a newer checkpoint that was passed over because it did not verify."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it could be read back."""
+    """A file as it was read back."""
 
     bytes: int
     sha256: str
@@ -44,20 +41,14 @@ def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step_{step:08d}"
 
 
-def partial_folder(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written before it has its name."""
-    folder = step_folder(checkpoints, step)
-    return folder.with_name(folder.name + PARTIAL)
-
-
 def step_of(folder: Path) -> int | None:
-    """None for what is no finished checkpoint by its name."""
+    """Optimizer steps, from a finished checkpoint's name; None for any other name."""
     match = _STEP.match(folder.name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """Folders that are checkpoints by their name, newest first; whether they are whole is another question."""
+    """Folders that are checkpoints by their name, newest first, whether or not they are whole."""
     if not checkpoints.is_dir():
         return []
     return sorted(
@@ -66,11 +57,11 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def list_unfinished(checkpoints: Path) -> list[Path]:
-    """What was being written when a run ended: partial folders, and renamed ones without a mark."""
+    """Checkpoints that were being written when a run ended: with the unfinished suffix, or renamed without COMPLETE."""
     if not checkpoints.is_dir():
         return []
     unmarked = [folder for folder in list_checkpoints(checkpoints) if not (folder / COMPLETE).exists()]
-    return sorted([*checkpoints.glob(f"step_*{PARTIAL}"), *unmarked])
+    return sorted([*checkpoints.glob(f"step_*{aside.SUFFIX}"), *unmarked])
 
 
 def _number(folder: Path) -> int:
@@ -83,25 +74,19 @@ def _number(folder: Path) -> int:
 
 
 def begin(checkpoints: Path, step: int, num_bytes: int) -> Path:
-    """An empty partial folder. Raises OSError where the disk has no room for `num_bytes`."""
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(checkpoints).free
-    if free < num_bytes:
-        raise OSError(
-            f"{checkpoints}: found {free:,} bytes free; expected {num_bytes:,} for a checkpoint. Make room, lower "
-            "checkpoint.keep_last (an old checkpoint is deleted only when the new one is complete), or move the run's "
-            "folder to a larger disk"
-        )
-    folder = partial_folder(checkpoints, step)
-    if folder.exists():
-        shutil.rmtree(folder)
-    (folder / STATE).mkdir(parents=True)
+    """The empty folder that the checkpoint of `step` is written in. Raises `aside.NoRoom`."""
+    purpose = (
+        "a checkpoint. Make room, lower checkpoint.keep_last (an old checkpoint is deleted only when the new one is "
+        "complete), or move the run's folder to a larger disk"
+    )
+    folder = aside.begin_folder(step_folder(checkpoints, step), num_bytes, purpose)
+    (folder / STATE).mkdir()
     return folder
 
 
 def record_of(path: Path) -> FileRecord:
-    """Size and checksum of a flushed file as the disk gives it back, not as memory remembers it where that can be
-    told apart."""
+    """Size and checksum of a file, flushed, then read from the disk rather than from the page cache where the system
+    allows that."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -109,29 +94,19 @@ def record_of(path: Path) -> FileRecord:
         return FileRecord(file.tell(), digest.hexdigest())
 
 
-def write_flushed(path: Path, text: str) -> None:
-    """Text that is on the disk when this returns."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def finish(checkpoints: Path, step: int, world_size: int, records: Mapping[str, FileRecord]) -> Path:
+    """Writes the manifest, gives the folder that `begin` made its name, and marks it COMPLETE.
 
+    Args:
+        records: every file's, by its name relative to the folder.
 
-def replace_flushed(path: Path, text: str) -> None:
-    """The same, with the old text or the new one in `path` whatever happens."""
-    beside = path.with_name(path.name + PARTIAL)
-    write_flushed(beside, text)
-    beside.rename(path)
-    flush(path.parent)
-
-
-def finish(partial: Path, step: int, world_size: int, records: Mapping[str, FileRecord]) -> Path:
-    """Manifest, rename, COMPLETE. `records`: of every file, by its name relative to the folder.
-
-    Raises OSError where a file is not as its writer has seen it.
+    Raises:
+        OSError: a file is missing, or differs from what its writer read back.
     """
+    final = step_folder(checkpoints, step)
+    unfinished = aside.unfinished_path(final)
     for name, record in records.items():
-        path = partial / name
+        path = unfinished / name
         # Another node's file that is not here was written to that node's own disk.
         if not path.is_file():
             raise OSError(
@@ -149,14 +124,11 @@ def finish(partial: Path, step: int, world_size: int, records: Mapping[str, File
         },
         indent=2,
     )
-    write_flushed(partial / MANIFEST, manifest + "\n")
-    flush(partial / STATE)
-    flush(partial)
-    final = step_folder(partial.parent, step)
+    (unfinished / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
     remove(final)  # one that did not verify, or that a run resumed at an earlier step has left behind
-    partial.rename(final)
-    flush(final.parent)
-    replace_flushed(final / COMPLETE, record_of(final / MANIFEST).sha256 + "\n")
+    aside.finish_folder(final)
+    with aside.written_aside(final / COMPLETE) as mark:
+        mark.write_text(record_of(final / MANIFEST).sha256 + "\n", encoding="utf-8")
     return final
 
 
@@ -168,7 +140,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_old(checkpoints: Path, *, keep_last: int, keep_every_steps: int | None) -> list[Path]:
-    """Deletes all complete checkpoints but the newest `keep_last` and those of every so many steps. Says which."""
+    """Deletes all complete checkpoints but the newest `keep_last` and every `keep_every_steps`-th; returns them."""
     complete = [folder for folder in list_checkpoints(checkpoints) if (folder / COMPLETE).is_file()]
     old = [f for f in complete[keep_last:] if keep_every_steps is None or _number(f) % keep_every_steps != 0]
     for folder in old:
@@ -177,12 +149,12 @@ def remove_old(checkpoints: Path, *, keep_last: int, keep_every_steps: int | Non
 
 
 def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
-    """Renames what is newer than the checkpoint a run goes on from, and removes what is unfinished.
+    """Renames the checkpoints after `step`, which a run resumes from, and removes unfinished ones; returns new names.
 
-    Newer checkpoints did not verify. Left where they are, they would count among the newest that are kept, and good
-    ones would be deleted for them.
+    Newer checkpoints did not verify. Under their old names they would count among the newest that are kept, and good
+    ones would be deleted instead of them.
     """
-    for folder in checkpoints.glob(f"step_*{PARTIAL}"):
+    for folder in checkpoints.glob(f"step_*{aside.SUFFIX}"):
         shutil.rmtree(folder)
     renamed = []
     for folder in list_checkpoints(checkpoints):
@@ -198,46 +170,77 @@ def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Name -> record of every file of a checkpoint, once COMPLETE says that the manifest is whole.
+def newest_usable(
+    candidates: Iterable[Path], problem_of: Callable[[Path], str | None]
+) -> tuple[Path | None, list[str]]:
+    """The first candidate without a problem, None where all have one; and `NAME: PROBLEM` of each one before it."""
+    problems: list[str] = []
+    for folder in candidates:
+        problem = problem_of(folder)
+        if problem is None:
+            return folder, problems
+        problems.append(f"{folder.name}: {problem}")
+    return None, problems
 
-    Raises:
-        Unusable: with the reason.
+
+def problem_of(folder: Path, say: Callable[[str], None], *, part: int = 0, num_parts: int = 1) -> str | None:
+    """Why a checkpoint cannot be used, for a resume and an export alike; None where it can.
+
+    Args:
+        say: hears what is about to be read, which can take minutes.
+        part: of the files, largest first, every `num_parts`-th from this one is read; the manifest always is.
     """
+    try:
+        records = _read_manifest(folder)
+        num_bytes = sum(record.bytes for record in records.values())
+        say(f"verifying {folder.name}: {num_bytes / 1e9:.3g} GB")
+        by_size = sorted(records, key=lambda name: (-records[name].bytes, name))
+        for name in by_size[part::num_parts]:
+            _verify_file(folder, name, records[name])
+    except _Unusable as error:
+        return str(error)
+    return None
+
+
+class _Unusable(Exception):
+    """The message is the reason."""
+
+
+def _read_manifest(folder: Path) -> dict[str, FileRecord]:
+    """Name -> record of every file, provided that COMPLETE vouches for the manifest."""
     try:
         mark = (folder / COMPLETE).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        raise Unusable(f"no {COMPLETE}: writing it was not finished") from None
+        raise _Unusable(f"no {COMPLETE}: writing it was not finished") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise Unusable(f"{COMPLETE} cannot be read: {error}") from None
+        raise _Unusable(f"{COMPLETE} cannot be read: {error}") from None
     try:
         found = record_of(folder / MANIFEST).sha256
         if found != mark:
-            raise Unusable(f"{MANIFEST}: found SHA-256 {found}; {COMPLETE} says {mark!r}: one of the two is damaged")
+            raise _Unusable(f"{MANIFEST}: found SHA-256 {found}; {COMPLETE} says {mark!r}: one of the two is damaged")
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
-            raise Unusable(f"{MANIFEST}: found format {manifest['format']}; this version reads format {FORMAT}")
+            raise _Unusable(f"{MANIFEST}: found format {manifest['format']}; this version reads format {FORMAT}")
         return {name: FileRecord(**record) for name, record in manifest["files"].items()}
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
-        raise Unusable(f"{MANIFEST} cannot be read: {type(error).__name__}: {error}") from None
+        raise _Unusable(f"{MANIFEST} cannot be read: {type(error).__name__}: {error}") from None
 
 
-def file_problem(folder: Path, name: str, expected: FileRecord) -> str | None:
-    """What is wrong with a file of a checkpoint; None for nothing. Reads all of it."""
+def _verify_file(folder: Path, name: str, expected: FileRecord) -> None:
+    """Reads all of a file."""
     path = folder / name
     try:
         found = path.stat().st_size
         if found != expected.bytes:
-            return f"{name}: found {found:,} bytes; {MANIFEST} says {expected.bytes:,}"
+            raise _Unusable(f"{name}: found {found:,} bytes; {MANIFEST} says {expected.bytes:,}")
         if record_of(path) != expected:
-            return f"{name}: its SHA-256 is not that of {MANIFEST}: the file is damaged"
+            raise _Unusable(f"{name}: its SHA-256 is not that of {MANIFEST}: the file is damaged")
     except FileNotFoundError:
-        return f"{name}: missing"
+        raise _Unusable(f"{name}: missing") from None
     except OSError as error:
-        return f"{name}: cannot be read: {error}"
-    return None
+        raise _Unusable(f"{name}: cannot be read: {error}") from None
 
 
 def read_run_state(folder: Path) -> dict[str, Any]:
-    """run_state.json of a checkpoint whose files have been verified."""
+    """The contents of run_state.json, of a checkpoint that `problem_of` found no problem with."""
     return json.loads((folder / RUN_STATE).read_text(encoding="utf-8"))

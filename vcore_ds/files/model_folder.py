@@ -1,6 +1,6 @@
-"""A Hugging Face folder, written aside file by file, read back, and renamed when it is whole. No collectives.
+"""Hugging Face folders: written aside file by file, read back, and renamed when they are whole. No collectives.
 
-Weights come as a stream of (name, tensor): at no time is more than about one file's worth of them in memory.
+Weights come as a stream of (name, tensor), so that about one file's worth of them is in memory at a time.
 """
 
 import json
@@ -19,16 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from vcore_ds.errors import UserError
-from vcore_ds.files.aside import flush
+from vcore_ds.files import aside
 
 MAX_FILE_BYTES = 5 * 10**9
-PARTIAL = ".partial"
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 
 class BadExport(RuntimeError):
-    """What was written is not what was to be written."""
+    """The files read back differ from what was to be written."""
 
 
 # ---- what a folder holds -------------------------------------------------------------------------------------------
@@ -46,39 +45,29 @@ def described_weights(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def plan_files(weights: dict[str, Tensor], max_file_bytes: int = MAX_FILE_BYTES) -> StateDictSplit:
-    """Which tensor goes into which file, from shapes and dtypes (meta tensors)."""
+    """Which tensor goes into which file, from shapes and dtypes alone (meta tensors serve)."""
     return split_torch_state_dict_into_shards(weights, max_shard_size=max_file_bytes)
-
-
-def partial_of(folder: Path) -> Path:
-    """Where `folder` is written before it has its name."""
-    return folder.with_name(folder.name + PARTIAL)
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 
 def begin(folder: Path, num_bytes: int) -> Path:
-    """An empty folder beside `folder` to write into; what an interrupted export has left there goes.
-
-    Raises:
-        OSError: the disk has no room for `num_bytes`.
-    """
-    partial = partial_of(folder)
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    free = shutil.disk_usage(partial).free
-    if free < num_bytes:
-        raise OSError(f"{partial}: found {free:,} bytes free; expected {num_bytes:,} for the weights. Make room")
-    return partial
+    """The empty folder that `folder` is written in. Raises `aside.NoRoom`."""
+    return aside.begin_folder(folder, num_bytes, "the weights. Make room")
 
 
 def collect_files(
     split: StateDictSplit, weights: Iterable[tuple[str, Tensor | None]]
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """(file name, its tensors), each as soon as `weights` has given the last of them; None stands for a tensor that
-    another rank keeps."""
+    """(file name, its tensors), each as soon as `weights` has yielded the last of them.
+
+    Args:
+        weights: name and tensor, None for a tensor that another rank keeps.
+
+    Raises:
+        BadExport: at the end, where a tensor of `split` never came.
+    """
     waiting = {file: set(names) for file, names in split.filename_to_tensors.items()}
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
@@ -100,7 +89,7 @@ def write_file(path: Path, tensors: dict[str, Tensor], expected: dict[str, Tenso
         BadExport: names, shapes or dtypes are not those of `expected`, or a value is not finite.
     """
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    flush(path)
+    aside.flush(path)
     check_file(path, expected)
 
 
@@ -121,58 +110,55 @@ def check_file(path: Path, expected: dict[str, Tensor]) -> None:
                 raise BadExport(f"{path}: {name}: not all values are finite")
 
 
-def describe(partial: Path, path: str, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase) -> None:
+def describe(unfinished: Path, path: str, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase) -> None:
     """Configuration, generation settings and tokenizer (its chat template too) beside the weights.
 
     From the model's own folder, not from the model in memory, whose configuration was changed for training.
     """
     config = AutoConfig.from_pretrained(path)
     config.dtype = dtype
-    config.save_pretrained(partial)
-    # Copied, not saved anew: transformers refuses to save settings that contradict each other, which models are shipped
-    # with, and a finished run must not end in that.
+    config.save_pretrained(unfinished)
+    # Copied, not saved again: transformers refuses to save settings that contradict each other, which some models are
+    # shipped with, and a finished run must not fail for that.
     settings = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
     if settings is not None:
-        shutil.copyfile(settings, partial / GENERATION_CONFIG_NAME)
-    tokenizer.save_pretrained(partial)
+        shutil.copyfile(settings, unfinished / GENERATION_CONFIG_NAME)
+    tokenizer.save_pretrained(unfinished)
 
 
-def write_adapter(model: PeftModel, adapter: dict[str, Tensor], partial: Path) -> None:
+def write_adapter(model: PeftModel, adapter: dict[str, Tensor], unfinished: Path) -> None:
     """The adapter in peft's format, read back.
 
     Args:
-        model: whose adapters have these names; its own tensors are not looked at.
+        model: the adapted model, for names and configuration; its tensors are not used.
         adapter: name in `model` -> whole tensor.
     """
-    model.save_pretrained(str(partial), state_dict=adapter)
-    path = partial / SAFETENSORS_WEIGHTS_NAME
-    flush(path)
+    model.save_pretrained(str(unfinished), state_dict=adapter)
+    path = unfinished / SAFETENSORS_WEIGHTS_NAME
+    aside.flush(path)
     check_file(path, {name.replace(".default.", "."): tensor.to("meta") for name, tensor in adapter.items()})
 
 
-def finish(partial: Path, folder: Path, split: StateDictSplit | None = None) -> None:
-    """The index, and the folder's own name: from here on it is a whole one.
+def finish(folder: Path, split: StateDictSplit | None = None) -> None:
+    """Writes the index, and gives what was written beside `folder` its name: from here on it is whole.
 
     Args:
-        split: of the weights; None for an adapter.
+        split: the weights' files; None for an adapter.
 
     Raises:
-        BadExport: a file that another rank has written is not there.
+        BadExport: a file that another rank wrote is not there.
     """
+    unfinished = aside.unfinished_path(folder)
     for file in split.filename_to_tensors if split is not None else ():
-        if not (partial / file).is_file():
+        if not (unfinished / file).is_file():
             raise BadExport(
-                f"{partial / file}: found no such file, though another rank has written it; expected run.output_dir "
+                f"{unfinished / file}: found no such file, though another rank has written it; expected run.output_dir "
                 "on a file system that all nodes share"
             )
     if split is not None and split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for path in sorted(partial.iterdir()):
-        flush(path)
-    flush(partial)
-    partial.rename(folder)
-    flush(folder.parent)
+        (unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    aside.finish_folder(folder)
 
 
 # ---- reading and merging -------------------------------------------------------------------------------------------
@@ -182,7 +168,7 @@ class WeightFiles:
     """The weights of a model's folder (or hub id), one tensor at a time."""
 
     def __init__(self, path: str, file: str = SINGLE_FILE):
-        """Raises UserError where there are none in safetensors format."""
+        """Raises UserError where the folder has no weights in safetensors format."""
         self.path = path
         folder = Path(path)
         if not folder.is_dir():

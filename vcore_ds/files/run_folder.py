@@ -1,4 +1,4 @@
-"""A run's folder: recipe.yaml, environment.json, metrics.jsonl, and the result. It is new, or resumed."""
+"""A run's folder: recipe.yaml, environment.json, metrics.jsonl, and the result; either new or resumed."""
 
 import json
 import os
@@ -13,31 +13,44 @@ from typing import Any
 from vcore_ds import __version__
 from vcore_ds.config import Recipe, differing_keys, dump_recipe, read_resolved_recipe
 from vcore_ds.errors import UserError
-from vcore_ds.files.checkpoint_folder import PARTIAL, replace_flushed
+from vcore_ds.files.aside import unfinished_path, written_aside
 from vcore_ds.files.run_lock import LOCK
+from vcore_ds.files.user_paths import check_folder, writing
 
 PACKAGES = ("torch", "deepspeed", "transformers", "peft")
-
+"""Packages whose versions environment.json records."""
 
 RECIPE, ENVIRONMENT, METRICS, LOST_METRICS = "recipe.yaml", "environment.json", "metrics.jsonl", "metrics_lost.jsonl"
 
 
 def export_folder(recipe: Recipe) -> Path:
-    """Where the result goes. It is the last thing that a run writes: a run whose result is there has finished."""
+    """Where the result goes. A run writes it last: a run whose result is there has finished."""
     return Path(recipe.run.output_dir) / ("adapter" if recipe.lora is not None else "model")
 
 
 def can_resume(recipe: Recipe) -> bool:
-    """Whether run.output_dir holds this very run, unfinished; False where it is new or empty.
+    """Whether run.output_dir holds this very run, not finished; False where it is new or empty.
 
     Raises:
-        UserError: it holds something else, which a run never overwrites.
+        UserError: it holds something else, which a run never overwrites, or cannot be looked into.
     """
+    with writing("run.output_dir", Path(recipe.run.output_dir)):
+        return _holds_this_run(recipe)
+
+
+def check_output_folder(recipe: Recipe) -> None:
+    """Raises UserError where the run could not write into its folder; leaves nothing there. By rank 0 only."""
+    folder = Path(recipe.run.output_dir)
+    with writing("run.output_dir", folder):
+        check_folder(folder)
+
+
+def _holds_this_run(recipe: Recipe) -> bool:
     folder = Path(recipe.run.output_dir)
     is_run = (folder / RECIPE).is_file()
     if recipe.checkpoint.resume == "never" or not is_run:
         if folder.exists() and (
-            not folder.is_dir() or {path.name for path in folder.iterdir()} - {RECIPE + PARTIAL, LOCK}
+            not folder.is_dir() or {path.name for path in folder.iterdir()} - {unfinished_path(Path(RECIPE)).name, LOCK}
         ):
             what = "holds another run" if is_run else "is not an empty folder"
             raise UserError(
@@ -61,34 +74,43 @@ def can_resume(recipe: Recipe) -> bool:
         lines = "\n".join(f"  {key}: {value!r} there, {wanted!r} here" for key, (value, wanted) in differing.items())
         raise UserError(
             f"run.output_dir: {folder}: holds a run of another recipe:\n{lines}\n"
-            "expected the same values, to go on with it, or a new folder. Set these keys as they are there, or set "
+            "expected the same values, to resume it, or a new folder. Set these keys as they are there, or set "
             "run.output_dir"
         )
     return True
 
 
 def begin(recipe: Recipe, world_size: int, num_done: int) -> int:
-    """Writes recipe.yaml and environment.json, and leaves the lines of the first `num_done` steps in metrics.jsonl. By
-    rank 0 only. Returns the number of lines that went to metrics_lost.jsonl.
+    """Writes recipe.yaml and environment.json, and keeps the lines of the first `num_done` steps in metrics.jsonl.
+
+    On rank 0 only. Returns the number of lines moved to metrics_lost.jsonl.
 
     Args:
-        num_done: optimizer steps done, of a run that is resumed from a checkpoint.
+        num_done: optimizer steps done; more than 0 in a run that is resumed from a checkpoint.
+
+    Raises:
+        UserError: the folder cannot be written.
     """
     folder = Path(recipe.run.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    # First: a folder counts as a run by its recipe, so one that is killed here is resumed as one.
-    replace_flushed(folder / RECIPE, dump_recipe(recipe))
+    with writing("run.output_dir", folder):
+        # First: a folder with a recipe counts as a run, so a run that is killed after this line can be resumed.
+        _replace(folder / RECIPE, dump_recipe(recipe))
+        _record_environment(folder, world_size, num_done)
+        return move_lost_metrics(folder, num_done)
+
+
+def _record_environment(folder: Path, world_size: int, num_done: int) -> None:
     now = {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **environment(world_size)}
     if (folder / ENVIRONMENT).is_file():
         first = json.loads((folder / ENVIRONMENT).read_text())
         now = first | {"resumed": [*first.get("resumed", []), {"step": num_done, **now}]}
-    replace_flushed(folder / ENVIRONMENT, json.dumps(now, indent=2) + "\n")
-    return move_lost_metrics(folder, num_done)
+    _replace(folder / ENVIRONMENT, json.dumps(now, indent=2) + "\n")
 
 
 def move_lost_metrics(folder: Path, step: int) -> int:
-    """Leaves the lines of the first `step` steps in metrics.jsonl; the steps after them are taken again, and their
-    lines go to metrics_lost.jsonl, as does one that was not written to its end. Returns how many went.
+    """Keeps the lines of the first `step` steps in metrics.jsonl, and returns how many others there were.
+
+    The others move to metrics_lost.jsonl: later steps, which are taken again, and a line that was cut off.
     """
     path = folder / METRICS
     if not path.exists():
@@ -101,8 +123,13 @@ def move_lost_metrics(folder: Path, step: int) -> int:
             file.writelines(lost)
             file.flush()
             os.fsync(file.fileno())
-        replace_flushed(path, "".join(kept))
+        _replace(path, "".join(kept))
     return len(lost)
+
+
+def _replace(path: Path, text: str) -> None:
+    with written_aside(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def _step_of(line: str) -> int | None:
@@ -113,7 +140,7 @@ def _step_of(line: str) -> int | None:
 
 
 def environment(world_size: int) -> dict[str, Any]:
-    """Versions, commit, devices: what one needs to know to repeat a run."""
+    """Command, versions, commit and devices: what it takes to repeat a run."""
     import torch  # here, because `vcore-ds check` asks for the folder alone and torch takes seconds to import
 
     return {
@@ -128,7 +155,7 @@ def environment(world_size: int) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """Of the package's own checkout; None where it is installed from elsewhere."""
+    """Commit of the package's own checkout; None where the package is installed otherwise."""
     try:
         found = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"],

@@ -1,4 +1,4 @@
-"""`vcore-ds export`: a Hugging Face folder out of a run's checkpoint."""
+"""`vcore-ds export`: a Hugging Face folder from a run's checkpoint."""
 
 import argparse
 from pathlib import Path
@@ -7,8 +7,8 @@ from vcore_ds.errors import UserError
 
 HELP = "write a Hugging Face folder from a run's checkpoint"
 DESCRIPTION = (
-    "Write the full weights, the adapter, or the model with its adapter merged in, out of a run's checkpoint of any "
-    "world size: in one process, without a GPU, one file's worth of weights in memory."
+    "Write the full weights, the adapter, or the model with its adapter merged in, from a run's checkpoint of any "
+    "world size: in one process, without a GPU, with one file's worth of weights in memory."
 )
 
 

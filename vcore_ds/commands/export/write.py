@@ -1,8 +1,8 @@
-"""`vcore-ds export`: a Hugging Face folder out of a run's folder, in one plain process without GPU or process group."""
+"""`vcore-ds export`: a Hugging Face folder from a run's folder, in one plain process without GPU or process group."""
 
-import shutil
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -16,25 +16,32 @@ from vcore_ds.engine.export_shards import PREFIX, CheckpointTensors
 from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder
 from vcore_ds.files import model_folder as files
+from vcore_ds.files.aside import discard, unfinished_path
+from vcore_ds.files.user_paths import check_folder, reading, writing
 from vcore_ds.models import add_lora, check_model_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ADAPTED = "base_model.model."
 """Where peft keeps the model that an adapter was added to."""
+NEW_FOLDER = "a new folder that can be written, with room for the weights"
+"""What `--output` has to be, for messages."""
 
 
 class TrainedWeights(Protocol):
-    """What a run has trained, one tensor at a time."""
+    """The parameters that a run has trained, one tensor at a time."""
 
     name: str
+    """Name of the checkpoint or folder that they are read from."""
     shapes: dict[str, torch.Size]
-    """By the name that the parameter has in the (adapted) Hugging Face model."""
+    """Shapes by the parameter's name in the (adapted) Hugging Face model."""
 
-    def read(self, name: str) -> Tensor: ...
+    def read(self, name: str) -> Tensor:
+        """The whole parameter, on the CPU."""
+        ...
 
 
-class OfCheckpoint:
-    """The fp32 parameters that the optimizer of a checkpoint keeps."""
+class CheckpointWeights:
+    """The fp32 parameters that a checkpoint's optimizer state holds."""
 
     def __init__(self, folder: Path):
         self.name = folder.name
@@ -46,8 +53,8 @@ class OfCheckpoint:
         return self._tensors.read(f"master.{PREFIX}{name}").view(self.shapes[name])
 
 
-class OfAdapterFolder:
-    """The adapter that a finished run has left, where its checkpoints were removed."""
+class AdapterWeights:
+    """The adapter that a finished run has left; serves where its checkpoints were removed."""
 
     def __init__(self, folder: Path):
         self.name = folder.name
@@ -68,45 +75,52 @@ def export_run(
     dtype: str | None = None,
     max_file_bytes: int = files.MAX_FILE_BYTES,
 ) -> Path:
-    """Writes full weights, or the adapter of a LoRA run, or (`merge`) the model with its adapter, and returns where.
+    """Writes full weights, or the adapter of a LoRA run, or (`merge`) the model with its adapter merged in, and returns
+    the folder.
 
-    Holds about one file's worth of weights at a time. Changes nothing in the run: it may be training.
+    Holds about one file's worth of weights at a time. Changes nothing in the run, which may be training.
 
     Args:
         run: a run's folder.
-        checkpoint: name of one in `run/checkpoints`; None for the newest that verifies, or, where a finished run has
-            none any more, its adapter.
-        output: a folder that is not there yet; `run/export/CHECKPOINT/KIND` if None.
+        checkpoint: name of a checkpoint in `run/checkpoints`; None for the newest that verifies, or, where a finished
+            run has none left, its adapter.
+        output: a folder that does not exist yet; `run/export/CHECKPOINT/KIND` if None.
         dtype: `bf16` or `fp32`; None for the run's precision (an adapter: fp32, which it was trained in).
 
     Raises:
-        UserError: for whatever the user can mend.
-        BadExport, OSError: it could not be written, or reads back otherwise.
-        In every case there is no folder `output`.
+        UserError: for whatever the user can fix, including a full disk.
+        BadExport: the files read back differ from what was written.
+        In every case no folder `output` is left.
     """
     started = time.perf_counter()
-    if not (run / checkpoint_folder.RECIPE).is_file():
-        raise UserError(f"{run}: found no {checkpoint_folder.RECIPE}; expected the folder of a run")
-    recipe = read_resolved_recipe(run / checkpoint_folder.RECIPE)
+    with reading("RUN", run, "the folder of a run"):
+        if not (run / checkpoint_folder.RECIPE).is_file():
+            raise UserError(f"{run}: found no {checkpoint_folder.RECIPE}; expected the folder of a run")
+        recipe = read_resolved_recipe(run / checkpoint_folder.RECIPE)
     if merge and recipe.lora is None:
         raise UserError(f"{run}: found --merge with a run that trained all parameters; expected no --merge")
     check_base_model(recipe)
     if output is not None:
-        refuse_existing(output)  # before checksums are computed, which takes minutes
-    trained = find_trained_weights(run, checkpoint)
+        refuse_existing(output)
+    # Before checksums are computed, which takes minutes.
+    with writing("--output", output or run / "export", NEW_FOLDER):
+        check_folder(output or run / "export")
+    with reading("RUN", run, "the folder of a run"):
+        trained = find_trained_weights(run, checkpoint)
     kind = "model" if recipe.lora is None else "merged" if merge else "adapter"
     folder = output if output is not None else run / "export" / trained.name / kind
     refuse_existing(folder)
     print(f"{kind} of {trained.name}", flush=True)
     tokenizer = load_tokenizer(recipe.model.path)
     try:
-        if kind == "adapter":
-            num_bytes = write_adapter(recipe, trained, folder, tokenizer, DTYPES[dtype or "fp32"])
-        else:
-            wanted = DTYPES[dtype or recipe.model.precision]
-            num_bytes = write_model(recipe, trained, folder, tokenizer, wanted, max_file_bytes)
+        with writing("--output", folder, NEW_FOLDER):
+            if kind == "adapter":
+                num_bytes = write_adapter(recipe, trained, folder, tokenizer, DTYPES[dtype or "fp32"])
+            else:
+                wanted = DTYPES[dtype or recipe.model.precision]
+                num_bytes = write_model(recipe, trained, folder, tokenizer, wanted, max_file_bytes)
     except BaseException:
-        shutil.rmtree(files.partial_of(folder), ignore_errors=True)
+        discard(unfinished_path(folder))
         raise
     seconds = time.perf_counter() - started
     print(f"Result: {folder} (Hugging Face format), {num_bytes / 1e9:.3g} GB of weights in {seconds:.1f} s")
@@ -114,12 +128,15 @@ def export_run(
 
 
 def refuse_existing(folder: Path) -> None:
-    if folder.exists():
+    """Raises UserError where `folder` exists."""
+    with writing("--output", folder, NEW_FOLDER):
+        is_there = folder.exists()
+    if is_there:
         raise UserError(f"{folder}: is there already; expected a new folder (--output DIR), or remove it")
 
 
 def check_base_model(recipe: Recipe) -> None:
-    """Raises UserError where the model that was trained is gone: its configuration goes with the result."""
+    """Raises UserError where the model that was trained is gone: the result needs its configuration."""
     try:
         check_model_folder(recipe.model.path)
     except UserError as error:
@@ -130,38 +147,25 @@ def check_base_model(recipe: Recipe) -> None:
 
 
 def find_trained_weights(run: Path, name: str | None) -> TrainedWeights:
-    """The checkpoint of that name, or the newest that verifies, or the adapter of a finished run without checkpoints.
+    """The named checkpoint, or the newest that verifies, or the adapter of a finished run without checkpoints.
 
     Raises:
-        UserError: there is none, with what is wrong with those that are there.
+        UserError: there is none; with the reason for each checkpoint that was found.
     """
     found = checkpoint_folder.list_checkpoints(run / "checkpoints")
     candidates = [folder for folder in found if name in (None, folder.name)]
-    problems: list[str] = []
-    for folder in candidates:
-        problem = problem_of(folder)
-        if problem is None:
-            for skipped in problems:
-                print(f"skipped checkpoint {skipped}", flush=True)
-            return OfCheckpoint(folder)
-        problems.append(f"{folder.name}: {problem}")
+    say = partial(print, flush=True)
+    usable, problems = checkpoint_folder.newest_usable(candidates, lambda f: checkpoint_folder.problem_of(f, say))
+    if usable is not None:
+        for skipped in problems:
+            say(f"skipped checkpoint {skipped}")
+        return CheckpointWeights(usable)
     if problems:
         raise UserError("\n  ".join([f"{run / 'checkpoints'}: found no checkpoint that verifies:", *problems]))
     if name is None and (run / "adapter").is_dir():
-        return OfAdapterFolder(run / "adapter")
+        return AdapterWeights(run / "adapter")
     there = ", ".join(folder.name for folder in found) or "none"
     raise UserError(f"{run / 'checkpoints'}: expected {name or 'a complete checkpoint'}; found {there}")
-
-
-def problem_of(folder: Path) -> str | None:
-    """Why a checkpoint cannot be used, None if it can; reads all of it, for its checksums."""
-    try:
-        records = checkpoint_folder.read_manifest(folder)
-    except checkpoint_folder.Unusable as error:
-        return str(error)
-    print(f"verifying {folder.name}: {sum(record.bytes for record in records.values()) / 1e9:.3g} GB", flush=True)
-    problems = (checkpoint_folder.file_problem(folder, name, record) for name, record in records.items())
-    return next((problem for problem in problems if problem is not None), None)
 
 
 def write_model(
@@ -172,23 +176,24 @@ def write_model(
     dtype: torch.dtype,
     max_file_bytes: int,
 ) -> int:
-    """All weights, adapters merged in; returns their bytes."""
+    """Writes all weights, with adapters merged in; returns their bytes."""
     weights = files.described_weights(recipe.model.path, dtype)
     stream = whole_weights(recipe, trained, weights)
     split = files.plan_files(weights, max_file_bytes)
     num_bytes = split.metadata["total_size"]
-    partial = files.begin(folder, num_bytes)
+    unfinished = files.begin(folder, num_bytes)
     for file, tensors in files.collect_files(split, stream):
-        files.write_file(partial / file, tensors, {name: weights[name] for name in split.filename_to_tensors[file]})
-    files.describe(partial, recipe.model.path, dtype, tokenizer)
-    files.finish(partial, folder, split)
+        files.write_file(unfinished / file, tensors, {name: weights[name] for name in split.filename_to_tensors[file]})
+    files.describe(unfinished, recipe.model.path, dtype, tokenizer)
+    files.finish(folder, split)
     return num_bytes
 
 
 def whole_weights(recipe: Recipe, trained: TrainedWeights, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Each of `weights` with its trained value; what was not trained is the base model's, in the run's precision.
+    """Each of `weights` with its trained value, or else the base model's in the run's precision.
 
-    Raises UserError, before the first, where what was trained does not fit into the model.
+    Raises:
+        UserError: before the first one, where the trained parameters do not fit into the model.
     """
     scale = recipe.lora.alpha / recipe.lora.rank if recipe.lora is not None else None
     adapters = {name: adapter_names(name) for name in weights} if scale is not None else {}
@@ -221,7 +226,7 @@ def whole_weights(recipe: Recipe, trained: TrainedWeights, weights: dict[str, Te
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """Of the two matrices that peft adds to the linear layer whose weight is `name`."""
+    """Names of the two matrices that peft adds to the linear layer with the weight `name`."""
     layer = ADAPTED + name.removesuffix(".weight")
     return f"{layer}.lora_A.default.weight", f"{layer}.lora_B.default.weight"
 
@@ -229,7 +234,7 @@ def adapter_names(name: str) -> tuple[str, str]:
 def write_adapter(
     recipe: Recipe, trained: TrainedWeights, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
 ) -> int:
-    """The adapter in peft's format; returns the bytes of its weights."""
+    """Writes the adapter in peft's format; returns the bytes of its weights."""
     assert recipe.lora is not None
     with torch.device("meta"):  # names and configuration only
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(recipe.model.path))
@@ -243,8 +248,8 @@ def write_adapter(
         )
     adapter = {name: trained.read(name).to(dtype) for name in expected}
     num_bytes = sum(tensor.nbytes for tensor in adapter.values())
-    partial = files.begin(folder, num_bytes)
-    files.write_adapter(adapted, adapter, partial)
-    tokenizer.save_pretrained(partial)
-    files.finish(partial, folder)
+    unfinished = files.begin(folder, num_bytes)
+    files.write_adapter(adapted, adapter, unfinished)
+    tokenizer.save_pretrained(unfinished)
+    files.finish(folder)
     return num_bytes

@@ -1,4 +1,4 @@
-"""What `vcore-ds fidelity` has measured, how it agrees, and its files. `fidelity_text` says it to people."""
+"""The measurements of `vcore-ds fidelity`, measures of agreement, and the files written; the prose is in `text`."""
 
 import json
 import math
@@ -11,28 +11,29 @@ import torch
 from torch import Tensor
 
 from vcore_ds.errors import UserError
+from vcore_ds.files.aside import written_aside
+from vcore_ds.files.user_paths import check_folder, writing
 from vcore_ds.method import segment_sum
 
 RELIABLE_SPEARMAN = 0.9
-"""From here on utilities order the tokens well enough to be trained with."""
-
+"""Rank correlation from which on utilities order the tokens well enough to train with."""
 
 JSON_NAME, PICTURE_NAME = "fidelity.json", "fidelity.png"
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How utilities agree with those of a reference, over the tokens of the measured sequences; None: not defined."""
+    """Agreement of utilities with a reference's, over the tokens of the measured sequences. None: not defined."""
 
     spearman: float | None
     """Rank correlation over all tokens; None where either is constant or not finite."""
     spearman_within_sequences: float | None
-    """Mean over sequences of the rank correlation over a sequence's tokens, which is all that its weights see."""
+    """Mean over sequences of the rank correlation over a sequence's tokens, which alone decides its weights."""
     relative_error: float | None
     """`|s - reference| / |reference|`, 2-norms over all tokens."""
     weight_overlap: float | None
-    """`1 - total variation` of a sequence's token weights and those of the reference, mean over sequences: the share
-    of the weight that lies where it should."""
+    """`1 - total variation` of a sequence's token weights and the reference's, mean over sequences: the share of the
+    weight that lies on the right tokens."""
 
 
 NOTHING = Agreement(None, None, None, None)
@@ -40,7 +41,7 @@ NOTHING = Agreement(None, None, None, None)
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimator with the reference in higher precision."""
+    """An estimator compared with the reference in higher precision."""
 
     estimator: str
     epsilon: float | None
@@ -53,12 +54,12 @@ class Estimate:
     """Rms over tokens of the error of one loss, from `l(theta + eps v) + l(theta - eps v) - 2 l(theta)`: rounding, and
     curvature where epsilon is large."""
     of_recipe: bool = False
-    """What the recipe trains with."""
+    """Whether the recipe trains with this one."""
 
 
 @dataclass(frozen=True)
 class ProbeSize:
-    """Utilities along a small probe's direction with those along the large probe's."""
+    """Utilities along a small probe's direction, compared with those along the large probe's."""
 
     batch_size: int
     num_draws: int
@@ -71,7 +72,7 @@ class ProbeSize:
 
 @dataclass(frozen=True)
 class StaleDirection:
-    """Utilities along the large probe's direction of some steps ago with those along its direction now."""
+    """Utilities along the large probe's direction of some steps ago, compared with those along its direction now."""
 
     steps: int
     spearman: float | None
@@ -80,6 +81,8 @@ class StaleDirection:
 
 @dataclass
 class FidelityReport:
+    """Everything that fidelity.json holds but the recommendations."""
+
     recipe: dict[str, Any]
     environment: dict[str, Any]
     precision: str
@@ -88,18 +91,18 @@ class FidelityReport:
     """Optimizer steps trained before anything was measured."""
     direction: str
     probe_batch_size: int
-    """Sequences whose gradient is the direction that the estimators are compared along."""
+    """Number of sequences whose gradient is the direction that the estimators are compared along."""
     num_sequences: int
     num_tokens: int
     utility_std: float | None = None
     """Standard deviation of the reference's utilities, over all tokens."""
     uniform_weight_overlap: float | None = None
-    """Weight overlap of uniform weights with those of the reference: what no utilities at all would reach."""
+    """Weight overlap of uniform weights with the reference's: the value that no utilities at all would reach."""
     loss_error_nats: float | None = None
-    """Rms over tokens of the loss in the recipe's precision minus that of the reference, same parameters."""
+    """Rms over tokens of the loss in the recipe's precision minus the reference's, at the same parameters."""
     large_probe_size: int = 0
     notes: list[str] = field(default_factory=list)
-    """What was measured otherwise than asked, and why."""
+    """Deviations from the requested measurements, and their reasons."""
     estimators: list[Estimate] = field(default_factory=list)
     probe_sizes: list[ProbeSize] = field(default_factory=list)
     stale_directions: list[StaleDirection] = field(default_factory=list)
@@ -109,7 +112,7 @@ class FidelityReport:
 
 
 def rank_correlation(left: Tensor, right: Tensor) -> float | None:
-    """Spearman's, ties share their mean rank; None where one side is constant or holds inf or nan."""
+    """Spearman's rank correlation, where ties share their mean rank; None where a side is constant or not finite."""
     if len(left) < 2 or not bool((left.isfinite() & right.isfinite()).all()):
         return None
     ranks = torch.stack([_ranks(left), _ranks(right)])
@@ -126,7 +129,12 @@ def _ranks(values: Tensor) -> Tensor:
 def agreement(
     utilities: Tensor, reference: Tensor, weights: Tensor, reference_weights: Tensor, sequence_index: Tensor
 ) -> Agreement:
-    """All `[N]`, on the CPU; `sequence_index` counts the measured sequences from 0."""
+    """Agreement of utilities and their weights with a reference's.
+
+    Args:
+        utilities, reference, weights, reference_weights: `[N]`, on the CPU.
+        sequence_index: `[N]`, the measured sequence of each token, from 0.
+    """
     num_sequences = int(sequence_index.max()) + 1
     within = [
         rank_correlation(utilities[own], reference[own]) for own in (sequence_index == i for i in range(num_sequences))
@@ -144,7 +152,7 @@ def agreement(
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Mean of those that are defined."""
+    """Mean of the values that are defined; None where none is."""
     defined = [value for value in values if value is not None]
     return sum(defined) / len(defined) if defined else None
 
@@ -153,27 +161,30 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 def prepare_output(folder: Path) -> None:
-    """Makes `folder`. Raises UserError where that is impossible, and where it holds a result already."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output {folder}: cannot be made: {error}; expected a folder to write into") from None
-    for name in (JSON_NAME, PICTURE_NAME):
-        if (folder / name).exists():
-            raise UserError(
-                f"--output {folder}: holds a {name} already; expected a folder without a result, which is never "
-                "overwritten. Name another one, or remove it"
-            )
+    """Makes `folder`. Raises UserError where it cannot be made or written, and where it holds a result already."""
+    with writing("--output", folder):
+        folder.mkdir(parents=True, exist_ok=True)  # so that no rank's check removes it while another one looks
+        check_folder(folder)
+        there = [name for name in (JSON_NAME, PICTURE_NAME) if (folder / name).exists()]
+    for name in there:
+        raise UserError(
+            f"--output: {folder}: holds a {name} already; expected a folder without a result, which is never "
+            "overwritten. Name another one, or remove it"
+        )
 
 
 def write_report(report: FidelityReport, sentences: Sequence[str], folder: Path) -> None:
-    """`fidelity.json` and `fidelity.png` in `folder`."""
-    (folder / JSON_NAME).write_text(json.dumps(as_json(report, sentences), indent=2, allow_nan=False) + "\n")
-    draw(report, folder / PICTURE_NAME)
+    """`fidelity.json` and `fidelity.png` in `folder`. Raises UserError where they cannot be written."""
+    text = json.dumps(as_json(report, sentences), indent=2, allow_nan=False) + "\n"
+    with writing("--output", folder):
+        with written_aside(folder / JSON_NAME) as unfinished:
+            unfinished.write_text(text)
+        with written_aside(folder / PICTURE_NAME) as unfinished:
+            draw(report, unfinished)
 
 
 def as_json(report: FidelityReport, sentences: Sequence[str]) -> dict[str, Any]:
-    """What fidelity.json holds; null for what is not defined."""
+    """Contents of fidelity.json; null for values that are not defined."""
     values = asdict(report)
     for estimate in values["estimators"]:
         estimate |= estimate.pop("agreement")
@@ -189,7 +200,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def draw(report: FidelityReport, path: Path) -> None:
-    """Rank correlation against epsilon, probe size and steps kept: one panel for each that was measured."""
+    """Plots rank correlation against epsilon, probe size and steps kept: a panel for each that was measured."""
     import matplotlib  # takes a second to import, and only this needs it
 
     matplotlib.use("Agg")
@@ -238,5 +249,5 @@ def draw(report: FidelityReport, path: Path) -> None:
     trained = "full-parameter" if lora is None else f"LoRA rank {lora['rank']}"
     figure.suptitle(f"{Path(model).name}, {trained}, {report.precision}, after {report.steps_before} steps")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, format="png", dpi=120)  # named, as the unfinished file's suffix does not tell
     pyplot.close(figure)

@@ -1,4 +1,4 @@
-"""The quickstart: a real pretrained model learns from real reasoning traces, everything prepared on the way."""
+"""The quickstart: a pretrained model learns from real reasoning traces, with everything prepared on the way."""
 
 import math
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ SCRIPT = "launch_scripts/quickstart.sh"
 
 
 def prepare(overrides: Sequence[str]) -> list[str]:
-    """Model and data, made by rank 0 while the others wait; returns overrides with their places and a free output
-    folder."""
+    """Prepares model and data on rank 0 while the others wait; returns overrides with their paths and a free output
+    folder. A collective."""
     recipe = load_recipe(RECIPE, overrides)
     start_process_group(recipe.engine.timeout_minutes)
     problem, found = None, fit_batch(recipe, layout.size("job"))
@@ -30,7 +30,7 @@ def prepare(overrides: Sequence[str]) -> list[str]:
         except UserError as error:
             problem = str(error)
         found["run.output_dir"] = _free_folder(REPOSITORY / recipe.run.output_dir)
-    # Every rank hears whether it worked; one that only waited would wait for the timeout.
+    # Every rank hears of a failure, or the others would wait until the timeout.
     problem, found = layout.gather_objects("job", (problem, found))[0]
     if problem is not None:
         raise UserError(problem)
@@ -38,7 +38,7 @@ def prepare(overrides: Sequence[str]) -> list[str]:
 
 
 def without_chosen(found: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """`found` as overrides, without what the user chose, in an override or a fragment: that is checked, not changed."""
+    """`found` as overrides, without the keys that the user set in an override or a fragment, which stay as they are."""
 
     def value(recipe: Recipe, key: str) -> Any:
         section, _, name = key.partition(".")
@@ -51,7 +51,7 @@ def without_chosen(found: dict[str, Any], recipe: Recipe, overrides: Sequence[st
 
 
 def fit_batch(recipe: Recipe, num_ranks: int) -> dict[str, int]:
-    """The recipe's batch on any number of ranks: at least a sequence each, in micro-batches that come out even."""
+    """The recipe's batch on any number of ranks: at least one sequence each, in equal micro-batches."""
     per_rank = math.ceil(recipe.batch.global_size / num_ranks)
     largest = min(per_rank, recipe.batch.micro_batch_size_per_rank)
     micro = max(size for size in range(1, largest + 1) if per_rank % size == 0)
@@ -59,7 +59,7 @@ def fit_batch(recipe: Recipe, num_ranks: int) -> dict[str, int]:
 
 
 def _free_folder(folder: Path) -> Path:
-    """`folder`, or the first of folder_2, folder_3, ... that is not there yet."""
+    """`folder`, or the first of folder_2, folder_3, ... that does not exist yet."""
     candidate, number = folder, 2
     while candidate.exists():
         candidate = folder.with_name(f"{folder.name}_{number}")
@@ -68,7 +68,7 @@ def _free_folder(folder: Path) -> Path:
 
 
 def say_what_next() -> None:
-    """A few commands to continue with."""
+    """Prints a few commands to continue with, on rank 0."""
     if layout.is_first():
         print(
             f"\nTrain longer:   bash {SCRIPT} schedule.num_steps=100\n"

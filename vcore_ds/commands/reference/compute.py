@@ -1,7 +1,7 @@
-"""The command `vcore-ds reference`: log-probabilities of the training data under the model that training starts from.
+"""`vcore-ds reference`: log-probabilities of the training data under the model that training starts from.
 
-iw-SFT with all parameters trained compares the model with its own beginning, which is gone after the first step. One
-number per sequence, computed before, stands for it.
+iw-SFT with all parameters trained compares the model with its initial state, which is gone after the first step. One
+number per sequence, computed before training, stands for it.
 """
 
 import time
@@ -10,28 +10,33 @@ from pathlib import Path
 from vcore_ds.config import Recipe, deepspeed_config, plan_batch
 from vcore_ds.data import TokenStore, load_tokenizer, write_reference
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.distributed.process_group import first_rank_first, start_process_group
 from vcore_ds.engine import Engine, log_probabilities
 from vcore_ds.errors import UserError
 from vcore_ds.feed import Feed, build_feed, read_dataset
+from vcore_ds.files.user_paths import check_folder, writing
 from vcore_ds.setup import build_engine, check_model
 from vcore_ds.track.console import Console
 
+NEW_FILE = "a new file in a folder that can be written"
+"""What `--output` has to be, for messages."""
+
 
 def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
-    """Every rank of the job calls it; rank 0 writes `output` (.npz).
+    """Computes them on all ranks of the job and writes `output` (.npz) on rank 0. A collective.
 
-    Raises UserError where `output` is there already, and for whatever else the user can mend.
+    Raises:
+        UserError: `output` exists or cannot be written, or the recipe, its model or its data cannot be used.
     """
     if recipe.lora is not None:
         raise UserError(
             "lora: found adapters; expected null: with lora the reference of iw_sft is the model without its adapters, "
             "and training needs no file"
         )
-    if output.exists():
-        raise UserError(f"{output}: found a file already; expected a new name (or remove it)")
+    refuse_existing(output)
     check_model(recipe)
     start_process_group(recipe.engine.timeout_minutes)
+    first_rank_first(lambda: check_output(output) if layout.is_first() else None)
     console = Console(enabled=layout.is_first())
     plan = plan_batch(recipe, layout.size("data"))
     tokenizer = load_tokenizer(recipe.model.path)
@@ -45,11 +50,11 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
     group_size = layout.size("data") * plan.utility_micro_batch_size_per_rank * 8
     started = time.perf_counter()
     for start in range(0, num_sequences, group_size):
-        found.update(_of_group(feed, dataset, engine, by_length[start : start + group_size]))
+        found.update(_group_values(feed, dataset, engine, by_length[start : start + group_size]))
         minutes = (time.perf_counter() - started) / 60
         console.say(f"{len(found):,} of {num_sequences:,} sequences, {minutes:.1f} min")
-    if layout.is_first():
-        write_reference(output, dataset, [found[i] for i in range(num_sequences)], recipe.model.path)
+    values = [found[i] for i in range(num_sequences)]
+    first_rank_first(lambda: write(output, dataset, values, recipe.model.path) if layout.is_first() else None)
     engine.close()
     console.say(
         f"Written: {output}, {num_sequences:,} sequences. Train with: methods/iw_sft.yaml "
@@ -57,8 +62,28 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
     )
 
 
-def _of_group(feed: Feed, dataset: TokenStore, engine: Engine, positions: list[int]) -> dict[int, float]:
-    """Position in the data -> nats, of all ranks' sequences. A collective."""
+def refuse_existing(output: Path) -> None:
+    """Raises UserError where `output` exists."""
+    with writing("--output", output, NEW_FILE):
+        is_there = output.exists()
+    if is_there:
+        raise UserError(f"{output}: found a file already; expected a new name (or remove it)")
+
+
+def check_output(output: Path) -> None:
+    """Raises UserError where `output` could not be written, before a forward that may take hours."""
+    with writing("--output", output, NEW_FILE):
+        check_folder(output.parent)
+
+
+def write(output: Path, dataset: TokenStore, log_probabilities: list[float], model: str) -> None:
+    """`write_reference`; raises UserError where `output` cannot be written."""
+    with writing("--output", output, NEW_FILE):
+        write_reference(output, dataset, log_probabilities, model)
+
+
+def _group_values(feed: Feed, dataset: TokenStore, engine: Engine, positions: list[int]) -> dict[int, float]:
+    """Position in the data -> log-probability in nats, for all ranks' sequences. A collective."""
     position_of = {int(dataset.sequence_ids[i]): i for i in positions}
     batches = feed.batches(positions, feed.plan.utility_micro_batch_size_per_rank)
     own = {}

@@ -32,6 +32,8 @@ from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.store import write_store
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
+from vcore_ds.files.aside import flush, unfinished_path
+from vcore_ds.files.user_paths import check_folder
 
 _BLOCK = 128
 """conversations tokenized as one piece of work"""
@@ -52,7 +54,9 @@ def prepare(
         max_malformed_share: of all rows; more malformed ones are refused, with a report of the first of them.
 
     Raises:
-        UserError: for whatever the user can mend; finished work is kept.
+        UserError: for whatever is wrong with the request or the data.
+        OSError: `output` cannot be written.
+        In every case finished work is kept.
     """
     output = Path(output)
     tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
@@ -67,7 +71,8 @@ def prepare(
         check_finished(output, made_from)
         say(f"{output}: is there already, made from the same data with the same tokenizer, template, filters and seed")
         return None
-    folder = output.with_name(f"{output.name}.unfinished")
+    check_folder(output)  # beside what its unfinished name allows: a link that leads nowhere takes no store's name
+    folder = unfinished_path(output)
     resume_or_begin(folder, made_from, say)
 
     with Pool(processes, [work.__name__]) as pool:
@@ -104,7 +109,7 @@ def prepare(
     chosen.sort(key=lambda sequence: sequence.sequence_id)
     counts = {"rows": report.num_rows, "malformed": report.num_malformed, "dropped": report.dropped}
     staged = folder / "store"
-    shutil.rmtree(staged, ignore_errors=True)
+    shutil.rmtree(staged, ignore_errors=True)  # a store that was finished just before a kill
     write_store(
         staged,
         read_sequences(folder / "tokenized", chosen),
@@ -114,6 +119,7 @@ def prepare(
         lengths=asdict(report.lengths),
     )
     staged.rename(output)
+    flush(output.parent)
     if faults or report.num_malformed:
         say(f"malformed rows: {_keep_fault_report(folder, output)}")
     shutil.rmtree(folder)

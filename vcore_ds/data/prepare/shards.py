@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from vcore_ds.data.rendering import RenderedConversation, render_conversation
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
 from vcore_ds.errors import UserError
+from vcore_ds.files.aside import written_aside
 from vcore_ds.grading.verification import AnswerChecker
 
 NUM_EXAMPLES_OF_FAULTS = 20  # of one shard
@@ -81,9 +81,9 @@ def curate_shard(task: CurationTask, key_limit: int) -> ShardReport:
     """
     report, dropped, shapes, index = ShardReport(), Counter(), Counter(), []
     checker = AnswerChecker(task.answer_seconds)
-    unfinished = task.folder / f"{task.shard_number:05d}.{os.getpid()}.unfinished"
+    rows = task.folder / f"{task.shard_number:05d}.jsonl"
     try:
-        with unfinished.open("wb") as file:
+        with written_aside(rows, several_writers=True) as unfinished, unfinished.open("wb") as file:
             for number, row in task.shard.rows():
                 report.num_numbers = number + 1
                 if row is BLANK:
@@ -108,8 +108,11 @@ def curate_shard(task: CurationTask, key_limit: int) -> ShardReport:
     finally:
         checker.close()
     report.dropped, report.shapes = dict(dropped), dict(shapes)
-    np.save(task.folder / f"{task.shard_number:05d}.npy", np.array(index, dtype=np.uint64).reshape(-1, 3))
-    unfinished.replace(task.folder / f"{task.shard_number:05d}.jsonl")
+    with (
+        written_aside(task.folder / f"{task.shard_number:05d}.npy", several_writers=True) as unfinished,
+        unfinished.open("wb") as file,
+    ):
+        np.save(file, np.array(index, dtype=np.uint64).reshape(-1, 3))
     write_json(task.folder / f"{task.shard_number:05d}.json", asdict(report))
     return report
 
@@ -192,8 +195,8 @@ def tokenize_block(task: TokenizationTask) -> None:
         truncated.append(len(sequence) > task.cutoff_length)
         unsupervised_turns.append(item.spans.count(None))
         empty_thinking.append(_adds_empty_thinking(item))
-    unfinished = task.folder / f"{task.block_number:05d}.{os.getpid()}.unfinished"
-    with unfinished.open("wb") as file:
+    block = task.folder / f"{task.block_number:05d}.npz"
+    with written_aside(block, several_writers=True) as unfinished, unfinished.open("wb") as file:
         np.savez(
             file,
             outcomes=outcomes,
@@ -206,7 +209,6 @@ def tokenize_block(task: TokenizationTask) -> None:
             ids=np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32),
             marks=np.concatenate(marks) if marks else np.zeros(0, dtype=np.uint8),
         )
-    unfinished.replace(task.folder / f"{task.block_number:05d}.npz")
 
 
 def _adds_empty_thinking(item: RenderedConversation) -> bool:
@@ -223,9 +225,10 @@ def _judge(sequence: TokenizedSequence, cutoff_length: int, overlong: str) -> in
 
 
 def write_json(path: Path, value: Any) -> None:
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    unfinished.write_text(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    """Readable JSON, written aside."""
+    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    with written_aside(path, several_writers=True) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def _curate(task: CurationTask, row: Any, checker: AnswerChecker, shapes: Counter[str]) -> list[Message]:

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from vcore_ds.errors import UserError, first_line
+from vcore_ds.files.user_paths import reading
 
 _JSONL_SHARD_BYTES = 32 * 2**20
 _PARQUET_SHARD_ROWS = 10_000
 _SUFFIXES = (".jsonl", ".json", ".parquet")
+_READABLE = "data that can be read"
+"""What a source has to be, for messages."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Shard:
 
     def rows(self) -> Iterator[tuple[int, Any]]:
         """(number within the shard from 0, row or `Broken` or `BLANK`)."""
-        return {"lines": _lines, "array": _array, "parquet": _parquet, "hub": _hub}[self.kind](self)
+        with reading("", Path(self.source), _READABLE):
+            yield from {"lines": _lines, "array": _array, "parquet": _parquet, "hub": _hub}[self.kind](self)
 
 
 def find_shards(sources: Sequence[str], split: str) -> list[Shard]:
@@ -63,11 +67,13 @@ def find_shards(sources: Sequence[str], split: str) -> list[Shard]:
     """
     shards: list[Shard] = []
     for source in sources:
-        files = _files(source, split)
+        with reading("", Path(source), _READABLE):
+            files = _files(source, split)
         if files is None:
             shards += _hub_shards(source, split)
         for path in files or []:
-            shards += _file_shards(path)
+            with reading("", path, _READABLE):
+                shards += _file_shards(path)
     return shards
 
 
@@ -80,7 +86,8 @@ def describe_source(shards: Sequence[Shard]) -> list[dict[str, Any]]:
         if shard.kind == "hub":
             described[shard.source] = {"hub": shard.source, "split": shard.split, "revision": shard.revision}
         else:
-            described[shard.source] = {"file": shard.source, "fingerprint": _fingerprint(Path(shard.source))}
+            with reading("", Path(shard.source), _READABLE):
+                described[shard.source] = {"file": shard.source, "fingerprint": _fingerprint(Path(shard.source))}
     return list(described.values())
 
 
@@ -103,6 +110,7 @@ def _files(source: str, split: str) -> list[Path] | None:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES)
         if not files:
+            next(path.iterdir(), None)  # raises where the folder may not be listed, which rglob takes for an empty one
             raise UserError(f"{path}: found no .jsonl, .json or .parquet file in this folder")
         return [file for file in files if file.name.startswith(f"{split}-")] or files
     if any(character in source for character in "*?["):

@@ -1,0 +1,382 @@
+"""Folders that cannot be written, files that cannot be read, and disks that fill: one message, exit code 2, and nothing
+half-written that does not end in `.unfinished`.
+
+All commands run in this process. What needs root (a mounted disk, another user) is skipped with a reason elsewhere.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.commands import REPOSITORY
+from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
+from tests.unit.test_export import trained_masters, write_run
+from vcore_ds.cli import main
+from vcore_ds.data import TokenStore
+from vcore_ds.errors import UserError
+from vcore_ds.files.user_paths import writing
+
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_32b_math_full.yaml"
+NOBODY = 65534
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    """Commands run in this process join a process group of one; nothing of it stays."""
+    before = dict(os.environ)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def run(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    return write_run(folder, setup.untied, trained_masters(setup.untied, lora=False), lora=False, precision="fp32")
+
+
+@dataclass(frozen=True)
+class Commands:
+    """The commands that write into a folder of the user's."""
+
+    setup: TinySetup
+    run: Path
+    scratch: Path
+    """Where what is not tested may go."""
+
+    def line(self, name: str, output: Path) -> list[str]:
+        recipe = [str(RECIPE), *self.setup.overrides(self.scratch / "output")]
+        return {
+            "train": ["train", *recipe, f"run.output_dir={output}"],
+            "check": ["check", *recipe, f"run.output_dir={output}"],
+            "train, cache": ["train", *recipe, f"data.cache_dir={output}"],
+            "prepare": ["prepare", "chat", str(self.setup.train), "--processes", "1"]
+            + ["--tokenizer", str(self.setup.untied), "--output", str(output)],
+            "export": ["export", str(self.run), "--output", str(output)],
+            "reference": ["reference", *recipe, "--output", str(output)],
+            "fidelity": ["fidelity", *recipe, "--large-probe", "0", "--epsilons", "1e-2", "--output", str(output)],
+        }[name]
+
+
+KEYS = {
+    "train": "run.output_dir",
+    "check": "run.output_dir",
+    "train, cache": "data.cache_dir",
+    "prepare": "--output",
+    "export": "--output",
+    "reference": "--output",
+    "fidelity": "--output",
+}
+
+
+@pytest.fixture
+def commands(setup: TinySetup, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    monkeypatch.chdir(REPOSITORY)
+    return Commands(setup, run, tmp_path / "scratch")
+
+
+Refusal = Callable[[list[str]], str]
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """The one message of a command that ends with exit code 2."""
+
+    def refusal(line: list[str]) -> str:
+        capsys.readouterr()
+        assert main(line) == UserError.EXIT_CODE == 2
+        said = capsys.readouterr().err
+        assert said.count("vcore-ds: ") == 1 and "Traceback" not in said and "Exception ignored" not in said, said
+        return said[said.index("vcore-ds: ") + len("vcore-ds: ") :]
+
+    return refusal
+
+
+# Folders that cannot be made
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own, of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("NOT TESTED: a disk that is full or read-only, as no tmpfs can be mounted here (not root?)")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def remount(disk: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(disk)], check=True)
+
+
+@contextmanager
+def without_permission(folder: Path) -> Iterator[None]:
+    """Root may write everywhere but where a folder is immutable."""
+    if os.geteuid() != 0:
+        folder.chmod(0o500)
+        yield
+        folder.chmod(0o700)
+        return
+    if subprocess.run(["chattr", "+i", str(folder)], capture_output=True).returncode != 0:
+        pytest.skip("NOT TESTED: a folder without permission, as root, on a file system without `chattr +i`")
+    yield
+    subprocess.run(["chattr", "-i", str(folder)], check=True)
+
+
+def in_proc(_: Path) -> tuple[Path, str]:
+    return Path("/proc/vcore_ds"), "No such file or directory"
+
+
+def behind_a_file(folder: Path) -> tuple[Path, str]:
+    (folder / "notes").write_text("mine")
+    return folder / "notes" / "output", f"{folder / 'notes'} is a file, not a folder"
+
+
+def behind_a_dangling_link(folder: Path) -> tuple[Path, str]:
+    (folder / "link").symlink_to(folder / "gone")
+    return folder / "link" / "output", f"{folder / 'link'} is a link to {folder / 'gone'}, where nothing is"
+
+
+def behind_a_circular_link(folder: Path) -> tuple[Path, str]:
+    (folder / "one").symlink_to(folder / "two")
+    (folder / "two").symlink_to(folder / "one")
+    return folder / "one" / "output", f"{folder / 'one'} is a link to {folder / 'two'}, "
+
+
+def of_a_long_name(folder: Path) -> tuple[Path, str]:
+    return folder / ("x" * 300), "File name too long"
+
+
+def of_a_long_path(folder: Path) -> tuple[Path, str]:
+    return folder.joinpath(*["x" * 200] * 25, "output"), "File name too long"
+
+
+OBSTACLES = (in_proc, behind_a_file, behind_a_dangling_link, behind_a_circular_link, of_a_long_name, of_a_long_path)
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES, ids=[obstacle.__name__ for obstacle in OBSTACLES])
+@pytest.mark.parametrize("name", KEYS)
+def test_a_folder_that_cannot_be_made(commands: Commands, refusal: Refusal, tmp_path: Path, name: str, obstacle):
+    (tmp_path / "place").mkdir()
+    output, found = obstacle(tmp_path / "place")
+    check_refused(commands, refusal, tmp_path, name, output, found)
+
+
+@pytest.mark.parametrize("name", [name for name in KEYS if name != "reference"])  # whose file replaces a link
+def test_a_dangling_link_itself(commands: Commands, refusal: Refusal, tmp_path: Path, name: str):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    check_refused(commands, refusal, tmp_path, name, tmp_path / "link", f"{tmp_path}/link is a link to {tmp_path}/gone")
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_folder_without_permission(commands: Commands, refusal: Refusal, tmp_path: Path, name: str):
+    (tmp_path / "place").mkdir()
+    with without_permission(tmp_path / "place"):
+        found = "Operation not permitted" if os.geteuid() == 0 else "Permission denied"
+        check_refused(commands, refusal, tmp_path, name, tmp_path / "place" / "output", found)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_read_only_file_system(commands: Commands, refusal: Refusal, tmp_path: Path, disk: Path, name: str):
+    remount(disk, "ro")
+    check_refused(commands, refusal, tmp_path, name, disk / "output", "Read-only file system")
+
+
+def check_refused(commands: Commands, refusal: Refusal, folder: Path, name: str, output: Path, found: str) -> None:
+    """By a message that names key, path, cause and remedy, with nothing made."""
+    before = sorted(folder.rglob("*"))
+    message = refusal(commands.line(name, output))
+    assert message.startswith(f"{KEYS[name]}: {output}"), message
+    assert f": cannot be written: {found}" in message and "; expected a" in message and "name " in message, message
+    assert sorted(folder.rglob("*")) == before
+
+
+# A disk that fills
+
+
+def fill(disk: Path, num_bytes_left: int) -> None:
+    """Leaves whole pages only."""
+    free = shutil.disk_usage(disk).free
+    (disk / "filler").write_bytes(b"\0" * (free - num_bytes_left))
+    assert shutil.disk_usage(disk).free == num_bytes_left
+
+
+def unfinished_only(folder: Path) -> bool:
+    """Whether what a command has left there says that it is not whole; locks are no content."""
+    left = [path.name for path in folder.iterdir() if path.name != "filler" and not path.name.endswith(".lock")]
+    return all(name.endswith(".unfinished") for name in left)
+
+
+def test_a_disk_that_fills_under_prepare_which_then_goes_on(
+    commands: Commands, refusal: Refusal, disk: Path, tmp_path: Path
+):
+    rows = write_conversations(tmp_path / "rows.jsonl", [(f"what is {n}?", f"{n} " * 200) for n in range(2000)])
+    line = commands.line("prepare", disk / "store")
+    line[2] = str(rows)
+    message = refusal(line)
+    assert message.startswith(f"--output: {disk}/store: cannot be written: No space left on device (")
+    assert "bytes free there); expected a folder that can be written, with room for the store: make room" in message
+    assert unfinished_only(disk) and (disk / "store.unfinished").is_dir()
+    remount(disk, "size=64M")
+    assert main(line) == 0 and len(TokenStore(disk / "store")) == 2000
+
+
+def test_a_disk_that_fills_anywhere_in_prepare(commands: Commands, disk: Path, tmp_path: Path):
+    """From the first page that `prepare` writes to the last, which is one of the store itself."""
+    line = commands.line("prepare", disk / "store")
+    assert main(commands.line("prepare", tmp_path / "straight")) == 0
+    num_pages, code = 0, UserError.EXIT_CODE
+    while code != 0:
+        shutil.rmtree(disk / "store.unfinished", ignore_errors=True)
+        fill(disk, num_pages * os.sysconf("SC_PAGE_SIZE"))
+        code = main(line)
+        assert code == 0 or (code == UserError.EXIT_CODE and unfinished_only(disk))
+        (disk / "filler").unlink()
+        num_pages += 3
+    assert num_pages > 9
+    names = sorted(path.name for path in (tmp_path / "straight").iterdir())
+    assert names == sorted(path.name for path in (disk / "store").iterdir())
+    assert all((disk / "store" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes() for name in names)
+
+
+def test_a_disk_that_fills_under_the_cache(commands: Commands, refusal: Refusal, disk: Path, tmp_path: Path):
+    fill(disk, 4 * os.sysconf("SC_PAGE_SIZE"))
+    message = refusal(commands.line("train, cache", disk / "cache"))
+    assert message.startswith(f"data.cache_dir: {disk}/cache/train-") and "No space left on device" in message
+    assert "Restore" not in message and "malformed" not in message
+    assert unfinished_only(disk / "cache") and not (tmp_path / "scratch").exists()
+
+
+def test_a_disk_that_is_full_when_a_run_begins(commands: Commands, refusal: Refusal, disk: Path):
+    (disk / "output").mkdir()
+    fill(disk, 0)
+    message = refusal(commands.line("train", disk / "output"))
+    assert message.startswith(
+        f"run.output_dir: {disk}/output: cannot be written: No space left on device (0 bytes free"
+    )
+    assert unfinished_only(disk / "output")
+
+
+@pytest.mark.parametrize("room", ["for nothing", "for the weights"])
+def test_a_disk_that_is_too_small_for_an_export(commands: Commands, refusal: Refusal, disk: Path, run: Path, room: str):
+    masters = sum(tensor.nbytes for tensor in trained_masters(commands.setup.untied, lora=False).values())
+    page = os.sysconf("SC_PAGE_SIZE")
+    fill(disk, page * (4 if room == "for nothing" else -(-masters // page) + 2))
+    message = refusal(commands.line("export", disk / "model"))
+    assert message.startswith(f"--output: {disk}/model: ")
+    words = f"bytes free; expected {masters:,} for the weights" if room == "for nothing" else "No space left on device"
+    assert words in message
+    assert [path.name for path in disk.iterdir()] == ["filler"]
+
+
+@pytest.mark.parametrize("name", ["reference", "fidelity"])
+def test_a_disk_that_is_full_when_a_result_is_written(commands: Commands, refusal: Refusal, disk: Path, name: str):
+    (disk / "place").mkdir()
+    fill(disk, 0)
+    output = disk / "place" / "result.npz" if name == "reference" else disk / "place"
+    message = refusal(commands.line(name, output))
+    assert message.startswith(f"--output: {output}: cannot be written: No space left on device")
+    assert list((disk / "place").iterdir()) == []
+
+
+# Files that cannot be read
+
+
+@contextmanager
+def as_another_user() -> Iterator[None]:
+    """Root may read everything, so as nobody where this is root."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that every user can look into; pytest's own are the user's alone."""
+    folder = Path(tempfile.mkdtemp(prefix="vcore_ds_test_"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "store"])
+def test_data_without_permission(refusal: Refusal, public: Path, setup: TinySetup, commands: Commands, what: str):
+    model = write_model(public / "model")
+    data = write_conversations(public / "train.jsonl", sums(range(12)))
+    if what == "folder":
+        (public / "data").mkdir()
+        data = data.rename(public / "data" / "train.jsonl")
+        locked, expected = data.parent, "data, or a token store, that can be read"
+    elif what == "store":
+        assert main(["prepare", "chat", str(data), "--tokenizer", str(model), "--output", str(public / "store")]) == 0
+        data, locked = public / "store", public / "store" / "manifest.json"
+        expected = "a token store that can be read"
+    else:
+        locked, expected = data, "data that can be read"
+    (public / "runs").mkdir()
+    (public / "runs").chmod(0o777)
+    changes = [f"data.train_path={data}", "data.validation_path=null", f"data.cache_dir={public}/runs"]
+    overrides = setup.overrides(public / "runs" / "output", *changes, model=model)
+    locked.chmod(0)
+    try:
+        with as_another_user():
+            message = refusal(["train", str(RECIPE), *overrides])
+    finally:
+        locked.chmod(0o700)
+    assert message.startswith(f"{data}: cannot be read: Permission denied"), message
+    assert f"; expected {expected}: change its permissions, or name another one" in message
+    assert list((public / "runs").iterdir()) == []
+
+
+def test_a_run_without_permission(refusal: Refusal, public: Path, commands: Commands):
+    (public / "run").mkdir(mode=0)
+    with as_another_user():
+        message = refusal(["export", str(public / "run")])
+        assert message.startswith(f"RUN: {public}/run: cannot be read: Permission denied"), message
+        message = refusal(commands.line("check", public / "run" / "inner"))
+        assert message.startswith(f"run.output_dir: {public}/run/inner: cannot be written: Permission denied"), message
+
+
+def test_a_checkpoint_without_permission_is_one_that_cannot_be_used(
+    refusal: Refusal, public: Path, run: Path, setup: TinySetup, commands: Commands
+):
+    copied = shutil.copytree(run, public / "run")
+    recipe = (copied / "recipe.yaml").read_text()
+    model = shutil.copytree(setup.untied, public / "model")
+    (copied / "recipe.yaml").write_text(recipe.replace(str(setup.untied), str(model)))
+    state = next((copied / "checkpoints" / "step_00000020" / "state").glob("*.distcp"))
+    state.chmod(0)
+    (public / "export").mkdir()
+    (public / "export").chmod(0o777)
+    with as_another_user():
+        message = refusal(["export", str(copied), "--output", str(public / "export" / "model")])
+    assert "found no checkpoint that verifies:\n  step_00000020: state/" in message
+    assert f"{state.name}: cannot be read: " in message and "Permission denied" in message
+    assert list((public / "export").iterdir()) == []
+
+
+def test_an_error_on_another_path_keeps_its_name(tmp_path: Path):
+    with pytest.raises(UserError, match=r"^/dev/null/x: cannot be used: Not a directory; expected to be, while --out"):
+        with writing("--output", tmp_path / "store"):
+            json.loads(Path("/dev/null/x").read_text())

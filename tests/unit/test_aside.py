@@ -1,0 +1,98 @@
+"""What is written aside: the old, nothing, or all of the new under a name, whatever happens meanwhile."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from vcore_ds.files import aside
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def write_folder(path: Path, text: str) -> None:
+    with aside.written_aside(path) as unfinished:
+        (unfinished / "inner").mkdir(parents=True)
+        (unfinished / "inner" / "file").write_text(text)
+        assert unfinished == aside.unfinished_path(path) and not path.exists()
+
+
+def test_a_file_is_made_with_its_folder_and_replaced(tmp_path: Path):
+    path = tmp_path / "new" / "file"
+    for text in ("one", "two"):
+        with aside.written_aside(path) as unfinished:
+            unfinished.write_text(text)
+            assert not path.exists() or path.read_text() == "one"
+        assert path.read_text() == text
+    assert names(path.parent) == ["file"]
+
+
+def test_a_folder_gets_its_name_at_the_end_and_is_never_replaced(tmp_path: Path):
+    write_folder(tmp_path / "folder", "one")
+    with pytest.raises(OSError, match="not empty"), aside.written_aside(tmp_path / "folder") as unfinished:
+        unfinished.mkdir()
+    assert (tmp_path / "folder" / "inner" / "file").read_text() == "one" and names(tmp_path) == ["folder"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_block_that_raises_leaves_the_old_file_alone(tmp_path: Path, error: type[BaseException]):
+    (tmp_path / "file").write_text("old")
+    for target in ("file", "folder"):
+        with pytest.raises(error), aside.written_aside(tmp_path / target) as unfinished:
+            unfinished.mkdir() if target == "folder" else unfinished.write_text("new")
+            raise error
+    assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize("leftover", ["file", "folder", "link"])
+def test_the_leftover_of_a_killed_attempt_is_removed_at_the_next_begin(tmp_path: Path, leftover: str):
+    unfinished = aside.unfinished_path(tmp_path / "target")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").write_text("")
+    if leftover == "file":
+        unfinished.write_text("half")
+    elif leftover == "folder":
+        (unfinished / "half").mkdir(parents=True)
+    else:
+        unfinished.symlink_to(tmp_path / "elsewhere")
+    write_folder(tmp_path / "target", "whole")
+    assert names(tmp_path) == ["elsewhere", "target"] and names(tmp_path / "target") == ["inner"]
+    assert names(tmp_path / "elsewhere") == ["kept"]
+
+
+def test_several_writers_of_a_file_do_not_meet(tmp_path: Path):
+    path, content = tmp_path / "file", "the same in both"
+    with aside.written_aside(path, several_writers=True) as unfinished:
+        unfinished.write_text(content[:5])
+        child = os.fork()
+        if child == 0:
+            with aside.written_aside(path, several_writers=True) as of_child:
+                of_child.write_text(content)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert path.read_text() == content and unfinished.read_text() == content[:5]
+        unfinished.write_text(content)
+    assert path.read_text() == content and names(tmp_path) == ["file"]
+
+
+def test_everything_is_flushed_before_the_rename_and_the_name_after_it(tmp_path: Path, monkeypatch):
+    """A kill cannot show this, only a power failure could: the order of the calls is what there is to look at."""
+    seen: list[str] = []
+    flush, rename = aside.flush, Path.rename
+
+    def seen_flush(path: Path) -> None:
+        seen.append(f"flush {path.relative_to(tmp_path)}")
+        flush(path)
+
+    def seen_rename(path: Path, target: Path) -> None:
+        seen.append(f"rename {path.relative_to(tmp_path)}")
+        rename(path, target)
+
+    monkeypatch.setattr(aside, "flush", seen_flush)
+    monkeypatch.setattr(Path, "rename", seen_rename)
+    write_folder(tmp_path / "folder", "text")
+    flushed = ["folder.unfinished", "folder.unfinished/inner", "folder.unfinished/inner/file"]
+    assert sorted(seen[:3]) == [f"flush {name}" for name in flushed]
+    assert seen[3:] == ["rename folder.unfinished", "flush ."]
