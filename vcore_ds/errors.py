@@ -1,30 +1,39 @@
-"""How a command ends without a traceback: something the user can mend, or a stop that was asked for."""
+"""The ways a command ends with one message and no traceback: a user's mistake, a run that failed, a stop request."""
 
 
 class UserError(Exception):
     """Something the user gave cannot work: a recipe, a file, a folder, a setting.
 
-    The message is the whole story (where, what was found, what was expected, what to do), so the
-    command line prints it without a traceback and exits with `EXIT_CODE`. Failures of the run
-    itself are other exceptions and keep their traceback (exit code 1).
+    The message is the whole story (where, what was found, what was expected, what to do), so the command line prints
+    it without a traceback and exits with `EXIT_CODE`.
     """
 
     EXIT_CODE = 2
 
 
+class RunFailed(Exception):
+    """The run cannot continue for a reason that its message explains in full; raised on all ranks alike.
+
+    The command line prints the message alone: where the exception was raised says nothing more. Failures that nobody
+    foresaw are other exceptions and keep their traceback; both exit with 1.
+    """
+
+    EXIT_CODE = 1
+
+
 EXIT_STOPPED = 85
-"""Exit code of a run that was asked to stop and has saved what there was to save: start it again and it goes on."""
+"""Exit code of a run that was asked to stop and has saved what there was to save: the same command resumes it."""
 
 
 class RunStopped(Exception):
     """The run was asked to stop, and did at the end of a step, on all ranks together.
 
-    The message is one line: why, after which step, where it is saved, how to go on.
+    The message is one line: why, after which step, where it is saved, how to resume.
     """
 
     EXIT_CODE = EXIT_STOPPED
 
 
 def first_line(error: Exception) -> str:
-    """Of its message, or its kind where it has none: what fits into a message of our own."""
+    """The first line of the error's message, or the error's class where it has none, to quote in another message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
