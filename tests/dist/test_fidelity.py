@@ -28,7 +28,7 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.conversations import tokenize
 from tests.helpers.ranks import run_ranks
 from vcore_ds.config import deepspeed_config, load_recipe, plan_batch
-from vcore_ds.data import IGNORED_LABEL, Batch, Conversation, collate
+from vcore_ds.data import IGNORED_LABEL, Batch, Conversation, collate, load_tokenizer
 from vcore_ds.engine import Engine
 from vcore_ds.utility import Direction, FiniteDifference, forward_mode, jvp_utilities, losses_and_utilities
 from vcore_ds.models import TokenLossModel
