@@ -1,4 +1,4 @@
-"""The command line: parses, dispatches, and turns a user's mistake into one message and exit code 2."""
+"""The command line: parses, dispatches, and turns a foreseen failure into one message and its exit code."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from vcore_ds import __version__
 from vcore_ds.commands import check, export, fidelity, preflight, prepare, recipes, reference, train
 from vcore_ds.commands.arguments import add_overrides
 from vcore_ds.distributed.signals import stop_signals
-from vcore_ds.errors import RunStopped, UserError
+from vcore_ds.errors import RunFailed, RunStopped, UserError
 
 COMMANDS = {
     "train": train,
@@ -25,12 +25,14 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 the run failed (with a traceback), 2 something the user gave cannot work, 85 the run was
-    asked to stop and has saved."""
+    """Runs a command and returns its exit code.
+
+    0: done. 1: the run failed. 2: something the user gave cannot work. 85: the run was asked to stop and has saved.
+    """
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         COMMANDS[arguments.command].main(arguments)
-    except (UserError, RunStopped) as error:
+    except (UserError, RunFailed, RunStopped) as error:
         return _report(error)
     return 0
 
@@ -60,7 +62,7 @@ def launch(
         train.main(parsed)
         if after is not None:
             after()
-    except (UserError, RunStopped) as error:
+    except (UserError, RunFailed, RunStopped) as error:
         return _report(error)
     return 0
 
@@ -86,7 +88,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _report(error: UserError | RunStopped) -> int:
+def _report(error: UserError | RunFailed | RunStopped) -> int:
     """Once per node: the ranks of a node share files, so they fail alike."""
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         stop_signals.leave()

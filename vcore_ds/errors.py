@@ -1,15 +1,24 @@
-"""How a command ends without a traceback: a mistake that the user can fix, or a stop request."""
+"""The ways a command ends with one message and no traceback: a user's mistake, a run that failed, a stop request."""
 
 
 class UserError(Exception):
     """Something the user gave cannot work: a recipe, a file, a folder, a setting.
 
     The message says everything (where, what was found, what was expected, what to do), so the command line prints it
-    without a traceback and exits with `EXIT_CODE`. Failures of the run itself are other exceptions and keep their
-    traceback (exit code 1).
+    without a traceback and exits with `EXIT_CODE`.
     """
 
     EXIT_CODE = 2
+
+
+class RunFailed(Exception):
+    """The run cannot continue for a reason that its message explains in full; raised on all ranks alike.
+
+    The command line prints the message alone: where the exception was raised says nothing more. Failures that nobody
+    foresaw are other exceptions and keep their traceback; both exit with 1.
+    """
+
+    EXIT_CODE = 1
 
 
 EXIT_STOPPED = 85
@@ -26,5 +35,5 @@ class RunStopped(Exception):
 
 
 def first_line(error: Exception) -> str:
-    """First line of an error's message, or its kind where it has none: what fits into a message of ours."""
+    """The first line of the error's message, or the error's class where it has none, to quote in another message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

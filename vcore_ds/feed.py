@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +15,8 @@ from vcore_ds.data import (
     StepBatches,
     TokenStore,
     Waste,
+    cache_root,
+    check_contents,
     collate,
     idle_batch,
     keep_random_tokens,
@@ -25,8 +28,8 @@ from vcore_ds.data import (
     with_reference,
 )
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import first_rank_first
-from vcore_ds.models import attention_length
+from vcore_ds.distributed.process_group import first_rank_first, local_rank
+from vcore_ds.models import attention_length, vocabulary_size
 from vcore_ds.track.console import Console
 
 
@@ -126,9 +129,13 @@ def read_training_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, conso
 
 
 def read_dataset(recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBase, console: Console) -> TokenStore:
-    """A token store, or raw data, which one process makes one before the others look. A collective."""
-    folder = first_rank_first(
-        lambda: store_of(
+    """The token store at `path`, or that of the raw data there, made by one process before the others look.
+
+    A collective. Raises UserError where it cannot be made, is damaged, or does not fit the model.
+    """
+
+    def find() -> Path:
+        folder = store_of(
             path,
             tokenizer,
             cutoff_length=recipe.data.cutoff_length,
@@ -136,8 +143,16 @@ def read_dataset(recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBase, 
             cache_folder=recipe.data.cache_dir,
             say=console.say,
         )
+        if local_rank() == 0:
+            check_contents(folder, cache_root(recipe.data.cache_dir), console.say)
+        return folder
+
+    store = TokenStore(
+        first_rank_first(find),
+        tokenizer,
+        cutoff_length=recipe.data.cutoff_length,
+        vocabulary_size=vocabulary_size(recipe.model.path),
     )
-    store = TokenStore(folder, tokenizer, cutoff_length=recipe.data.cutoff_length)
     console.say(f"Data: {path}: {store.describe()}")
     return store
 
@@ -154,7 +169,9 @@ def build_feed(
     probe_stream = None
     if recipe.method.name == "vcore":
         probe_stream = ProbeStream(len(of_probe), plan.probe_batch_size_global, seed)
-    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    pad_token_id = tokenizer.pad_token_id
+    if pad_token_id is None or pad_token_id >= vocabulary_size(recipe.model.path):
+        pad_token_id = 0  # any token of the model will do: no real token sees it, and no loss is taken there
     main_order = MainOrder(len(dataset), plan.global_batch_size, seed)
     return Feed(
         dataset,

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers import tiny
 from tests.helpers.commands import (
     REPOSITORY,
     free_port,
     has_control_characters,
     run_command,
 )
-from tests.helpers.setups import TinySetup, write_conversations, write_model
+from tests.helpers.setups import TinySetup, make_tokenizer, write_conversations, write_model
 from vcore_ds.cli import main
 from vcore_ds.errors import UserError
 
@@ -193,6 +194,25 @@ def test_some_sequences_longer_than_the_cutoff_are_counted(refuses: Refuses, tmp
     assert f"Data: {train}: {kept} of 5 rows kept" in output and f"3 {verb}" in output
 
 
+def test_store_that_was_damaged_at_equal_size(refuses: Refuses, tmp_path: Path, setup: TinySetup):
+    store = tmp_path / "store"
+    assert main(["prepare", "chat", str(setup.train), "--tokenizer", str(setup.untied), "--output", str(store)]) == 0
+    tokens = store / "tokens.bin"
+    tokens.write_bytes(b"\xff\xff\xff\x7f" + tokens.read_bytes()[4:])
+    message = refuses(f"data.train_path={store}")
+    assert f"{tokens}: damaged, or of another store: its size is right" in message
+
+
+def test_tokens_that_the_model_has_no_embedding_for(refuses: Refuses, tmp_path: Path, setup: TinySetup):
+    model = tmp_path / "model"
+    tokenizer = make_tokenizer()
+    tiny.qwen3(vocab_size=200).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    message = refuses(model=model)
+    largest = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert f"found token ids up to {largest}, expected ids below 200, the vocab_size of the model" in message
+
+
 # Models
 
 
@@ -214,7 +234,7 @@ def test_weights_that_were_copied_in_part(refuses: Refuses, tmp_path: Path):
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     message = refuses(model=model)
-    assert f"model.path: {model}: no causal language model can be loaded: " in message and "incomplete" in message
+    assert f"model.path: {model}: model.safetensors: truncated: found " in message and "download complete?" in message
 
 
 def test_model_folder_without_configuration(refuses: Refuses, tmp_path: Path):

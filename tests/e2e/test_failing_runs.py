@@ -54,6 +54,8 @@ def test_non_finite_loss_ends_the_run(setup: TinySetup, tmp_path: Path):
     assert done.returncode == 1, done.stdout
     (rank,) = set(re.findall(rf"step 2: the loss is not finite; rank (\d): sequence ids \[{bad}\]\.", done.stdout))
     assert rank in "01" and "The parameters were not updated." in done.stdout
+    assert done.stdout.count("the loss is not finite") == 1 and done.stdout.count("vcore-ds: ") == 1
+    assert "Traceback" not in done.stdout
     assert [line["step"] for line in read_metrics(tmp_path / "output")] == [1]
     assert not (tmp_path / "output" / "model").exists()
 

@@ -12,7 +12,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from vcore_ds.data import TokenizedSequence, TokenStore, collate, keep_random_tokens, write_store
+from vcore_ds.data import (
+    TokenizedSequence,
+    TokenStore,
+    check_contents,
+    collate,
+    keep_random_tokens,
+    write_store,
+)
 from vcore_ds.data.store import tokenizer_hash
 from vcore_ds.errors import UserError
 
@@ -157,6 +164,154 @@ def test_a_broken_store_is_refused(store: Path, breaks, found: str) -> None:
         TokenStore(store)
     assert str(error.value).startswith(str(store))
     assert found in str(error.value)
+
+
+def change_manifest(store: Path, **changes: object) -> None:
+    """`...` removes an entry."""
+    manifest = json.loads((store / "manifest.json").read_text()) | changes
+    kept = {key: value for key, value in manifest.items() if value is not ...}
+    (store / "manifest.json").write_text(json.dumps(kept))
+
+
+MANIFESTS = {
+    "no files": dict(files=...),
+    "files that is a list": dict(files=[]),
+    "files without one": dict(files={"tokens.bin": 3}),
+    "mistyped number": dict(num_sequences="7"),
+    "mistyped tokenizer": dict(tokenizer={"name": "a", "hash": 3, "chat_template_hash": "b"}),
+    "mistyped counts": dict(counts={"dropped": {"rule": "x"}}),
+    "mistyped id": dict(max_token_id=[1]),
+    "mistyped sums": dict(sha256="abc"),
+}
+
+
+@pytest.mark.parametrize("changes", MANIFESTS.values(), ids=MANIFESTS.keys())
+def test_a_damaged_manifest_is_refused(store: Path, changes: dict) -> None:
+    change_manifest(store, **changes)
+    with pytest.raises(UserError, match="manifest.json: not the manifest of a token store"):
+        TokenStore(store)
+
+
+HEADER_BYTES = 34  # of an index, followed by lengths (int32), places (int64), documents (int64)
+
+
+def overwrite(path: Path, offset: int, content: bytes) -> None:
+    """Keeps the file's size; a negative offset is counted from its end."""
+    whole = bytearray(path.read_bytes())
+    begin = offset % len(whole)
+    whole[begin : begin + len(content)] = content
+    path.write_bytes(whole)
+
+
+def exchange(first: Path, second: Path) -> None:
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+INDICES = {
+    "longer sequence": (
+        HEADER_BYTES,
+        np.int32(10**6).tobytes(),
+        "found lengths of 5 to 1,000,000 tokens, expected 1 to",
+    ),
+    "empty sequence": (HEADER_BYTES, np.int32(0).tobytes(), "found lengths of 0 to "),
+    "place outside the file": (HEADER_BYTES + 7 * 4 + 8, np.int64(10**9).tobytes(), "places that do not follow"),
+    "place of another sequence": (HEADER_BYTES + 7 * 4, np.int64(4).tobytes(), "places that do not follow"),
+    "other type": (
+        17,
+        b"\x05",
+        "found version, type, sequences and documents .1, 5, 7, 8. in .* expected .1, 4, 7, 8.",
+    ),
+    "unknown type": (17, b"\xff", ".1, 255, 7, 8. in "),
+    "more sequences": (18, np.uint64(10**15).tobytes(), "1000000000000000, 8. in"),
+    "fewer sequences": (18, np.uint64(3).tobytes(), "1, 4, 3, 8. in "),
+    "documents elsewhere": (-8, np.int64(3).tobytes(), "no readable index"),
+}
+
+
+@pytest.mark.parametrize(("offset", "content", "found"), INDICES.values(), ids=INDICES.keys())
+def test_an_index_that_was_damaged_at_equal_size_is_refused(store: Path, offset: int, content: bytes, found: str):
+    overwrite(store / "tokens.idx", offset, content)
+    with pytest.raises(UserError, match=found):
+        TokenStore(store)
+
+
+def test_arrays_exchanged_for_others_of_equal_size_are_refused(store: Path) -> None:
+    path = store / "sequence_id.npy"
+    np.save(path, np.load(path).astype(np.float64))
+    with pytest.raises(UserError, match=r"sequence_id.npy: found an array of float64 \[7\], expected int64"):
+        TokenStore(store)
+    overwrite(path, 0, b"\x93NUMPY\x01\x00\x76\x00{'descr': (((")
+    with pytest.raises(UserError, match="sequence_id.npy: not a readable array"):
+        TokenStore(store)
+
+
+CONTENTS = {
+    "tokens.bin": lambda s: overwrite(s / "tokens.bin", 8, b"\xff\xff\xff\x7f"),
+    "marks.bin": lambda s: overwrite(s / "marks.bin", 3, b"\x02"),
+    "sequence_id.npy": lambda s: overwrite(s / "sequence_id.npy", 128, b"\x09"),
+}
+
+
+@pytest.mark.parametrize(("name", "damages"), CONTENTS.items())
+def test_contents_that_were_damaged_at_equal_size_are_refused(store: Path, tmp_path: Path, name: str, damages) -> None:
+    check_contents(store, tmp_path / "cache")
+    damages(store)
+    TokenStore(store)  # its structure is fine
+    for _ in range(2):  # what failed is not remembered
+        with pytest.raises(UserError, match=f"store/{name}: damaged, or of another store: its size is right"):
+            check_contents(store, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["tokens", "marks"])
+def test_files_exchanged_with_those_of_another_store_are_refused(store: Path, tmp_path: Path, name: str) -> None:
+    """Both have sequences of the same lengths, in another order or with other tokens."""
+    other = tmp_path / "other"
+    write_store(other, make_sequences()[::-1], make_tokenizer())
+    exchange(store / f"{name}.bin", other / f"{name}.bin")
+    with pytest.raises(UserError, match=f"store/{name}.bin: damaged, or of another store"):
+        check_contents(store, tmp_path / "cache")
+
+
+def test_contents_are_read_once(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vcore_ds.data import store_checks
+
+    read: list[str] = []
+    hash_file = store_checks._sha256
+    monkeypatch.setattr(store_checks, "_sha256", lambda path: (read.append(path.name), hash_file(path))[1])
+    check_contents(store, tmp_path / "cache")
+    assert len(read) == len(set(read)) == 6
+    check_contents(store, tmp_path / "cache")
+    assert len(read) == 6
+    (store / "marks.bin").touch()
+    check_contents(store, tmp_path / "cache")
+    assert len(read) == 12
+
+
+def test_without_a_place_to_remember_contents_are_read_each_time(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    said: list[str] = []
+    for _ in range(2):
+        check_contents(store, tmp_path / "cache", said.append)
+    assert len(said) == 2 and "computes its checksums again" in said[0]
+
+
+def test_stores_from_before_checksums_are_checked_by_their_digest(store: Path, tmp_path: Path) -> None:
+    change_manifest(store, sha256=..., max_token_id=...)
+    check_contents(store, tmp_path / "cache")
+    overwrite(store / "tokens.bin", 8, b"\x00")
+    with pytest.raises(UserError, match="their digest is not the one in manifest.json"):
+        check_contents(store, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_token_id": ...}], ids=["written", "counted"])
+def test_token_ids_beyond_the_models_vocabulary_are_refused(store: Path, changes: dict) -> None:
+    largest = max(int(sequence.input_ids.max()) for sequence in make_sequences())
+    change_manifest(store, **changes)
+    TokenStore(store, vocabulary_size=largest + 1)
+    with pytest.raises(UserError, match=f"found token ids up to {largest:,}, expected ids below {largest:,}"):
+        TokenStore(store, vocabulary_size=largest)
 
 
 @pytest.mark.parametrize(

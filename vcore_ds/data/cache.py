@@ -21,6 +21,11 @@ _ONE_PROCESS_BYTES = 32 * 2**20
 """Raw data below this are tokenized sooner than further processes have started."""
 
 
+def cache_root(cache_folder: str | None) -> Path:
+    """The folder for what later runs find again; None for `$XDG_CACHE_HOME/vcore_ds`, or `~/.cache/vcore_ds`."""
+    return Path(cache_folder or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vcore_ds")).expanduser()
+
+
 def store_of(
     path: str,
     tokenizer: "PreTrainedTokenizerBase",
@@ -35,7 +40,7 @@ def store_of(
     Raw data are what `vcore-ds prepare chat` takes. Processes that ask for the same store at once wait for the first.
 
     Args:
-        cache_folder: None for `$XDG_CACHE_HOME/vcore_ds`, or `~/.cache/vcore_ds`.
+        cache_folder: see `cache_root`.
 
     Raises:
         UserError: the data are not there, hold a row that is no conversation, or nothing to learn from; or the cache
@@ -54,8 +59,7 @@ def store_of(
     files = sorted({Path(shard.source) for shard in shards if shard.kind != "hub"})
     made_from = [describe_origin(request, shards, tokenizer), [(str(f.resolve()), f.stat().st_mtime_ns) for f in files]]
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
-    root = cache_folder or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vcore_ds")
-    folder = Path(root).expanduser() / f"{Path(path).stem}-{key}"
+    folder = cache_root(cache_folder) / f"{Path(path).stem}-{key}"
     with writing("data.cache_dir", folder, "a folder that can be written, with room for the token store"):
         if (folder / MANIFEST).is_file():
             return folder

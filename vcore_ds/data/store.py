@@ -19,6 +19,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vcore_ds.data.rendering import check_tokenizer
+from vcore_ds.data.store_checks import (
+    COPY_AGAIN,
+    FORMAT,
+    MANIFEST,
+    REMEDY,
+    check_files,
+    check_index,
+    check_index_header,
+    combined_digest,
+    file_hashes,
+    load_array,
+    read_manifest,
+)
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
@@ -27,12 +40,11 @@ from vcore_ds.files.user_paths import reading
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MANIFEST = "manifest.json"
-FORMAT = "vcore_ds token store, version 1"
 SUPERVISED, IN_ANSWER = 1, 2
+"""Bits of a mark."""
 
-_INDEX_HEADER = b"MMIDIDX\x00\x00"
-_REMEDY = "make it again with `vcore-ds prepare`"
+_CHUNK_TOKENS = 2**24
+"""Tokens looked at together where a whole store is read; 64 MiB."""
 
 
 class TokenStore(Sequence[TokenizedSequence]):
@@ -44,45 +56,45 @@ class TokenStore(Sequence[TokenizedSequence]):
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         *,
         cutoff_length: int | None = None,
+        vocabulary_size: int | None = None,
     ) -> None:
-        """Checks all that can be checked without reading the tokens.
+        """Checks all that can be checked without reading the tokens; see `check_contents` for the rest.
 
         Args:
             tokenizer: the tokenizer of the model to train; it and its chat template must be those of the store.
             cutoff_length: longest sequence in tokens that the caller can take.
+            vocabulary_size: rows of the model's input embedding.
 
         Raises:
-            UserError: there is no store, a file is missing or not whole, or the store is of another tokenizer,
-                template or cutoff.
+            UserError: there is no store, its files are not whole or do not belong together, or the store is of another
+                tokenizer, template, vocabulary or cutoff.
         """
         self.folder = Path(folder)
         with reading("", self.folder, "a token store that can be read"):
-            self.manifest = _read_manifest(self.folder)
-            _check_files(self.folder, self.manifest["files"])
+            self.manifest = read_manifest(self.folder)
+            check_files(self.folder, self.manifest["files"])
         if tokenizer is not None:
             self._check_tokenizer(tokenizer)
         if cutoff_length is not None and self.manifest["max_length"] > cutoff_length:
             raise UserError(
                 f"{self.folder}: found sequences of up to {self.manifest['max_length']:,} tokens, expected at most "
-                f"{cutoff_length:,} (data.cutoff_length); raise it to {self.manifest['max_length']}, or {_REMEDY} "
+                f"{cutoff_length:,} (data.cutoff_length); raise it to {self.manifest['max_length']}, or {REMEDY} "
                 f"and --cutoff-length {cutoff_length}"
             )
-        indexed_dataset = _indexed_dataset()
-        try:
-            self._tokens = indexed_dataset.IndexedDataset(str(self.folder / "tokens"))
-            self._marks = indexed_dataset.IndexedDataset(str(self.folder / "marks"))
-        except (AssertionError, ValueError, KeyError) as error:
-            raise UserError(f"{self.folder}: no readable index ({error or type(error).__name__}); {_REMEDY}") from None
-        self.sequence_ids: np.ndarray = np.load(self.folder / "sequence_id.npy", mmap_mode="r")
+        self._tokens = self._open_index("tokens", np.int32)
+        self._marks = self._open_index("marks", np.uint8)
+        self.sequence_ids: np.ndarray = load_array(self.folder / "sequence_id.npy", np.int64)
         """int64 [n]"""
-        self.num_supervised_tokens: np.ndarray = np.load(self.folder / "num_supervised_tokens.npy", mmap_mode="r")
+        self.num_supervised_tokens: np.ndarray = load_array(self.folder / "num_supervised_tokens.npy", np.int32)
         """int32 [n]"""
-        found = {len(self._tokens), len(self._marks), len(self.sequence_ids), len(self.num_supervised_tokens)}
+        found = {len(self.sequence_ids), len(self.num_supervised_tokens)}
         if found != {self.manifest["num_sequences"]}:
             raise UserError(
-                f"{self.folder}: found files of {' and '.join(f'{n:,}' for n in sorted(found))} sequences, expected "
-                f"{self.manifest['num_sequences']:,} ({MANIFEST}); {_REMEDY}"
+                f"{self.folder}: found arrays of {' and '.join(f'{n:,}' for n in sorted(found))} sequences, expected "
+                f"{self.manifest['num_sequences']:,} ({MANIFEST}); {REMEDY}"
             )
+        if vocabulary_size is not None:
+            self._check_vocabulary(vocabulary_size)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -93,6 +105,13 @@ class TokenStore(Sequence[TokenizedSequence]):
     def digest(self) -> str:
         """SHA-256 of the tokens and of which of them are supervised, in order."""
         return self.manifest["digest"]
+
+    def max_token_id(self) -> int:
+        """The largest id among the tokens. Stores made before the manifest held it are read through: 0.3 s a GB."""
+        if "max_token_id" in self.manifest:
+            return self.manifest["max_token_id"]
+        tokens = np.memmap(self.folder / "tokens.bin", dtype=np.int32, mode="r")
+        return max(int(tokens[i : i + _CHUNK_TOKENS].max()) for i in range(0, len(tokens), _CHUNK_TOKENS))
 
     def describe(self) -> str:
         """A line on what there is to train on, and one for each thing that a user should know about."""
@@ -125,6 +144,25 @@ class TokenStore(Sequence[TokenizedSequence]):
     def __iter__(self) -> Iterator[TokenizedSequence]:
         return (self[i] for i in range(len(self)))
 
+    def _open_index(self, name: str, dtype: type[np.generic]):
+        """megatron-core's reader of `name`.bin and `name`.idx, after its structure has been checked."""
+        check_index_header(self.folder / f"{name}.idx", dtype, self.manifest["num_sequences"])
+        try:
+            dataset = _indexed_dataset().IndexedDataset(str(self.folder / name))
+        except AssertionError as error:
+            raise UserError(f"{self.folder / name}.idx: no readable index ({error}); {COPY_AGAIN}") from None
+        check_index(self.folder, name, dataset.index, dtype, self.manifest)
+        return dataset
+
+    def _check_vocabulary(self, size: int) -> None:
+        largest = self.max_token_id()
+        if largest >= size:
+            raise UserError(
+                f"{self.folder}: found token ids up to {largest:,}, expected ids below {size:,}, the vocab_size of the "
+                "model (model.path, config.json): the tokenizer has tokens that the model has no embedding for; take "
+                f"the tokenizer that belongs to the model, or add rows to its embeddings, then {REMEDY}"
+            )
+
     def _check_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         check_tokenizer(tokenizer)
         made_with = self.manifest["tokenizer"]
@@ -135,7 +173,7 @@ class TokenStore(Sequence[TokenizedSequence]):
             if found != expected:
                 raise UserError(
                     f"{self.folder}: found tokens of another {what} (that of {made_with['name']}, {expected[:12]}), "
-                    f"expected the {what} of {tokenizer.name_or_path} ({found[:12]}); {_REMEDY} "
+                    f"expected the {what} of {tokenizer.name_or_path} ({found[:12]}); {REMEDY} "
                     f"and --tokenizer {tokenizer.name_or_path}"
                 )
 
@@ -176,7 +214,7 @@ def _write_sequences(folder: Path, unfinished: Path, sequences: Iterable[Tokeniz
     builder = _indexed_dataset().IndexedDatasetBuilder
     tokens = builder(str(unfinished / "tokens.bin"), dtype=np.int32)
     marks = builder(str(unfinished / "marks.bin"), dtype=np.uint8)
-    sequence_ids, num_supervised_tokens, lengths = [], [], []
+    sequence_ids, num_supervised_tokens, lengths, max_token_id = [], [], [], 0
     for sequence in sequences:
         num_supervised = int(sequence.supervised.sum())
         if num_supervised == 0:
@@ -192,19 +230,23 @@ def _write_sequences(folder: Path, unfinished: Path, sequences: Iterable[Tokeniz
         sequence_ids.append(sequence.sequence_id)
         num_supervised_tokens.append(num_supervised)
         lengths.append(len(sequence))
+        max_token_id = max(max_token_id, int(sequence.input_ids.max()))
     if not lengths:
         raise UserError(f"{folder}: no sequence to store")
     tokens.finalize(str(unfinished / "tokens.idx"))
     marks.finalize(str(unfinished / "marks.idx"))
     np.save(unfinished / "sequence_id.npy", np.array(sequence_ids, dtype=np.int64))
     np.save(unfinished / "num_supervised_tokens.npy", np.array(num_supervised_tokens, dtype=np.int32))
+    hashes = file_hashes(unfinished)
     return {
         "format": FORMAT,
         "num_sequences": len(lengths),
         "num_tokens": sum(lengths),
         "num_supervised_tokens": sum(num_supervised_tokens),
         "max_length": max(lengths),
-        "digest": _digest(unfinished),
+        "max_token_id": max_token_id,
+        "digest": combined_digest(hashes),
+        "sha256": hashes,
         "files": {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())},
     }
 
@@ -233,50 +275,6 @@ def template_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _digest(folder: Path) -> str:
-    sha = hashlib.sha256()
-    for name in ("tokens.idx", "tokens.bin", "marks.bin"):  # the index holds the lengths
-        with (folder / name).open("rb") as file:
-            sha.update(hashlib.file_digest(file, "sha256").digest())
-    return sha.hexdigest()
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder (looked from {Path.cwd()}); expected a token store")
-    if not path.is_file():
-        found = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
-        raise UserError(f"{folder}: no token store: found no {MANIFEST} there, only {found}; {_REMEDY}")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise UserError(f"{path}: found the format {manifest['format']!r}, expected {FORMAT!r}; {_REMEDY}")
-        for key in ("num_sequences", "max_length", "tokenizer", "digest", "files"):
-            manifest[key]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not the manifest of a token store ({error!r}); {_REMEDY}") from None
-    return manifest
-
-
-def _check_files(folder: Path, sizes: dict[str, int]) -> None:
-    """`sizes`: bytes of each file, as written."""
-    for name, expected in sizes.items():
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"{path}: the file is missing from its store; copy the whole folder again, or {_REMEDY}")
-        found = path.stat().st_size
-        if found != expected:
-            state = "truncated" if found < expected else "not the file that was written"
-            raise UserError(
-                f"{path}: {state}: found {found:,} bytes, expected {expected:,} ({MANIFEST}); copy the whole folder "
-                f"again, or {_REMEDY}"
-            )
-        with path.open("rb") as file:
-            if path.suffix == ".idx" and file.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
-                raise UserError(f"{path}: not an index of megatron-core's format; {_REMEDY}")
 
 
 def _indexed_dataset():

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.positions import Identity, Position, here, is_alive, mark
 from vcore_ds.distributed.signals import stop_signals
-from vcore_ds.errors import EXIT_STOPPED, RunStopped, UserError
+from vcore_ds.errors import EXIT_STOPPED, RunFailed, RunStopped, UserError
 
 __all__ = ["Watchdog", "mark", "watching"]
 
@@ -73,7 +73,7 @@ def watching(lost_rank_seconds: float, timeout_minutes: float) -> Iterator[None]
         yield
         # Rank 0's process serves the store under some launchers: it must not be the first to leave.
         layout.sum_over("job", [0.0])
-    except (UserError, RunStopped):
+    except (UserError, RunFailed, RunStopped):  # raised on all ranks alike: nobody waits for another
         raise
     except BaseException as error:
         stop_signals.leave()

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 from vcore_ds.distributed import layout
+from vcore_ds.errors import RunFailed
 
 
-class NonFiniteLoss(RuntimeError):
+class NonFiniteLoss(RunFailed):
     """A loss of the batch, or the probe, is inf or nan. The optimizer was not stepped."""
 
 
-class NonFiniteGradient(RuntimeError):
+class NonFiniteGradient(RunFailed):
     """The gradient of the batch holds inf or nan. The optimizer was not stepped."""
 
 

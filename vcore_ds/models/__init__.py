@@ -1,14 +1,10 @@
 """Models: loading, low-rank adapters, per-token losses, attention with a tangent. No process groups."""
 
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, block_attention
-from vcore_ds.models.causal_lm import (
-    TokenLossHead,
-    TokenLossModel,
-    attention_length,
-    check_forward_mode,
-    check_model_folder,
-    load_causal_lm,
-)
+from vcore_ds.models.causal_lm import TokenLossHead, TokenLossModel
+from vcore_ds.models.configuration import attention_length, check_forward_mode, read_config, vocabulary_size
+from vcore_ds.models.folder_check import check_model_folder
+from vcore_ds.models.loading import load_causal_lm
 from vcore_ds.models.lora import add_lora
 
 __all__ = [
@@ -21,4 +17,6 @@ __all__ = [
     "check_forward_mode",
     "check_model_folder",
     "load_causal_lm",
+    "read_config",
+    "vocabulary_size",
 ]

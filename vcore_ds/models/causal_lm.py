@@ -1,19 +1,10 @@
 """A Hugging Face causal language model that returns the loss of every supervised token."""
 
-from pathlib import Path
-
-import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from vcore_ds.data import IGNORED_LABEL
-from vcore_ds.errors import UserError, first_line
+from vcore_ds.errors import UserError
 from vcore_ds.method import token_loss
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -93,69 +84,3 @@ class TokenLossModel(nn.Module):
         targets = labels[:, 1:]
         supervised = targets != IGNORED_LABEL
         return self.base.get_output_embeddings()(hidden[:, :-1][supervised], targets[supervised])
-
-
-def check_model_folder(path: str) -> None:
-    """Raises UserError where a local folder cannot hold a model; names that are not folders are hub ids."""
-    folder = Path(path)
-    if not folder.exists():
-        if path.startswith((".", "/", "~")) or path.count("/") != 1:
-            raise UserError(f"model.path: {path}: no such folder, and not a hub id (owner/name)")
-        return
-    if not (folder / "config.json").is_file():
-        raise UserError(f"model.path: {path}: no config.json there; expected a Hugging Face model folder")
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
-        raise UserError(
-            f"model.path: {path}: found a config.json but no weights (*.safetensors); is the download complete?"
-        )
-
-
-def check_forward_mode(path: str) -> None:
-    """Raises UserError where forward mode cannot go through the model: its attention is its own code, and cannot be
-    replaced by one with a tangent. A model that is not there yet, or cannot be read, passes: loading says so."""
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except (OSError, ValueError, KeyError):
-        return
-    if not model_class._supports_attention_backend:
-        raise UserError(
-            f"utility.estimator: found jvp together with model.path {path} ({model_class.__name__}), whose attention "
-            "cannot be replaced by one with a forward-mode derivative; expected finite_difference "
-            "(utility.estimator=finite_difference utility.epsilon=auto), or another architecture"
-        )
-
-
-def attention_length(path: str) -> float:
-    """Tokens of a sequence whose causal attention costs as much as the linear layers of its decoder.
-
-    A token at position t needs 4 t products per head dimension, on average half of that over a sequence; and 2 per
-    linear parameter of a layer. Architectures whose configuration has other names are taken for dense Llama-like ones.
-    """
-    config = AutoConfig.from_pretrained(path).get_text_config()
-    hidden, num_heads = config.hidden_size, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // num_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
-    layer_parameters = hidden * head_dim * (2 * num_heads + 2 * num_kv_heads) + 3 * hidden * intermediate
-    return layer_parameters / (num_heads * head_dim)
-
-
-def load_causal_lm(path: str, *, dtype: torch.dtype, attention: str, gradient_checkpointing: bool) -> PreTrainedModel:
-    """The pretrained model, ready to train. Under ZeRO-3 loading each rank keeps its shards only.
-
-    Raises UserError where the folder holds no model that can be used.
-    """
-    check_model_folder(path)
-    try:
-        config = AutoConfig.from_pretrained(path)
-        if getattr(config, "attention_dropout", 0.0):
-            # Utilities are those of the model without dropout, and attention reads its rate where no hook can reach it.
-            config.attention_dropout = 0.0
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise UserError(f"model.path: {path}: no causal language model can be loaded: {first_line(error)}") from None
-    model.config.use_cache = False
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model

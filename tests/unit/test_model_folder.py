@@ -1,0 +1,177 @@
+"""Model folders: what cannot be trained is said with model.path before anything is started."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers import tiny
+from tests.helpers.setups import write_model
+from vcore_ds.errors import UserError
+from vcore_ds.models import check_model_folder, load_causal_lm
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("whole") / "model")
+
+
+@pytest.fixture(scope="module")
+def in_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("in_parts") / "model"
+    tiny.qwen3().save_pretrained(folder, max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+def load(folder: Path) -> torch.nn.Module:
+    return load_causal_lm(str(folder), dtype=torch.float32, attention="sdpa", gradient_checkpointing=False)
+
+
+def refused(folder: Path, check: Callable = lambda folder: check_model_folder(str(folder))) -> str:
+    with pytest.raises(UserError) as error:
+        check(folder)
+    message = str(error.value)
+    assert message.startswith(f"model.path: {folder}: ") and "\n" not in message
+    return message
+
+
+def write_config(folder: Path, **changes: object) -> None:
+    """`...` removes a key."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+@pytest.mark.parametrize("folder", ["whole", "in_parts"])
+def test_whole_folders_pass(folder: str, request: pytest.FixtureRequest) -> None:
+    path = request.getfixturevalue(folder)
+    check_model_folder(str(path))
+    assert load(path).config.vocab_size
+
+
+CONFIGS = {
+    "list": ("[]", "found list, expected a JSON object"),
+    "number": ("3", "found int, expected a JSON object"),
+    "no JSON": ("{", "config.json: not JSON"),
+    "no text": (b"\xff\xfe", "config.json: not JSON"),
+    "nested": ("[" * 100_000, "config.json: not JSON"),
+    "5,000 digits": ('{"vocab_size": ' + "9" * 5000 + "}", "config.json: not JSON"),
+    "empty": ("{}", "found no model_type"),
+}
+
+
+@pytest.mark.parametrize(("content", "found"), CONFIGS.values(), ids=CONFIGS.keys())
+def test_configuration_that_is_no_json_object(whole: Path, tmp_path: Path, content: str | bytes, found: str) -> None:
+    folder = shutil.copytree(whole, tmp_path / "model")
+    (folder / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert found in refused(folder)
+
+
+CHANGES = {
+    "hidden_size": (dict(hidden_size=48), r"found model.embed_tokens.weight [259, 32], expected [259, 48]"),
+    "vocab_size": (dict(vocab_size=100), "embed_tokens.weight [259, 32], expected [100, 32] (1 more weights"),
+    "no vocab_size": (dict(vocab_size=...), "[259, 32], expected [151936, 32]"),
+    "fewer heads": (dict(num_attention_heads=2), "q_proj.weight [32, 32], expected [16, 32]"),
+    "heads that do not divide": (
+        dict(num_key_value_heads=3),
+        "num_attention_heads 4 together with num_key_value_heads 3",
+    ),
+    "no heads": (dict(num_attention_heads=0), "num_attention_heads: found 0, expected at least 1"),
+    "more layers": (
+        dict(num_hidden_layers=3, layer_types=...),
+        "num_hidden_layers: found 3, expected 2, the number of layers in the weights",
+    ),
+    "fewer layers": (dict(num_hidden_layers=1, layer_types=...), "num_hidden_layers: found 1, expected 2"),
+    "layers without end": (dict(num_hidden_layers=10**12), "num_hidden_layers: found 1e+12, expected 1 to 10,000"),
+    "inconsistent layers": (dict(num_hidden_layers=3), "must be equal to the number of `layer_types`"),
+    "mistyped size": (dict(hidden_size="x"), "Field 'hidden_size' expected int, got str"),
+    "null": (dict(vocab_size=None), "Field 'vocab_size' expected int, got NoneType"),
+    "negative size": (dict(intermediate_size=-1), "no qwen3 can be built from its values"),
+    "unknown activation": (dict(hidden_act="foo"), "no qwen3 can be built from its values: KeyError: 'foo'"),
+    "unknown dtype": (dict(dtype="float99"), "does not describe a model of type 'qwen3'"),
+    "mistyped model_type": (dict(model_type=5), "found no model_type"),
+    "unknown model_type": (dict(model_type="foo"), "model_type 'foo' is unknown to transformers "),
+    "code of its own": (dict(model_type="foo", auto_map={"AutoConfig": "a.B"}), "(trust_remote_code), which is not"),
+    "encoder": (dict(model_type="bert"), "'bert' is an encoder"),
+    "seq2seq": (dict(model_type="t5"), "'t5' is an encoder and a decoder (seq2seq); expected a decoder-only"),
+    "vision model": (dict(model_type="vit"), "'vit' is no causal language model"),
+}
+
+
+@pytest.mark.parametrize(("changes", "found"), CHANGES.values(), ids=CHANGES.keys())
+def test_configuration_that_cannot_be_the_models(whole: Path, tmp_path: Path, changes: dict, found: str) -> None:
+    folder = shutil.copytree(whole, tmp_path / "model")
+    write_config(folder, **changes)
+    assert found in refused(folder)
+
+
+def rename_first_part(folder: Path) -> None:
+    part = min(folder.glob("*.safetensors"))
+    part.rename(part.with_name("elsewhere.bin"))
+
+
+def change_index(**changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"] |= changes
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return change
+
+
+PARTS = {
+    "missing part": (rename_first_part, "model.safetensors.index.json names model-00001-of-"),
+    "no index": (lambda f: (f / INDEX).unlink(), "and no model.safetensors.index.json"),
+    "index that is a list": (lambda f: (f / INDEX).write_text("[]"), "found no weight_map"),
+    "index of files elsewhere": (change_index(a="../a.safetensors"), "found no weight_map"),
+    "index of another model": (change_index(a="model-00001-of-00003.safetensors"), "download the model again"),
+    "truncated part": (
+        lambda f: (p := min(f.glob("*.safetensors"))).write_bytes(p.read_bytes()[:-8]),
+        ".safetensors: truncated: found ",
+    ),
+    "longer part": (
+        lambda f: (p := min(f.glob("*.safetensors"))).write_bytes(p.read_bytes() + b"x"),
+        "longer than its header says",
+    ),
+    "no header": (lambda f: min(f.glob("*.safetensors")).write_bytes(b"x" * 999), "not a readable safetensors file"),
+    "empty part": (lambda f: min(f.glob("*.safetensors")).write_bytes(b""), "not a readable safetensors file"),
+    "no weights": (lambda f: [p.unlink() for p in f.glob("model*")], "but no weights (*.safetensors)"),
+}
+
+
+@pytest.mark.parametrize(("breaks", "found"), PARTS.values(), ids=PARTS.keys())
+def test_weights_that_are_not_whole(in_parts: Path, tmp_path: Path, breaks: Callable, found: str) -> None:
+    folder = shutil.copytree(in_parts, tmp_path / "model")
+    breaks(folder)
+    assert found in refused(folder)
+
+
+def test_weights_without_a_head_are_found_while_loading(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "found no weights for lm_head.weight, which would be random numbers" in refused(folder, load)
+
+
+def test_pickled_weights_that_are_none_are_found_while_loading(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"not a pickle")
+    assert "no causal language model can be loaded" in refused(folder, load)
+
+
+def test_pickled_weights_of_other_sizes_are_found_while_loading(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "model")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert load(folder).config.vocab_size == 259
+    write_config(folder, intermediate_size=48)
+    assert "the weights do not fit config.json" in refused(folder, load)

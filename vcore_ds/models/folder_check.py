@@ -1,0 +1,166 @@
+"""Whether a folder holds a model that can be trained: its configuration against the headers of its weights.
+
+Reads a few kilobytes a file and no weights, so that a mistake is found before anything is started.
+"""
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from vcore_ds.errors import UserError
+from vcore_ds.models.configuration import last_line, read_config
+
+WEIGHTS_INDEX = "model.safetensors.index.json"
+
+_REMEDY = "is the download complete?"
+
+_MAX_HEADER_BYTES = 100_000_000
+"""As in the safetensors library."""
+
+_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
+"""Name of a weight in a decoder layer; layers of a vision or audio tower have other prefixes."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def check_model_folder(path: str) -> None:
+    """Raises UserError where a local folder cannot hold a causal language model; names that are not folders are hub
+    ids."""
+    folder = Path(path)
+    if not folder.exists():
+        if path.startswith((".", "/", "~")) or path.count("/") != 1:
+            raise UserError(f"model.path: {path}: no such folder, and not a hub id (owner/name)")
+        return
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.path: {path}: no config.json there; expected a Hugging Face model folder")
+    config = read_config(path)
+    shapes = _read_shapes(folder)
+    if shapes is None:
+        if not any(folder.glob("pytorch_model*.bin")):
+            raise UserError(f"model.path: {path}: found a config.json but no weights (*.safetensors); {_REMEDY}")
+        return
+    _check_number_of_layers(path, config, shapes)
+    _check_shapes(path, empty_model(path, config), shapes)
+
+
+def empty_model(path: str, config: PretrainedConfig) -> PreTrainedModel:
+    """The architecture without weights, on the meta device; tenths of a second for 32B parameters.
+
+    Raises UserError where the values of the configuration do not make a model.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # of any class: sizes and names go into the architecture's own code as they are
+        raise UserError(
+            f"model.path: {path}: config.json: no {config.model_type} can be built from its values: "
+            f"{type(error).__name__}: {last_line(error)}"
+        ) from None
+
+
+def _read_shapes(folder: Path) -> Shapes | None:
+    """Shapes of all weights, by name; None where there are no safetensors files."""
+    single, index = folder / "model.safetensors", folder / WEIGHTS_INDEX
+    if single.is_file():
+        return _read_header(folder, single.name)
+    if not index.is_file():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            return None
+        raise UserError(
+            f"model.path: {folder}: found {files[0].name} and no {WEIGHTS_INDEX}, expected it beside weights in "
+            f"several files; {_REMEDY}"
+        )
+    file_of = _read_index(folder, index)
+    found: Shapes = {}
+    for name in sorted(set(file_of.values())):
+        if not (folder / name).is_file():
+            raise UserError(f"model.path: {folder}: {WEIGHTS_INDEX} names {name}, which is missing; {_REMEDY}")
+        found |= _read_header(folder, name)
+    missing = sorted(file_of.keys() - found.keys())
+    if missing:
+        raise UserError(
+            f"model.path: {folder}: {WEIGHTS_INDEX} names {missing[0]}, which is not in {file_of[missing[0]]} "
+            f"({len(missing):,} such names); index and files are of different models: download the model again"
+        )
+    return {name: found[name] for name in file_of}
+
+
+def _read_index(folder: Path, path: Path) -> dict[str, str]:
+    """File by name of weight."""
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        file_of = index["weight_map"]
+        if not (file_of and all(isinstance(name, str) and name == Path(name).name for name in file_of.values())):
+            raise ValueError("weight_map names no files")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"model.path: {folder}: {path.name}: found no weight_map of names to files "
+            f"({type(error).__name__}: {last_line(error)}); download the model again"
+        ) from None
+    return file_of
+
+
+def _read_header(folder: Path, name: str) -> Shapes:
+    """Shapes by name, after the size of the file has been held against them."""
+    path = folder / name
+    num_bytes = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            if header_bytes > min(_MAX_HEADER_BYTES, num_bytes - 8):
+                raise ValueError(f"a header of {header_bytes:,} bytes in a file of {num_bytes:,}")
+            header = json.loads(file.read(header_bytes))
+        header.pop("__metadata__", None)
+        shapes = {key: _shape(value) for key, value in header.items()}
+        expected = 8 + header_bytes + max((int(value["data_offsets"][1]) for value in header.values()), default=0)
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise UserError(
+            f"model.path: {folder}: {name}: not a readable safetensors file ({type(error).__name__}: "
+            f"{last_line(error)}); {_REMEDY}"
+        ) from None
+    if num_bytes != expected:
+        state = "truncated" if num_bytes < expected else "longer than its header says"
+        raise UserError(
+            f"model.path: {folder}: {name}: {state}: found {num_bytes:,} bytes, expected {expected:,}; {_REMEDY}"
+        )
+    return shapes
+
+
+def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(int(size) for size in entry["shape"])
+
+
+def _check_number_of_layers(path: str, config: PretrainedConfig, shapes: Shapes) -> None:
+    """A layer too few would be left out silently; one too many would be made of random numbers."""
+    expected = getattr(config.get_text_config(), "num_hidden_layers", None)
+    numbers = [int(match[1]) for name in shapes if (match := _LAYER.match(name))]
+    if not numbers or not isinstance(expected, int):
+        return
+    found = max(numbers) + 1
+    num_extra = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    if found not in (expected, expected + num_extra):
+        raise UserError(
+            f"model.path: {path}: config.json: num_hidden_layers: found {expected}, expected {found}, the number of "
+            "layers in the weights; configuration and weights are of different models"
+        )
+
+
+def _check_shapes(path: str, model: PreTrainedModel, shapes: Shapes) -> None:
+    """Names that only one of both has are judged when the weights are loaded: transformers renames and joins many."""
+    wrong = [
+        f"{name} {list(shapes[name])}, expected {list(tensor.shape)}"
+        for name, tensor in model.state_dict().items()
+        if name in shapes and tuple(tensor.shape) != shapes[name]
+    ]
+    if wrong:
+        more = f" ({len(wrong) - 1:,} more weights do not fit)" if len(wrong) > 1 else ""
+        raise UserError(
+            f"model.path: {path}: the weights do not fit config.json: found {wrong[0]}{more}; configuration and "
+            "weights are of different models"
+        )
