@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from tests.helpers import step_runs, tiny
 from tests.helpers.commands import FINITE_DIFFERENCE, free_port, read_metrics, run_command
 from tests.helpers.ranks import run_ranks
-from tests.helpers.setups import TinySetup, make_tokenizer, sums, write_conversations, write_model
+from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
+from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config import Recipe
 from vcore_ds.data import Batch, MainOrder, ProbeStream, StepBatches
 from vcore_ds.engine import Engine, NonFiniteGradient, NonFiniteLoss
@@ -100,8 +101,14 @@ def non_finite_steps() -> dict[str, tuple[str, bool]]:
     engine = step_runs.make_engine(model, vcore)
     estimator = step_runs.make_estimator(vcore, engine)
     good = step_runs.deal(with_bad_token([]), 1)
+<<<<<<< HEAD
     # Adam has moments by now.
     step_runs.train_step(engine, vcore, StepBatches(good, good), estimator, learning_rate=1e-3)
+=======
+    step_runs.train_step(
+        engine, vcore, StepBatches(good, good), estimator, learning_rate=1e-3
+    )  # Adam has moments by now
+>>>>>>> ff418a6 (Tests' house: one make_tokenizer, and the experiment weights tokens with the product's weighting)
     cases = {
         "loss": StepBatches(step_runs.deal(with_bad_token([3]), 1), good),
         "losses on both ranks": StepBatches(step_runs.deal(with_bad_token([1, 2, 3]), 2), good),
@@ -123,8 +130,14 @@ def non_finite_steps() -> dict[str, tuple[str, bool]]:
     engine = step_runs.make_engine(model, sft)
     batches = step_runs.deal(tiny.rows(4), 1)
     found["gradient"] = attempt(engine, sft, StepBatches(batches, []), step_runs.make_estimator(sft, engine))
+<<<<<<< HEAD
     probing = step_runs.make_estimator(vcore, engine)
     found["probe gradient"] = attempt(engine, vcore, StepBatches(batches, batches), probing)
+=======
+    found["probe gradient"] = attempt(
+        engine, vcore, StepBatches(batches, batches), step_runs.make_estimator(vcore, engine)
+    )
+>>>>>>> ff418a6 (Tests' house: one make_tokenizer, and the experiment weights tokens with the product's weighting)
     engine.close()
     return found
 
