@@ -101,14 +101,8 @@ def non_finite_steps() -> dict[str, tuple[str, bool]]:
     engine = step_runs.make_engine(model, vcore)
     estimator = step_runs.make_estimator(vcore, engine)
     good = step_runs.deal(with_bad_token([]), 1)
-<<<<<<< HEAD
     # Adam has moments by now.
     step_runs.train_step(engine, vcore, StepBatches(good, good), estimator, learning_rate=1e-3)
-=======
-    step_runs.train_step(
-        engine, vcore, StepBatches(good, good), estimator, learning_rate=1e-3
-    )  # Adam has moments by now
->>>>>>> ff418a6 (Tests' house: one make_tokenizer, and the experiment weights tokens with the product's weighting)
     cases = {
         "loss": StepBatches(step_runs.deal(with_bad_token([3]), 1), good),
         "losses on both ranks": StepBatches(step_runs.deal(with_bad_token([1, 2, 3]), 2), good),
@@ -130,14 +124,8 @@ def non_finite_steps() -> dict[str, tuple[str, bool]]:
     engine = step_runs.make_engine(model, sft)
     batches = step_runs.deal(tiny.rows(4), 1)
     found["gradient"] = attempt(engine, sft, StepBatches(batches, []), step_runs.make_estimator(sft, engine))
-<<<<<<< HEAD
     probing = step_runs.make_estimator(vcore, engine)
     found["probe gradient"] = attempt(engine, vcore, StepBatches(batches, batches), probing)
-=======
-    found["probe gradient"] = attempt(
-        engine, vcore, StepBatches(batches, batches), step_runs.make_estimator(vcore, engine)
-    )
->>>>>>> ff418a6 (Tests' house: one make_tokenizer, and the experiment weights tokens with the product's weighting)
     engine.close()
     return found
 

@@ -16,26 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from tests.experiments import task
 from tests.experiments.task import Traces, TraceStream
-<<<<<<< HEAD
-from vcore_ds.method import (
-    adam_direction,
-    dft_weights,
-    effective_sample_size_alpha,
-    gibbs_weights_for_budget,
-    iw_sft_weights,
-    loss_ratio_alpha,
-    random_mask,
-    random_weights,
-    segment_sum,
-    uniform_weights,
-    variance_alpha,
-)
-from vcore_ds.random_streams import Stream, generator
-=======
 from vcore_ds.config.schema import MethodConfig
 from vcore_ds.method import Tokens, adam_direction, random_mask, segment_sum, uniform_weights
+from vcore_ds.random_streams import Stream, generator
 from vcore_ds.weighting import alpha_of_micro_batch, token_weights
->>>>>>> ff418a6 (Tests' house: one make_tokenizer, and the experiment weights tokens with the product's weighting)
 
 BATCH_SIZE = 16  # sequences
 CLIP = 1.0  # 2-norm of the gradient, and of the probe gradient

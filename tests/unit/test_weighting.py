@@ -142,7 +142,7 @@ def test_a_micro_batch_without_tokens_has_neither_weights_nor_an_alpha(name: str
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_every_alpha(alpha: str, scope: str, cap: float | None, normalization: str) -> None:
-    """Each is either the global batch's or a micro-batch's (or a sequence's) own, and the other one is 1."""
+    """Each is either the global batch's or a micro-batch's (or a sequence's) own; where it is none of them it is 1."""
     method = MethodConfig(temperature=0.8, alpha=alpha, alpha_scope=scope, alpha_cap=cap, normalization=normalization)
     micro_batches, expected = draw(), expected_shares(normalization)
     lengths = [n for micro_batch in MICRO_BATCHES for n in micro_batch]
@@ -169,10 +169,12 @@ def test_every_alpha(alpha: str, scope: str, cap: float | None, normalization: s
         weighted_loss += float((share * q * tokens.losses).sum())
         moments += utility_moments(tokens.utilities, q, tokens.sequence_index, tokens.num_sequences)
     found = alpha_of_global_batch(method, loss=loss, weighted_loss=weighted_loss, utility_moments=moments)
-    if scope == "global_batch" and alpha in ("loss_ratio", "variance"):
-        assert found == pytest.approx(expected_alpha(method, sum(micro_batches, []), sum(expected, [])), rel=1e-6)
-    else:
+    if alpha == "none":
         assert found == 1.0
+    elif scope == "micro_batch" or alpha == "effective_sample_size":
+        assert found is None
+    else:
+        assert found == pytest.approx(expected_alpha(method, sum(micro_batches, []), sum(expected, [])), rel=1e-6)
 
 
 @pytest.mark.parametrize("scope", SCOPES)
