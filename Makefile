@@ -24,7 +24,7 @@ quickstart: .venv
 test: .venv
 	ruff check .
 	mypy
-	python -m pytest -n 2 --dist loadfile
+	python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 chaos: .venv
 	python -m tests.chaos.campaign --kills $(or $(KILLS),20) $(if $(SEED),--seed $(SEED))

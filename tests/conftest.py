@@ -1,7 +1,53 @@
-"""For all tests."""
+"""For all tests: Ctrl-C as on a terminal, as many workers as fit the machine, and what takes longest first."""
 
+import os
 import signal
+from pathlib import Path
+
+import psutil
+import pytest
 
 # In the background of a script, SIGINT is ignored, and every command that a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+BYTES_PER_WORKER = int(3.5e9)
+"""A worker, and four ranks of about 0.7 GB each."""
+
+FIRST = (
+    "tests/slurm",
+    "tests/chaos",
+    "tests/dist/test_resume.py",
+    "tests/dist/test_methods.py",
+    "tests/dist/test_fidelity.py",
+    "tests/dist",
+    "tests/e2e",
+    "tests/trajectories",
+)
+"""Files and folders from the longest on. A worker takes whole files, so the last one decides when all are done."""
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """`-n auto`: a worker for each core, as far as memory goes."""
+    num_cores = float(len(os.sched_getaffinity(0)))
+    num_bytes = psutil.virtual_memory().available
+    # The limits of a container, which neither of the two knows.
+    quota, _, period = _control_group("cpu.max").partition(" ")
+    if quota.isdecimal():
+        num_cores = min(num_cores, int(quota) / int(period))
+    limit = _control_group("memory.max")
+    if limit.isdecimal():
+        num_bytes = min(num_bytes, int(limit))
+    return max(1, min(round(num_cores), num_bytes // BYTES_PER_WORKER))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        return next((i for i, start in enumerate(FIRST) if item.nodeid.startswith(start)), len(FIRST))
+
+    items.sort(key=place)
+
+
+def _control_group(name: str) -> str:
+    path = Path("/sys/fs/cgroup") / name
+    return path.read_text().strip() if path.is_file() else ""

@@ -55,16 +55,16 @@ def own_batches(ids: list[int], all_traces: list[TokenizedSequence], micro: int 
     lengths = [len(all_traces[i]) for i in ids]
     ranks = layout.size("shards")
     if micro is None:
-        layout = pack_batch(
+        micro_steps = pack_batch(
             ids, lengths, data_parallel_size=ranks, row_tokens=CUTOFF, attention_length=ATTENTION_LENGTH
         )
     else:
-        layout = split_batch(ids, lengths, data_parallel_size=ranks, micro_batch_size=micro)
+        micro_steps = split_batch(ids, lengths, data_parallel_size=ranks, micro_batch_size=micro)
     waste = measure_waste(
-        layout, dict(zip(ids, lengths, strict=True)), attention_length=ATTENTION_LENGTH, is_packed=micro is None
+        micro_steps, dict(zip(ids, lengths, strict=True)), attention_length=ATTENTION_LENGTH, is_packed=micro is None
     )
     batches = []
-    for micro_step in layout:
+    for micro_step in micro_steps:
         own = [all_traces[i] for i in micro_step[layout.rank("shards")]]
         batches.append(idle_batch(0) if not own else collate(own, 0) if micro is not None else pack([own], 0))
     return batches, waste

@@ -17,7 +17,8 @@ from tests.chaos.inject import Fault
 from tests.chaos.tiny_run import TinyRun, make_setup
 from tests.helpers.commands import run_command
 from tests.helpers.jobs import Job
-from tests.helpers.setups import make_tokenizer, sums
+from tests.helpers.setups import sums
+from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.data import MainOrder, ProbeStream
 
 pytestmark = pytest.mark.e2e

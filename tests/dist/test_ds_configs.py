@@ -13,12 +13,11 @@ from deepspeed.utils import groups
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.distributed import layout
 from vcore_ds.config import Recipe, deepspeed_config, plan_batch
-from vcore_ds.engine import Engine
-from vcore_ds.utility import Direction
-from vcore_ds.setup import build_engine
 from vcore_ds.data import StepBatches
+from vcore_ds.distributed import layout
+from vcore_ds.engine import Engine
+from vcore_ds.setup import build_engine
 
 pytestmark = pytest.mark.dist
 

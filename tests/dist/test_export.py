@@ -13,17 +13,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers.setups import CHATML, make_tokenizer, sums, write_conversations
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.distributed import layout
+from tests.helpers.setups import sums, write_conversations
+from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds import run
+from vcore_ds.commands.export.write import export_run
 from vcore_ds.config import Recipe
+from vcore_ds.data import load_tokenizer
+from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine, save_hugging_face
 from vcore_ds.engine.export_shards import ExportFailed
-from vcore_ds.commands.export.write import export_run
 from vcore_ds.files import model_folder as files
-from vcore_ds.data import load_tokenizer
 
 pytestmark = pytest.mark.dist
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.distributed import layout
 from vcore_ds.config import plan_batch
 from vcore_ds.data import TokenizedSequence
+from vcore_ds.distributed import layout
 from vcore_ds.feed import build_feed
 
 pytestmark = pytest.mark.dist

@@ -27,13 +27,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from tests.helpers import step_runs, tiny
 from tests.helpers.conversations import tokenize
 from tests.helpers.ranks import run_ranks
+from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.config import deepspeed_config, load_recipe, plan_batch
 from vcore_ds.data import IGNORED_LABEL, Batch, Conversation, collate, load_tokenizer
 from vcore_ds.engine import Engine
-from vcore_ds.utility import Direction, FiniteDifference, forward_mode, jvp_utilities, losses_and_utilities
 from vcore_ds.models import TokenLossModel
-from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.setup import build_engine
+from vcore_ds.utility import Direction, FiniteDifference, forward_mode, jvp_utilities, losses_and_utilities
 
 pytestmark = pytest.mark.dist
 

@@ -6,10 +6,10 @@ from scipy.stats import spearmanr
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.distributed import layout
-from vcore_ds.utility import Direction, choose_epsilon, FiniteDifference, jvp_utilities, perturbed
-from vcore_ds.utility.perturbation import round_stochastically
 from vcore_ds.data import StepBatches
+from vcore_ds.distributed import layout
+from vcore_ds.utility import Direction, FiniteDifference, choose_epsilon, jvp_utilities, perturbed
+from vcore_ds.utility.perturbation import round_stochastically
 
 pytestmark = pytest.mark.dist
 

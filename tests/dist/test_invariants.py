@@ -1,5 +1,5 @@
-"""What must not change: shards after a perturbation, frozen weights, the optimizer behind a probe, the result of another
-layout."""
+"""What must not change: shards after a perturbation, frozen weights, the optimizer during a probe, the result under
+another layout."""
 
 import gc
 
@@ -9,10 +9,10 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.distributed import layout
-from vcore_ds.utility import Direction, jvp_utilities, perturbed
-from vcore_ds.setup import build_engine
 from vcore_ds.data import StepBatches
+from vcore_ds.distributed import layout
+from vcore_ds.setup import build_engine
+from vcore_ds.utility import Direction, jvp_utilities, perturbed
 
 pytestmark = pytest.mark.dist
 

@@ -8,13 +8,11 @@ import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
+from vcore_ds.data import Batch, StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.data import Batch
 from vcore_ds.engine import log_probabilities
-from vcore_ds.utility import Direction
 from vcore_ds.method import random_mask
 from vcore_ds.random_streams import Stream, generator
-from vcore_ds.data import StepBatches
 
 pytestmark = pytest.mark.dist
 

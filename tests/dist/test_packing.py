@@ -6,10 +6,8 @@ import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
+from vcore_ds.data import Batch, StepBatches, TokenizedSequence, collate, idle_batch, merge_batches, pack
 from vcore_ds.distributed import layout
-from vcore_ds.data import Batch, TokenizedSequence, collate, idle_batch, merge_batches, pack
-from vcore_ds.utility import Direction
-from vcore_ds.data import StepBatches
 
 pytestmark = pytest.mark.dist
 
@@ -53,7 +51,7 @@ SECTIONS = {
 }
 
 
-def run_layout(section: str, layout: str, batches_per_pass: int, attention: str) -> dict[str, torch.Tensor]:
+def run_layout(section: str, arrangement: str, batches_per_pass: int, attention: str) -> dict[str, torch.Tensor]:
     recipe = step_runs.recipe(**SECTIONS[section])
     model = tiny.token_loss_model(lora=recipe.lora is not None)
     model.base.config._attn_implementation = attention
@@ -61,8 +59,8 @@ def run_layout(section: str, layout: str, batches_per_pass: int, attention: str)
     estimator = step_runs.make_estimator(recipe, engine, batches_per_pass)
     found: dict[str, torch.Tensor] = {}
     for k in range(2):
-        main = layouts(sequences(seed=k))[layout]
-        probe = layouts(sequences(seed=10 + k))[layout] if estimator.direction is not None else []
+        main = layouts(sequences(seed=k))[arrangement]
+        probe = layouts(sequences(seed=10 + k))[arrangement] if estimator.direction is not None else []
         recorded = step_runs.Recorder(engine)
         metrics = step_runs.train_step(engine, recipe, StepBatches(main, probe), estimator, recorded)
         for batch, result in zip(main, recorded.results, strict=True):
@@ -87,8 +85,8 @@ def run_all() -> dict[str, dict[str, float]]:
     for section in SECTIONS:
         for attention in ("sdpa", "eager") if section == "jvp" else ("sdpa",):
             expected = run_layout(section, "a row each", 1, attention)
-            for layout, batches_per_pass in (("one row a batch", 2), ("rows of several and of one", 2)):
-                found = run_layout(section, layout, batches_per_pass, attention)
+            for arrangement, batches_per_pass in (("one row a batch", 2), ("rows of several and of one", 2)):
+                found = run_layout(section, arrangement, batches_per_pass, attention)
                 assert found.keys() == expected.keys()
                 # All sequences of a step together: the one supervised token of a short one may be near zero.
                 together = {" ".join(name.split()[:2]) for name in found}
@@ -98,7 +96,7 @@ def run_all() -> dict[str, dict[str, float]]:
                     left, right = (torch.cat([tensors[name] for name in names]) for tensors in (found, expected))
                     quantity = start.split()[1]
                     deviations[quantity] = max(deviations.get(quantity, 0.0), step_runs.relative_error(left, right))
-                worst[f"{section}, {attention}, {layout}"] = deviations
+                worst[f"{section}, {attention}, {arrangement}"] = deviations
     return worst
 
 

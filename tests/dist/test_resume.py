@@ -14,18 +14,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.helpers.setups import make_tokenizer, sums, write_conversations
 from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
-from vcore_ds.distributed import layout
+from tests.helpers.setups import sums, write_conversations
+from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds import checkpoints
 from vcore_ds.checkpoints import Checkpoints
+from vcore_ds.commands.reference.compute import write_reference_log_probabilities
 from vcore_ds.config import Recipe
+from vcore_ds.distributed import layout
 from vcore_ds.engine import checkpoint_shards
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed
 from vcore_ds.errors import UserError
-from vcore_ds.commands.reference.compute import write_reference_log_probabilities
 from vcore_ds.track.console import Console
 
 pytestmark = pytest.mark.dist

@@ -9,9 +9,7 @@ import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data import Batch
-from vcore_ds.utility import Direction
-from vcore_ds.data import StepBatches
+from vcore_ds.data import Batch, StepBatches
 
 pytestmark = pytest.mark.dist
 

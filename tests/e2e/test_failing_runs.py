@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from tests.helpers import step_runs, tiny
 from tests.helpers.commands import FINITE_DIFFERENCE, free_port, read_metrics, run_command
 from tests.helpers.ranks import run_ranks
-from tests.helpers.setups import TinySetup, make_tokenizer, sums, write_conversations, write_model
+from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
+from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config import Recipe
 from vcore_ds.data import Batch, MainOrder, ProbeStream, StepBatches
 from vcore_ds.engine import Engine, NonFiniteGradient, NonFiniteLoss

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.helpers.commands import REPOSITORY, run_command
+from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_prepare import chat_row, contents, math_row, write_lines
-from tests.unit.test_store import make_tokenizer
 from vcore_ds.data import TokenStore
 
 pytestmark = pytest.mark.e2e

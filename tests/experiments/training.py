@@ -16,20 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from tests.experiments import task
 from tests.experiments.task import Traces, TraceStream
-from vcore_ds.method import (
-    adam_direction,
-    dft_weights,
-    effective_sample_size_alpha,
-    gibbs_weights_for_budget,
-    iw_sft_weights,
-    loss_ratio_alpha,
-    random_mask,
-    random_weights,
-    segment_sum,
-    uniform_weights,
-    variance_alpha,
-)
+from vcore_ds.config.schema import MethodConfig
+from vcore_ds.method import Tokens, adam_direction, random_mask, segment_sum, uniform_weights
 from vcore_ds.random_streams import Stream, generator
+from vcore_ds.weighting import alpha_of_micro_batch, token_weights
 
 BATCH_SIZE = 16  # sequences
 CLIP = 1.0  # 2-norm of the gradient, and of the probe gradient
@@ -147,8 +137,11 @@ class Run:
         if setting.method == "vcore" and budget > 0:
             utilities = self.utilities(traces, self.probe_direction(self.probe.take(setting.probe_size)))
         losses = token_losses(self.model, traces)
-        weights = self.weights(k, traces, losses.detach(), utilities, budget)
-        alpha = self.alpha(traces, losses.detach(), weights, utilities)  # scalar or one per sequence
+        method = method_config(setting, budget)
+        tokens = self.tokens(k, traces, losses.detach(), utilities)
+        weights = token_weights(method, tokens).weights
+        shares = torch.full((len(traces),), 1 / len(traces))
+        alpha = torch.as_tensor(alpha_of_micro_batch(method, tokens, weights, shares))  # scalar or one per sequence
         scaled = weights * alpha.expand(len(traces))[traces.sequence_index]
         self.optimizer.zero_grad()
         ((scaled * losses).sum() / len(traces)).backward()
@@ -193,16 +186,9 @@ class Run:
         rounded = {name: (p.detach() - eps * direction[name]).bfloat16() for name, p in self.parameters.items()}
         return token_losses(self.low_precision, traces, rounded)
 
-    def weights(self, k: int, traces: Traces, losses: Tensor, utilities: Tensor | None, budget: float) -> Tensor:
+    def tokens(self, k: int, traces: Traces, losses: Tensor, utilities: Tensor | None) -> Tokens:
         index, num_sequences = traces.sequence_index, len(traces)
-        if utilities is not None:
-            return gibbs_weights_for_budget(utilities, index, num_sequences, budget).weights
-        if self.setting.method == "dft":
-            return dft_weights(losses, index, num_sequences)
-        if self.setting.method == "iw_sft":
-            with torch.no_grad():
-                log_probability = -segment_sum(token_losses(self.reference, traces), index, num_sequences)
-            return iw_sft_weights(losses, log_probability, index, num_sequences)
+        kept = reference = None
         if self.setting.method == "random":
             masks = [
                 random_mask(
@@ -212,21 +198,21 @@ class Run:
                 )
                 for row in range(num_sequences)
             ]
-            return random_weights(torch.cat([torch.from_numpy(mask) for mask in masks]), index, num_sequences)
-        return uniform_weights(index, num_sequences)
+            kept = torch.cat([torch.from_numpy(mask) for mask in masks])
+        if self.reference is not None:
+            with torch.no_grad():
+                reference = -segment_sum(token_losses(self.reference, traces), index, num_sequences)
+        return Tokens(losses, index, num_sequences, utilities, kept, reference)
 
-    def alpha(self, traces: Traces, losses: Tensor, weights: Tensor, utilities: Tensor | None) -> Tensor:
-        """Capped at 1; a scalar, or `[num_sequences]`."""
-        index, num_sequences = traces.sequence_index, len(traces)
-        if utilities is None or self.setting.alpha == "none":
-            return torch.ones(())
-        if self.setting.alpha == "effective_sample_size":
-            return effective_sample_size_alpha(weights, index, num_sequences, 1.0)
-        uniform = uniform_weights(index, num_sequences)
-        if self.setting.alpha == "loss_ratio":
-            return loss_ratio_alpha((uniform * losses).sum(), (weights * losses).sum(), 1.0)
-        variances = [segment_sum(q * utilities, index, num_sequences).var() for q in (uniform, weights)]
-        return variance_alpha(*variances, 1.0)
+
+def method_config(setting: Setting, kl_budget: float) -> MethodConfig:
+    """The product's description of a step. The batch is a single micro-batch, so a micro-batch's alpha is the step's.
+
+    Without a budget `vcore` is plain fine-tuning, and so is `sft_mixed` on its larger batch.
+    """
+    if setting.method == "vcore" and kl_budget > 0:
+        return MethodConfig(kl_budget=kl_budget, alpha=setting.alpha, alpha_scope="micro_batch")
+    return MethodConfig(name=setting.method if setting.method in ("dft", "iw_sft", "random") else "sft")
 
 
 def learning_rate_factor(k: int, num_steps: int) -> float:

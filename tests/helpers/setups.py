@@ -5,16 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
 from tests.helpers import tiny
-
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+from tests.helpers.tokenizer import CHATML, make_tokenizer
 
 
 @dataclass(frozen=True)
@@ -48,18 +40,6 @@ class TinySetup:
             f"run.output_dir={output_dir}",
             *changes,
         ]
-
-
-def make_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """One token a byte."""
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|endoftext|>", eos_token="<|im_end|>", chat_template=chat_template
-    )
 
 
 def write_model(folder: Path, *, tied: bool = False, chat_template: str | None = CHATML) -> Path:

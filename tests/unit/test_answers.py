@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import conversations
-from tests.helpers.setups import make_tokenizer
+from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.data import Conversation, TokenStore, collate, keep_random_tokens, with_reference, write_reference
 from vcore_ds.errors import UserError
 from vcore_ds.grading.answers import answer_spans

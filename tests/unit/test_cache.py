@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.helpers.setups import make_tokenizer
+from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.data import TokenStore, store_of
 from vcore_ds.errors import UserError
 

@@ -2,24 +2,19 @@
 
 import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.helpers.conversations import tokenize
+from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.commands.quickstart import traces as quickstart_data
 from vcore_ds.data import Conversation, TokenizedSequence, collate
 from vcore_ds.errors import UserError
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 # As in Qwen3: turns before the last user turn lose their thinking, an assistant turn after it always has a think block.
 QWEN3 = (
     "{% set ns = namespace(last_user=-1) %}"
@@ -58,27 +53,6 @@ STRICT = (
 MERGES = [("Ġ", "t"), ("Ġt", "h"), ("Ċ", "Ċ"), ("a", "n"), ("an", "s"), (":", "Ċ"), ("Ġ", "Ġ"), ("ĠĠ", "ĠĠ")]
 
 
-@pytest.fixture
-def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
-    def make(chat_template: str | None = CHATML, *, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
-        pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [a + b for a, b in MERGES]
-        tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, MERGES))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        if trim_offsets:
-            tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-        tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-        return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            pad_token="<|endoftext|>",
-            eos_token="<|im_end|>",
-            chat_template=chat_template,
-            clean_up_tokenization_spaces=False,
-        )
-
-    return make
-
-
 def conversation(*turns: str, row: int = 1, system: str | None = None) -> Conversation:
     """Turns of user and assistant by turns, the user first."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
@@ -98,8 +72,8 @@ def supervised_texts(sequence: TokenizedSequence, tokenizer: PreTrainedTokenizer
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
-def test_assistant_turns_and_their_end_are_supervised(make_tokenizer, trim_offsets: bool) -> None:
-    tokenizer = make_tokenizer(trim_offsets=trim_offsets)
+def test_assistant_turns_and_their_end_are_supervised(trim_offsets: bool) -> None:
+    tokenizer = make_tokenizer(merges=MERGES, trim_offsets=trim_offsets)
     # White space runs, characters of several tokens, white space before the end.
     answers = ["a    b\n\n c: 😀🙏🏽ü", "then the ans: \n"]
     data = tokenize([conversation("q:\n", answers[0], "and?", answers[1], system="be brief")], tokenizer)
@@ -112,17 +86,17 @@ def test_assistant_turns_and_their_end_are_supervised(make_tokenizer, trim_offse
     assert tokenizer.decode(sequence.input_ids) == text
 
 
-def test_a_token_across_the_border_of_a_turn_is_no_target(make_tokenizer) -> None:
-    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+def test_a_token_across_the_border_of_a_turn_is_no_target() -> None:
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}\n{% endfor %}", merges=MERGES)
     (sequence,) = tokenize([conversation("q", "\n\nans")], tokenizer)
     # The newline that ends the prompt and the one that begins the turn are one token.
     assert tokenizer.convert_ids_to_tokens(sequence.input_ids) == ["q", "ĊĊ", "Ċ", "ans", "Ċ"]
     assert sequence.supervised.tolist() == [False, False, True, True, False]
 
 
-def test_training_sees_the_prompt_of_generation(make_tokenizer) -> None:
+def test_training_sees_the_prompt_of_generation() -> None:
     for template in (CHATML, QWEN3, THINK_IN_PROMPT):
-        tokenizer = make_tokenizer(template)
+        tokenizer = make_tokenizer(template, merges=MERGES)
         talk = conversation("what is\n", "<think>\nfour\n</think>\n\n4" if template == QWEN3 else "four\n</think>\n\n4")
         (sequence,) = tokenize([talk], tokenizer)
         prompt = tokenizer.apply_chat_template(talk.messages[:1], add_generation_prompt=True, return_dict=False)
@@ -130,8 +104,8 @@ def test_training_sees_the_prompt_of_generation(make_tokenizer) -> None:
         assert sequence.input_ids[:first].tolist() == list(prompt)
 
 
-def test_qwen3_thinking_is_supervised_in_the_last_turn(make_tokenizer) -> None:
-    tokenizer = make_tokenizer(QWEN3)
+def test_qwen3_thinking_is_supervised_in_the_last_turn() -> None:
+    tokenizer = make_tokenizer(QWEN3, merges=MERGES)
     data = tokenize([conversation("q", "<think>\nwell\n</think>\n\n4")], tokenizer)
     assert supervised_texts(data[0], tokenizer) == ["<think>\nwell\n</think>\n\n4<|im_end|>"]
     # Keys beyond role and content reach the template.
@@ -141,8 +115,8 @@ def test_qwen3_thinking_is_supervised_in_the_last_turn(make_tokenizer) -> None:
     assert supervised_texts(data[0], tokenizer) == ["<think>\nwell\n</think>\n\n4<|im_end|>"]
 
 
-def test_qwen3_earlier_turns_lose_their_thinking_and_are_not_supervised(make_tokenizer) -> None:
-    tokenizer = make_tokenizer(QWEN3)
+def test_qwen3_earlier_turns_lose_their_thinking_and_are_not_supervised() -> None:
+    tokenizer = make_tokenizer(QWEN3, merges=MERGES)
     data = tokenize(
         [conversation("q", "<think>\nwell\n</think>\n\n4", "sure?", "<think>\nhm\n</think>\n\nyes")], tokenizer
     )
@@ -150,53 +124,57 @@ def test_qwen3_earlier_turns_lose_their_thinking_and_are_not_supervised(make_tok
     assert "well" not in tokenizer.decode(data[0].input_ids)
 
 
-def test_think_marker_of_the_generation_prompt_is_no_target(make_tokenizer) -> None:
-    tokenizer = make_tokenizer(THINK_IN_PROMPT)
+def test_think_marker_of_the_generation_prompt_is_no_target() -> None:
+    tokenizer = make_tokenizer(THINK_IN_PROMPT, merges=MERGES)
     data = tokenize([conversation("q", "well\n</think>\n\n4")], tokenizer)
     assert supervised_texts(data[0], tokenizer) == ["well\n</think>\n\n4<|im_end|>"]
     assert tokenizer.decode(data[0].input_ids).count("<think>") == 1
 
 
-def test_turns_that_the_template_rewrites_leave_nothing_to_learn(make_tokenizer) -> None:
-    (sequence,) = tokenize([conversation("q", "well</think>4")], make_tokenizer(THINKING_REMOVED))
+def test_turns_that_the_template_rewrites_leave_nothing_to_learn() -> None:
+    (sequence,) = tokenize([conversation("q", "well</think>4")], make_tokenizer(THINKING_REMOVED, merges=MERGES))
     assert not sequence.supervised.any()
 
 
-def test_a_turn_without_prompt_is_context(make_tokenizer) -> None:
-    tokenizer = make_tokenizer()
+def test_a_turn_without_prompt_is_context() -> None:
+    tokenizer = make_tokenizer(merges=MERGES)
     talk = Conversation(1, [{"role": "assistant", "content": "Hello"}, *conversation("q", "4").messages])
     data = tokenize([talk], tokenizer)
     assert supervised_texts(data[0], tokenizer) == ["4<|im_end|>"]
 
 
-def test_a_turn_that_is_refused_as_a_prompt_is_context(make_tokenizer) -> None:
+def test_a_turn_that_is_refused_as_a_prompt_is_context() -> None:
     refuses_prompts_without_user = (
         "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
         "{{ raise_exception('No user query found') }}{% endif %}"
     )
-    tokenizer = make_tokenizer(refuses_prompts_without_user + CHATML)
+    tokenizer = make_tokenizer(refuses_prompts_without_user + CHATML, merges=MERGES)
     messages = [{"role": "system", "content": "s"}, {"role": "assistant", "content": "hi"}]
     data = tokenize([Conversation(1, messages + conversation("q", "4").messages)], tokenizer)
     assert supervised_texts(data[0], tokenizer) == ["4<|im_end|>"]
 
 
-def test_the_first_token_is_no_target(make_tokenizer) -> None:
-    tokenizer = make_tokenizer("{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}")
+def test_the_first_token_is_no_target() -> None:
+    tokenizer = make_tokenizer(
+        "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}", merges=MERGES
+    )
     (sequence,) = tokenize([conversation("q", "xyz")], tokenizer)
     assert sequence.supervised.tolist() == [False, True, True]
 
 
-def test_a_conversation_that_the_template_refuses_is_named(make_tokenizer) -> None:
+def test_a_conversation_that_the_template_refuses_is_named() -> None:
     with pytest.raises(UserError) as error:
-        tokenize([conversation("q", "a"), conversation("q", "a", row=5, system="s")], make_tokenizer(STRICT))
+        tokenize(
+            [conversation("q", "a"), conversation("q", "a", row=5, system="s")], make_tokenizer(STRICT, merges=MERGES)
+        )
     assert str(error.value).startswith("chat.jsonl:5: ")
     assert "roles system, user, assistant" in str(error.value)
     assert "must alternate" in str(error.value)
 
 
-def test_a_tokenizer_without_chat_template_is_refused(make_tokenizer) -> None:
+def test_a_tokenizer_without_chat_template_is_refused() -> None:
     with pytest.raises(UserError, match="no chat template"):
-        tokenize([conversation("q", "a")], make_tokenizer(None))
+        tokenize([conversation("q", "a")], make_tokenizer(None, merges=MERGES))
 
 
 def test_a_tokenizer_without_offsets_is_refused() -> None:
@@ -257,9 +235,9 @@ def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.skipif(importlib.util.find_spec("champ_dataset") is None, reason="champ-dataset is not installed")
-def test_quickstart_problems_are_either_trained_or_held_out(tmp_path: Path, make_tokenizer, capsys) -> None:
+def test_quickstart_problems_are_either_trained_or_held_out(tmp_path: Path, capsys) -> None:
     model_folder = tmp_path / quickstart_data.MODEL_NAME
-    make_tokenizer().save_pretrained(model_folder)
+    make_tokenizer(merges=MERGES).save_pretrained(model_folder)
     (model_folder / "config.json").write_text("{}")  # stands for a model that has been converted
     _, train_path, validation_path = quickstart_data.prepare_quickstart_data(tmp_path)
     train, validation = ([json.loads(line) for line in path.open()] for path in (train_path, validation_path))

@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from tests.helpers import tiny
 from tests.helpers.allocations import Allocations
 from tests.helpers.recipes import smallest_recipe
-from tests.helpers.setups import CHATML, write_model
+from tests.helpers.setups import write_model
+from tests.helpers.tokenizer import CHATML
 from vcore_ds.cli import main
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.config import Recipe, dump_recipe

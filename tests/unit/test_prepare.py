@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.unit.test_store import make_tokenizer
+from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.data import TokenStore
 from vcore_ds.data.prepare import PrepareReport, PrepareRequest, curation, prepare, shards, sources
 from vcore_ds.data.prepare.report import LengthSummary

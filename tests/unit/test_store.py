@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
+from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.data import (
     TokenizedSequence,
     TokenStore,
@@ -22,20 +21,6 @@ from vcore_ds.data import (
 )
 from vcore_ds.data.store import tokenizer_hash
 from vcore_ds.errors import UserError
-
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-def make_tokenizer(*, template: str = CHATML, merges: tuple = ()) -> PreTrainedTokenizerFast:
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [a + b for a, b in merges]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, list(merges)))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=template)
 
 
 def make_sequences(num_sequences: int = 7) -> list[TokenizedSequence]:
@@ -316,7 +301,7 @@ def test_token_ids_beyond_the_models_vocabulary_are_refused(store: Path, changes
 
 @pytest.mark.parametrize(
     ("changes", "what"),
-    [({"template": CHATML + " "}, "chat template"), ({"merges": (("a", "n"),)}, "tokenizer")],
+    [({"chat_template": CHATML + " "}, "chat template"), ({"merges": (("a", "n"),)}, "tokenizer")],
 )
 def test_a_store_of_another_tokenizer_or_template_is_refused(store: Path, changes: dict, what: str) -> None:
     with pytest.raises(UserError, match=f"found tokens of another {what} .*make it again with `vcore-ds prepare`"):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers import conversations
+from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.data import Conversation, render_prompt
 from vcore_ds.data.rendering import render_conversation
 from vcore_ds.grading.prompts import code_prompt, math_prompt
@@ -37,24 +37,15 @@ OPENED_BY_PROMPT = {"qwen3_5_think", "deepseek_r1_distill"}
 @lru_cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     """Bytes, and the model's own special tokens and chat template."""
-    merges = [("Ċ", "Ċ"), ("Ġ", "Ġ"), (":", "Ċ"), (".", "Ċ"), ("Ġ", "I")]
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [a + b for a, b in merges]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
     begin, end, markers = SPECIAL[name]
-    tokenizer.add_special_tokens([token for token in (begin, end, *markers) if token])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=begin or None,
-        eos_token=end,
-        chat_template=(TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"),
-        clean_up_tokenization_spaces=False,
+    return make_tokenizer(
+        (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"),
+        merges=[("Ċ", "Ċ"), ("Ġ", "Ġ"), (":", "Ċ"), (".", "Ċ"), ("Ġ", "I")],
+        word_pattern=WORDS,
+        special_tokens=[token for token in (begin, end, *markers) if token],
+        begin=begin or None,
+        end=end,
+        pad=None,
     )
 
 

@@ -1,0 +1,118 @@
+"""Four steps of every method from fixed numbers, on two ranks in fp32.
+
+Parameters and tokens are drawn by numpy's `RandomState`, whose streams are frozen, so that only arithmetic can differ
+from one version of a library to the next. No dropout and no stochastic rounding for the same reason.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.helpers import step_runs, tiny
+from tests.helpers.ranks import run_ranks
+from vcore_ds.data import Batch, StepBatches
+from vcore_ds.engine import log_probabilities
+from vcore_ds.method import random_mask
+from vcore_ds.random_streams import Stream, generator
+
+NUM_STEPS, NUM_RANKS = 4, 2
+NUM_MAIN, NUM_PROBE, MICRO_BATCH_SIZE = 8, 4, 2
+"""Sequences."""
+NUM_TOKENS = 24
+"""Longest sequence."""
+LEARNING_RATE = 1e-3
+QUANTITIES = (
+    "loss weighted_loss alpha total_weight effective_sample_size kl tau utility_mean utility_std "
+    "probe_loss probe_grad_norm grad_norm"
+).split()
+METHODS: dict[str, dict[str, Any]] = {
+    "sft": dict(method={"name": "sft"}),
+    "dft": dict(method={"name": "dft"}),
+    "iw_sft": dict(method={"name": "iw_sft"}),
+    "random": dict(method={"name": "random"}),
+    "vcore, jvp": dict(method={"kl_budget": 0.1}, probe={"direction": "adam", "clip": 1.0}),
+    "vcore, finite difference": dict(
+        # 0.1 of a gradient of norm 1: a smaller one would show the rounding of losses more than anything else.
+        method={"kl_budget": 0.1, "alpha": "variance", "alpha_cap": None},
+        probe={"clip": 1.0},
+        utility={"estimator": "finite_difference", "epsilon": 0.1},
+    ),
+}
+
+CASES = {f"{name}, {'lora' if lora else 'full'}": (name, lora) for name in METHODS for lora in (False, True)}
+
+Trajectory = list[dict[str, float | None]]
+
+
+def draw_parameters(model: torch.nn.Module) -> None:
+    """Overwrites all parameters, adapters included, in the model's own order."""
+    random = np.random.RandomState(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            values = torch.from_numpy(random.standard_normal(parameter.shape))
+            # Vectors are the norms' scales.
+            parameter.copy_(1.0 + 0.1 * values if parameter.dim() == 1 else 0.1 * values)
+
+
+def draw_rows(num_rows: int, seed: int) -> Batch:
+    random = np.random.RandomState(seed)
+    input_ids = torch.from_numpy(random.randint(1, tiny.VOCABULARY, (num_rows, NUM_TOKENS)))
+    labels = input_ids.clone()
+    for row in range(num_rows):
+        length = NUM_TOKENS - row * 3 % 11
+        input_ids[row, length:] = 0
+        labels[row, length:] = labels[row, : 3 + row % 4] = -100
+    return Batch(list(range(num_rows)), input_ids, labels)
+
+
+def keep_some(batch: Batch) -> None:
+    batch.kept = torch.zeros_like(batch.labels, dtype=torch.bool)
+    for row in range(batch.num_sequences):
+        targets = batch.labels[row] != -100
+        in_answer = np.arange(int(targets.sum())) < 2
+        batch.kept[row, targets] = torch.from_numpy(random_mask(in_answer, 0.4, generator(Stream.RANDOM_MASK, 5, row)))
+
+
+def run_method(name: str, lora: bool) -> Trajectory:
+    data = {"train_path": "none"}
+    if name == "iw_sft" and not lora:
+        data["reference_log_probabilities"] = "none"
+    recipe = step_runs.recipe(
+        **METHODS[name],
+        data=data,
+        lora={"rank": 4, "alpha": 8} if lora else None,
+        # With the usual 1e-8, an entry whose gradient is about as small moves by its rounding.
+        optimizer={"learning_rate": LEARNING_RATE, "eps": 1e-6},
+    )
+    model = tiny.token_loss_model(lora=lora)
+    draw_parameters(model)
+    engine = step_runs.make_engine(model, recipe)
+    estimator = step_runs.make_estimator(recipe, engine)
+    mains = [draw_rows(NUM_MAIN, seed=1 + k) for k in range(NUM_STEPS)]
+    for main in mains:
+        if name == "random":
+            keep_some(main)
+        if "reference_log_probabilities" in data:
+            rows = [tiny.take(main, [row]) for row in range(NUM_MAIN)]
+            main.reference_log_probability = torch.cat(log_probabilities(engine, rows))
+    trajectory = []
+    for k, main in enumerate(mains):
+        probe = draw_rows(NUM_PROBE, seed=101 + k) if estimator.direction is not None else None
+        batches = StepBatches(
+            step_runs.deal(main, MICRO_BATCH_SIZE), [] if probe is None else step_runs.deal(probe, MICRO_BATCH_SIZE)
+        )
+        values = step_runs.train_step(engine, recipe, batches, estimator, learning_rate=LEARNING_RATE).values
+        trajectory.append({quantity: values[quantity] for quantity in QUANTITIES})
+    engine.close()
+    return trajectory
+
+
+def _run_methods() -> dict[str, Trajectory]:
+    torch.set_num_threads(1)
+    return {case: run_method(*parts) for case, parts in CASES.items()}
+
+
+def run_all() -> dict[str, Trajectory]:
+    """The trajectory of every case, in one launch: starting two ranks takes longer than the steps."""
+    return run_ranks(_run_methods, NUM_RANKS, timeout_seconds=400)[0]

@@ -1,0 +1,30 @@
+"""Four steps of every method are those that were committed."""
+
+import pytest
+
+from tests.trajectories import record, runs
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, runs.Trajectory]:
+    return runs.run_all()
+
+
+def test_the_record_has_every_case() -> None:
+    assert list(record.read()["trajectories"]) == list(runs.CASES)
+
+
+@pytest.mark.parametrize("case", runs.CASES)
+def test_a_trajectory_is_the_one_on_record(found: dict[str, runs.Trajectory], case: str) -> None:
+    expected = record.read()
+    changed = record.differences(found[case], expected["trajectories"][case])
+    assert not changed, "\n".join(
+        [
+            f"{case}: {len(changed)} numbers differ from {record.FILE.name} by more than {record.TOLERANCE:.0e}:",
+            *changed[:10],
+            record.describe_environments(expected["environment"]),
+            f"If the change is meant: {record.COMMAND}",
+        ]
+    )
