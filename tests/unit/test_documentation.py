@@ -1,5 +1,7 @@
-"""Every command line of the documentation that names a recipe is one that works, and every file it names is there."""
+"""Documented commands work, and every file, function and recipe key that the documentation names exists."""
 
+import importlib
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -7,9 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.unit.test_layers import LEVELS, PACKAGE
 from vcore_ds.cli import main, parse
 from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.config import load_recipe, plan_batch
+from vcore_ds.config.schema import SECTIONS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "launch_scripts" / "recipes"
@@ -82,10 +86,138 @@ def test_the_recipe_that_the_documentation_writes_loads(tmp_path: Path) -> None:
         assert recipe.run.output_dir == "runs/mine" and recipe.data.cutoff_length == 8192
 
 
-def test_files_that_the_documentation_names_are_there() -> None:
+def test_recipes_that_the_documentation_names_are_there() -> None:
     named = re.compile(r"\b(?:launch_scripts/recipes|presets|methods|parts|paper)/[\w./]+\.yaml")
     found = [(document, name) for document in DOCUMENTS for name in named.findall(document.read_text())]
     assert len(found) > 40
     for document, name in found:
         if not re.search("[A-Z]{4}", name):  # MODEL_TASK and the like
             assert (FOLDER / name.removeprefix("launch_scripts/recipes/")).is_file(), f"{document.name}: {name}"
+
+
+ROOTS = [REPOSITORY, PACKAGE, REPOSITORY / "tests", REPOSITORY / "docs", REPOSITORY / "launch_scripts"]
+"""Folders below which the documentation names files, the nearest root being understood."""
+PARTS = {part for level in LEVELS for part in level}
+CURRENT = [document for document in DOCUMENTS if document.name != "decisions.md"]
+"""Pages about the package as it is; an entry of decisions.md keeps the names of its date."""
+
+
+def in_code(document: Path) -> list[str]:
+    """What stands between single backticks, outside of code blocks and of sections on how things were before."""
+    text = re.sub(r"^ *```.*?^ *```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^## Before$.*?(?=^## |\Z)", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`([^`]+)`", text)
+
+
+def is_there(name: str) -> bool:
+    return any((root / name).exists() for root in ROOTS)
+
+
+def resolves(name: str) -> bool:
+    """Whether `part.attribute...` exists: in the package, or in a public class of that part (`engine.backward`)."""
+    part, *attributes = name.split(".")
+    module = importlib.import_module(f"vcore_ds.{part}")
+    owners = [module, *(value for _, value in inspect.getmembers(module, inspect.isclass))]
+    return any(has(owner, attributes) for owner in owners)
+
+
+def has(owner: object, attributes: list[str]) -> bool:
+    for attribute in attributes:
+        if not hasattr(owner, attribute) and hasattr(owner, "__path__"):
+            try:
+                importlib.import_module(f"{owner.__name__}.{attribute}")
+            except ModuleNotFoundError:
+                return False
+        if not hasattr(owner, attribute):
+            return False
+        owner = getattr(owner, attribute)
+    return True
+
+
+def missing_names(document: Path) -> tuple[list[str], int]:
+    """(names that lead nowhere, how many were looked up) of the paths and dotted names of a page.
+
+    A path counts where it ends in .py or .md, or begins with a folder of ours; a dotted name where it begins with a
+    part of the package. Recipe keys look like the latter (`data.train_path`, `engine.timeout_minutes`).
+    """
+    found, missing = 0, []
+    for words in in_code(document):
+        path = re.fullmatch(r"([\w.-]+)(?:/[\w./-]*)?", words.partition("::")[0])
+        if path and "/" in words and is_there(path[1]) or re.fullmatch(r"[\w./-]+\.(?:py|md)", words):
+            if not re.search(r"/[A-Z]{3,}", words):  # ds_configs/FILE and the like
+                found += 1
+                missing += [words] * (not is_there(words.partition("::")[0]))
+            continue
+        dotted = re.match(r"(?:vcore_ds\.)?(\w+(?:\.\w+)+)", words)
+        if dotted and dotted[1].split(".")[0] in PARTS:
+            section, key = dotted[1].split(".")[:2]
+            found += 1
+            is_key = section in SECTIONS and key in SECTIONS[section].model_fields
+            missing += [words] * (not is_key and not resolves(dotted[1]))
+    return missing, found
+
+
+@pytest.mark.parametrize("document", CURRENT, ids=lambda document: document.name)
+def test_files_and_names_of_the_documentation_exist(document: Path) -> None:
+    missing, _ = missing_names(document)
+    assert not missing, f"{document.name} names what is not there (a rename?)"
+
+
+def test_the_documentation_names_the_code() -> None:
+    counts = {document.name: missing_names(document)[1] for document in DOCUMENTS}
+    assert counts["method.md"] > 40 and counts["zero3.md"] > 20, counts
+
+
+def test_links_lead_somewhere() -> None:
+    found = [
+        (document, target)
+        for document in DOCUMENTS
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", document.read_text())
+        if "://" not in target
+    ]
+    assert len(found) > 30
+    broken = [f"{document.name}: {target}" for document, target in found if not (document.parent / target).exists()]
+    assert not broken
+
+
+def test_anchors_of_links_are_headings() -> None:
+    """GitHub's rule: lower case, punctuation dropped, a hyphen for each space."""
+    broken = []
+    for document in DOCUMENTS:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#([\w-]+)\)", document.read_text()):
+            page = document.parent / target if target else document
+            headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            broken += [f"{document.name}: {target}#{anchor}"] * (anchor not in anchors)
+    assert not broken
+
+
+TREE_LINE = re.compile(r"  (?P<level>\d| )  (?P<inner>  )?(?P<name>\w+(?:\.py|/)) +(?P<phrase>\S.*)")
+
+
+def tree_of_the_readme() -> list[tuple[int, str]]:
+    """(level, path below vcore_ds/ without .py) of each line of the annotated tree, in its order."""
+    (tree,) = (block for block in fenced(REPOSITORY / "README.md", "") if block.startswith("vcore_ds/\n"))
+    found: list[tuple[int, str]] = []
+    for line in tree.splitlines()[1:]:
+        match = TREE_LINE.fullmatch(line)
+        assert match, f"not `LEVEL  NAME  PHRASE`: {line!r}"
+        name = match["name"].removesuffix("/").removesuffix(".py")
+        if match["inner"]:
+            level, parent = found[-1]
+            found.append((level, f"{parent.partition('/')[0]}/{name}"))
+        else:
+            found.append((int(match["level"]), name))
+    return found
+
+
+def test_the_tree_of_the_readme_is_the_package() -> None:
+    folders = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")} - {"."}
+    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+    named = [name for _, name in tree_of_the_readme()]
+    assert sorted(named) == sorted(folders | modules)
+
+
+def test_the_tree_of_the_readme_is_in_the_order_of_the_levels() -> None:
+    expected = [(level, part) for level, parts in enumerate(LEVELS) for part in parts]
+    assert [(level, name) for level, name in tree_of_the_readme() if "/" not in name] == expected[::-1]

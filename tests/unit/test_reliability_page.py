@@ -1,4 +1,4 @@
-"""docs/reliability.md says of each problem which test shows it."""
+"""docs/reliability.md names a test for each known problem, and the tests it names exist."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")
 
 
-def test_tests_that_it_names_are_there() -> None:
+def test_tests_that_it_names_exist() -> None:
     named = re.findall(r"`((?:unit|dist|e2e|slurm)/\w+\.py)(?:::(\w+))?`", PAGE)
     assert len(named) > 35
     for file, test in named:
