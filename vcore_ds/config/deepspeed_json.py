@@ -162,8 +162,8 @@ def _read_json(file: str) -> tuple[Path, dict[str, Any]]:
     except RecursionError:
         problem = f"found values nested more than {MAX_DEPTH} levels deep"
         raise RecipeError([f"{path}: {problem}; expected a DeepSpeed JSON"]) from None
-    except ValueError as error:  # a number of more digits than Python converts
-        raise RecipeError([f"{path}: cannot be read: {error}; expected a DeepSpeed JSON"]) from None
+    except ValueError:  # the one thing that is JSON and that Python does not convert
+        raise RecipeError([f"{path}: found an integer of more than 4,300 digits; expected a DeepSpeed JSON"]) from None
     if not isinstance(config, dict):
         raise RecipeError([f"{path}: found {show(config)}; expected a JSON object with DeepSpeed's settings"])
     if duplicates:
