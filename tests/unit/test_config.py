@@ -1,4 +1,4 @@
-"""Every rule of the schema is made to fire, and its message is read."""
+"""What loads, and what does not: every rule of the schema is broken, and its message checked."""
 
 import re
 from pathlib import Path
