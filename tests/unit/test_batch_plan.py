@@ -38,7 +38,7 @@ def test_plan_in_words() -> None:
     assert line == "32 sequences a step = 1 rank x 1 micro-batch x 32; probe 4 = 1 rank x 4"
 
 
-def test_probe_is_rounded_up_unless_told_not_to() -> None:
+def test_probe_is_rounded_up_unless_round_up_is_false() -> None:
     rounded = plan(8)
     assert (rounded.probe_batch_size_global, rounded.probe_batch_size_per_rank) == (8, 1)
     exact = plan(8, probe={"round_up": False})

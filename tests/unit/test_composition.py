@@ -74,7 +74,7 @@ def test_a_list_is_a_value_and_is_not_joined(folder: Path) -> None:
     assert lora is not None and (lora.rank, lora.target_modules) == (8, ("v",))
 
 
-def test_null_replaces_a_section_and_a_mapping_after_it_starts_anew(folder: Path) -> None:
+def test_null_replaces_a_section_and_a_mapping_after_it_starts_from_nothing(folder: Path) -> None:
     write(folder / "lora.yaml", {"base": "whole.yaml", "lora": {"rank": 8, "alpha": 16, "dropout": 0.1}})
     write(folder / "full.yaml", {"base": "lora.yaml", "lora": None})
     assert load_recipe("lora.yaml").lora is not None and load_recipe("full.yaml").lora is None
@@ -405,8 +405,8 @@ def test_check_refuses_a_misspelt_fragment(folder: Path, capsys: pytest.CaptureF
     assert captured.err.startswith("vcore-ds: methods/dtf.yaml: found no such file") and captured.out == ""
 
 
-def test_a_launch_script_hands_fragments_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the launchers call it; the run itself ends at the recipe's contradiction, before anything is built."""
+def test_a_launch_script_passes_fragments_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Called as the launchers do; the run ends at the recipe's contradiction, before anything is built."""
     seen = []
 
     def before(words: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Every rule of the schema is made to fire, and its message is read."""
+"""What loads, and what does not: every rule of the schema is broken, and its message checked."""
 
 import re
 from pathlib import Path
@@ -591,6 +591,7 @@ def test_section_null(tmp_path: Path, section: str) -> None:
     [
         ("run.seed", 'found "run.seed"; expected section.key=value or FILE.yaml; did you mean "run.seed=VALUE"?'),
         ("kl_budget", 'expected section.key=value or FILE.yaml; did you mean "method.kl_budget=VALUE"?'),
+        ("run", 'found "run"; expected section.key=value or FILE.yaml; did you mean "run.KEY=VALUE"?'),
         ("--run.seed=1", 'expected section.key=value; did you mean "run.seed=1"?'),
         ("=1", 'found "=1"; expected section.key=value'),
         ("run.seed.deep=1", 'found "run.seed.deep=1"; expected section.key=value'),

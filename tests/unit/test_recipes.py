@@ -64,7 +64,7 @@ def test_recipe_plans_and_merges_on_1_to_32_ranks(path: Path) -> None:
             continue
         plan = plan_batch(recipe, num_ranks)
         config = deepspeed_config(recipe, plan)
-        # Rows of packed sequences are as many as the step's lengths make; DeepSpeed is told of one a rank.
+        # Rows of packed sequences are as many as the step's lengths make; DeepSpeed gets one a rank.
         assert config["train_batch_size"] == (num_ranks if is_packed else recipe.batch.global_size)
         assert config["train_batch_size"] == (
             num_ranks * config["gradient_accumulation_steps"] * config["train_micro_batch_size_per_gpu"]
@@ -120,7 +120,7 @@ def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_r
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "iw_sft"])
-def test_a_method_takes_the_reference_of_iw_sft_back(name: str, tmp_path: Path) -> None:
+def test_a_method_removes_the_reference_of_iw_sft(name: str, tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text(
         "base: [qwen3_4b_math_full.yaml, methods/iw_sft.yaml]\ndata: {reference_log_probabilities: reference.npz}\n"

@@ -1,7 +1,7 @@
-"""The DeepSpeed JSON and the recipe become one configuration; where they contradict, neither wins.
+"""The DeepSpeed JSON and the recipe, merged into one configuration; where they contradict each other, neither wins.
 
-The JSON says how ZeRO-3 moves and keeps data. The recipe owns what decides the result: batch sizes, precision,
-clipping, optimizer and learning rate.
+The JSON says how ZeRO-3 stores and communicates data. The recipe owns what determines the result: batch sizes,
+precision, clipping, optimizer and learning rate.
 """
 
 import json
@@ -49,8 +49,8 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
 def _owned_by_recipe(recipe: Recipe, plan: BatchPlan) -> dict[str, tuple[Any, str]]:
     """JSON key -> (the recipe's value, the recipe's key)."""
     is_bf16 = recipe.model.precision == "bf16"
-    # DeepSpeed wants three numbers that multiply; it does not use them here, since the engine counts micro-batches
-    # itself. With packing their number differs from step to step.
+    # DeepSpeed requires batch sizes that multiply, and does not use them here: the engine counts micro-batches itself.
+    # With packing their number differs from step to step.
     micro, accumulation = plan.micro_batch_size_per_rank, plan.num_micro_batches_per_rank or 1
     batch_size = micro * accumulation * plan.data_parallel_size
     return {
@@ -107,7 +107,7 @@ def _zero_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
 
 
 def _placement_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str]:
-    """Where shards lie and in what form they travel."""
+    """Problems with where shards are kept, and in what form they are communicated."""
     for offload in ("offload_param", "offload_optimizer"):
         if _get(config, f"zero_optimization.{offload}.device") == "nvme":
             yield (
@@ -124,7 +124,7 @@ def _placement_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str
         if _get(config, f"zero_optimization.{key}") is True:
             yield (
                 f"zero_optimization.{key}: found true; expected false (losses and utilities would be those of weights "
-                "or gradients rounded to 8 or 4 bits, without a word about it)"
+                "or gradients silently rounded to 8 or 4 bits)"
             )
 
 
@@ -162,8 +162,8 @@ def _read_json(file: str) -> tuple[Path, dict[str, Any]]:
     except RecursionError:
         problem = f"found values nested more than {MAX_DEPTH} levels deep"
         raise RecipeError([f"{path}: {problem}; expected a DeepSpeed JSON"]) from None
-    except ValueError as error:  # a number of more digits than Python converts
-        raise RecipeError([f"{path}: cannot be read: {error}; expected a DeepSpeed JSON"]) from None
+    except ValueError:  # the one thing that is JSON and that Python does not convert
+        raise RecipeError([f"{path}: found an integer of more than 4,300 digits; expected a DeepSpeed JSON"]) from None
     if not isinstance(config, dict):
         raise RecipeError([f"{path}: found {show(config)}; expected a JSON object with DeepSpeed's settings"])
     if duplicates:

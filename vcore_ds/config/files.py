@@ -9,8 +9,10 @@ _INSTALLED = _PACKAGE / "shipped"
 """Where pyproject.toml puts the recipes and the DeepSpeed JSON in a wheel; a checkout has no such folder."""
 
 SHIPPED_RECIPES = _INSTALLED / "recipes" if _INSTALLED.is_dir() else _PACKAGE.parent / "launch_scripts" / "recipes"
+"""The folder below which `methods/dft.yaml` and the like are found from any working directory."""
 
 SHIPPED_DEEPSPEED_CONFIGS = (_INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent) / "ds_configs"
+"""The folder of the DeepSpeed JSON; `ds_configs/NAME.json` is found in its parent."""
 
 LARGEST_FILE_BYTES = 2**17
 """Larger files are refused: a recipe has 1 to 3 kB, and PyYAML reads about 0.1 MB a second."""
@@ -57,7 +59,7 @@ def read_text(path: Path) -> str:
 
 
 def expand_home(name: str) -> str:
-    """The path with `~` and `~user` expanded; unchanged where there is no such user."""
+    """A path with `~` and `~user` expanded; unchanged where there is no such user."""
     try:
         return os.path.expanduser(name)
     except ValueError:  # no user's name holds NUL

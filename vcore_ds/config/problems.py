@@ -54,13 +54,14 @@ def did_you_mean(names: Iterable[str]) -> str:
 
 
 def nearest_keys(section: str, key: str | None) -> list[str]:
-    """Valid dotted names for an unknown `section` (key None) or an unknown `section.key`, best first."""
+    """Valid dotted names for a word without a key (key None) or an unknown `section.key`, best first."""
     if section not in SECTIONS:
         near = difflib.get_close_matches(section, SECTIONS, n=1)
         if near and key is not None and key in SECTIONS[near[0]].model_fields:
             return [f"{near[0]}.{key}"]
         return near or _nearest_elsewhere(key or section)
-    assert key is not None
+    if key is None:
+        return [f"{section}.KEY"]
     exact = [f"{other}.{key}" for other, cls in SECTIONS.items() if key in cls.model_fields]
     near = difflib.get_close_matches(key, SECTIONS[section].model_fields, n=1)
     return [*(f"{section}.{name}" for name in near), *exact] or _nearest_elsewhere(key)
@@ -114,7 +115,7 @@ def _describe_unknown(location: tuple[str, ...], found: Any) -> str:
 
 
 def _input_at_key(details: list[ErrorDetails]) -> Any:
-    """The value at the key: of a wrong list item only the item is known, of a wrong union the whole value."""
+    """The value at the key. For a wrong list item pydantic knows the item alone, for a wrong union the whole value."""
     return min(details, key=lambda item: len(item["loc"]))["input"]
 
 
