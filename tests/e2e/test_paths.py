@@ -378,12 +378,11 @@ def test_a_checkpoint_without_permission_is_one_that_cannot_be_used(
 
 
 def test_errors_of_libraries_in_rust_are_recognized(tmp_path: Path):
-    with pytest.raises(
-        UserError, match=f"^--output: {tmp_path}: cannot be written: No such file or directory; expected"
-    ):
+    written = f"^--output: {tmp_path}: cannot be written"
+    with pytest.raises(UserError, match=f"{written}: No such file or directory; expected"):
         with writing("--output", tmp_path):
             save_file({"a": torch.zeros(1)}, "/proc/a.safetensors")
-    with pytest.raises(UserError, match=f"^--output: {tmp_path}: cannot be written: Is a directory; expected"):
+    with pytest.raises(UserError, match=f"{written}: Is a directory; expected"):
         with writing("--output", tmp_path):
             make_tokenizer().backend_tokenizer.save(str(tmp_path))
 

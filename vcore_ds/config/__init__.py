@@ -1,4 +1,4 @@
-"""Recipes: schema, YAML, overrides, batch arithmetic, the DeepSpeed JSON. Importing it imports no torch."""
+"""Recipes: schema, YAML, overrides, batch arithmetic, the DeepSpeed JSON. Nothing here imports torch."""
 
 from vcore_ds.config.batch_plan import BatchPlan, plan_batch
 from vcore_ds.config.deepspeed_json import deepspeed_config

@@ -13,17 +13,17 @@ class BatchPlan:
 
     data_parallel_size: int
     global_batch_size: int
-    """|B|: over all ranks and micro-batches."""
+    """|B|, over all ranks and micro-batches."""
     micro_batch_size_per_rank: int
     num_micro_batches_per_rank: int | None
     """Gradient accumulation steps: global = data_parallel_size x this x micro_batch_size_per_rank. None with packing,
     where it depends on the lengths of the step's sequences."""
     packed_row_tokens: int | None
-    """Most tokens of a row that holds several sequences; None for a row each."""
+    """Upper bound of a row that holds several sequences; None where each sequence has a row of its own."""
     probe_batch_size_global: int
-    """|B'|: over all ranks, after rounding up; 0 for a method without a probe."""
+    """|B'|, over all ranks, after rounding up; 0 for a method without a probe."""
     probe_batch_size_per_rank: int
-    """Of the rank with the most; other ranks may have fewer, or none."""
+    """Sequences of B' on the rank with the most; other ranks may have fewer, or none."""
     probe_micro_batch_size_per_rank: int
     """Sequences of B' per rank in one forward and backward."""
     utility_micro_batch_size_per_rank: int

@@ -2,7 +2,7 @@
 
 A file may name others under the top-level key `base`: they are read first, in order, each after its own bases. What is
 read later wins, key by key within a section; a section that is null replaces what was there, and a mapping after null
-starts anew. So files that are grouped into a base mean the same as when they are named one by one.
+starts from nothing. So files that are grouped into a base mean the same as when they are named one by one.
 """
 
 import difflib
@@ -40,7 +40,7 @@ class Draft:
         return (overrides or candidates or [self.file])[0]
 
     def folder(self, key: str) -> Path:
-        """The folder of the file in which `key` stands; the recipe's own where an override sets it."""
+        """The folder of the file that sets `key`; the recipe's own folder where an override sets it."""
         source = self.sources.get(key, "override ")
         return Path(self.file if source.startswith("override ") else source.rpartition(":")[0]).parent
 
@@ -48,12 +48,12 @@ class Draft:
         self.problems.append(f"{self.source(*keys)}: {keys[0]}: {text}")
 
     def replace(self, section: str, value: Any) -> None:
-        """The whole section, and nothing of it is left."""
+        """Replaces a whole section; nothing of the old one is left."""
         self.values[section] = with_text_keys(value)
         self.sources = {key: line for key, line in self.sources.items() if key.partition(".")[0] != section}
 
     def merge(self, values: dict[str, Any], sources: dict[str, str]) -> None:
-        """The sections of a file over what was read before."""
+        """Merges the sections of a file over what was read before."""
         for section, value in values.items():
             before = self.values.get(section)
             if isinstance(before, dict) and isinstance(value, dict):
@@ -92,7 +92,7 @@ def is_fragment(word: str) -> bool:
 
 
 def fragment_hint(word: str) -> str:
-    """`did you mean` for a word without `=` that is the name of a file but for its ending or folder; or nothing."""
+    """The hint for a word without `=` that names a file except for its ending or folder; empty for any other word."""
     if not word:
         return ""
     if _find(f"{word}.yaml", Path.cwd())[0] is not None:
@@ -101,7 +101,7 @@ def fragment_hint(word: str) -> str:
 
 
 def with_text_keys(value: Any) -> Any:
-    """A mapping with the keys as text (a key `1` is then unknown like any other); anything else as it is."""
+    """A mapping with its keys as text (a key `1` is then unknown like any other); anything else unchanged."""
     return {str(key): child for key, child in value.items()} if isinstance(value, dict) else value
 
 
@@ -139,7 +139,7 @@ def _read(draft: Draft, path: Path, chain: list[Path]) -> None:
 
 
 def _parse(draft: Draft, path: Path) -> ParsedYaml | None:
-    """The file as a mapping; None, with the problem in the draft, where it is none."""
+    """The file as a mapping; None, with the problem in the draft, where it is not one."""
     try:
         parsed = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

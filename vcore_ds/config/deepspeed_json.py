@@ -1,7 +1,7 @@
-"""The DeepSpeed JSON and the recipe become one configuration; where they contradict, neither wins.
+"""The DeepSpeed JSON and the recipe, merged into one configuration; where they contradict each other, neither wins.
 
-The JSON says how ZeRO-3 moves and keeps data. The recipe owns what decides the result: batch sizes, precision,
-clipping, optimizer and learning rate.
+The JSON says how ZeRO-3 stores and communicates data. The recipe owns what determines the result: batch sizes,
+precision, clipping, optimizer and learning rate.
 """
 
 import json
@@ -47,7 +47,7 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
 def _owned_by_recipe(recipe: Recipe, plan: BatchPlan) -> dict[str, tuple[Any, str]]:
     """JSON key -> (the recipe's value, the recipe's key)."""
     is_bf16 = recipe.model.precision == "bf16"
-    # DeepSpeed wants three numbers that multiply; it does not use them here, since the engine counts micro-batches
+    # DeepSpeed requires three numbers whose product is right, and does not use them here: the engine counts micro-batches
     # itself. With packing their number differs from step to step.
     micro, accumulation = plan.micro_batch_size_per_rank, plan.num_micro_batches_per_rank or 1
     batch_size = micro * accumulation * plan.data_parallel_size
@@ -105,7 +105,7 @@ def _zero_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
 
 
 def _placement_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str]:
-    """Where shards lie and in what form they travel."""
+    """Problems with where shards are kept, and in what form they are communicated."""
     for offload in ("offload_param", "offload_optimizer"):
         if _get(config, f"zero_optimization.{offload}.device") == "nvme":
             yield (
@@ -122,7 +122,7 @@ def _placement_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str
         if _get(config, f"zero_optimization.{key}") is True:
             yield (
                 f"zero_optimization.{key}: found true; expected false (losses and utilities would be those of weights "
-                "or gradients rounded to 8 or 4 bits, without a word about it)"
+                "or gradients silently rounded to 8 or 4 bits)"
             )
 
 

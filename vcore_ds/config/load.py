@@ -123,7 +123,7 @@ def _resolve_paths(draft: Draft) -> None:
 
 
 def _validate(draft: Draft) -> Recipe | None:
-    """Adds the problems of single keys and of rules over several, the latter where all their keys are sound."""
+    """Adds the problems of single keys, and of rules over several keys where all of these are valid."""
     try:
         return Recipe.model_validate(draft.values)
     except ValidationError as error:
@@ -137,7 +137,7 @@ def _validate(draft: Draft) -> Recipe | None:
 
 
 def _sound_part(values: dict[str, Any], wrong: set[tuple[str, ...]]) -> Recipe:
-    """A recipe of the keys that passed, the others at their defaults; unchecked, good enough for the rules."""
+    """A recipe of the valid keys, the others at their defaults; not validated, which suffices for the rules."""
     sections: dict[str, Any] = {}
     for name, section_class in SECTIONS.items():
         given = values.get(name) if (name,) not in wrong else {}

@@ -95,7 +95,7 @@ def _describe_unknown(location: tuple[str, ...], found: Any) -> str:
 
 
 def _input_at_key(details: list[ErrorDetails]) -> Any:
-    """The value at the key: of a wrong list item only the item is known, of a wrong union the whole value."""
+    """The value at the key. For a wrong list item pydantic knows the item alone, for a wrong union the whole value."""
     return min(details, key=lambda item: len(item["loc"]))["input"]
 
 

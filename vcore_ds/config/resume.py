@@ -1,4 +1,4 @@
-"""Whether two recipes are the same run: what may change between its attempts, and what may not."""
+"""Whether two recipes are the same run: what may change between the attempts of a run, and what may not."""
 
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,17 @@ MAY_DIFFER = frozenset(
         "model.gradient_checkpointing",
     }
 )
+"""Dotted keys with which a run may be resumed whatever they were before."""
+
 SECTIONS_THAT_MAY_DIFFER = frozenset({"checkpoint", "engine"})
+"""Sections all of whose keys may differ."""
 
 
 def read_resolved_recipe(path: Path) -> Recipe:
-    """The recipe.yaml that a run wrote. Files it names need not exist any more.
+    """The recipe.yaml that a run wrote. Files that it names need not exist any more.
 
     Raises:
-        UserError: where the file is none, or this version does not know what it says.
+        UserError: the file cannot be read, or is no recipe of this version.
     """
     try:
         return Recipe.model_validate(parse_yaml(path.read_text(encoding="utf-8")).value)

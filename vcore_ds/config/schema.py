@@ -1,4 +1,4 @@
-"""What a recipe may say: one class per section, one documented field per key.
+"""The keys of a recipe: one class per section, one documented field per key.
 
 Every name that counts something says over what: `global` is over all ranks and micro-batches, `per_rank` is on
 one data-parallel rank. Rules that look at more than one key stand in `rules.py`.
@@ -110,12 +110,12 @@ class LoraConfig(Section):
 
 
 class DataConfig(Section):
-    """Each a token store (`vcore-ds prepare`), or conversations: a .jsonl, .json or .parquet file, a folder of them, a
-    pattern, or a hub id; rows of {"messages": [{"role", "content"}, ...]}, ShareGPT or Alpaca. Conversations are made a
-    store first, once."""
+    """The data: each path a token store (`vcore-ds prepare`), or conversations: a .jsonl, .json or .parquet file, a
+    folder of them, a pattern, or a hub id; rows of {"messages": [{"role", "content"}, ...]}, ShareGPT or Alpaca.
+    Conversations are converted to a store first, once."""
 
     train_path: Text
-    """What is trained on; a relative path is relative to the working directory."""
+    """Training data; a relative path is relative to the working directory."""
     validation_path: Text | None = None
     """Held-out conversations for the loss before, during and after the run; null for none."""
     probe_path: Text | None = None
@@ -129,7 +129,7 @@ class DataConfig(Section):
     """Folder for the stores made of conversations; null for ~/.cache/vcore_ds ($XDG_CACHE_HOME). Best on a file system
     that all nodes share: where they do not, the first process of each node makes its own."""
     reference_log_probabilities: Text | None = None
-    """For iw_sft with all parameters trained: the file that `vcore-ds reference` made of the training data."""
+    """For iw_sft with all parameters trained: the file that `vcore-ds reference` computed from the training data."""
 
 
 class BatchConfig(Section):
@@ -175,10 +175,10 @@ class ScheduleConfig(Section):
 
 
 class RunConfig(Section):
-    """The run itself."""
+    """The run: its folder, seed, output and time limit."""
 
     output_dir: Text
-    """The run's folder; a relative path is relative to the working directory. A stopped run there goes on; another
+    """The run's folder; a relative path is relative to the working directory. A stopped run there is resumed; any other
     one is never overwritten."""
     seed: Annotated[int, Field(ge=0)] = 42
     """Seed of the data order, the probe stream, dropout and the adapters."""
@@ -187,27 +187,27 @@ class RunConfig(Section):
     validate_every: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps between two validations; null validates before the first and after the last step only."""
     wandb_project: Text | None = None
-    """Project on Weights & Biases that gets the metrics too; null for none. Where it cannot be reached the run goes on,
-    and what it would have sent is kept in its folder."""
+    """Project on Weights & Biases that also gets the metrics; null for none. Where it cannot be reached, the run
+    continues and keeps in its folder what it would have sent."""
     time_limit_minutes: Annotated[float, Field(gt=0)] | None = None
     """Wall clock from the start of the processes: the run saves and stops (exit code 85) so early that one more step
     and the save would have fitted; null for no limit."""
 
 
 class CheckpointConfig(Section):
-    """What a stopped run goes on from: written after a step by all ranks, and always after the last one."""
+    """What a stopped run is resumed from: written by all ranks after a step, and always after the last one."""
 
     resume: Literal["auto", "never"] = "auto"
-    """`auto` goes on with the run in run.output_dir, from its newest checkpoint that verifies; `never` wants a new
+    """`auto` resumes the run in run.output_dir, from its newest checkpoint that verifies; `never` requires a new
     folder."""
     every_steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps between two checkpoints; null for none by this rule."""
     every_minutes: Annotated[float, Field(gt=0)] | None = 30.0
     """Minutes between two checkpoints, from the end of one to the beginning of the next; null for none by this rule."""
     keep_last: Annotated[int, Field(ge=1)] = 2
-    """Newest checkpoints that are kept; an older one is deleted when a new one is complete."""
+    """Number of newest checkpoints that are kept; an older one is deleted when a new one is complete."""
     keep_every_steps: Annotated[int, Field(ge=1)] | None = None
-    """Every so many optimizer steps a checkpoint is written and kept for good; null for none."""
+    """Optimizer steps between two checkpoints that are kept for good; null for none."""
 
 
 class EngineConfig(Section):
@@ -218,14 +218,14 @@ class EngineConfig(Section):
     coalesce_gradient_reduction: bool = False
     """Reduce gradients once a step instead of once a micro-batch; costs one unsharded gradient buffer per rank."""
     timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
-    """Minutes a collective may wait for the slowest rank before the run is given up."""
+    """Minutes that a collective may wait for the slowest rank before the run fails."""
     lost_rank_seconds: Annotated[float, Field(ge=5)] = 60.0
-    """Seconds without a sign of life after which a rank counts as hung, and the run ends. While models are loaded,
-    which may silence a rank for long, it is ten minutes at least. A rank that dies is noticed at once."""
+    """Seconds without a sign of life after which a rank counts as hung, and the run ends; at least ten minutes while
+    models are loaded, which may silence a rank for long. A rank that dies is noticed at once."""
 
 
 class Recipe(Section):
-    """A run, completely: same recipe, same data, same run."""
+    """A run, completely: the same recipe and the same data give the same run."""
 
     method: MethodConfig = Field(default_factory=MethodConfig)
     utility: UtilityConfig = Field(default_factory=UtilityConfig)
@@ -248,7 +248,6 @@ class Recipe(Section):
         return self
 
 
-# Section name -> its class, in the order of the schema; lora's is inside `LoraConfig | None`.
 SECTIONS: dict[str, type[Section]] = {
     "method": MethodConfig,
     "utility": UtilityConfig,
@@ -263,3 +262,4 @@ SECTIONS: dict[str, type[Section]] = {
     "checkpoint": CheckpointConfig,
     "engine": EngineConfig,
 }
+"""Section name -> its class, in the order of the schema; lora's is inside `LoraConfig | None`."""
