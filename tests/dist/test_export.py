@@ -45,7 +45,7 @@ ADAPTED = [name for name in CASES if name.startswith("lora")]
 
 @dataclass
 class Outcome:
-    """Of one run, on one rank."""
+    """One run's results on one rank."""
 
     folder: Path
     logits: Tensor
@@ -224,7 +224,7 @@ def test_a_rank_that_cannot_write_ends_the_export_on_all_ranks(outcomes, name):
 
 
 @pytest.mark.parametrize("name", [*FULL, *ADAPTED])
-def test_tokenizer_and_settings_stand_beside_the_weights(outcomes, name):
+def test_tokenizer_and_settings_are_beside_the_weights(outcomes, name):
     folder = outcomes[0][name].folder / ("adapter" if "lora" in CASES[name] else "model")
     assert AutoTokenizer.from_pretrained(folder).chat_template == CHATML
     if "lora" not in CASES[name]:

@@ -1,5 +1,5 @@
-"""A run that was stopped and resumed is the run that was not: to the last bit at its world size, within rounding at
-another; and what becomes of checkpoints that cannot be written or read."""
+"""A run that was stopped and resumed equals one that was not: to the last bit at its world size, within rounding at
+another; and checkpoints that cannot be written or read."""
 
 import errno
 import gc
@@ -41,7 +41,7 @@ VCORE = {"name": "vcore", "kl_budget": 0.05}
 CASES: dict[str, dict[str, Any]] = {
     "vcore_jvp_full": {"method": VCORE, "batch": {"global_size": 4}},
     "vcore_jvp_lora": {"method": VCORE, "lora": LORA},
-    # Every 3: step 4 probes anew, step 8 takes the stored direction. Every 2: both take the stored one.
+    # Every 3: step 4 probes again, step 8 takes the stored direction. Every 2: both take the stored one.
     "vcore_difference_full": {"method": VCORE, "utility": FINITE_DIFFERENCE, "probe": {"every": 3, "batch_size": 2}},
     "vcore_difference_lora": {
         "method": VCORE,
@@ -211,7 +211,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def unfinished_only(folder: Path) -> list[str]:
-    """Killed between the renaming and the mark of its first checkpoint: what the next attempt says."""
+    """What the next attempt says after a kill between renaming and marking the first checkpoint."""
     stopped = recipe(folder, "unfinished", CASES["sft_lora"])
     saved = resumed_runs.until(stopped, 1) / "checkpoints"
     if layout.is_first():
@@ -299,8 +299,8 @@ def test_a_rank_that_cannot_write_is_named_by_all_and_nothing_is_lost(found: dic
     assert failing["left"] == ["step_00000003"] and failing["differing"] == []
 
 
-def test_a_full_disk_is_the_cause_that_is_named(tmp_path: Path):
-    """Where a file may not become larger than 1 MB, which fails in the middle of writing it, as a full disk does."""
+def test_a_full_disk_is_named_as_the_cause(tmp_path: Path):
+    """A limit of 1 MB on files, which fails in the middle of writing one, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
     try:
@@ -312,7 +312,7 @@ def test_a_full_disk_is_the_cause_that_is_named(tmp_path: Path):
     assert isinstance(cause, OSError) and cause.errno == errno.EFBIG
 
 
-def test_no_room_is_said_with_both_numbers(found: dict[str, Any]):
+def test_a_lack_of_room_is_reported_with_both_numbers(found: dict[str, Any]):
     assert "bytes free; expected 1,000,000,000,000," in found["no_room"]
 
 
@@ -324,13 +324,13 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason_and_the_one_before_it_t
     assert found["damaged"]["lost"] == [4, 5, 6, 7] and found["damaged"]["steps"] == [*range(1, 9)]
 
 
-def test_no_checkpoint_that_verifies_is_an_error_not_a_new_beginning(found: dict[str, Any]):
+def test_no_checkpoint_that_verifies_is_an_error_not_a_new_start(found: dict[str, Any]):
     refusal = found["damaged"]["refusal"]
     assert "found no checkpoint that verifies" in refusal
     assert "step_00000008: state/__0_0.distcp" in refusal and "step_00000003: state/__0_0.distcp" in refusal
 
 
-def test_unfinished_checkpoints_alone_are_a_new_beginning(found: dict[str, Any]):
+def test_unfinished_checkpoints_alone_start_a_new_run(found: dict[str, Any]):
     said = "\n".join(found["unfinished_only"])
     assert "skipped checkpoint step_00000001: no COMPLETE: writing it was not finished" in said
     assert "skipped checkpoint step_00000002.unfinished: not finished" in said

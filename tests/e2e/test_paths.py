@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.helpers.commands import REPOSITORY
-from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
+from tests.helpers.setups import TinySetup, make_tokenizer, sums, write_conversations, write_model
 from tests.unit.test_export import trained_masters, write_run
 from vcore_ds.cli import main
 from vcore_ds.data import TokenStore
@@ -374,6 +375,16 @@ def test_a_checkpoint_without_permission_is_one_that_cannot_be_used(
     assert "found no checkpoint that verifies:\n  step_00000020: state/" in message
     assert f"{state.name}: cannot be read: " in message and "Permission denied" in message
     assert list((public / "export").iterdir()) == []
+
+
+def test_errors_of_libraries_in_rust_are_recognized(tmp_path: Path):
+    written = f"^--output: {tmp_path}: cannot be written"
+    with pytest.raises(UserError, match=f"{written}: No such file or directory; expected"):
+        with writing("--output", tmp_path):
+            save_file({"a": torch.zeros(1)}, "/proc/a.safetensors")
+    with pytest.raises(UserError, match=f"{written}: Is a directory; expected"):
+        with writing("--output", tmp_path):
+            make_tokenizer().backend_tokenizer.save(str(tmp_path))
 
 
 def test_an_error_on_another_path_keeps_its_name(tmp_path: Path):

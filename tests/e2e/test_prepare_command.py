@@ -31,7 +31,7 @@ def prepare_line(tmp_path: Path) -> str:
     return f"vcore-ds prepare math {tmp_path}/raw --tokenizer {tmp_path}/model --sample 150 --output {tmp_path}"
 
 
-def test_a_killed_prepare_goes_on_to_the_same_bytes(prepare_line: str, tmp_path: Path) -> None:
+def test_a_killed_prepare_resumes_to_the_same_bytes(prepare_line: str, tmp_path: Path) -> None:
     straight = run_command(f"{prepare_line}/straight --processes 1")
     assert straight.returncode == 0, straight.stdout
     assert "rows read" in straight.stdout and "the paper (CoT, Qwen3)" in straight.stdout
@@ -59,7 +59,7 @@ def test_a_killed_prepare_goes_on_to_the_same_bytes(prepare_line: str, tmp_path:
 
     again = run_command(f"{prepare_line}/store --processes 1")
     assert again.returncode == 0, again.stdout
-    assert "going on where an earlier run ended" in again.stdout
+    assert "resuming where an earlier run ended" in again.stdout
     assert f"{len(finished)} of 6 shards were finished before" in again.stdout
     assert contents(tmp_path / "store") == contents(tmp_path / "straight")
     assert len(TokenStore(tmp_path / "store", make_tokenizer())) == 150

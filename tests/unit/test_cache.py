@@ -1,4 +1,4 @@
-"""Raw data that a recipe names become a store, once."""
+"""Raw data that a recipe names become a store once."""
 
 import json
 import multiprocessing
@@ -84,7 +84,7 @@ def test_one_bad_line_is_refused_with_file_and_line(prepared: Prepared, tmp_path
         prepared(path)
     message = str(error.value)
     assert f"{path}:3: " in message and found in message
-    assert f"vcore-ds prepare chat {path} --tokenizer " in message  # how to go on without the row
+    assert f"vcore-ds prepare chat {path} --tokenizer " in message  # how to leave out the row
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_store_is_made_once_and_again_when_its_data_change(prepared: Prepared,
     assert prepared(path, cutoff_length=6000)[0] not in (first, changed)
 
 
-def test_processes_that_want_the_same_store_wait_for_the_first(tmp_path: Path, tokenizer_folder: Path) -> None:
+def test_processes_that_need_the_same_store_wait_for_the_first(tmp_path: Path, tokenizer_folder: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text("".join(row("x" * 2000 + str(i)) for i in range(1500)))
     with multiprocessing.get_context("spawn").Pool(3) as pool:

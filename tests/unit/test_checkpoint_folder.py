@@ -1,4 +1,4 @@
-"""Checkpoint folders: what is written, verifies, is deleted. Run folders: what goes on, and what is refused."""
+"""Checkpoint folders: written, verified, deleted. Run folders: which are resumed, and which are refused."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def names(checkpoints: Path) -> list[str]:
     return sorted(path.name for path in checkpoints.iterdir())
 
 
-def test_a_written_checkpoint_verifies_and_says_what_it_holds(tmp_path: Path):
+def test_a_written_checkpoint_verifies_and_lists_its_files(tmp_path: Path):
     folder = write_checkpoint(tmp_path / "checkpoints", 100)
     assert folder == tmp_path / "checkpoints" / "step_00000100" and problem(folder) is None
     assert names(tmp_path / "checkpoints") == ["step_00000100"]
@@ -85,7 +85,7 @@ def lose_manifest(folder: Path) -> None:
     (folder / "manifest.json").unlink()
 
 
-def of_another_format(folder: Path) -> None:
+def change_format(folder: Path) -> None:
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
     (folder / "COMPLETE").write_text(files.record_of(path).sha256)
@@ -100,7 +100,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (garble_complete, "COMPLETE cannot be read"),
     (change_manifest, "one of the two is damaged"),
     (lose_manifest, "manifest.json cannot be read: FileNotFoundError"),
-    (of_another_format, "found format 99; this version reads format 1"),
+    (change_format, "found format 99; this version reads format 1"),
 ]
 
 
@@ -113,7 +113,7 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], None
 
 
 @pytest.mark.parametrize("name", CONTENT)
-def test_of_several_readers_one_finds_the_damage(tmp_path: Path, name: str):
+def test_one_of_several_readers_finds_the_damage(tmp_path: Path, name: str):
     folder = write_checkpoint(tmp_path, 100)
     (folder / name).write_bytes(b"")
     said: list[str] = []
@@ -122,20 +122,20 @@ def test_of_several_readers_one_finds_the_damage(tmp_path: Path, name: str):
     assert None in found and said == ["verifying step_00000100: 2.09e-06 GB"] * 2
 
 
-def test_no_room_is_said_before_anything_is_written(tmp_path: Path):
+def test_a_lack_of_room_is_reported_before_anything_is_written(tmp_path: Path):
     with pytest.raises(OSError, match=r"found [\d,]+ bytes free; expected 1,000,000,000,000,000,000 for a checkpoint"):
         files.begin(tmp_path / "checkpoints", 5, num_bytes=10**18)
     assert names(tmp_path / "checkpoints") == []
 
 
-def test_a_file_that_another_node_wrote_elsewhere_is_missed(tmp_path: Path):
+def test_a_file_that_another_node_wrote_elsewhere_is_reported_missing(tmp_path: Path):
     files.begin(tmp_path, 5, num_bytes=1)
     with pytest.raises(OSError, match="expected run.output_dir on a file system that all nodes share"):
         files.finish(tmp_path, 5, 2, {"state/__8_0.distcp": files.FileRecord(5, "0")})
     assert names(tmp_path) == ["step_00000005.unfinished"]  # nothing with a checkpoint's name
 
 
-def test_what_an_interrupted_attempt_left_is_written_over(tmp_path: Path):
+def test_leftovers_of_an_interrupted_attempt_are_replaced(tmp_path: Path):
     (files.begin(tmp_path, 100, num_bytes=1) / "state" / "left").write_text("over")
     damaged = tmp_path / "step_00000100"
     damaged.mkdir()
@@ -144,14 +144,14 @@ def test_what_an_interrupted_attempt_left_is_written_over(tmp_path: Path):
     assert problem(folder) is None and not (folder / "state" / "left").exists()
 
 
-def test_the_newest_and_every_so_many_steps_are_kept(tmp_path: Path):
+def test_the_newest_and_those_of_every_so_many_steps_are_kept(tmp_path: Path):
     for step in range(10, 80, 10):
         write_checkpoint(tmp_path, step)
         files.remove_old(tmp_path, keep_last=2, keep_every_steps=30)
     assert names(tmp_path) == [f"step_000000{step}" for step in (30, 60, 70)]
 
 
-def test_unfinished_ones_never_push_out_a_good_one(tmp_path: Path):
+def test_unfinished_checkpoints_never_displace_a_good_one(tmp_path: Path):
     good = write_checkpoint(tmp_path, 10)
     for step in (20, 30, 40):
         lose_complete(write_checkpoint(tmp_path, step))
@@ -159,7 +159,7 @@ def test_unfinished_ones_never_push_out_a_good_one(tmp_path: Path):
     assert problem(good) is None
 
 
-def test_newer_ones_that_did_not_verify_are_set_aside(tmp_path: Path):
+def test_newer_checkpoints_that_did_not_verify_are_set_aside(tmp_path: Path):
     for step in (10, 20, 30):
         write_checkpoint(tmp_path, step)
     files.begin(tmp_path, 40, num_bytes=1)
@@ -187,7 +187,7 @@ def test_checkpoints_are_listed_newest_first(tmp_path: Path):
     assert files.list_checkpoints(tmp_path / "none") == []
 
 
-# ---- which folder goes on ------------------------------------------------------------------------------------------
+# ---- which folder is resumed ---------------------------------------------------------------------------------------
 
 
 def recipe(folder: Path, **sections: dict) -> Recipe:
@@ -200,25 +200,25 @@ def recipe(folder: Path, **sections: dict) -> Recipe:
 
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
-    """The folder of a run that was stopped."""
+    """A stopped run's folder."""
     begin(recipe(tmp_path / "run"), world_size=2, num_done=0)
     return tmp_path / "run"
 
 
-def test_a_new_folder_and_an_empty_one_begin(tmp_path: Path):
+def test_a_new_folder_and_an_empty_one_start_a_run(tmp_path: Path):
     assert not can_resume(recipe(tmp_path / "new"))
     assert not can_resume(recipe(tmp_path))
     (tmp_path / "recipe.yaml.unfinished").write_text("killed here")
     assert not can_resume(recipe(tmp_path))
 
 
-def test_the_same_recipe_goes_on_also_in_a_folder_that_was_moved(used: Path):
+def test_the_same_recipe_resumes_also_in_a_folder_that_was_moved(used: Path):
     assert can_resume(recipe(used))
     moved = used.rename(used.with_name("moved"))
     assert can_resume(recipe(moved))
 
 
-def test_never_refuses_a_used_folder(used: Path):
+def test_resume_never_refuses_a_used_folder(used: Path):
     with pytest.raises(UserError, match="holds another run; expected a new or empty one"):
         can_resume(recipe(used, checkpoint={"resume": "never"}))
 
@@ -240,13 +240,13 @@ def test_another_recipe_is_refused_with_all_differing_keys_and_values(used: Path
     assert message.count(" there, ") == 2 + 5  # and the keys of the section that is null there
 
 
-def test_a_recipe_that_is_none_is_refused(used: Path):
+def test_an_invalid_recipe_is_refused(used: Path):
     (used / "recipe.yaml").write_text("method: {nme: sft}\n")
     with pytest.raises(UserError, match="holds another run, with a recipe that this version does not know"):
         can_resume(recipe(used))
 
 
-def test_keys_that_do_not_change_what_is_computed_may_differ(tmp_path: Path):
+def test_keys_that_do_not_change_the_computation_may_differ(tmp_path: Path):
     here = recipe(
         tmp_path / "elsewhere",
         run={"log_every": 7},
@@ -266,8 +266,8 @@ def here_batch(micro_batch_size: int) -> dict:
     return {"micro_batch_size_per_rank": micro_batch_size}
 
 
-def test_every_key_has_been_decided_on():
-    """A new key belongs to the run unless someone has thought about it: it is compared by default."""
+def test_a_key_is_compared_by_default():
+    """A new key is compared by default, until someone decides that it may differ."""
     there = recipe(Path("a"))
     here = recipe(Path("b"), run={"seed": 1}, data={"cutoff_length": 99}, probe={"every": 2}, schedule={"num_steps": 4})
     assert set(differing_keys(there, here)) == {
@@ -278,7 +278,7 @@ def test_every_key_has_been_decided_on():
     }
 
 
-# ---- what is written in it -----------------------------------------------------------------------------------------
+# ---- what a run writes in its folder -------------------------------------------------------------------------------
 
 
 def write_lines(folder: Path, text: str) -> None:
@@ -286,7 +286,7 @@ def write_lines(folder: Path, text: str) -> None:
     (folder / "metrics.jsonl").write_text(text)
 
 
-def test_lines_after_the_checkpoint_move_and_none_is_deleted(tmp_path: Path):
+def test_lines_after_the_checkpoint_are_moved_and_none_is_deleted(tmp_path: Path):
     line = '{{"step": {}, "loss": 1.0}}\n'.format
     write_lines(tmp_path, "".join(map(line, range(1, 6))) + '{"step": 6, "lo')
     assert move_lost_metrics(tmp_path, 3) == 3
@@ -298,7 +298,7 @@ def test_lines_after_the_checkpoint_move_and_none_is_deleted(tmp_path: Path):
     assert move_lost_metrics(tmp_path, 3) == 0
 
 
-def test_a_run_that_goes_on_adds_to_its_folder(used: Path):
+def test_a_resumed_run_adds_to_its_folder(used: Path):
     first = json.loads((used / "environment.json").read_text())
     begin(recipe(used), world_size=2, num_done=0)
     log = MetricsLog(used)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder out of a checkpoint: the same weights, whole files, and no folder that only looks whole."""
+"""A Hugging Face folder from a checkpoint: the same weights, whole files, and no folder that only looks whole."""
 
 import json
 import os
@@ -89,9 +89,8 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 def logits(model) -> Tensor:
     for parameter in model.parameters():
-        parameter.data = (
-            parameter.data.clone()
-        )  # out of the mapped file: kernels sum in an order that alignment decides
+        # Copied out of the mapped file: its alignment decides the order in which kernels sum.
+        parameter.data = parameter.data.clone()
     with torch.no_grad():
         return model.eval()(PROMPT).logits
 
@@ -122,7 +121,7 @@ def test_full_weights_are_the_masters_rounded_once(base, full_run, dtype):
     assert torch.equal(logits(model), logits(trained))
 
 
-def test_what_stands_beside_the_weights(base, full_run):
+def test_configuration_tokenizer_and_settings_are_beside_the_weights(base, full_run):
     folder = export_run(full_run)
     assert sorted(path.name for path in folder.glob("*.safetensors")) == ["model.safetensors"]
     assert not (folder / "model.safetensors.index.json").exists()
@@ -150,7 +149,7 @@ def test_the_adapter_loads_in_peft(base, lora_run):
     assert {tensor.dtype for tensor in stored(lora_run / "bf16").values()} == {torch.bfloat16}
 
 
-def test_merged_is_base_plus_scaled_product_rounded_once(base, lora_run):
+def test_merged_weights_are_the_base_plus_the_scaled_product_rounded_once(base, lora_run):
     merged = stored(export_run(lora_run, merge=True, max_file_bytes=20_000))
     trained = trained_masters(base, lora=True)
     exact = {name: tensor.double() for name, tensor in stored(base).items()}
@@ -170,7 +169,7 @@ def test_merged_is_base_plus_scaled_product_rounded_once(base, lora_run):
         assert bool(((merged[name].double() - value).abs() <= nearest + 1e-8).all()), name
 
 
-def test_merged_computes_what_the_adapter_computes(base, lora_run):
+def test_merged_weights_compute_the_same_as_the_adapter(base, lora_run):
     adapter = export_run(lora_run)
     merged = export_run(lora_run, merge=True, dtype="fp32")
     with_adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
@@ -178,7 +177,7 @@ def test_merged_computes_what_the_adapter_computes(base, lora_run):
     assert float(difference.abs().max()) < 1e-5
 
 
-def test_a_finished_run_without_checkpoints_has_its_adapter(lora_run):
+def test_a_finished_run_without_checkpoints_exports_its_adapter(lora_run):
     export_run(lora_run, output=lora_run / "adapter")
     from_checkpoint = stored(export_run(lora_run, merge=True))
     shutil.rmtree(lora_run / "checkpoints")
@@ -188,7 +187,7 @@ def test_a_finished_run_without_checkpoints_has_its_adapter(lora_run):
     assert all(torch.equal(found[name], tensor) for name, tensor in from_checkpoint.items())
 
 
-def test_the_newest_checkpoint_that_verifies(base, full_run, capsys):
+def test_the_newest_checkpoint_that_verifies_is_exported(base, full_run, capsys):
     other = {name: tensor + 1 for name, tensor in trained_masters(base, lora=False).items()}
     newest = write_checkpoint(full_run, 30, other)
     assert export_run(full_run).parent.name == "step_00000030"
@@ -209,7 +208,7 @@ def test_the_newest_checkpoint_that_verifies(base, full_run, capsys):
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["full", "merged"])
-def test_memory_is_that_of_a_file_and_a_tensor(tmp_path, merge):
+def test_memory_holds_one_file_and_one_tensor(tmp_path, merge):
     base = write_model(tmp_path / "base")
     tiny.qwen3(vocab_size=259, num_hidden_layers=12, dtype=torch.bfloat16).save_pretrained(base)
     run = write_run(tmp_path / "run", base, trained_masters(base, lora=merge), lora=merge)
@@ -221,11 +220,11 @@ def test_memory_is_that_of_a_file_and_a_tensor(tmp_path, merge):
     assert allocations.peak_bytes < 40_000 + 5 * max(sizes) < sum(sizes) / 2
 
 
-# ---- what must not look whole --------------------------------------------------------------------------------------
+# ---- no folder that only looks whole --------------------------------------------------------------------------------
 
 
 def fail_in_file(monkeypatch, number: int, action) -> None:
-    """`action` after file `number` of an export has been written."""
+    """Calls `action` after file `number` of an export has been written."""
     original, count = files.write_file, iter(range(1, 1000))
 
     def write_file(*arguments):
@@ -251,12 +250,12 @@ def test_an_export_that_is_killed_leaves_no_folder_of_that_name(full_run, monkey
     output = full_run / "out" / "model"
     child = os.fork()
     if child == 0:
-        fail_in_file(monkeypatch, 2, lambda: os._exit(9))  # as by kill -9: no handler of ours runs
+        fail_in_file(monkeypatch, 2, lambda: os._exit(9))  # like kill -9: no handler runs
         export_run(full_run, output=output, max_file_bytes=20_000)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert [path.name for path in (full_run / "out").iterdir()] == ["model.unfinished"]
-    export_run(full_run, output=output, max_file_bytes=20_000)  # the next one takes the leftover away
+    export_run(full_run, output=output, max_file_bytes=20_000)  # which removes the leftover
     assert [path.name for path in (full_run / "out").iterdir()] == ["model"]
 
 
@@ -292,13 +291,13 @@ def test_a_parameter_that_is_not_finite_is_not_exported(base, tmp_path):
     assert list((run / "export" / "step_00000020").iterdir()) == []
 
 
-def test_a_full_disk_is_said_before_anything_is_written(full_run, monkeypatch):
+def test_a_full_disk_is_reported_before_anything_is_written(full_run, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))
-    with pytest.raises(OSError, match="found 1,000 bytes free; expected [0-9,]+ for the weights"):
+    with pytest.raises(UserError, match="found 1,000 bytes free; expected [0-9,]+ for the weights"):
         export_run(full_run)
 
 
-# ---- what the user can mend ----------------------------------------------------------------------------------------
+# ---- what the user can fix -----------------------------------------------------------------------------------------
 
 
 def refused(capsys, *arguments: object) -> str:

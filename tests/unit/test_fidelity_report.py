@@ -221,7 +221,7 @@ def test_only_the_estimators(tmp_path: Path) -> None:
 
 def test_an_output_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="--output .*file"):
+    with pytest.raises(UserError, match="--output: .*file is a file, not a folder"):
         prepare_output(tmp_path / "file")
     prepare_output(tmp_path / "new" / "folder")
     assert (tmp_path / "new" / "folder").is_dir()

@@ -534,12 +534,12 @@ def test_a_finished_store_is_left_alone(run, tmp_path: Path) -> None:
         run("chat", source, "folder")
 
 
-def test_another_request_begins_anew(run, tmp_path: Path) -> None:
+def test_another_request_starts_over(run, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [chat_row(0), "x"])
     with pytest.raises(UserError):
         run("chat", source, max_malformed_share=0.1)
     run("chat", source, seed=1)
-    assert "beginning anew" in "".join(run.said)
+    assert "starting over" in "".join(run.said)
 
 
 def test_too_many_malformed_rows_are_refused_and_a_higher_limit_goes_on(run, tmp_path: Path) -> None:

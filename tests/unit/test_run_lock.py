@@ -55,7 +55,7 @@ def test_a_second_job_gets_the_folder_when_the_first_is_killed(tmp_path: Path, h
     assert said == []
 
 
-def test_a_folder_that_cannot_be_locked_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_locked_causes_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_, **__):
         raise OSError("No locks available")
 

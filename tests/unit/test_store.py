@@ -1,4 +1,4 @@
-"""The token store: what goes in comes out, and what is wrong with a folder is said before training."""
+"""The token store: what goes in comes out, and a damaged or unsuitable store is reported before training."""
 
 import json
 import shutil
@@ -61,7 +61,7 @@ def test_what_goes_in_comes_out(store: Path) -> None:
     assert manifest["num_tokens"] == sum(len(sequence) for sequence in expected)
 
 
-def test_a_store_serves_where_a_list_of_sequences_does(store: Path) -> None:
+def test_a_store_can_be_used_like_a_list_of_sequences(store: Path) -> None:
     opened = TokenStore(store)
     found, expected = collate(opened[:3], pad_token_id=0), collate(make_sequences()[:3], pad_token_id=0)
     assert torch.equal(found.input_ids, expected.input_ids) and torch.equal(found.labels, expected.labels)
@@ -84,7 +84,7 @@ def test_megatron_core_itself_reads_the_tokens(store: Path) -> None:
     assert [sequence.tolist() for sequence in dataset[0:7]] == [s.input_ids.tolist() for s in make_sequences()]
 
 
-def test_the_digest_is_of_tokens_and_supervision(store: Path, tmp_path: Path) -> None:
+def test_the_digest_covers_tokens_and_supervision(store: Path, tmp_path: Path) -> None:
     digest = TokenStore(store).digest
 
     def of(change) -> str:
@@ -315,7 +315,7 @@ def test_a_store_of_longer_sequences_is_refused(store: Path) -> None:
         TokenStore(store, cutoff_length=longest - 1)
 
 
-def test_nothing_half_written_has_the_name_of_a_store(tmp_path: Path) -> None:
+def test_a_half_written_store_never_has_its_name(tmp_path: Path) -> None:
     bare = TokenizedSequence(5, np.arange(3, dtype=np.int32), np.zeros(3, dtype=np.bool_))
     with pytest.raises(UserError, match="sequence 5 .3 tokens. has no supervised token"):
         write_store(tmp_path / "store", [*make_sequences(), bare], make_tokenizer())

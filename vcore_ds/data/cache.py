@@ -1,4 +1,4 @@
-"""Raw data that a recipe names, made a token store once and kept for every later run."""
+"""The token store of raw data that a recipe names: made once, and kept for every later run."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ONE_PROCESS_BYTES = 32 * 2**20
-"""Raw data below this are tokenized sooner than further processes have started."""
+"""Smaller raw data are tokenized before further processes would have started."""
 
 
 def cache_root(cache_folder: str | None) -> Path:
@@ -35,9 +35,10 @@ def store_of(
     cache_folder: str | None = None,
     say: Callable[[str], None] = print,
 ) -> Path:
-    """The folder of the token store of `path`: that itself if it is a store, else one in the cache, made where needed.
+    """The folder of the token store of `path`: `path` itself, or one in the cache that is made where needed.
 
-    Raw data are what `vcore-ds prepare chat` takes. Processes that ask for the same store at once wait for the first.
+    Raw data may be anything that `vcore-ds prepare chat` takes. Processes that ask for the same store at the same time
+    wait for the first one.
 
     Args:
         cache_folder: see `cache_root`.
@@ -55,7 +56,7 @@ def store_of(
     name = str(tokenizer.name_or_path)
     request = PrepareRequest("chat", (path,), name, "train", cutoff_length=cutoff_length, overlong=overlong)
     shards = find_shards(request.sources, request.split)
-    # The fingerprint of a large file is of its beginning and its end; a change between them shows in its time.
+    # A large file's fingerprint covers its first and last MiB; a change between them shows in its modification time.
     files = sorted({Path(shard.source) for shard in shards if shard.kind != "hub"})
     made_from = [describe_origin(request, shards, tokenizer), [(str(f.resolve()), f.stat().st_mtime_ns) for f in files]]
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""Log-probabilities of the training sequences under the frozen reference model, made once before training (iw-SFT).
+"""Log-probabilities of the training sequences under the frozen reference model, computed once before training (iw-SFT).
 
-One number per sequence is all that the importance ratio needs, so no second model is resident while training. They
-are a file of their own, not a part of the store: models that share a tokenizer share a store.
+The importance ratio needs one number per sequence, so no second model is resident during training. The numbers are in
+a file of their own, not in the store: models that share a tokenizer share a store.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,8 @@ from vcore_ds.files.aside import written_aside
 
 
 def write_reference(path: Path, dataset: Dataset, log_probabilities: Sequence[float], model: str) -> None:
-    """Writes a `.npz`: `log_probability` fp64 [n] in nats, in the order of the data, and what they are of."""
+    """Writes a `.npz`: `log_probability` fp64 [n] in nats, in the order of the data, with the data's digest and the
+    model's name."""
     # Into an open file: np.savez would add .npz to a name that lacks it.
     with written_aside(path) as unfinished, unfinished.open("wb") as file:
         np.savez(
@@ -32,7 +33,8 @@ def write_reference(path: Path, dataset: Dataset, log_probabilities: Sequence[fl
 def with_reference(dataset: Dataset, path: str) -> ChangedDataset:
     """The dataset with `reference_log_probability` of every sequence.
 
-    Raises UserError where the file cannot be read, or is of other tokens than the dataset's.
+    Raises:
+        UserError: the file cannot be read, or belongs to other tokens than the dataset's.
     """
     remedy = "make it with `vcore-ds reference RECIPE --output FILE`"
     try:

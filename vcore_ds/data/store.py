@@ -1,11 +1,11 @@
-"""Tokenized sequences on disk, mapped into memory: all ranks of a node share its pages and none reads it whole.
+"""Tokenized sequences on disk, mapped into memory: all ranks of a node share the pages, and none reads all of them.
 
 A store is a folder, written once by one process:
 
-    manifest.json                    what it was made from: hashes of tokenizer and chat template, filters, seed, counts
+    manifest.json                    its origin: hashes of tokenizer and chat template, filters, seed, counts
     tokens.bin, tokens.idx           int32, the ids of all sequences, in megatron-core's IndexedDataset format
     marks.bin, marks.idx             uint8, for each token: 1 supervised, 2 inside \\boxed{..}
-    sequence_id.npy                  int64 [n], where each sequence was among all rows read, from 0
+    sequence_id.npy                  int64 [n], the position of each sequence among all rows read, from 0
     num_supervised_tokens.npy        int32 [n]
 """
 
@@ -48,7 +48,7 @@ _CHUNK_TOKENS = 2**24
 
 
 class TokenStore(Sequence[TokenizedSequence]):
-    """An open store. Sequences are read from the mapped file when they are asked for, and are copies."""
+    """An open store. Sequences are read from the mapped files when they are indexed, and are copies."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class TokenStore(Sequence[TokenizedSequence]):
         """Checks all that can be checked without reading the tokens; see `check_contents` for the rest.
 
         Args:
-            tokenizer: the tokenizer of the model to train; it and its chat template must be those of the store.
+            tokenizer: the tokenizer of the model to train; the store must have been made with it and its chat template.
             cutoff_length: longest sequence in tokens that the caller can take.
             vocabulary_size: rows of the model's input embedding.
 
@@ -98,12 +98,12 @@ class TokenStore(Sequence[TokenizedSequence]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """int32 [n], tokens of each sequence, without reading any."""
+        """int32 [n], the tokens of each sequence; from the index."""
         return self._tokens.sequence_lengths
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the tokens and of which of them are supervised, in order."""
+        """SHA-256 of the tokens and their marks, in order."""
         return self.manifest["digest"]
 
     def max_token_id(self) -> int:
@@ -114,7 +114,7 @@ class TokenStore(Sequence[TokenizedSequence]):
         return max(int(tokens[i : i + _CHUNK_TOKENS].max()) for i in range(0, len(tokens), _CHUNK_TOKENS))
 
     def describe(self) -> str:
-        """A line on what there is to train on, and one for each thing that a user should know about."""
+        """A line on the amount of data, and one for each rule that dropped rows and each peculiarity noticed."""
         found, counts = self.manifest, self.manifest.get("counts", {})
         of_rows = f" of {counts['rows']:,} rows" if "rows" in counts else ""
         lines = [
@@ -136,7 +136,7 @@ class TokenStore(Sequence[TokenizedSequence]):
         marks = self._marks[i]
         return TokenizedSequence(
             sequence_id=int(self.sequence_ids[i]),
-            input_ids=np.array(self._tokens[i]),  # copies: what is mapped cannot be written to, which torch wants
+            input_ids=np.array(self._tokens[i]),  # a copy: torch wants writable memory
             supervised=(marks & SUPERVISED).astype(np.bool_),
             in_answer=(marks & IN_ANSWER).astype(np.bool_),
         )
@@ -184,15 +184,14 @@ def write_store(
     tokenizer: "PreTrainedTokenizerBase",
     **manifest: Any,
 ) -> None:
-    """Writes a store aside and renames it, so that a folder of this name is always whole; the same input gives the
-    same bytes.
+    """Writes a store, aside until it is whole; the same input gives the same bytes.
 
     Args:
         sequences: at least one, each with at least one supervised token; read once, one at a time.
         manifest: further entries for the manifest, to be written as JSON (source, filters, seed, counts ..).
 
     Raises:
-        UserError: the folder is there already, there is no sequence, or one without a supervised token.
+        UserError: the folder exists, there is no sequence, or a sequence has no supervised token.
     """
     folder = Path(folder)
     if folder.exists():
@@ -252,7 +251,7 @@ def _write_sequences(folder: Path, unfinished: Path, sequences: Iterable[Tokeniz
 
 
 def describe_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
-    """Name, and hashes of what decides which tokens a conversation becomes."""
+    """Name, and hashes of everything that decides which tokens a conversation becomes."""
     return {
         "name": str(tokenizer.name_or_path),
         "hash": tokenizer_hash(tokenizer),
@@ -261,8 +260,8 @@ def describe_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """SHA-256 of vocabulary, merges, normalisation and special tokens (not of truncation and padding, which are
-    settings of the last call)."""
+    """SHA-256 of vocabulary, merges, normalisation and special tokens; without truncation and padding, which are
+    settings of the last call."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     del parts["truncation"], parts["padding"]
     return _sha256(json.dumps(parts, sort_keys=True))
@@ -278,8 +277,8 @@ def _sha256(text: str) -> str:
 
 
 def _indexed_dataset():
-    """megatron-core's module, imported here and not above: it brings 150 modules of megatron-core (seconds, 130 MiB),
-    which warn of GPU packages that storing tokens has no use for."""
+    """megatron-core's module, imported on first use: it brings 150 others (seconds, 130 MiB), which warn of missing GPU
+    packages that a store does not need."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.datasets import indexed_dataset

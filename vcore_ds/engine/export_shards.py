@@ -21,11 +21,11 @@ from vcore_ds.files import model_folder as files
 from vcore_ds.files.aside import discard, unfinished_path
 
 PREFIX = "causal_lm."
-"""Of a parameter's name in the engine (and in a checkpoint), before its name in the Hugging Face model."""
+"""Prefix of a parameter's name in the engine and in a checkpoint, before its name in the Hugging Face model."""
 
 
 class ExportFailed(RuntimeError):
-    """The result could not be written. The run's last checkpoint is of the same weights."""
+    """The result could not be written. The run's last checkpoint holds the same weights."""
 
 
 def save_hugging_face(
@@ -42,10 +42,10 @@ def save_hugging_face(
     ranks, one after the other, so that no host holds more than one file's worth of weights.
 
     Args:
-        model_path: what the model was loaded from; its configuration goes with the result.
+        model_path: folder or hub id that the model was loaded from; the result gets its configuration.
 
     Raises:
-        ExportFailed: on all ranks alike; `folder` is not there then.
+        ExportFailed: on all ranks alike; no `folder` is left.
     """
     is_first = layout.is_first()
     unfinished = unfinished_path(folder)
@@ -76,7 +76,7 @@ def save_hugging_face(
         if is_first:
             discard(unfinished)
         raise ExportFailed(
-            f"the result could not be written: {error}. The last checkpoint holds the same weights: mend the cause and "
+            f"the result could not be written: {error}. The last checkpoint holds the same weights: fix the cause and "
             "start the run again, or use `vcore-ds export`"
         ) from None
 
@@ -149,7 +149,7 @@ class CheckpointTensors:
     """The tensors of a checkpoint's `state/`, read one at a time, whole, in one process and without a process group.
 
     Attributes:
-        names: of all tensors (`master.<parameter>`, `exp_avg.<parameter>`).
+        names: all tensors' names (`master.<parameter>`, `exp_avg.<parameter>`).
     """
 
     def __init__(self, folder: Path):

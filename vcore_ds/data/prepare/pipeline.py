@@ -1,11 +1,11 @@
 """`vcore-ds prepare`: raw rows to a token store, in two rounds of shards that survive a kill.
 
-    OUTPUT.unfinished/request.json    what was asked for; another request begins anew
+    OUTPUT.unfinished/request.json    the request; another request starts over
     OUTPUT.unfinished/curated/        for each shard of raw rows: the conversations that passed, and a report
     OUTPUT.unfinished/tokenized/      for each block of conversations: their tokens
 
-What is finished in there is kept by the next run. The store does not depend on how the work was divided or interrupted:
-a sample is made of the rows with the smallest keys, and a row's key is a hash of the seed and the row's place.
+The next run keeps all finished work. The store does not depend on how the work was divided or interrupted: a sample
+consists of the rows with the smallest keys, and a row's key is a hash of the seed and the row's position.
 """
 
 import importlib.util
@@ -36,8 +36,9 @@ from vcore_ds.files.aside import flush, unfinished_path
 from vcore_ds.files.user_paths import check_folder
 
 _BLOCK = 128
-"""conversations tokenized as one piece of work"""
+"""Conversations tokenized as one piece of work."""
 _ALL_KEYS = 2**64
+"""Key limit that all keys are below."""
 
 
 def prepare(
@@ -48,13 +49,13 @@ def prepare(
     max_malformed_share: float = 0.01,
     say: Callable[[str], None] = print,
 ) -> PrepareReport | None:
-    """Makes the store `output`. Returns None where it is there already, made by the same request.
+    """Makes the store `output`. Returns None where it exists already, made by the same request.
 
     Args:
-        max_malformed_share: of all rows; more malformed ones are refused, with a report of the first of them.
+        max_malformed_share: largest share of malformed rows; more are refused, with a report of the first ones.
 
     Raises:
-        UserError: for whatever is wrong with the request or the data.
+        UserError: the request or the data cannot be used.
         OSError: `output` cannot be written.
         In every case finished work is kept.
     """
@@ -71,7 +72,7 @@ def prepare(
         check_finished(output, made_from)
         say(f"{output}: is there already, made from the same data with the same tokenizer, template, filters and seed")
         return None
-    check_folder(output)  # beside what its unfinished name allows: a link that leads nowhere takes no store's name
+    check_folder(output)  # now, not when the store is whole: the unfinished name may allow what this one does not
     folder = unfinished_path(output)
     resume_or_begin(folder, made_from, say)
 
@@ -118,7 +119,7 @@ def prepare(
         counts={**counts, "kept": len(chosen), "noticed": report.noticed, "shapes": report.shapes},
         lengths=asdict(report.lengths),
     )
-    staged.rename(output)
+    staged.rename(output)  # already flushed
     flush(output.parent)
     if faults or report.num_malformed:
         say(f"malformed rows: {_keep_fault_report(folder, output)}")
@@ -130,7 +131,7 @@ def prepare(
 def _curate(
     request: PrepareRequest, raw_shards: Sequence[Shard], folder: Path, pool: Pool, say: Callable[[str], None]
 ) -> list[ShardReport]:
-    """All shards' reports, in order."""
+    """Curates the shards that are not finished; returns the reports of all, in order."""
     folder.mkdir(exist_ok=True)
     spare = None if request.sample is None else SPARE * request.sample
     best_keys: list[int] = []
@@ -153,7 +154,7 @@ def _curate(
                 task = CurationTask(
                     request.kind, i, shard, request.seed, request.answer_seconds, request.statements, folder
                 )
-                # What has a larger key than this many others cannot be in the sample: it need not be written.
+                # A row with a larger key than this many others cannot be in the sample, and is not written.
                 is_full = spare is not None and len(best_keys) == spare
                 yield partial(_curate_one, task, best_keys[-1] + 1 if is_full else _ALL_KEYS)
 
@@ -172,13 +173,13 @@ def _curate_one(task: CurationTask, key_limit: int) -> int:
 
 @dataclass(frozen=True)
 class _FirstRow:
-    """Where a shard's rows begin."""
+    """The position of a shard's first row."""
 
     source: str
     of_source: int
-    """row (or line) of the source, from 0"""
+    """row (or line) of its source, from 0"""
     of_all: int
-    """among all sources"""
+    """row among all sources, from 0"""
 
     def locate(self, number: int) -> str:
         return f"{self.source}:{self.of_source + number + 1}"
@@ -198,7 +199,7 @@ def _first_row_numbers(raw_shards: Sequence[Shard], reports: Sequence[ShardRepor
 def _tokenize(
     request: PrepareRequest, candidates: Sequence[Curated], first_rows: Sequence[_FirstRow], folder: Path, pool: Pool
 ) -> list[Any]:
-    """Finished blocks in order: all, or as many as the sample needs."""
+    """Tokenizes all blocks, or as many as the sample needs; returns them in order."""
     target = folder / "tokenized"
     target.mkdir(exist_ok=True)
     blocks: dict[int, Any] = {}
@@ -241,7 +242,7 @@ def _num_kept(blocks: Iterable[Any]) -> int:
 
 
 def _say_shapes(raw_shards: Sequence[Shard], say: Callable[[str], None]) -> None:
-    """By the first row of each source that has a shape; rows of other shapes are taken as what they are."""
+    """Names each source's shape, by its first row that has one; later rows may have others."""
     for source, first in {shard.source: shard for shard in reversed(raw_shards)}.items():
         for _, row in islice(first.rows(), 100):
             if row is BLANK or isinstance(row, Broken):
@@ -257,7 +258,7 @@ def _say_shapes(raw_shards: Sequence[Shard], say: Callable[[str], None]) -> None
 def _refuse_faults(
     folder: Path, faults: list[str], num_faults: int, num_rows: int, max_share: float, what: str
 ) -> None:
-    """Adds to the report of faults; raises `UserError` where there are too many."""
+    """Adds to the list of faults; raises UserError where there are too many."""
     if not num_faults:
         return
     path = folder / "malformed.txt"
@@ -267,7 +268,7 @@ def _refuse_faults(
         raise UserError(
             f"{num_faults:,} of {num_rows:,} rows are {what} ({num_faults / num_rows:.2%}), expected at most "
             f"{max_share:.2%} (--max-malformed). The first: {faults[0]}\n"
-            f"More of them: {path}. Mend the data, or raise --max-malformed; finished work is kept."
+            f"More of them: {path}. Fix the data, or raise --max-malformed; finished work is kept."
         )
 
 

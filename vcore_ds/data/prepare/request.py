@@ -1,4 +1,4 @@
-"""What is asked of `vcore-ds prepare`, and whether a store, finished or not, was made by the same request."""
+"""A request to `vcore-ds prepare`, and whether a store, finished or not, was made by the same one."""
 
 import hashlib
 import json
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPLITS = {"math": "cot", "code": "cpp", "chat": "train"}
+"""Default split of hub data."""
 HUB_IDS = {"math": "nvidia/OpenMathReasoning", "code": "nvidia/OpenCodeReasoning-2"}
+"""Default sources."""
 
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """What decides the bytes of the store."""
+    """Everything that decides the bytes of the store."""
 
     kind: Kind
     sources: tuple[str, ...]
@@ -33,7 +35,7 @@ class PrepareRequest:
     tokenizer: str
     """folder or hub id of the model to train"""
     split: str
-    """of data sets on the hub"""
+    """split of data sets on the hub"""
     sample: int | None = None
     """sequences to keep, chosen at random; None for all"""
     seed: int = 42
@@ -49,7 +51,7 @@ class PrepareRequest:
 def describe_origin(
     request: PrepareRequest, raw_shards: Sequence[Shard], tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, Any]:
-    """Entries of the manifest that decide its bytes: equal for two stores that are equal."""
+    """The manifest's entries on a store's origin: equal for two stores with the same content."""
     filters = _filters(request)
     return {
         "kind": request.kind,
@@ -62,7 +64,7 @@ def describe_origin(
 
 
 def check_finished(output: Path, made_from: dict[str, Any]) -> None:
-    """Raises `UserError` where `output` is no store, or one of another origin."""
+    """Raises UserError where `output` is no store, or a store of another origin."""
     remedy = "name another --output, or delete it"
     try:
         manifest = json.loads((output / MANIFEST).read_text(encoding="utf-8"))
@@ -77,20 +79,20 @@ def check_finished(output: Path, made_from: dict[str, Any]) -> None:
 
 
 def resume_or_begin(folder: Path, made_from: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Leaves the folder of an unfinished store as it is, or makes an empty one where it is of another origin."""
+    """Keeps the folder of an unfinished store of the same origin, or makes an empty one."""
     path = folder / "request.json"
     if path.is_file():
         if json.loads(path.read_text(encoding="utf-8")) == made_from:
-            say(f"{folder}: going on where an earlier run ended")
+            say(f"{folder}: resuming where an earlier run ended")
             return
-        say(f"{folder}: of another request (data, tokenizer, filters or seed); beginning anew")
+        say(f"{folder}: of another request (data, tokenizer, filters or seed); starting over")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_json(path, made_from)
 
 
 def _filters(request: PrepareRequest) -> dict[str, Any]:
-    """All that decides, besides data, tokenizer and seed, what is in the store."""
+    """Everything besides data, tokenizer and seed that decides what is in the store."""
     filters: dict[str, Any] = {key: getattr(request, key) for key in ("split", "sample", "cutoff_length", "overlong")}
     if request.kind == "math":
         filters |= {

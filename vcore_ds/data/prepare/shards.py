@@ -1,4 +1,4 @@
-"""The work of one process on one shard: rows to conversations, conversations to tokens. Each leaves finished files."""
+"""One process's work on one shard: rows to conversations, conversations to tokens. Each leaves finished files."""
 
 import hashlib
 import json
@@ -23,7 +23,8 @@ from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
 from vcore_ds.grading.verification import AnswerChecker
 
-NUM_EXAMPLES_OF_FAULTS = 20  # of one shard
+NUM_EXAMPLES_OF_FAULTS = 20
+"""Malformed rows of a shard that are reported with their reason."""
 
 _EMPTY_THINKING = re.compile(r"<think>\s*</think>")
 
@@ -41,23 +42,25 @@ class CurationTask:
     answer_seconds: int
     """CPU seconds for comparing one answer"""
     statements_folder: str | None
+    """folder with problem statements; None for the hub"""
     folder: Path
+    """where the shard's files go"""
 
 
 @dataclass
 class ShardReport:
-    """What became of the rows of a shard."""
+    """The outcomes of a shard's rows."""
 
     num_rows: int = 0
     num_numbers: int = 0
-    """rows and blank lines, so that the row numbers of the next shard can go on from here"""
+    """rows and blank lines, from which the next shard's row numbers continue"""
     dropped: dict[str, int] = field(default_factory=dict)
     """rows by the rule that dropped them"""
     shapes: dict[str, int] = field(default_factory=dict)
-    """of chat data"""
+    """rows by shape, for chat data"""
     num_malformed: int = 0
     faults: list[tuple[int, str]] = field(default_factory=list)
-    """(number within the shard, reason), of the first malformed rows"""
+    """(number within the shard, reason) of each of the first malformed rows"""
     num_curated: int = 0
 
 
@@ -70,11 +73,11 @@ class Curated:
     shard_number: int
     number: int
     offset: int
-    """of its line in the shard's file of conversations, in bytes"""
+    """start of its line in the shard's file of conversations, bytes"""
 
 
 def curate_shard(task: CurationTask, key_limit: int) -> ShardReport:
-    """Applies the rules to all rows of a shard; of those that pass, writes the ones with keys below `key_limit`.
+    """Applies the rules to all rows of a shard, and writes the rows that pass and have a key below `key_limit`.
 
     The files `NNNNN.jsonl` (conversations), `NNNNN.npy` (their keys, numbers and offsets) and `NNNNN.json` (the report,
     written last) replace those of an interrupted run.
@@ -123,13 +126,13 @@ def sample_key(seed: int, shard_number: int, number: int) -> int:
 
 
 def read_report(folder: Path, shard_number: int) -> ShardReport | None:
-    """Of a shard that is finished; else None."""
+    """The report of a finished shard; None for any other."""
     path = folder / f"{shard_number:05d}.json"
     return ShardReport(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
 def read_curated(folder: Path, shard_number: int) -> list[Curated]:
-    """Without the conversations."""
+    """The rows that a finished shard kept, without their conversations."""
     index = np.load(folder / f"{shard_number:05d}.npy").tolist()
     return [Curated(key, shard_number, number, offset) for key, number, offset in index]
 
@@ -141,9 +144,9 @@ class TokenizationTask:
     block_number: int
     rows: Sequence[Curated]
     locations: Sequence[str]
-    """of each row, for messages"""
+    """source and number of each row, for messages"""
     sequence_ids: Sequence[int]
-    """of each row, from 0"""
+    """id of each row, from 0"""
     tokenizer: str
     cutoff_length: int
     overlong: Literal["drop", "truncate"]
@@ -152,12 +155,12 @@ class TokenizationTask:
 
 
 OVERLONG, UNSUPERVISED, REFUSED, LONG_PROMPT, KEPT = range(5)
-"""What became of a conversation. `REFUSED` by the chat template is a fault of the row, and so is `LONG_PROMPT` where
-sequences are truncated: where long ones are dropped, it is one of them."""
+"""Outcomes of a conversation. `REFUSED` by the chat template is a fault of the row, and so is `LONG_PROMPT` where
+sequences are truncated; where long ones are dropped, it counts among them."""
 
 
 def tokenize_block(task: TokenizationTask) -> None:
-    """Writes `NNNNN.npz`: for each row what became of it, and the tokens of the kept ones behind each other."""
+    """Writes `NNNNN.npz`: the outcome of each row, and the tokens of the kept ones one after another."""
     tokenizer = _tokenizer(task.tokenizer)
     outcomes = np.zeros(len(task.rows), dtype=np.uint8)
     faults: list[str] = []
@@ -257,6 +260,4 @@ def _read_messages(folder: Path, row: Curated) -> list[Message]:
 
 
 _statements = lru_cache(maxsize=1)(Statements)
-
-
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)
