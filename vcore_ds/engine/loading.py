@@ -10,9 +10,9 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 @contextmanager
 def sharded_loading(deepspeed_config: dict[str, Any]) -> Iterator[None]:
-    """Inside, `from_pretrained` keeps this rank's shards only, so that no host has to hold the model once per rank.
+    """A context in which `from_pretrained` keeps only this rank's shards, so that no host holds one model per rank.
 
-    transformers asks a global weak reference whether ZeRO-3 is on: the object must stay alive while loading.
+    transformers finds out through a global weak reference whether ZeRO-3 is on: its target must stay alive meanwhile.
     """
     start_deepspeed()
     announced = HfDeepSpeedConfig(deepspeed_config)
