@@ -1,4 +1,4 @@
-"""The finite difference's own machinery on 2 ranks: stochastic rounding, the search for epsilon, what is kept of it."""
+"""Finite differences on 2 ranks: stochastic rounding, the search for epsilon, and its state between steps."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ from scipy.stats import spearmanr
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.distributed import layout
-from vcore_ds.utility import Direction, choose_epsilon, FiniteDifference, jvp_utilities, perturbed
-from vcore_ds.utility.perturbation import round_stochastically
 from vcore_ds.data import StepBatches
+from vcore_ds.distributed import layout
+from vcore_ds.utility import Direction, FiniteDifference, choose_epsilon, jvp_utilities, perturbed
+from vcore_ds.utility.perturbation import round_stochastically
 
 pytestmark = pytest.mark.dist
 
@@ -91,7 +91,7 @@ def check_epsilon_search(precision: str) -> dict[str, float]:
 
 
 def check_steps_with_auto() -> list[dict[str, float]]:
-    """Searched in the first step; then the length of the perturbation stays while the gradient's norm changes."""
+    """Three steps: a search in the first, then the same length of the perturbation while the gradient's norm changes."""
     recipe, engine = make_engine("fp32")
     estimator = step_runs.make_estimator(recipe, engine)
     found = []
@@ -138,7 +138,7 @@ def test_a_stochastic_perturbation_has_the_length_that_nearest_rounding_loses(ch
     for of_rank in checks:
         found = of_rank["rounding"]
         assert found["stochastic"] == pytest.approx(1.0, abs=0.02)
-        assert abs(found["nearest"] - 1) > 0.1  # else there was nothing to mend
+        assert abs(found["nearest"] - 1) > 0.1  # otherwise stochastic rounding has nothing to improve
         assert 0 < found["changed_by_nearest"] < found["changed"] < 1
         assert found["changed_by_nothing"] == 0.0 and found["restored"]
 

@@ -104,9 +104,7 @@ class FlatShards:
 
     def without_padding(self, vector: Sequence[Tensor]) -> list[Tensor]:
         """The parts of all parameters, without padding; views."""
-        return [
-            vector[sub_group].narrow(0, offset, numel) for sub_group, offset, _, numel in self._places.values()
-        ]
+        return [vector[sub_group].narrow(0, offset, numel) for sub_group, offset, _, numel in self._places.values()]
 
 
 def chunks(*vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
