@@ -91,7 +91,7 @@ def check_epsilon_search(precision: str) -> dict[str, float]:
 
 
 def check_steps_with_auto() -> list[dict[str, float]]:
-    """Three steps: a search in the first, then the same length of the perturbation while the gradient's norm changes."""
+    """Three steps: a search in the first, then perturbations of the same length while the gradient's norm changes."""
     recipe, engine = make_engine("fp32")
     estimator = step_runs.make_estimator(recipe, engine)
     found = []
