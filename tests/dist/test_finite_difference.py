@@ -1,4 +1,4 @@
-"""The finite difference's own machinery on 2 ranks: stochastic rounding, the search for epsilon, what is kept of it."""
+"""Finite differences on 2 ranks: stochastic rounding, the search for epsilon, and its state between steps."""
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def check_epsilon_search(precision: str) -> dict[str, float]:
 
 
 def check_steps_with_auto() -> list[dict[str, float]]:
-    """Searched in the first step; then the length of the perturbation stays while the gradient's norm changes."""
+    """Three steps: a search in the first, then perturbations of the same length while the gradient's norm changes."""
     recipe, engine = make_engine("fp32")
     estimator = step_runs.make_estimator(recipe, engine)
     found = []
@@ -137,7 +137,7 @@ def test_a_stochastic_perturbation_has_the_length_that_nearest_rounding_loses(ch
     for of_rank in checks:
         found = of_rank["rounding"]
         assert found["stochastic"] == pytest.approx(1.0, abs=0.02)
-        assert abs(found["nearest"] - 1) > 0.1  # else there was nothing to mend
+        assert abs(found["nearest"] - 1) > 0.1  # otherwise stochastic rounding has nothing to improve
         assert 0 < found["changed_by_nearest"] < found["changed"] < 1
         assert found["changed_by_nothing"] == 0.0 and found["restored"]
 

@@ -1,5 +1,4 @@
-"""What must not change: shards after a perturbation, frozen weights, the optimizer during a probe, the result under
-another layout."""
+"""Invariants: shards after a perturbation, frozen weights, the optimizer after a probe, results in any rank layout."""
 
 import gc
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.dist
 
 
 def shard_bytes(engine) -> bytes:
-    """Of every parameter here, frozen ones included."""
+    """This rank's shards of all parameters, frozen ones included."""
     shards = [p.ds_tensor.data.contiguous().view(torch.uint8) for p in engine.module.parameters()]
     return torch.cat([shard.flatten() for shard in shards]).numpy().tobytes()
 
@@ -40,7 +39,7 @@ def a_step(engine, recipe, estimator, seed: int = 7, learning_rate: float = 1e-3
 
 
 def make_engine(folder: str | None, bf16: bool, lora: bool):
-    """From memory, or loaded from `folder` straight into shards as a run does (adapters then stay in fp32)."""
+    """A model from memory, or loaded from `folder` straight into shards as in a run (adapters then stay in fp32)."""
     model = {"path": folder or "none", "precision": "bf16" if bf16 else "fp32"}
     recipe = step_runs.recipe(model=model, lora={"rank": 4, "alpha": 8} if lora else None)
     if folder is not None:
@@ -149,7 +148,7 @@ def live_tensor_bytes() -> int:
 
 
 def check_persistent_bytes(bf16: bool) -> dict[str, int]:
-    """Two steps of SFT, then two of VCORE, on the same engine; what stays alive between steps."""
+    """Bytes that stay alive between steps: after two steps of SFT, then two of VCORE, on the same engine."""
     precision = {"path": "none", "precision": "bf16" if bf16 else "fp32"}
     sft, vcore = step_runs.recipe(model=precision, method={"name": "sft"}), step_runs.recipe(model=precision)
     model = tiny.token_loss_model(hidden_size=64, intermediate_size=256)

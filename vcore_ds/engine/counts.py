@@ -1,4 +1,4 @@
-"""How many sequences and tokens a batch has over all ranks; what its losses are divided by."""
+"""The numbers of sequences and tokens of a global batch, by which its losses are divided."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from vcore_ds.method import GlobalCounts
 
 
 def count_globally(batches: Sequence[Batch], *, kept_only: bool = False) -> GlobalCounts:
-    """Sequences and supervised tokens of a global batch (or of its tokens that are kept), before any backward. A
-    collective.
+    """Counts sequences and supervised tokens over all ranks; needed before the first backward. A collective.
 
     Args:
         batches: this rank's micro-batches.
+        kept_only: count only tokens that the batch's mask keeps (`Batch.kept`).
     """
     num_tokens = torch.cat([b.num_kept_tokens() if kept_only else b.num_supervised_tokens() for b in batches])
     sequences, tokens = layout.sum_over("shards", [float((num_tokens > 0).sum()), float(num_tokens.sum())])

@@ -1,4 +1,4 @@
-"""What has to be so before DeepSpeed is imported, and before it shards the first parameter.
+"""Settings that must be in place before DeepSpeed is imported and before it shards the first parameter.
 
 The package imports this module first, before any that imports deepspeed.
 """
@@ -11,17 +11,17 @@ if not torch.cuda.is_available():
     # Read by deepspeed when it is imported.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-# torch._dynamo is imported here, before any zero.Init: that patches tensor constructors, and if transformers imports
-# torch._dynamo lazily afterwards, it meets the patched signatures and dies with a TypeError.
+# zero.Init patches tensor constructors. If transformers imported torch._dynamo lazily afterwards, the import would meet
+# the patched signatures and fail with a TypeError.
 import deepspeed  # noqa: E402
 import torch._dynamo  # noqa: F401
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 
 
 def start_deepspeed() -> None:
-    """Makes DeepSpeed use the process group that is there. Does nothing the second time."""
+    """Makes DeepSpeed use the existing process group. Calling it again has no effect."""
     deepspeed.utils.logger.setLevel("WARNING")
     if get_accelerator().device_name() == "cpu":
-        # Compiled at first use (minutes) and used for inference only; gloo serves everything here.
+        # It would be compiled at first use, for minutes, and serves inference only; gloo does everything here.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)

@@ -1,7 +1,7 @@
 """This rank's shards as DeepSpeed stores them: a few flat tensors, whatever the number of parameters.
 
-DeepSpeed's `safe_get_local_*` and `safe_set_local_*` handle one parameter at a time, and each call waits for a stream of
-the GPU: thousands of waits a step for a large model. Here gradients, master weights and moments are reached as a whole.
+DeepSpeed's `safe_get_local_*` and `safe_set_local_*` handle one parameter at a time, and each call waits for a stream
+of the GPU: thousands of waits a step for a large model. Here all gradients, master weights or moments are used at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from vcore_ds.distributed import layout
 
 CHUNK_NUMEL = 1 << 24
-"""Elements that elementwise work takes at a time, so that its temporary tensors stay small (64 MiB each in fp32)."""
+"""Elements that elementwise work processes at a time, so that temporary tensors stay small (64 MiB each in fp32)."""
 
 
 class Place(NamedTuple):
-    """Where a parameter's shard lies."""
+    """Position of a parameter's shard."""
 
     sub_group: int
     """Index of the flat tensor."""
@@ -33,15 +33,18 @@ class Place(NamedTuple):
 class FlatShards:
     """Vectors over all trained parameters, each a list of flat tensors: one for each of DeepSpeed's sub-groups.
 
-    A sub-group holds the shards of consecutive parameters of one optimizer parameter group. Vectors of one engine are
-    laid out alike, so elementwise operations need no parameter boundaries. Padding is zero in all of them: DeepSpeed
-    never writes to that of gradients and moments, and leaves that of parameters uninitialised, which is cleared here.
+    A sub-group holds the shards of consecutive parameters of one optimizer parameter group. All vectors of an engine
+    have the same layout, so elementwise operations need no parameter boundaries. Padding is zero in all of them:
+    DeepSpeed never writes to that of gradients and moments; that of parameters is uninitialised and cleared here.
 
-    The methods return DeepSpeed's own tensors, on the device where they lie; writing to them is writing to the engine.
+    The methods return DeepSpeed's own tensors on the device where they are kept: writing to them changes the engine.
     """
 
     def __init__(self, zero: DeepSpeedZeroOptimizer_Stage3, trainable: Sequence[nn.Parameter]):
-        """`trainable`: in the order of `without_padding`."""
+        """Args:
+        zero: DeepSpeed's optimizer.
+        trainable: the trained parameters, in the order in which `without_padding` returns their parts.
+        """
         self._zero = zero
         self._numels: list[int] = zero.fp16_partitioned_groups_flat_numel
         self._places = {}
@@ -59,7 +62,7 @@ class FlatShards:
         return self._zero.offload_optimizer
 
     def parameters(self) -> list[Tensor]:
-        """The parameters in their own dtype: what gathers read. `ds_tensor` of each parameter is a view of it."""
+        """The parameters in their own dtype, from which they are gathered; each `ds_tensor` is a view of this."""
         return list(self._zero.fp16_partitioned_groups_flat)
 
     def masters(self) -> list[Tensor]:
@@ -81,13 +84,13 @@ class FlatShards:
     def scale_gradient(self, factor: float) -> None:
         """Multiplies the reduced gradient, and the norms of it that DeepSpeed clips with."""
         torch._foreach_mul_(self.gradients(), factor)
-        if self.optimizer_is_offloaded:  # then they are taken during the backward, one for each parameter
+        if self.optimizer_is_offloaded:  # the norms were taken during the backward, one for each parameter
             norms = list(self._zero.norm_for_param_grads.values())
-            if norms:  # a rank may hold no element at all
+            if norms:  # a rank may hold no elements at all
                 torch._foreach_mul_(norms, factor)
 
     def zeros(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """A new vector."""
+        """A new vector of zeros."""
         return [torch.zeros(numel, dtype=dtype, device=device) for numel in self._numels]
 
     def numel(self, parameter: nn.Parameter) -> int:
@@ -101,12 +104,10 @@ class FlatShards:
 
     def without_padding(self, vector: Sequence[Tensor]) -> list[Tensor]:
         """The parts of all parameters, without padding; views."""
-        return [
-            vector[sub_group].narrow(0, offset, numel) for sub_group, offset, _, numel in self._places.values()
-        ]
+        return [vector[sub_group].narrow(0, offset, numel) for sub_group, offset, _, numel in self._places.values()]
 
 
 def chunks(*vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """The same part of each vector, one after the other, of at most `CHUNK_NUMEL` elements; views."""
+    """Corresponding parts of all vectors, of at most `CHUNK_NUMEL` elements, one after the other; views."""
     for tensors in zip(*vectors, strict=True):
         yield from zip(*(tensor.split(CHUNK_NUMEL) for tensor in tensors), strict=True)

@@ -11,9 +11,9 @@ from vcore_ds.engine.deepspeed_start import start_deepspeed
 
 @contextmanager
 def sharded_loading(deepspeed_config: dict[str, Any]) -> Iterator[None]:
-    """Inside, `from_pretrained` keeps this rank's shards only, so that no host has to hold the model once per rank.
+    """A context in which `from_pretrained` keeps only this rank's shards, so that no host holds one model per rank.
 
-    transformers asks a global weak reference whether ZeRO-3 is on: the object must stay alive while loading.
+    transformers finds out through a global weak reference whether ZeRO-3 is on: its target must stay alive meanwhile.
     """
     start_deepspeed()
     announced = HfDeepSpeedConfig(deepspeed_config)

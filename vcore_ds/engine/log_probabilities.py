@@ -1,4 +1,4 @@
-"""Log-probabilities of whole sequences, and those under the reference of a LoRA run, without a second model."""
+"""Log-probabilities of whole sequences, under the model and under the reference of a LoRA run."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,8 +11,11 @@ from vcore_ds.method import segment_sum
 
 
 def log_probabilities(engine: Engine, batches: Sequence[Batch]) -> list[Tensor]:
-    """`sum_t log p(y_t)` of each sequence, `[num_sequences]` fp32 in nats, for every micro-batch of this rank. A
-    collective."""
+    """Log-probability `sum_t log p(y_t)` of each sequence, for every micro-batch of this rank. A collective.
+
+    Returns:
+        `[num_sequences]` fp32 for each micro-batch, in nats.
+    """
     found = []
     with engine.without_gradient():
         for batch in batches:
@@ -22,8 +25,10 @@ def log_probabilities(engine: Engine, batches: Sequence[Batch]) -> list[Tensor]:
 
 
 def with_reference_of_adapters(engine: Engine, batches: Sequence[Batch]) -> list[Batch]:
-    """The batches with log-probabilities under the model that the adapters were added to: one more forward. A
-    collective."""
+    """The batches with log-probabilities under the model without its adapters. A collective.
+
+    Costs one forward and no second model.
+    """
     with engine.without_adapters():
         found = log_probabilities(engine, batches)
     return [replace(b, reference_log_probability=values) for b, values in zip(batches, found, strict=True)]

@@ -1,4 +1,4 @@
-"""Losses and gradients that are inf or nan: found before an update, raised on all ranks alike with the sequences."""
+"""Errors for losses and gradients that are inf or nan, raised before an update and on all ranks alike."""
 
 from collections.abc import Sequence
 
@@ -15,6 +15,6 @@ class NonFiniteGradient(RunFailed):
 
 
 def sequences_by_rank(own_sequence_ids: Sequence[int]) -> str:
-    """The sequence ids of all ranks that have some, for a message. A collective."""
+    """Sequence ids by rank, for a message; ranks without any are left out. A collective."""
     per_rank = layout.gather_objects("job", list(own_sequence_ids))
     return "; ".join(f"rank {rank}: sequence ids {ids}" for rank, ids in enumerate(per_rank) if ids)

@@ -1,4 +1,4 @@
-"""The optimizer over what is trained, before DeepSpeed shards it."""
+"""The optimizer over the trainable parameters, built before DeepSpeed shards them."""
 
 import torch
 from torch import nn
@@ -7,9 +7,9 @@ from vcore_ds.config.schema import OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW, or SGD without momentum, over the trainable parameters; weight decay on matrices only.
+    """AdamW, or SGD without momentum, over the trainable parameters, with weight decay on matrices only.
 
-    One kernel for all tensors (`fused`) where PyTorch has it: under ZeRO-3 the update works on a few large shards.
+    AdamW is fused, one kernel for all tensors: under ZeRO-3 it updates a few large shards.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trainable if _num_axes(parameter) >= 2]
@@ -20,7 +20,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         if parameters
     ]
     if config.weight_decay == 0.0:
-        groups = [{"params": trainable, "weight_decay": 0.0}]  # fewer shards to update
+        groups = [{"params": trainable, "weight_decay": 0.0}]  # one group, so fewer flat shards
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)

@@ -1,9 +1,9 @@
-"""One wrapper over `deepspeed.initialize` with ZeRO-3.
+"""A wrapper around `deepspeed.initialize` with ZeRO-3.
 
-The gradient accounting is kept in our hands: the caller divides by global counts before the first backward, so here
-nothing is averaged over micro-batches, and DeepSpeed's division by the number of ranks is undone.
+The caller scales losses by global counts before the first backward. So gradients are summed here: nothing is averaged
+over micro-batches, and DeepSpeed's division by the number of ranks is undone.
 
-docs/zero3.md lists the DeepSpeed internals this package relies on.
+docs/zero3.md lists the DeepSpeed internals on which this package relies.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class Engine:
 
     Attributes:
         module: the wrapped `TokenLossModel`.
-        trainable: name and parameter of everything that is trained, in the model's order (the same on every rank).
+        trainable: names and trained parameters, in the model's order, which is the same on every rank.
         shards: this rank's part of the trained parameters, their gradient and the optimizer's state.
     """
 
@@ -43,15 +43,15 @@ class Engine:
     ):
         """Args:
         optimizer: over the model's trainable parameters; DeepSpeed replaces its tensors by fp32 shards.
-        deepspeed_config: resolved (`vcore_ds.config.deepspeed_config`).
-        coalesce_gradient_reduction: reduce gradients once per optimizer step instead of once per
-            micro-batch. Costs one unsharded gradient buffer per rank.
+        deepspeed_config: the complete configuration, from `vcore_ds.config.deepspeed_config`.
+        coalesce_gradient_reduction: reduce gradients once per optimizer step instead of once per micro-batch, at
+            the cost of one unsharded gradient buffer per rank.
         """
         start_deepspeed()
         layers = model.layers
         if layers:
             # One gather, one release and one pair of hooks per decoder layer instead of per weight: hooks and small
-            # collectives are a good part of a pass.
+            # collectives take a large part of a pass.
             set_z3_leaf_modules(model, [type(layers[0])])
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=deepspeed_config, dist_init_required=False
@@ -71,7 +71,7 @@ class Engine:
     def token_losses(self, batch: Batch) -> Tensor:
         """Loss in nats of each supervised token of `batch`, fp32 `[N]`, row-major; with a graph unless under no_grad.
 
-        A collective: every rank must call it as often as the others, with an idle batch if it has nothing.
+        A collective: every rank must call it as often as the others, with an idle batch if it has no data.
         """
         positions = batch.position_ids()
         return self.deepspeed(
@@ -82,10 +82,10 @@ class Engine:
 
     @contextmanager
     def accumulation(self, num_backwards: int) -> Iterator[None]:
-        """Around all `backward` calls of one gradient: the first overwrites what the shards hold, the others add.
+        """The context of all `backward` calls of one gradient: the first overwrites the shards, the others add to them.
 
-        DeepSpeed counts micro-steps by itself, and a probe inside a step would put that count wrong: the
-        boundary is set by hand here, and the counter behind "overwrite or add" is put back to its start.
+        DeepSpeed counts micro-steps itself, and a probe within a step would disturb that count. So the boundary is set
+        explicitly here, and the counter that decides between overwriting and adding is reset.
         """
         self.optimizer.zero_grad()
         self._num_backwards_left = num_backwards
@@ -94,9 +94,9 @@ class Engine:
         self.deepspeed.set_gradient_accumulation_boundary(True)
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of this rank's `loss` to the accumulation: ranks' gradients are summed, not averaged.
+        """Adds the gradient of `loss` to the accumulation; gradients of ranks are summed, not averaged.
 
-        A collective; a rank without tokens passes the (zero) sum of its empty losses, which keeps the graph.
+        A collective; a rank without tokens passes the sum of its empty losses, a zero that keeps the graph.
         """
         self._num_backwards_left -= 1
         self.deepspeed.set_gradient_accumulation_boundary(self._num_backwards_left == 0)
@@ -104,7 +104,7 @@ class Engine:
 
     @contextmanager
     def without_gradient(self) -> Iterator[None]:
-        """No graph, no dropout, no activation checkpointing: for passes that only measure."""
+        """A context without graph, dropout or activation checkpointing, for passes that only measure."""
         was_training = self.module.training
         self.module.eval()
         try:
@@ -115,7 +115,7 @@ class Engine:
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
-        """Training mode, so that activation checkpointing stays on, but with dropout off."""
+        """A context with dropout off in training mode, so that activation checkpointing stays on."""
         for dropout in self._dropouts:
             dropout.eval()
         try:
@@ -126,7 +126,7 @@ class Engine:
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """The model that the adapters were added to: the reference of a LoRA run, with no second copy."""
+        """A context in which LoRA adapters are disabled: the reference model of a run, without a second copy."""
         with self.module.causal_lm.disable_adapter():
             yield
 
@@ -138,12 +138,12 @@ class Engine:
 
     @property
     def num_updates(self) -> int:
-        """Steps the optimizer has taken, by its own count."""
+        """Number of steps that the optimizer has taken, by its own count."""
         states = list(self.optimizer.optimizer.state.values())
         return int(states[0]["step"]) if states and "step" in states[0] else 0
 
     def local_numel(self, parameter: nn.Parameter) -> int:
-        """Elements of a trained parameter that are this rank's; the last rank's shard may be filled up with padding."""
+        """Elements of a trained parameter in this rank's shard, without padding."""
         return self.shards.numel(parameter)
 
     def gradient_norm(self) -> float:
@@ -159,34 +159,34 @@ class Engine:
         self.shards.scale_gradient(factor)
 
     def forget_gathered_parameters(self) -> None:
-        """Must follow every change of a shard: ZeRO-3 keeps gathered parameters alive between passes (small
-        ones always, others within the reuse distance), and a forward would silently read the old values.
+        """Drops gathered parameters; required after every change of a shard.
 
-        Not `engine.empty_partition_cache()`: that also runs Python's garbage collector (half a second) and
-        empties the accelerator's memory cache, twice a step.
+        ZeRO-3 keeps gathered parameters alive between passes (small ones always, others within the reuse distance), and
+        a forward would silently read the old values. DeepSpeed's own `engine.empty_partition_cache()` would also run
+        Python's garbage collector (half a second) and empty the accelerator's memory cache, twice a step.
         """
         self.optimizer.empty_partition_cache()
         # Hierarchical partitioning (zero_hpz_partition_size) gathers from a second copy of the shards that lives until
         # the next step: a changed shard would not be seen, and utilities would be exactly 0. Emptying the cache makes
-        # such copies of what is gathered, so they go last.
+        # such copies of the gathered parameters, so they are dropped last.
         self.optimizer.invalidate_secondary_tensor()
 
     # ---- the update ------------------------------------------------------------------------------------------------
 
     def step(self, learning_rate: float) -> float:
-        """Clips, updates the parameters and returns the gradient norm before clipping.
+        """Clips the gradient, updates the parameters and returns the gradient norm before clipping. A collective.
 
         Raises:
-            NonFiniteGradient: on all ranks alike; nothing was updated.
+            NonFiniteGradient: on all ranks alike, with nothing updated.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.deepspeed.step()
-        # DeepSpeed skips the update where the global norm is not finite; it does not say so in fp32 and bf16.
+        # DeepSpeed skips an update whose global norm is not finite, in fp32 and bf16 without a message.
         if self.optimizer.overflow:
             raise NonFiniteGradient("the gradient is not finite")
         return float(self.deepspeed.get_global_grad_norm())
 
     def close(self) -> None:
-        """Frees what DeepSpeed attached to the model; a second engine in one process needs it."""
+        """Releases what DeepSpeed attached to the model; required before a second engine in one process."""
         self.deepspeed.destroy()

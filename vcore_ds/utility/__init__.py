@@ -1,4 +1,4 @@
-"""The heart: the probe direction, and every token's utility along it, on a model that stays sharded."""
+"""The probe direction and every token's utility along it, on a model that stays sharded."""
 
 from vcore_ds.utility.direction import Direction, Probe
 from vcore_ds.utility.estimators import Estimator, ForwardMode, NoUtilities, jvp_utilities

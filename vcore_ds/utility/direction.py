@@ -17,7 +17,7 @@ from vcore_ds.method.objective import Normalization
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured while a direction was taken; global numbers."""
+    """Global numbers measured while a direction was taken."""
 
     loss: float
     """Nats, under uniform weights."""
@@ -29,17 +29,17 @@ class Probe:
 
 
 class Direction:
-    """`v`: this rank's shards of a vector over the trained parameters, flat and in the order of the engine's shards.
+    """The probe direction `v`: this rank's shards of it, flat, with the layout of the engine's shards.
 
     This is all that VCORE keeps between the passes of a step: one shard in the parameter dtype.
 
-    In forward mode a gather group is made whole at a time: the trained parameters of one decoder layer, or of one module
-    outside the layers. That takes one collective per layer instead of one per weight.
+    Forward mode gathers one group at a time: the trained parameters of one decoder layer, or of one module outside the
+    layers. That takes one collective per layer instead of one per weight.
 
     Attributes:
         buffers: the vector, see `FlatShards`.
         groups: the gather groups, each with the module that owns its parameters.
-        norm: global 2-norm of `v`; None until a probe has written it. Steps between two probes use it again.
+        norm: global 2-norm of `v`, kept for the steps between two probes; None before the first one.
     """
 
     def __init__(self, engine: Engine):
@@ -56,19 +56,18 @@ class Direction:
         clip: float | None,
         optimizer: Literal["sgd", "adam"] = "sgd",
     ) -> Probe:
-        """Becomes the update under uniform weights over the probe batch `B'` (Algorithm 1, lines 2-3). A collective.
+        """Takes the update under uniform weights over the probe batch `B'` (Algorithm 1, lines 2-3). A collective.
 
-        Leaves parameters, optimizer state, schedule and step counters as they are, and the next accumulation unaware.
-        Runs without dropout.
+        Parameters, optimizer state, schedule, step counters and the next accumulation are not affected. Dropout is off.
 
         Args:
             batches: this rank's part of the probe batch; as many on every rank, idle ones included.
-            clip: bound on the global norm of the probe gradient, None for none.
-            optimizer: `sgd` keeps the gradient, `adam` multiplies it by the Jacobian of Adam's update, from the
-                optimizer's own shards. Before the optimizer's first step there are none, and `adam` is `sgd`.
+            clip: bound on the global norm of the probe gradient; None for no clipping.
+            optimizer: `sgd` keeps the gradient; `adam` multiplies it by the Jacobian of Adam's update, which depends
+                on the optimizer's moments. Before the optimizer's first step there are none, and `adam` is `sgd`.
 
         Raises:
-            NonFiniteLoss: on all ranks alike, with the probe's sequences: along such a direction every utility is nan.
+            NonFiniteLoss: on all ranks alike, naming the probe's sequences; along such a direction utilities are nan.
         """
         engine = self._engine
         loss = self._backward(batches, normalization)
@@ -84,7 +83,7 @@ class Direction:
         return Probe(loss, norm)
 
     def _backward(self, batches: Sequence[Batch], normalization: Normalization) -> float:
-        """The probe gradient, in the engine's shards; returns this rank's part of the probe loss."""
+        """Leaves the probe gradient in the engine's shards; returns this rank's part of the probe loss."""
         engine, parts = self._engine, []
         counts = count_globally(batches)
         with engine.without_dropout(), engine.accumulation(len(batches)):
@@ -103,7 +102,7 @@ class Direction:
         """Writes the engine's gradient, times `factor` and, with Adam, times the Jacobian of its update."""
         engine, shards, moments = self._engine, self._engine.shards, []
         if with_adam:
-            step, settings = engine.num_updates + 1, engine.optimizer.param_groups[0]  # alike in all groups
+            step, settings = engine.num_updates + 1, engine.optimizer.param_groups[0]  # the same in all groups
             moments = [shards.optimizer_state(key) for key in ("exp_avg", "exp_avg_sq")]
         for part, gradient, *of_gradient in chunks(self.buffers, shards.gradients(), *moments):
             gradient = gradient.to(engine.device)
@@ -125,7 +124,7 @@ class Direction:
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
 
     def start_gather(self, group: int) -> layout.PendingGather:
-        """Begins to gather one group from all ranks; `finish_gather` waits for it. A collective."""
+        """Starts to gather one group from all ranks; `finish_gather` waits for it. A collective."""
         shards = [self.shard(parameter) for parameter in self.groups[group][1]]
         # With weight decay, matrices and vectors of a layer lie in different sub-groups.
         return layout.start_all_gather("shards", shards[0] if len(shards) == 1 else torch.cat(shards))
@@ -143,9 +142,9 @@ class Direction:
 
 
 def _gather_groups(engine: Engine) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-    """(module whose forward needs the group, its trainable parameters), in the model's order.
+    """Modules whose forward needs a group, each with the group's trained parameters, in the model's order.
 
-    Tied embeddings are listed once; the second module that uses them asks for the same group.
+    Tied embeddings are in one group; the second module that uses them asks for the same one.
     """
     trainable = {id(parameter) for _, parameter in engine.trainable}
     grouped: set[int] = set()

@@ -1,9 +1,9 @@
-"""The seam between the step and the ways to find utilities `s[i,t] = <v, grad l[i,t]>`.
+"""The interface between the step and the ways to estimate utilities `s[i,t] = <v, grad l[i,t]>`.
 
-An estimator first runs what concerns the whole batch (`begin`); what it returns then gives losses with a graph and
-utilities of one micro-batch after the other, and lives as long as the step. Utilities are computed without gradient and
-without dropout, so they belong to the deterministic model; several micro-batches may share one such pass, because no
-activations are kept: every merged pass saves a gather of all parameters.
+An estimator first runs the passes over the whole batch (`begin`). The object that it returns lives as long as the step,
+and gives losses with a graph and utilities of one micro-batch after the other. Utilities are computed without gradient
+and without dropout, so they belong to the deterministic model. No activations are kept, so several micro-batches may
+share one such pass; every merged pass saves a gather of all parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,30 +51,30 @@ class PlainForward:
 
 
 class Estimator(Protocol):
-    """How a step comes to the losses and utilities of its micro-batches."""
+    """Computes the losses and utilities of a step's micro-batches."""
 
     direction: Direction | None
-    """Along which utilities are taken; None for a method without utilities."""
+    """The direction along which utilities are taken; None for a method without utilities."""
 
     def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> MainForward:
-        """Runs what comes before the first backward. A collective.
+        """Runs the passes before the first backward. A collective.
 
         Args:
             batches: this rank's main micro-batches.
-            seed: of what is drawn in this step; the same on all ranks.
-            measure_noise: measure how far the utilities stand clear of rounding, where that is in question.
+            seed: of the random numbers of this step; the same on all ranks.
+            measure_noise: also measure the utilities' signal-to-noise ratio, where rounding is a concern.
         """
         ...
 
     def state(self) -> dict[str, float | None] | None:
-        """What a resumed run needs beside the direction's tensors, for JSON; None without a direction."""
+        """JSON values that a resumed run needs beside the direction's tensors; None without a direction."""
         ...
 
     def load_state(self, state: Mapping[str, float | None]) -> None: ...
 
 
 class NoUtilities:
-    """For the methods that weight tokens by something else."""
+    """The estimator of methods that do not weight tokens by utilities."""
 
     direction = None
 
@@ -95,7 +95,7 @@ class ForwardMode:
     """Exact utilities, from one forward-mode pass over the batch before the main one."""
 
     def __init__(self, engine: Engine, direction: Direction, batches_per_pass: int = 1):
-        """`batches_per_pass`: main micro-batches in one gradient-free forward."""
+        """`batches_per_pass`: number of main micro-batches in one gradient-free forward."""
         self.direction = direction
         self._engine, self._batches_per_pass = engine, batches_per_pass
 
@@ -113,7 +113,7 @@ class ForwardMode:
 def jvp_utilities(
     engine: Engine, direction: Direction, batches: Sequence[Batch], batches_per_pass: int = 1
 ) -> list[Tensor]:
-    """Utilities `[N]` of each of this rank's micro-batches by forward-mode differentiation. A collective."""
+    """Utilities `[N]` of each of this rank's micro-batches, by forward-mode differentiation. A collective."""
     utilities: list[Tensor] = []
     with forward_mode(engine, direction):
         for merged, sizes in merged_passes(batches, batches_per_pass):

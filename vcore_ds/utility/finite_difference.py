@@ -39,8 +39,9 @@ class FiniteDifference:
     which gives `l(theta)` for free where it has no dropout.
 
     Attributes:
-        displacement: `epsilon * norm` that `epsilon: auto` has found, kept from step to step: the distance at which
-            rounding and curvature balance hardly changes, while the gradient's norm does. None before the first search.
+        displacement: `epsilon * norm` as found by `epsilon: auto`; None before the first search. It is kept from step
+            to step, because the distance at which rounding and curvature balance hardly changes, while the gradient's
+            norm does.
     """
 
     def __init__(
@@ -53,9 +54,9 @@ class FiniteDifference:
         rounding: Literal["nearest", "stochastic"] = "nearest",
     ):
         """Args:
-        batches_per_pass: main micro-batches in one gradient-free forward.
-        epsilon: step, in units of the direction; `auto` searches for it in the steps that measure noise.
-        rounding: of the perturbed parameters, see `perturbed`.
+        batches_per_pass: number of main micro-batches in one gradient-free forward.
+        epsilon: step size in units of the direction; `auto` searches for it in the steps that measure noise.
+        rounding: rounding of the perturbed parameters, see `perturbed`.
         """
         self.direction = direction
         self.displacement: float | None = None
@@ -95,20 +96,20 @@ class FiniteDifference:
 
 
 RELATIVE_DISPLACEMENTS = tuple(10.0 ** (-exponent / 2) for exponent in range(19))
-"""Lengths of the perturbation that `choose_epsilon` tries, in units of the parameters' norm: 1 down to 1e-9."""
+"""Lengths of the perturbation that `choose_epsilon` tries, in units of the parameters' norm, from 1 down to 1e-9."""
 
 
 def choose_epsilon(
     engine: Engine, direction: Direction, batches: Sequence[Batch], stochastic_rounding_seed: int | None = None
 ) -> float:
-    """The epsilon whose loss change stands clearest of its errors: rounding if too small, curvature if too large.
+    """The epsilon with the largest `signal_to_noise`: rounding dominates below it, curvature above. A collective.
 
     Tries lengths of the perturbation from the parameters' own norm downwards, in steps of sqrt(10), on the first
-    micro-batch of each rank, and takes the one with the largest `signal_to_noise`; stops when four in a row are worse
-    than the best. Two forwards of a micro-batch each. A collective; the same on all ranks.
+    micro-batch of each rank, and stops when four in a row are worse than the best. Each length takes two forwards of
+    that micro-batch. The result is the same on all ranks.
     """
     if not direction.norm:
-        return 1.0  # no direction: every difference is zero
+        return 1.0  # every difference is zero without a direction
     batch = batches[:1]
     base = torch.cat(measured_losses(engine, batch, 1))
     norm = engine.parameter_norm()
@@ -119,9 +120,9 @@ def choose_epsilon(
             torch.cat(perturbed_losses(engine, direction, batch, signed, 1, stochastic_rounding_seed)[0])
             for signed in (epsilon, -epsilon)
         )
-        clearness = signal_to_noise(below, base, above)
-        if clearness > best:
-            best, best_epsilon, num_worse = clearness, epsilon, 0
+        ratio = signal_to_noise(below, base, above)
+        if ratio > best:
+            best, best_epsilon, num_worse = ratio, epsilon, 0
         elif best > 0:
             num_worse += 1
             if num_worse == 4:
@@ -130,14 +131,18 @@ def choose_epsilon(
 
 
 def signal_to_noise(below: Tensor, base: Tensor, above: Tensor) -> float:
-    """How far the loss change that a finite difference divides by epsilon stands clear of rounding.
+    """Ratio of the loss change that a finite difference divides by epsilon to its rounding. A collective.
 
-    From the losses `[N]` of this rank's tokens at `theta - eps v`, `theta` and `theta + eps v`: a smooth loss changes
-    antisymmetrically, `(above - below) / 2`, and what is symmetric, `above + below - 2 base`, is rounding (or, at a
-    large epsilon, curvature: an error all the same). With independent rounding of variance r^2 the symmetric part has
-    variance 6 r^2, the antisymmetric part carries r^2 / 2 beside the signal, and the difference `base - below` that is
-    used carries 2 r^2. Returns rms(signal) / sqrt(2 r^2), over all ranks: well above 1 is a measurement, below 1 is
-    noise. A collective.
+    A smooth loss changes antisymmetrically, `(above - below) / 2`; the symmetric part, `above + below - 2 base`, is
+    rounding (or, at a large epsilon, curvature, which is an error too). With independent rounding of variance r^2 the
+    symmetric part has variance 6 r^2, the antisymmetric part carries r^2 / 2 beside the signal, and the difference
+    `base - below` that is used carries 2 r^2.
+
+    Args:
+        below, base, above: losses `[N]` of this rank's tokens at `theta - eps v`, `theta` and `theta + eps v`.
+
+    Returns:
+        rms(signal) / sqrt(2 r^2) over all ranks: well above 1 is a measurement, below 1 is noise.
     """
     antisymmetric, symmetric = (above - below) / 2, above + below - 2 * base
     squares = layout.sum_over("shards", [float(antisymmetric.square().sum()), float(symmetric.square().sum())])
@@ -154,7 +159,6 @@ def perturbed_losses(
     batches_per_pass: int,
     stochastic_rounding_seed: int | None,
 ) -> tuple[list[Tensor], float]:
-    """Losses `[N]` of each micro-batch at `theta - epsilon v`, and the share of parameters that changed. A
-    collective."""
+    """Losses `[N]` of each micro-batch at `theta - epsilon v`, and the share of changed parameters. A collective."""
     with perturbed(engine, direction, epsilon, stochastic_rounding_seed=stochastic_rounding_seed) as perturbation:
         return measured_losses(engine, batches, batches_per_pass), perturbation.changed_fraction

@@ -25,14 +25,15 @@ from vcore_ds.utility.direction import Direction
 
 @contextmanager
 def forward_mode(engine: Engine, direction: Direction, precision: torch.dtype | None = None) -> Iterator[None]:
-    """Inside, `losses_and_utilities` differentiates along `direction`. No model code is changed; all hooks are
-    removed.
+    """A context in which `losses_and_utilities` differentiates along `direction`.
+
+    No model code is changed, and all hooks are removed at the end.
 
     Args:
-        precision: compute in this dtype, from the parameters and the direction as they stand in the shards (so at the
-            very point where the training forward computes, without its rounding); None for that of the parameters.
-            Frozen parameters too. Each module's copy lives while that module runs. Hugging Face's norms compute in
-            fp32 whatever their input is, so fp64 is exact to fp32's rounding in those.
+        precision: dtype of the computation, None for that of the parameters. Parameters, frozen ones included, and the
+            direction are converted from the values in the shards, so the derivative is taken at the point where the
+            training forward computes, without its rounding. Each module's copy lives while that module runs. Hugging
+            Face's norms compute in fp32 whatever their input is, so fp64 is exact to fp32's rounding in those.
     """
     config = engine.module.base.config
     attention_before = config._attn_implementation
@@ -50,8 +51,11 @@ def forward_mode(engine: Engine, direction: Direction, precision: torch.dtype | 
 
 
 def losses_and_utilities(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Losses and utilities of the supervised tokens of `batch`, both fp32 `[N]` (fp64 in that precision); within
-    `forward_mode`. A collective."""
+    """Losses and utilities of the supervised tokens of `batch`, within `forward_mode`. A collective.
+
+    Returns:
+        Both `[N]` fp32, or fp64 in that precision.
+    """
     with forward_ad.dual_level():
         losses, utilities = forward_ad.unpack_dual(engine.token_losses(batch))
     if utilities is None:  # no tokens here, so nothing carried a tangent to the end
@@ -60,20 +64,21 @@ def losses_and_utilities(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _give_deepspeed_hooks_a_tangent_rule(model: nn.Module) -> None:
-    """ZeRO-3 wraps inputs and outputs of every module in autograd Functions of its own that have no `jvp`. They are
-    identities."""
+    """ZeRO-3 wraps inputs and outputs of every module in its own autograd Functions, identities without a `jvp`."""
     for module in model.modules():
         for name in ("pre_bwd_fn", "post_bwd_fn"):
             function = module.__dict__.get(name)
             if function is not None and "jvp" not in function.__dict__:
-                # view_as, because the Function returns a view of its input and PyTorch insists on the same of the
-                # tangent.
+                # The Function returns a view of its input, and PyTorch requires the same of the tangent.
                 function.jvp = staticmethod(lambda ctx, tangent: tangent.view_as(tangent))
 
 
 def _dual_linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """`nn.Linear.forward` for dual numbers, without the product that PyTorch's own rule spends on a tangent that is not
-    there: it fills one with zeros and multiplies by it, a third of the work of every frozen layer under LoRA."""
+    """`nn.Linear.forward` for dual numbers, without products of missing tangents.
+
+    PyTorch's own rule replaces a missing tangent by zeros and multiplies by them, which is a third of the work of every
+    frozen layer under LoRA.
+    """
     (x, d_x), (weight, d_weight) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(layer.weight)
     bias, d_bias = (None, None) if layer.bias is None else forward_ad.unpack_dual(layer.bias)
     terms = [] if d_x is None else [nn.functional.linear(d_x, weight)]
@@ -86,7 +91,7 @@ def _dual_linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 class _TangentGatherer:
-    """Makes parameters dual as the forward reaches them: at most two groups of tangents are whole at a time."""
+    """Makes parameters dual as the forward reaches them, with at most two gathered groups of tangents at a time."""
 
     def __init__(self, direction: Direction, precision: torch.dtype | None):
         self._direction, self._precision = direction, precision
@@ -97,7 +102,7 @@ class _TangentGatherer:
         self._in_flight: dict[int, layout.PendingGather] = {}
 
     def attach(self, engine: Engine) -> None:
-        """Hooks run in the order of registration: ZeRO-3's, which gathers a module's parameters, is older than ours."""
+        """Registers all hooks. They run in that order: ZeRO-3's, which gather parameters, are older and come first."""
         groups = self._direction.groups
         group_of = {id(p): number for number, (_, parameters) in enumerate(groups) for p in parameters}
         owned = {id(owner): number for number, (owner, _) in enumerate(groups)}
@@ -105,7 +110,7 @@ class _TangentGatherer:
         for module in engine.module.modules():
             own = [group_of[id(p)] for p in module.parameters(recurse=False) if id(p) in group_of]
             gathered_here = [owned[id(module)]] if id(module) in owned else []
-            # A tied weight's second user lies outside the module that owns the group: it gathers for itself.
+            # The second user of a tied weight is outside the module that owns the group, and gathers it again.
             gathered_here += [number for number in own if (id(module), number) not in covered]
             for number in gathered_here:
                 prefetch = number + 1 if number == owned.get(id(module)) and number + 1 < len(groups) else None
@@ -126,9 +131,9 @@ class _TangentGatherer:
         for module in self._replaced_modules:  # the forward may have raised between the hooks
             self._put_back(module)
         for layer in self._linears:
-            del layer.forward  # the instance's; the class's is in force again
+            del layer.forward  # the instance's; the class's is in effect again
         for pending in self._in_flight.values():
-            pending.wait()  # started on every rank, so it ends; a pending collective would meet the next one
+            pending.wait()  # started on every rank, so it ends; otherwise it would meet the next collective
         self._handles, self._replaced_modules, self._linears, self._in_flight, self._whole = [], [], [], {}, {}
 
     def _gather_hook(self, number: int, prefetch: int | None):

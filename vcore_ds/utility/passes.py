@@ -1,4 +1,4 @@
-"""Passes over a batch without gradient: several micro-batches at a time."""
+"""Gradient-free passes over several micro-batches at a time."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,10 @@ def measured_losses(engine: Engine, batches: Sequence[Batch], batches_per_pass: 
 
 
 def merged_passes(batches: Sequence[Batch], batches_per_pass: int) -> list[tuple[Batch, list[int]]]:
-    """Consecutive micro-batches merged into passes, with the number of supervised tokens of each.
+    """Consecutive micro-batches merged into passes, each with its micro-batches' numbers of supervised tokens.
 
-    The number of passes depends on numbers that all ranks share, never on what a batch holds: each pass is a
-    collective.
+    A pass is a collective, so the number of passes depends only on values that all ranks share, never on a batch's
+    content.
     """
     merged = []
     for start in range(0, len(batches), batches_per_pass):

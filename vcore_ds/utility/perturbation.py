@@ -1,4 +1,4 @@
-"""A local perturbation of the parameter shards that is taken back bit for bit."""
+"""A temporary perturbation of the parameter shards, undone bit for bit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,21 +15,20 @@ from vcore_ds.utility.direction import Direction
 @dataclass
 class Perturbation:
     changed_fraction: float
-    """Share of the trainable parameters, over all ranks, that the perturbation changed at all. In bf16 a
-    small epsilon is below half an ulp of most weights and changes nothing."""
+    """Share of the trained parameters, over all ranks, that the perturbation changed at all. In bf16 a small epsilon is
+    below half an ulp of most weights and does not change them."""
 
 
 @contextmanager
 def perturbed(
     engine: Engine, direction: Direction, epsilon: float, *, stochastic_rounding_seed: int | None = None
 ) -> Iterator[Perturbation]:
-    """Inside, the model computes with `theta - epsilon * v` (Section "One-Backward Trick"); every rank shifts its
-    own shards.
+    """A context in which the model computes with `theta - epsilon * v` (Section "One-Backward Trick").
 
-    The shift is made in fp32 from the optimizer's master shard and then rounded to the parameter dtype: to the nearest
-    value, or, with a seed, stochastically. Then it starts from the parameter itself instead of its master: the
-    expectation of the perturbed parameter is exactly `epsilon * v` away from the point where `l(theta)` is taken.
-    Rounding the master stochastically would move parameters at random even with epsilon 0.
+    Every rank shifts its own shards, in fp32 from the optimizer's master weights, and rounds to the parameter dtype: to
+    the nearest value, or stochastically where there is a seed. With stochastic rounding the shift starts from the
+    parameter instead of its master, so that the expectation of the perturbed parameter is exactly `epsilon * v` away
+    from the point where `l(theta)` is taken; masters rounded stochastically would move at random even with epsilon 0.
     Afterwards, also when the body raises, the shards hold the bytes they held before.
 
     Yields the share of parameters that changed. Entering is a collective (one reduction of two numbers).
@@ -38,8 +37,8 @@ def perturbed(
     if stochastic_rounding_seed is not None:
         generator = torch.Generator(engine.device)
         generator.manual_seed(torch_seed(Stream.STOCHASTIC_ROUNDING, stochastic_rounding_seed, layout.rank("shards")))
-    # DeepSpeed casts the master shards to the parameter dtype after every step, so casting them again restores the
-    # bytes, with nothing kept. Offloaded masters would travel twice: then the shards are kept.
+    # DeepSpeed casts the masters to the parameter dtype after every step, so casting them again restores the bytes
+    # without a copy. Offloaded masters would have to travel twice, so a copy of the shards is kept instead.
     kept = [shard.clone() for shard in shards.parameters()] if shards.optimizer_is_offloaded else shards.masters()
     try:
         num_changed = torch.zeros((), dtype=torch.int64, device=engine.device)
@@ -63,8 +62,10 @@ def perturbed(
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """fp32 values, each moved to one of its two bf16 neighbours (still as fp32), to either with the probability that
-    makes the expectation the value itself. What is bf16 already stays as it is."""
+    """Rounds fp32 values to one of their two bf16 neighbours, with probabilities that keep the expectation.
+
+    The result is fp32 too. Values that bf16 can represent do not change.
+    """
     # bf16 is the upper half of fp32: a random lower half, added, carries into it as often as the remainder is large.
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     return (values.contiguous().view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
