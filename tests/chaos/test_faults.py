@@ -39,7 +39,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     pairs[rare_id()] = (pairs[rare_id()][0] + RARE, pairs[rare_id()][1])
     run = TinyRun(folder / "run", make_setup(folder, pairs), NUM_STEPS)
     with run.start() as job:
-        assert job.wait(180) == 0, job.output
+        assert job.wait() == 0, job.output
     return run
 
 
@@ -69,7 +69,7 @@ def run(undisturbed: TinyRun, disk: Path) -> TinyRun:
 def run_into(run: TinyRun, fault: Fault, *, resumed_after: int | None, **environment: str) -> Job:
     """Starts the run, which has to end by itself with a message that names the rank that was killed."""
     with run.start(fault, **environment) as job:
-        assert job.wait(180) == 1, job.output
+        assert job.wait() == 1, job.output
     check_resumed(run, job, resumed_after)
     struck = re.search(rf"FAULT: SIGKILL: {fault.place} of rank {fault.rank} \(pid (\d+)\) at: (.*)", job.output)
     assert struck and struck[2] == f"step {fault.step}, {fault.phase}", job.output
@@ -163,7 +163,7 @@ def test_full_disk(run: TinyRun, disk: Path):
     filler = disk / "filler"
     fault = Fault("checkpoint file", rank=1, step=6, phase="checkpoint", call=5, filler=str(filler))
     with run.start(fault) as job:
-        assert job.wait(180) == 1, job.output
+        assert job.wait() == 1, job.output
     check_resumed(run, job, 4)
     filler.unlink()
     assert job.output.count("skipped checkpoint step_00000006: no COMPLETE: writing it was not finished") == 1
@@ -191,7 +191,7 @@ def test_corrupt_mark_then_a_weight_that_is_no_number(run: TinyRun):
     weights["model.embed_tokens.weight"][make_tokenizer().convert_tokens_to_ids(RARE)] = float("nan")
     save_file(weights, path, metadata={"format": "pt"})
     with run.start() as job:
-        assert job.wait(180) == 1, job.output
+        assert job.wait() == 1, job.output
     path.write_bytes(good)
     check_resumed(run, job, 2)
     assert job.output.count("skipped checkpoint step_00000004: COMPLETE cannot be read") == 1, job.output
@@ -202,7 +202,7 @@ def test_corrupt_mark_then_a_weight_that_is_no_number(run: TinyRun):
 
 def test_goes_on_to_the_end_as_if_nothing_had_happened(run: TinyRun, undisturbed: TinyRun):
     with replace(run, changes=(WITH_WANDB,)).start(**NO_SERVER) as job:
-        assert job.wait(180) == 0, job.output
+        assert job.wait() == 0, job.output
     check_resumed(run, job, 6)
     check_offline(run, job)
     assert len(run.steps_lost()) > NUM_STEPS

@@ -122,7 +122,7 @@ def shipped_and_in_fp32(folder: Path) -> dict[tuple[str, str], str]:
 @pytest.fixture(scope="module")
 def outcomes(model, tmp_path_factory) -> dict[tuple, Outcome]:
     files = shipped_and_in_fp32(tmp_path_factory.mktemp("json"))
-    return run_ranks(train_with_every_file, 2, model, files, timeout_seconds=300)[0]
+    return run_ranks(train_with_every_file, 2, model, files)[0]
 
 
 def assert_same(found: Outcome, plain: Outcome, precision: str) -> None:

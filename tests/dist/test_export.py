@@ -148,7 +148,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
             del config[key]  # the recipe's
         (folder / f"{precision}.json").write_text(json.dumps(config))
-    return run_ranks(train_all, 2, folder, timeout_seconds=300)
+    return run_ranks(train_all, 2, folder)
 
 
 def stored(folder: Path) -> dict[str, Tensor]:

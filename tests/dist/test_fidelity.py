@@ -73,7 +73,7 @@ def model_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def on_one_rank(model_folder: Path) -> list[tuple[dict[str, "Fidelity"], dict[str, "Upcast"]]]:
-    return run_ranks(measure_all, 1, str(model_folder), timeout_seconds=500)
+    return run_ranks(measure_all, 1, str(model_folder))
 
 
 @pytest.fixture(scope="session")

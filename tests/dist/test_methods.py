@@ -113,7 +113,7 @@ def run_all() -> dict[tuple, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def deviations() -> dict[int, list[dict[tuple, dict[str, float]]]]:
-    return {world_size: run_ranks(run_all, world_size, timeout_seconds=500) for world_size in (1, 2)}
+    return {world_size: run_ranks(run_all, world_size) for world_size in (1, 2)}
 
 
 @pytest.mark.parametrize("world_size", (1, 2))

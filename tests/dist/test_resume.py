@@ -280,7 +280,7 @@ def at_four_ranks(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def found(setup: Path) -> dict[str, Any]:
-    first, second = run_ranks(at_two_ranks, 2, setup, timeout_seconds=600)
+    first, second = run_ranks(at_two_ranks, 2, setup)
     assert first["minutes"] == second["minutes"] and first["no_room"] == second["no_room"]  # or a rank would wait
     assert first["one_rank_cannot_write"]["message"] == second["one_rank_cannot_write"]["message"]
     return first

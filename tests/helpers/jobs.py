@@ -9,7 +9,7 @@ from typing import Self
 
 import psutil
 
-from tests.helpers.commands import REPOSITORY, command_environment
+from tests.helpers.commands import HANG_SECONDS, REPOSITORY, command_environment
 
 
 class Job:
@@ -46,7 +46,7 @@ class Job:
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def wait_for(self, text: str, timeout_seconds: float = 120) -> None:
+    def wait_for(self, text: str, timeout_seconds: float = HANG_SECONDS) -> None:
         """Until the output holds `text`."""
         deadline = time.monotonic() + timeout_seconds
         while text not in self.output:
@@ -65,7 +65,7 @@ class Job:
                     return process
         raise AssertionError(f"no rank {rank}:\n{self.output}")
 
-    def wait(self, timeout_seconds: float = 120) -> int:
+    def wait(self, timeout_seconds: float = HANG_SECONDS) -> int:
         """The launcher's exit code, once no process of the job is left."""
         deadline = time.monotonic() + timeout_seconds
         code = None

@@ -15,7 +15,7 @@ import torch.multiprocessing as multiprocessing
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 300
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 900
 ) -> list[Any]:
     """Runs `function(*arguments)` once per rank, in fresh processes with a gloo process group, and returns their
     results by rank.
@@ -82,9 +82,9 @@ def _run_rank(
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=120),
+            timeout=timedelta(minutes=10),
         )
-        start_process_group(timeout_minutes=2)
+        start_process_group(timeout_minutes=10)
         result = function(*arguments)
         Path(folder, f"result_{rank}").write_bytes(pickle.dumps(result))
     except BaseException:

@@ -115,4 +115,4 @@ def _run_methods() -> dict[str, Trajectory]:
 
 def run_all() -> dict[str, Trajectory]:
     """The trajectory of every case, in one launch: starting two ranks takes longer than the steps."""
-    return run_ranks(_run_methods, NUM_RANKS, timeout_seconds=400)[0]
+    return run_ranks(_run_methods, NUM_RANKS)[0]
