@@ -14,8 +14,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.helpers.commands import (
-    ALWAYS,
-    FINITE_DIFFERENCE,
+    FINITE_DIFFERENCE_METRICS,
+    METRICS,
     free_port,
     has_control_characters,
     read_metrics,
@@ -124,7 +124,7 @@ def test_deepspeed_on_two_ranks_with_finite_differences_and_lora(setup: TinySetu
     run = train(f"{launcher} launch_scripts/train_32b.sh {recipe}", overrides, folder)
     assert run.output.count("step 2/2  loss ") == 1
     assert "warning: utility.epsilon" not in run.output  # in fp32 this epsilon resolves the loss
-    assert check_folder(run, load_recipe_of(run), also=FINITE_DIFFERENCE) == 2
+    assert check_folder(run, load_recipe_of(run), also=FINITE_DIFFERENCE_METRICS) == 2
     lines = read_metrics(folder)
     assert [line["epsilon"] for line in lines] == [1e-3, 1e-3]
     assert lines[0]["signal_to_noise"] > 3
@@ -166,7 +166,7 @@ def check_folder(run: Run, recipe, *, also: frozenset[str] = frozenset(), some: 
     assert [line["step"] for line in lines] == [1, 2]
     assert [line["epoch"] for line in lines] == pytest.approx([4 / 12, 8 / 12])
     for line in lines:
-        assert set(line) - set(some) == ALWAYS | set(also)
+        assert set(line) - set(some) == METRICS | set(also)
         assert line["sequences"] == 4 and line["supervised_tokens"] > 4
         assert all(math.isfinite(value) for value in line.values() if value is not None)
         parts = line["seconds_probe"] + line["seconds_utility"] + line["seconds_main"] + line["seconds_step"]
