@@ -1,4 +1,4 @@
-"""What docs/zero3.md relies on in DeepSpeed, one test per row: an upgrade that changes one fails here, by its name."""
+"""The DeepSpeed behaviour that docs/zero3.md relies on, one test per row, so that an upgrade that changes one is named."""
 
 from collections.abc import Callable
 

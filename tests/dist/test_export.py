@@ -1,4 +1,4 @@
-"""What a run of 2 ranks exports, at its end and from its checkpoint, computes what its engine computed."""
+"""The exports of a run on 2 ranks, at its end and from its checkpoint, compute what its engine computed."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ ADAPTED = [name for name in CASES if name.startswith("lora")]
 
 @dataclass
 class Outcome:
-    """Of one run, on one rank."""
+    """Results of one run on one rank."""
 
     folder: Path
     logits: Tensor
@@ -55,7 +55,7 @@ class Outcome:
     held_bytes: int = 0
     """Most bytes of weights that this rank kept for one file."""
     failure: str = ""
-    """What all ranks say when one of them cannot write its file."""
+    """The messages of all ranks when one of them cannot write its file."""
 
 
 def make_recipe(folder: Path, name: str, *, precision: str, tied: bool, lora: dict | None = None) -> Recipe:

@@ -138,7 +138,7 @@ def test_a_stochastic_perturbation_has_the_length_that_nearest_rounding_loses(ch
     for of_rank in checks:
         found = of_rank["rounding"]
         assert found["stochastic"] == pytest.approx(1.0, abs=0.02)
-        assert abs(found["nearest"] - 1) > 0.1  # else there was nothing to mend
+        assert abs(found["nearest"] - 1) > 0.1  # otherwise there was no error to correct
         assert 0 < found["changed_by_nearest"] < found["changed"] < 1
         assert found["changed_by_nothing"] == 0.0 and found["restored"]
 

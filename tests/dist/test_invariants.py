@@ -1,4 +1,4 @@
-"""What must not change: shards after a perturbation, frozen weights, the optimizer during a probe, the result under
+"""Invariants: shards after a perturbation, frozen weights, the optimizer during a probe, the result under
 another layout."""
 
 import gc
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.dist
 
 
 def shard_bytes(engine) -> bytes:
-    """Of every parameter here, frozen ones included."""
+    """This rank's shards of all parameters, frozen ones included."""
     shards = [p.ds_tensor.data.contiguous().view(torch.uint8) for p in engine.module.parameters()]
     return torch.cat([shard.flatten() for shard in shards]).numpy().tobytes()
 

@@ -122,7 +122,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_case(folder: Path, name: str) -> list[str]:
-    """What differs between a straight run and one that was stopped, or killed, and resumed."""
+    """Differences between an uninterrupted run and one that was stopped, or killed, and resumed."""
     straight, stopped = (recipe(folder, f"{name}_{kind}", CASES[name]) for kind in ("straight", "stopped"))
     if name in STOPPED_TWICE:
         expected = resumed_runs.to_the_end(straight)

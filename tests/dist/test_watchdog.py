@@ -1,4 +1,4 @@
-"""Two ranks, one of which fails in a way that the launcher does not see, or not first."""
+"""Two ranks, one of which fails in a way that the launcher does not notice, or not first."""
 
 import re
 import socket

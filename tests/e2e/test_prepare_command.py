@@ -31,7 +31,7 @@ def prepare_line(tmp_path: Path) -> str:
     return f"vcore-ds prepare math {tmp_path}/raw --tokenizer {tmp_path}/model --sample 150 --output {tmp_path}"
 
 
-def test_a_killed_prepare_goes_on_to_the_same_bytes(prepare_line: str, tmp_path: Path) -> None:
+def test_a_killed_prepare_resumes_to_the_same_bytes(prepare_line: str, tmp_path: Path) -> None:
     straight = run_command(f"{prepare_line}/straight --processes 1")
     assert straight.returncode == 0, straight.stdout
     assert "rows read" in straight.stdout and "the paper (CoT, Qwen3)" in straight.stdout
@@ -49,7 +49,7 @@ def test_a_killed_prepare_goes_on_to_the_same_bytes(prepare_line: str, tmp_path:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
     finally:
-        process.send_signal(signal.SIGKILL)  # this process alone: its own must notice
+        process.send_signal(signal.SIGKILL)  # this process alone: its children must notice
         process.wait()
     deadline = time.monotonic() + HANG_SECONDS
     while _is_alive(process.pid):

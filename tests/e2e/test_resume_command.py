@@ -1,4 +1,4 @@
-"""A run that is killed, and the same command given again: it goes on, and when it has finished it is left alone."""
+"""A run that is killed, and the same command given again: it resumes, and a finished run is left alone."""
 
 import json
 import signal

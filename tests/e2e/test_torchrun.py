@@ -25,7 +25,7 @@ def start(script: Path, source: str, *options: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    """What it printed."""
+    """Waits for the end. Returns the output."""
     try:
         return process.communicate(timeout=HANG_SECONDS)[0]
     finally:
@@ -85,7 +85,7 @@ def test_a_request_before_the_ranks_listen_is_no_failure(tmp_path: Path):
 
 
 def test_nodes_that_end_seconds_apart_say_the_same(tmp_path: Path):
-    """The one that holds the rendezvous ends first."""
+    """The node that serves the rendezvous ends first."""
     port = free_port()
     several = ("--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}")
     source = "time.sleep(4 * int(os.environ['RANK']))\nsys.exit(85)"
