@@ -1,4 +1,5 @@
-"""For all tests: Ctrl-C as on a terminal, as many workers as fit the machine, and what takes longest first."""
+"""For all tests: Ctrl-C as on a terminal, one thread for each process, as many workers as fit the machine, and the
+longest files first."""
 
 import os
 import signal
@@ -10,6 +11,9 @@ import pytest
 # In the background of a script, SIGINT is ignored, and every command that a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# One thread for each process: sums do not depend on the number of cores, and workers do not fight over them.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 BYTES_PER_WORKER = int(3.5e9)
 """A worker, and four ranks of about 0.7 GB each."""

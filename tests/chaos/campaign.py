@@ -1,7 +1,7 @@
-"""`make chaos`: runs of a tiny model on two ranks, killed at random again and again, against one that is left alone.
+"""`make chaos`: runs of a tiny model on two ranks, killed at random again and again, against an undisturbed run.
 
-The real command, hit at any moment from its first seconds on, and given again. Ends with 1 where a run did not end, did
-not go on from its newest checkpoint that is whole, or came to anything else than the undisturbed one.
+The real command is hit at any moment from its first seconds on, and given again. The exit code is 1 where a run does
+not end, does not resume from its newest intact checkpoint, or ends with other results than the undisturbed one.
 """
 
 import argparse
@@ -44,7 +44,7 @@ EXIT_CODES = {
 
 @dataclass
 class Campaign:
-    """What is known of the undisturbed run, and what has become of the others."""
+    """Measurements of the undisturbed run, and the outcome of the others."""
 
     undisturbed: TinyRun
     seconds_start_up: float
@@ -64,11 +64,12 @@ class Campaign:
         return replace(self.undisturbed, folder=folder, logs=[])
 
     def attempt(self, run: TinyRun, kind: str | None) -> str | None:
-        """Starts the run and hits it. Says how, None where it came to its end before that.
+        """Starts the run and hits it. Returns a description, or None where the run finished before.
 
-        `kind`: of EXIT_CODES; None to let it run.
+        Args:
+            kind: a key of EXIT_CODES; None to let it finish.
         """
-        expected = newest_whole_step(run)
+        expected = newest_intact_step(run)
         with run.start() as job:
             hit = None if kind is None else self._hit(run, job, kind)
             try:
@@ -89,12 +90,12 @@ class Campaign:
         return hit + self._damage(run) if hit is not None and kind == DAMAGED else hit
 
     def finish(self, run: TinyRun) -> None:
-        """Compares a run that has come to its end."""
+        """Compares a finished run with the undisturbed one."""
         self.num_steps_lost += len(run.steps_lost())
         self.differences += [f"{run.folder}: {difference}" for difference in run.differences(self.undisturbed)]
 
     def _hit(self, run: TinyRun, job: Job, kind: str) -> str | None:
-        """Waits for its moment. None where the run ends before."""
+        """Waits for a random moment. None where the run ends before."""
         rank = self.random.randrange(WORLD_SIZE) if kind in (KILLED_RANK, HUNG_RANK, DAMAGED) else None
         # While models are loaded, silence is normal for minutes, and nobody would end a rank that hangs.
         if kind != HUNG_RANK and self.random.random() < SHARE_DURING_START_UP:
@@ -122,9 +123,9 @@ class Campaign:
         return kind if rank is None else kind.replace("a rank", f"rank {rank}")
 
     def _damage(self, run: TinyRun) -> str:
-        """To one file of the newest checkpoint, unless it is the last one that is whole."""
-        newest = newest_whole_step(run)
-        if newest is None or newest_whole_step(run, below=newest) is None:
+        """Damages a file of the newest checkpoint, unless it is the last intact one. Returns a description."""
+        newest = newest_intact_step(run)
+        if newest is None or newest_intact_step(run, below=newest) is None:
             return " (there is none to spare)"
         path = self.random.choice(sorted(path for path in run.checkpoint(newest).rglob("*") if path.is_file()))
         what = self.random.choice(["bit flipped", "truncated", "deleted"])
@@ -138,7 +139,7 @@ class Campaign:
             else:
                 del content[at:]
             path.write_bytes(content)
-        assert newest_whole_step(run) != newest
+        assert newest_intact_step(run) != newest
         return f" ({path.relative_to(run.folder / 'checkpoints')} {what})"
 
 
@@ -150,7 +151,7 @@ def process_of(job: Job, rank: int) -> psutil.Process | None:
 
 
 def wait_until(condition: Callable[[], object], job: Job) -> bool:
-    """False where the job has ended before, or after three minutes."""
+    """Whether the condition came to hold before the job ended and three minutes were over."""
     deadline = time.monotonic() + 180
     while not condition():
         if job.launcher.poll() is not None or time.monotonic() > deadline:
@@ -159,12 +160,12 @@ def wait_until(condition: Callable[[], object], job: Job) -> bool:
     return True
 
 
-def newest_whole_step(run: TinyRun, below: int = NUM_STEPS + 1) -> int | None:
-    """By our own reading of the manifests; None where no checkpoint is whole."""
-    return max((step for step in run.marked_steps() if step < below and is_whole(run.checkpoint(step))), default=None)
+def newest_intact_step(run: TinyRun, below: int = NUM_STEPS + 1) -> int | None:
+    """By a reading of the manifests independent of the package's; None where no checkpoint is intact."""
+    return max((step for step in run.marked_steps() if step < below and is_intact(run.checkpoint(step))), default=None)
 
 
-def is_whole(checkpoint: Path) -> bool:
+def is_intact(checkpoint: Path) -> bool:
     try:
         manifest = (checkpoint / "manifest.json").read_bytes()
         if (checkpoint / "COMPLETE").read_bytes().strip() != hashlib.sha256(manifest).hexdigest().encode():
@@ -179,7 +180,7 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def begin(folder: Path, generator: random.Random) -> Campaign:
-    """With the undisturbed run, and its pace."""
+    """Makes the undisturbed run and measures its pace."""
     setup = make_setup(folder, sums(range(32)))
     run = TinyRun(folder / "undisturbed", setup, NUM_STEPS, changes=("engine.lost_rank_seconds=5",))
     with run.start() as job:
@@ -221,7 +222,7 @@ def main() -> int:
         else:
             kinds.pop()
             num_kills += 1
-            at = f"{max(run.steps_taken(), default=0)} of {NUM_STEPS} steps done, {newest_whole_step(run) or 0} saved"
+            at = f"{max(run.steps_taken(), default=0)} of {NUM_STEPS} steps done, {newest_intact_step(run) or 0} saved"
             print(f"{where}: kill {num_kills}/{arguments.kills}: {hit}: {at}", flush=True)
 
     print("\n".join(campaign.problems + campaign.differences))

@@ -1,6 +1,6 @@
 """`python -m tests.chaos.inject ARGUMENTS`: `vcore-ds ARGUMENTS`, hit by what the environment variable FAULT says.
 
-Nothing is put in the place of a result: the function at which the fault strikes runs as it is, before it or after it.
+No result is replaced: the function at which the fault strikes runs unchanged, before the fault or after it.
 """
 
 import json
@@ -20,7 +20,7 @@ from vcore_ds.files import checkpoint_folder
 
 @dataclass(frozen=True)
 class Fault:
-    """When it strikes, and what it does: kill the rank with SIGKILL, or fill a disk."""
+    """When to strike, and how: kill the rank with SIGKILL, or fill a disk."""
 
     place: str
     """One of PLACES."""
@@ -28,11 +28,11 @@ class Fault:
     step: int
     """Optimizer step, from 1."""
     phase: str
-    """Of the step, as the watchdog knows it: "main" is the pass that trains."""
+    """Part of the step, as the watchdog names it: "main" is the pass that trains."""
     call: int = 1
-    """Of the function at that place, in that phase, from 1."""
+    """Number of the call to the function at that place, in that phase, from 1."""
     filler: str | None = None
-    """File that is filled until its disk has no byte left; None to kill."""
+    """File that grows until its disk is full; None to kill."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -58,7 +58,7 @@ def fill_disk(filler: Path) -> None:
 
 
 def patch(fault: Fault) -> None:
-    """Puts the fault around the function of its place."""
+    """Wraps the function at the fault's place."""
     owner, name, is_after, concerns = PLACES[fault.place]()
     original = getattr(owner, name)
     num_calls = 0
@@ -88,21 +88,21 @@ def _forward() -> Place:
 
 
 def _backward() -> Place:
-    """When autograd has made the gradient of a parameter."""
+    """After autograd has computed the gradient of a parameter."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     return DeepSpeedZeroOptimizer_Stage3, "reduce_ready_partitions_and_remove_grads", False, _always
 
 
 def _optimizer_step() -> Place:
-    """The fp32 parameters are new, those that the model computes with are not."""
+    """The fp32 parameters are updated, those that the model computes with are not yet."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     return DeepSpeedZeroOptimizer_Stage3, "_optimizer_step", True, _always
 
 
 def _checkpoint_file() -> Place:
-    """A rank's file holds some of its tensors."""
+    """A rank's file contains some of its tensors."""
     from torch.distributed.checkpoint import filesystem
 
     return filesystem, "_write_item", False, _always

@@ -1,4 +1,4 @@
-"""A run of a tiny model that is disturbed and started again until it has finished, and the same one left alone."""
+"""A run of a tiny model that is disturbed and started again until it has finished, and an undisturbed one."""
 
 import json
 import warnings
@@ -31,7 +31,7 @@ class TinyRun:
 
     @property
     def arguments(self) -> str:
-        """Of `vcore-ds`; the same whatever has happened."""
+        """Arguments of `vcore-ds`, the same at every attempt."""
         overrides = self.setup.overrides(
             self.folder,
             f"schedule.num_steps={self.num_steps}",
@@ -44,7 +44,7 @@ class TinyRun:
         return f"train {RECIPE} {' '.join(overrides)}"
 
     def start(self, fault: Fault | None = None, **environment: str) -> Job:
-        """On two ranks. `fault`: strikes in it."""
+        """Starts the run on two ranks; `fault` strikes in it."""
         module = "vcore_ds.cli"
         if fault is not None:
             module, environment = "tests.chaos.inject", environment | fault.environment
@@ -56,7 +56,7 @@ class TinyRun:
         return self.folder / "checkpoints" / f"step_{step:08d}"
 
     def marked_steps(self) -> list[int]:
-        """Of the checkpoints with a mark of completeness, whether they are whole or not."""
+        """Steps of the checkpoints that are marked complete, intact or not."""
         marks = (self.folder / "checkpoints").glob("step_????????/COMPLETE")
         return sorted(int(mark.parent.name.removeprefix("step_")) for mark in marks)
 
@@ -64,12 +64,12 @@ class TinyRun:
         return [line["step"] for line in timeless_lines(self.folder / "metrics.jsonl")]
 
     def steps_lost(self) -> list[int]:
-        """Steps that were taken and had to be taken again; one that was lost twice comes twice."""
+        """Steps that had to be taken again; one that was lost twice comes twice."""
         return [line["step"] for line in timeless_lines(self.folder / "metrics_lost.jsonl")]
 
     def differences(self, undisturbed: "TinyRun") -> list[str]:
-        """What is not the same to the last bit: the last checkpoint's tensors, the exported files, the lines of the
-        steps, and of those that were lost and taken again."""
+        """Whatever is not equal bit for bit: tensors of the last checkpoint, exported files, metrics of the steps, and
+        of those that were lost and taken again."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             here, there = (tensors_of(run.folder, self.num_steps) for run in (self, undisturbed))
@@ -93,7 +93,7 @@ class TinyRun:
 
 
 def timeless_lines(path: Path) -> list[dict[str, Any]]:
-    """Without what depends on the machine, and without a line that a killed process has left torn."""
+    """The lines without the keys that depend on the machine, and without a line that a kill has left incomplete."""
     if not path.exists():
         return []
     lines = [json.loads(text) for text in path.read_text().splitlines() if text.endswith("}")]
@@ -102,7 +102,7 @@ def timeless_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def make_setup(folder: Path, pairs: list[tuple[str, str]]) -> TinySetup:
-    """Model and data; `pairs`: questions and answers to train on."""
+    """Writes model and data; `pairs` are the questions and answers to train on."""
     model = write_model(folder / "model")
     return TinySetup(
         untied=model,

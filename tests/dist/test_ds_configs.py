@@ -48,7 +48,7 @@ def make_recipe(model: str, json_file: str, precision: str, estimator: str, lora
         model={"path": model, "precision": precision},
         engine={"deepspeed_config": json_file},
         batch={"global_size": 8, "micro_batch_size_per_rank": 2},
-        # Clipping that is in force: with an offloaded optimizer DeepSpeed keeps norms of its own, which alpha changes.
+        # Clipping that is in effect: with an offloaded optimizer DeepSpeed keeps norms of its own, which alpha changes.
         optimizer={"learning_rate": step_runs.LEARNING_RATE, "gradient_clipping": 0.05},
         probe={"direction": "adam"},  # reads the optimizer's moments
         utility=ESTIMATORS[estimator],
@@ -122,7 +122,7 @@ def shipped_and_in_fp32(folder: Path) -> dict[tuple[str, str], str]:
 @pytest.fixture(scope="module")
 def outcomes(model, tmp_path_factory) -> dict[tuple, Outcome]:
     files = shipped_and_in_fp32(tmp_path_factory.mktemp("json"))
-    return run_ranks(train_with_every_file, 2, model, files, timeout_seconds=300)[0]
+    return run_ranks(train_with_every_file, 2, model, files)[0]
 
 
 def assert_same(found: Outcome, plain: Outcome, precision: str) -> None:
@@ -160,7 +160,7 @@ def test_a_file_gives_what_the_plain_one_gives(outcomes, name, estimator, lora):
         ("zero3_bf16_offload_all", "cpu", "cpu"),
     ],
 )
-def test_offloading_is_in_force(outcomes, name, optimizer, parameters):
+def test_offloading_is_in_effect(outcomes, name, optimizer, parameters):
     found = outcomes[name, "bf16", "jvp", False]
     assert found.offloads == (optimizer, parameters)
     assert 0 < found.num_persistent < found.num_trainable

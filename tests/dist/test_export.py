@@ -1,4 +1,4 @@
-"""What a run of 2 ranks exports, at its end and from its checkpoint, computes what its engine computed."""
+"""The exports of a run on 2 ranks, at its end and from its checkpoint, compute what its engine computed."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ class Outcome:
     held_bytes: int = 0
     """Most bytes of weights that this rank kept for one file."""
     failure: str = ""
-    """What all ranks say when one of them cannot write its file."""
+    """The messages of all ranks when one of them cannot write its file."""
 
 
 def make_recipe(folder: Path, name: str, *, precision: str, tied: bool, lora: dict | None = None) -> Recipe:
@@ -148,7 +148,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
             del config[key]  # the recipe's
         (folder / f"{precision}.json").write_text(json.dumps(config))
-    return run_ranks(train_all, 2, folder, timeout_seconds=300)
+    return run_ranks(train_all, 2, folder)
 
 
 def stored(folder: Path) -> dict[str, Tensor]:

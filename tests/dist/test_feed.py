@@ -24,7 +24,7 @@ class Tokenizer:
 
 
 class Sequences(list):
-    """What a store is to the feed."""
+    """A token store as the feed sees it."""
 
     @property
     def lengths(self) -> list[int]:
@@ -43,14 +43,14 @@ def dataset(num_sequences: int, token: int) -> Sequences:
 
 @lru_cache(maxsize=1)
 def model_folder() -> str:
-    """With the configuration that the costs of attention and linear layers are taken from."""
+    """A model with the configuration that the costs of attention and linear layers are computed from."""
     folder = tempfile.mkdtemp()
     tiny.qwen3().config.save_pretrained(folder)
     return folder
 
 
 def ids_by_step(probe_every: int, trusted: bool) -> list[tuple[list[int], list[int], set[int]]]:
-    """Of this rank: ids of the main and the probe batch, and the tokens of the probe."""
+    """This rank's sequence ids in the main and the probe batch, and the tokens of the probe."""
     recipe = step_runs.recipe(
         batch={"global_size": 4},
         probe={"batch_size": 2, "every": probe_every},

@@ -1,4 +1,4 @@
-"""How true the two estimators are in bf16 on a real pretrained model, through the real engine.
+"""Accuracy of the two estimators in bf16 on a real pretrained model, through the real engine.
 
 The reference is the derivative of the plain Hugging Face model in fp64 along the direction that the engine holds, so
 that the estimator alone is compared; for full parameters also along the exact model's own probe gradient, which adds
@@ -54,10 +54,10 @@ class Fidelity:
     jvp: float
     jvp_relative_error: float
     upcast_relative_error: float
-    """Of forward mode with the parameters of each module in fp32, which the others are compared with, against the
+    """Error of forward mode with the parameters of each module in fp32, which the others are compared with, against the
     reference in fp64; over the tokens of the first sequence."""
     jvp_along_exact_gradient: float | None
-    """With the utilities along the reference's own probe gradient; None where it was not computed."""
+    """Correlation with the utilities along the reference's own probe gradient; None where it was not computed."""
     finite_difference: dict[float, float]
     """By epsilon."""
     changed_fraction: dict[float, float]
@@ -73,7 +73,7 @@ def model_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def on_one_rank(model_folder: Path) -> list[tuple[dict[str, "Fidelity"], dict[str, "Upcast"]]]:
-    return run_ranks(measure_all, 1, str(model_folder), timeout_seconds=500)
+    return run_ranks(measure_all, 1, str(model_folder))
 
 
 @pytest.fixture(scope="session")
@@ -197,7 +197,7 @@ class Upcast:
     """Largest, nats."""
     relative_error: float
     relative_error_without: float
-    """Of forward mode in the parameters' precision."""
+    """Error of forward mode in the parameters' precision."""
     leaves_nothing_behind: bool
 
 

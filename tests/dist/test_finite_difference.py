@@ -114,7 +114,7 @@ def check_everything() -> dict:
 
 @pytest.fixture(scope="module")
 def checks() -> list[dict]:
-    found = run_ranks(check_everything, 2, timeout_seconds=300)
+    found = run_ranks(check_everything, 2)
     for of_rank in found:
         rounding = {key: value for key, value in of_rank["rounding"].items() if key != "first_numbers"}
         print(rounding, of_rank["search"], of_rank["steps"])

@@ -185,7 +185,7 @@ def check_everything(folder: str) -> dict[str, object]:
 def checks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("model")
     tiny.qwen3().save_pretrained(folder)
-    return run_ranks(check_everything, 2, str(folder), timeout_seconds=400)
+    return run_ranks(check_everything, 2, str(folder))
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

@@ -1,4 +1,4 @@
-"""What a host needs to load a model: each rank its shards and a constant, not the model once per rank."""
+"""Host memory while a model is loaded: each rank needs its shards and a constant, not the whole model."""
 
 import threading
 from pathlib import Path
@@ -17,7 +17,7 @@ SIZES = dict(vocab_size=8192, hidden_size=1024, intermediate_size=3072, num_hidd
 
 
 def own_memory_bytes() -> int:
-    """Of this process alone, without the files that it has mapped: those the kernel can drop."""
+    """Memory of this process without the files that it has mapped, which the kernel can drop."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 

@@ -113,7 +113,7 @@ def run_all() -> dict[tuple, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def deviations() -> dict[int, list[dict[tuple, dict[str, float]]]]:
-    return {world_size: run_ranks(run_all, world_size, timeout_seconds=500) for world_size in (1, 2)}
+    return {world_size: run_ranks(run_all, world_size) for world_size in (1, 2)}
 
 
 @pytest.mark.parametrize("world_size", (1, 2))
@@ -127,7 +127,7 @@ def test_a_step_of_every_combination_equals_the_reference(deviations, world_size
         for quantity in ("weights", "alpha", "gradient", "loss"):
             assert worst[quantity] < 1e-5, quantity
         assert worst["parameters"] < 1e-6
-        # The weights of these two are no distribution; if they were, the method would not have been in force.
+        # The weights of these two do not sum to 1; if they did, the method would not have been in effect.
         if combination[0] == "dft":
             assert 0 < worst["total_weight"] < 0.5
         if combination[0] == "iw_sft":

@@ -102,7 +102,7 @@ def run_all() -> dict[str, dict[str, float]]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_packed_equals_unpacked(world_size: int) -> None:
-    for rank, worst in enumerate(run_ranks(run_all, world_size, timeout_seconds=400)):
+    for rank, worst in enumerate(run_ranks(run_all, world_size)):
         for case, deviations in worst.items():
             print(f"rank {rank}, {case}: " + "  ".join(f"{name} {value:.1e}" for name, value in deviations.items()))
             assert all(deviation < 1e-5 for deviation in deviations.values()), case

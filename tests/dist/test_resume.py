@@ -122,7 +122,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_case(folder: Path, name: str) -> list[str]:
-    """What differs between a straight run and one that was stopped, or killed, and resumed."""
+    """Differences between an uninterrupted run and one that was stopped, or killed, and resumed."""
     straight, stopped = (recipe(folder, f"{name}_{kind}", CASES[name]) for kind in ("straight", "stopped"))
     if name in STOPPED_TWICE:
         expected = resumed_runs.to_the_end(straight)
@@ -280,7 +280,7 @@ def at_four_ranks(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def found(setup: Path) -> dict[str, Any]:
-    first, second = run_ranks(at_two_ranks, 2, setup, timeout_seconds=600)
+    first, second = run_ranks(at_two_ranks, 2, setup)
     assert first["minutes"] == second["minutes"] and first["no_room"] == second["no_room"]  # or a rank would wait
     assert first["one_rank_cannot_write"]["message"] == second["one_rank_cannot_write"]["message"]
     return first

@@ -143,7 +143,7 @@ def run_all_cases() -> dict[str, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def deviations() -> list[dict[str, dict[str, float]]]:
-    return run_ranks(run_all_cases, 2, timeout_seconds=400)
+    return run_ranks(run_all_cases, 2)
 
 
 @pytest.mark.parametrize("name", CASES)

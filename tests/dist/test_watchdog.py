@@ -1,4 +1,4 @@
-"""Two ranks, one of which fails in a way that the launcher does not see, or not first."""
+"""Two ranks, one of which fails in a way that the launcher does not notice, or not first."""
 
 import re
 import socket
@@ -22,13 +22,13 @@ if case in ("killed elsewhere", "stopped elsewhere"):
     socket.gethostname = lambda: f"node{rank}"  # then nobody looks at the other's process
 stop_signals.listen()
 start_process_group(timeout_minutes=2)
-# 0.1 minutes: a rank is stuck after 5.4 s, long before the collectives of this group give up.
-with watchdog.watching(lost_rank_seconds=5, timeout_minutes=0.1), stop_signals.held_back():
+# 0.2 minutes: a rank is stuck after 10.8 s, long before the collectives of this group give up.
+with watchdog.watching(lost_rank_seconds=5, timeout_minutes=0.2), stop_signals.held_back():
     mark("reading", step=3)
     if rank == 1:
-        time.sleep(1.5)  # until rank 0 has seen the place
+        time.sleep(4)  # until rank 0 has seen the place
         if case == "stuck":
-            time.sleep(60)
+            time.sleep(600)
         elif case == "error":
             raise ValueError("no such token")
         else:
@@ -38,10 +38,10 @@ with watchdog.watching(lost_rank_seconds=5, timeout_minutes=0.1), stop_signals.h
 """
 
 SAID = {
-    "stuck": r"rank 0: PLACE: stuck there for [5-9] s; others wait at: step 3, main; the run ends",
+    "stuck": r"rank 0: PLACE: stuck there for \d+ s; others wait at: step 3, main; the run ends",
     "error": r"rank 0: PLACE: ValueError: no such token; what follows is how this rank noticed",
     "killed elsewhere": r"rank 0: PLACE: no sign of life for \d+ s; what follows is how this rank noticed",
-    "stopped elsewhere": r"rank 0: PLACE: no sign of life for [5-9] s; the run ends",
+    "stopped elsewhere": r"rank 0: PLACE: no sign of life for \d+ s; the run ends",
 }
 
 
@@ -52,9 +52,9 @@ def test_rank_is_named(case: str, tmp_path: Path):
     line = f"python -m vcore_ds.distributed.torchrun --nproc_per_node 2 {program} '{case}'"
     with Job(line, tmp_path / "log", PYTHONPATH=str(Path.cwd())) as job:
         if case == "stopped elsewhere":
-            job.wait_for("; the run ends", timeout_seconds=60)
+            job.wait_for("; the run ends")
             job.rank(1).resume()  # nobody ends it from another host; the launcher of its own waits half a minute
-        assert job.wait(90) == 1, job.output
+        assert job.wait() == 1, job.output
     host = "node1" if "elsewhere" in case else socket.gethostname()
     place = rf"rank 1 \(host {host}, pid \d+\), last seen at: step 3, reading"
     assert re.search(SAID[case].replace("PLACE", place), job.output), job.output

@@ -1,4 +1,4 @@
-"""What a user can get wrong: one message that says what to do, exit code 2, and nothing written."""
+"""Mistakes of a user: one message that says what to do, exit code 2, and nothing written."""
 
 import os
 from collections.abc import Callable, Iterator

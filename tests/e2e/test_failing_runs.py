@@ -1,4 +1,4 @@
-"""Runs that start and go wrong: utilities that are noise, losses and gradients that are no numbers."""
+"""Runs that start and fail: utilities that are noise, losses and gradients that are not finite."""
 
 import math
 import re
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import step_runs, tiny
-from tests.helpers.commands import FINITE_DIFFERENCE, free_port, read_metrics, run_command
+from tests.helpers.commands import FINITE_DIFFERENCE_METRICS, free_port, read_metrics, run_command
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
 from tests.helpers.tokenizer import make_tokenizer
@@ -32,7 +32,7 @@ def test_finite_difference_below_the_resolution_of_bf16_warns(setup: TinySetup, 
     changed = float(re.search(r"changed ([\d.]+)% of the trainable parameters", done.stdout)[1])
     ratio = float(re.search(r"made is ([\d.]+) times its error", done.stdout)[1])
     first, second = read_metrics(tmp_path / "output")
-    assert FINITE_DIFFERENCE <= first.keys() and first["epsilon"] == 1e-5
+    assert FINITE_DIFFERENCE_METRICS <= first.keys() and first["epsilon"] == 1e-5
     assert changed == pytest.approx(100 * first["changed_fraction"], abs=0.06) and changed < 5
     assert ratio == pytest.approx(first["signal_to_noise"], abs=0.006) and ratio < 3
     assert second["signal_to_noise"] is None  # measured once
@@ -40,7 +40,7 @@ def test_finite_difference_below_the_resolution_of_bf16_warns(setup: TinySetup, 
 
 
 def test_non_finite_loss_ends_the_run(setup: TinySetup, tmp_path: Path):
-    """A character that only one sequence holds, whose embedding is NaN; the sequence comes in the second step."""
+    """The embedding of a character that only one sequence contains is NaN; the sequence comes in the second step."""
     main_order, probe_stream = MainOrder(12, 4, 42), ProbeStream(12, 2, 42)
     probed = {i for k in range(2) for i in probe_stream.step(k)}
     bad = next(i for i in main_order.step(1) if i not in probed)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from matplotlib import image
 
-from tests.helpers.commands import run_command
+from tests.helpers.commands import free_port, run_command
 from tests.helpers.setups import TinySetup
 
 pytestmark = pytest.mark.e2e
@@ -78,7 +78,7 @@ def test_a_recipe_without_utilities_in_bf16_under_the_deepspeed_launcher(setup: 
     own.append(f"data.probe_path={setup.validation}")
     arguments = ["methods/sft.yaml", *setup.overrides(tmp_path / "run", *own, precision="bf16"), "lora=null"]
     arguments += ["--large-probe", "0", "--epsilons", "1e-5", "--output", str(output)]
-    said = fidelity("deepspeed --num_accelerators 2 --module vcore_ds.cli", arguments)
+    said = fidelity(f"deepspeed --num_accelerators 2 --master_port {free_port()} --module vcore_ds.cli", arguments)
     report = read(output)
     assert report["recipe"]["method"]["name"] == "sft" and "method sft has no utilities" in said
     assert f"Data: {setup.validation}: 5 of 5 rows" in said and report["probe_batch_size"] == 2

@@ -14,8 +14,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.helpers.commands import (
-    ALWAYS,
-    FINITE_DIFFERENCE,
+    FINITE_DIFFERENCE_METRICS,
+    METRICS,
+    free_port,
     has_control_characters,
     read_metrics,
     run_command,
@@ -26,7 +27,8 @@ from vcore_ds.config import dump_recipe, load_recipe
 
 pytestmark = pytest.mark.e2e
 
-DEEPSPEED_PORT = 29500  # of the deepspeed launcher when it is told none
+DEEPSPEED_PORT = 29500
+"""That of the deepspeed launcher when it is told none."""
 HELD_OUT = re.compile(r"held-out loss: ([\d.]+) before, ([\d.]+) after training")
 
 
@@ -46,9 +48,11 @@ class Run:
 
 
 def train(command: str, overrides: list[str], folder: Path, *, terminal: bool = False) -> Run:
-    if command.startswith("deepspeed "):
+    line = f"{command} {' '.join(overrides)}"
+    done = run_command(line, terminal=terminal)
+    while f"port: {DEEPSPEED_PORT}" in done.stdout and "EADDRINUSE" in done.stdout:  # another program's
         wait_for_port(DEEPSPEED_PORT)
-    done = run_command(f"{command} {' '.join(overrides)}", terminal=terminal)
+        done = run_command(line, terminal=terminal)
     assert done.returncode == 0, done.stdout
     assert "Traceback" not in done.stdout
     assert terminal or not has_control_characters(done.stdout), ascii(done.stdout)
@@ -114,12 +118,13 @@ def test_packed_rows_on_two_ranks_are_the_same_run(setup: TinySetup, bash_run: R
 
 def test_deepspeed_on_two_ranks_with_finite_differences_and_lora(setup: TinySetup, tmp_path: Path):
     folder = tmp_path / "run"
+    launcher = f"deepspeed --num_accelerators 2 --master_port {free_port()}"
     recipe = "--recipe launch_scripts/recipes/qwen3_32b_math_lora.yaml"
     overrides = setup.overrides(folder, "utility.estimator=finite_difference", "utility.epsilon=1e-3")
-    run = train(f"deepspeed --num_accelerators 2 launch_scripts/train_32b.sh {recipe}", overrides, folder)
+    run = train(f"{launcher} launch_scripts/train_32b.sh {recipe}", overrides, folder)
     assert run.output.count("step 2/2  loss ") == 1
     assert "warning: utility.epsilon" not in run.output  # in fp32 this epsilon resolves the loss
-    assert check_folder(run, load_recipe_of(run), also=FINITE_DIFFERENCE) == 2
+    assert check_folder(run, load_recipe_of(run), also=FINITE_DIFFERENCE_METRICS) == 2
     lines = read_metrics(folder)
     assert [line["epsilon"] for line in lines] == [1e-3, 1e-3]
     assert lines[0]["signal_to_noise"] > 3
@@ -161,7 +166,7 @@ def check_folder(run: Run, recipe, *, also: frozenset[str] = frozenset(), some: 
     assert [line["step"] for line in lines] == [1, 2]
     assert [line["epoch"] for line in lines] == pytest.approx([4 / 12, 8 / 12])
     for line in lines:
-        assert set(line) - set(some) == ALWAYS | set(also)
+        assert set(line) - set(some) == METRICS | set(also)
         assert line["sequences"] == 4 and line["supervised_tokens"] > 4
         assert all(math.isfinite(value) for value in line.values() if value is not None)
         parts = line["seconds_probe"] + line["seconds_utility"] + line["seconds_main"] + line["seconds_step"]

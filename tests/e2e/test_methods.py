@@ -36,7 +36,7 @@ def lines_by_method(tmp_path_factory) -> dict[str, list[dict]]:
     overrides = [f"model.path={model}", f"data.train_path={training}", "data.validation_path=null"]
     overrides += ["batch.global_size=2", "batch.micro_batch_size_per_rank=2", "schedule.num_steps=2"]
     overrides += ["probe.batch_size=1", "data.cutoff_length=192"]
-    run_ranks(train_all, 1, overrides, str(folder), timeout_seconds=500)
+    run_ranks(train_all, 1, overrides, str(folder))
     return {name: read_metrics(folder / name) for name in ("vcore", *FRAGMENTS)}
 
 

@@ -1,4 +1,4 @@
-"""Runs that are asked to stop, and ranks that die or hang: one run, stopped and resumed again and again."""
+"""Stop requests, and ranks that die or hang: one run, stopped and resumed by one test after the other."""
 
 import re
 import signal
@@ -17,12 +17,13 @@ from vcore_ds.errors import EXIT_STOPPED
 pytestmark = pytest.mark.e2e
 
 SCRIPT = "launch_scripts/train_32b.sh --recipe launch_scripts/recipes/qwen3_32b_math_lora.yaml"
-NUM_STEPS = 40
-LOST_RANK_SECONDS = 5
+NUM_STEPS = 80
+LOST_RANK_SECONDS = 10
+"""Long enough that a rank which only waits for a core is not taken for a lost one."""
 
 
 class OneRun:
-    """Its folder, and how far it has come."""
+    """The run's folder, and how far it has come."""
 
     def __init__(self, setup: TinySetup, folder: Path):
         self.folder, self._logs = folder / "run", folder
@@ -50,10 +51,8 @@ class OneRun:
         return sorted(int(path.parent.name.removeprefix("step_")) for path in complete)
 
     def check_stopped(self, job: Job, reason: str, code: int = EXIT_STOPPED) -> None:
-        """It has ended with a checkpoint of its last step, and says so once."""
-        before = time.monotonic()
+        """Checks that it ends with a checkpoint of its last step, and says so once."""
         assert job.wait() == code, job.output
-        print(f"ended after {time.monotonic() - before:.1f} s")
         steps = [line["step"] for line in read_metrics(self.folder)]
         assert steps == list(range(1, steps[-1] + 1)) and steps[-1] < NUM_STEPS
         assert self.saved_steps()[-1] == steps[-1]
@@ -68,7 +67,7 @@ def run(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> OneRun:
 
 
 def next_step(run: OneRun) -> str:
-    """The console's line of the first step that a resumed run takes."""
+    """Beginning of the console's line for the first step that a resumed run takes."""
     return f"step {max([0, *run.saved_steps()]) + 1}/{NUM_STEPS} "
 
 
@@ -95,7 +94,7 @@ def test_sigterm_to_torchrun(run: OneRun):
 
 
 def test_sigterm_to_the_deepspeed_command(run: OneRun):
-    """It dies without a word to the launcher below it and the ranks, which stop by themselves."""
+    """It dies without telling the launcher below it and the ranks, which stop by themselves."""
     with run.deepspeed() as job:
         job.wait_for(next_step(run))
         job.launcher.terminate()
@@ -103,7 +102,7 @@ def test_sigterm_to_the_deepspeed_command(run: OneRun):
 
 
 def test_sigterm_to_torchrun_itself(run: OneRun):
-    """It passes the signal on, and waits for the ranks, but keeps their exit code to itself."""
+    """It passes the signal on and waits for the ranks, but does not return their exit code."""
     with run.start("torchrun --nproc_per_node 2") as job:
         job.wait_for(next_step(run))
         job.launcher.terminate()
@@ -118,27 +117,27 @@ def test_killed_rank(run: OneRun):
         job.wait_for(next_step(run))
         victim = job.rank(1)
         victim.kill()
-        assert job.wait(20) == 1
+        assert job.wait() == 1
         said = rf"rank 0: {named(1, victim)}: its process is dead; what follows"
         assert re.search(said, job.output), job.output
         assert "Traceback" in job.output  # how the other rank noticed
 
 
 def test_rank_that_hangs_and_serves_the_store(run: OneRun):
-    """The other ranks cannot tell each other, as the store does not answer: each finds out for itself."""
+    """The other ranks cannot tell each other, since the store does not answer: each notices for itself."""
     with run.deepspeed() as job:
         job.wait_for(next_step(run))
         victim = job.rank(0)
         victim.suspend()
         # Of rank 1, or of rank 0, which rank 1 ends.
-        assert job.wait(LOST_RANK_SECONDS + 15) in (1, 256 - signal.SIGKILL)
+        assert job.wait() in (1, 256 - signal.SIGKILL)
         said = rf"rank 1: {named(0, victim)}: (no sign of life|no answer) for \d+ s.*; the run ends"
         assert re.search(said, job.output), job.output
         assert "most recent call first" in job.output  # the stacks of the rank that waited
 
 
 def named(rank: int, process: psutil.Process) -> str:
-    """Pattern of what is said about a rank; its place may be a second old."""
+    """Pattern of the words that name a rank; its position may be a second old."""
     return re.escape(f"rank {rank} (host {socket.gethostname()}, pid {process.pid})") + r", last seen at: [\w, ]+"
 
 
@@ -160,8 +159,8 @@ def test_signal_before_the_first_step(run: OneRun):
     assert run.saved_steps() == before
 
 
-def test_goes_on_to_the_end(run: OneRun):
+def test_the_run_can_be_finished(run: OneRun):
     with run.torchrun() as job:
-        assert job.wait(180) == 0, job.output
+        assert job.wait() == 0, job.output
     assert [line["step"] for line in read_metrics(run.folder)] == list(range(1, NUM_STEPS + 1))
     assert (run.folder / "adapter" / "adapter_model.safetensors").is_file()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import REPOSITORY, free_port
+from tests.helpers.commands import HANG_SECONDS, REPOSITORY, free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -25,11 +25,11 @@ def start(script: Path, source: str, *options: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    """What it printed."""
+    """Waits for the end. Returns the output."""
     try:
-        return process.communicate(timeout=60)[0]
+        return process.communicate(timeout=HANG_SECONDS)[0]
     finally:
-        process.kill()  # its ranks end by themselves: none sleeps longer than a minute
+        process.kill()  # its ranks end by themselves: none sleeps longer than this
 
 
 def one_node(num_ranks: int) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ def one_node(num_ranks: int) -> tuple[str, ...]:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_SECONDS
     while not path.exists():
         assert time.monotonic() < deadline, f"no {path}"
         time.sleep(0.1)
@@ -66,7 +66,7 @@ def stop(number, _):
     sys.exit(85)
 signal.signal(signal.SIGTERM, stop)
 open(mark, "w").close()
-time.sleep(60)
+time.sleep(600)
 """
     process = start(tmp_path / "rank.py", source, *one_node(2))
     for rank in (0, 1):
@@ -77,7 +77,7 @@ time.sleep(60)
 
 
 def test_a_request_before_the_ranks_listen_is_no_failure(tmp_path: Path):
-    process = start(tmp_path / "rank.py", f"open('{tmp_path}/started', 'w').close()\ntime.sleep(60)", *one_node(1))
+    process = start(tmp_path / "rank.py", f"open('{tmp_path}/started', 'w').close()\ntime.sleep(600)", *one_node(1))
     wait_for(tmp_path / "started")
     process.send_signal(signal.SIGUSR1)
     output = finish(process)
@@ -85,7 +85,7 @@ def test_a_request_before_the_ranks_listen_is_no_failure(tmp_path: Path):
 
 
 def test_nodes_that_end_seconds_apart_say_the_same(tmp_path: Path):
-    """The one that holds the rendezvous ends first."""
+    """The node that serves the rendezvous ends first."""
     port = free_port()
     several = ("--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}")
     source = "time.sleep(4 * int(os.environ['RANK']))\nsys.exit(85)"
@@ -98,7 +98,7 @@ def test_nodes_that_end_seconds_apart_say_the_same(tmp_path: Path):
 
 
 def wait_until_listening(port: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline:
         with socket.socket() as connection:
             if connection.connect_ex(("127.0.0.1", port)) == 0:

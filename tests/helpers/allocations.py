@@ -1,4 +1,4 @@
-"""What a piece of code allocates, counted tensor by tensor: the same on every machine, unlike a process's size."""
+"""Memory that code allocates, counted tensor by tensor: the same on every machine, unlike a process's size."""
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -7,12 +7,12 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the tensors that operations inside make. Views and results written in place make none.
+    """Counts the tensors that operations inside the block create. Views and in-place results create none.
 
     Attributes:
-        peak_bytes: highest sum over the tensors made inside that were alive at a time.
-        largest_numel: elements of the largest of them.
-        shapes: of all of them.
+        peak_bytes: largest sum over the tensors created inside that were alive at the same time.
+        largest_numel: number of elements of the largest one.
+        shapes: the shapes of all of them.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Commands as a user types them, and what they must leave behind."""
+"""Commands as a user types them, and the metrics they leave behind."""
 
 import json
 import os
@@ -15,34 +15,47 @@ import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-_OF_THIS_PROCESS = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT DS_ACCELERATOR".split()
+_PROCESS_VARIABLES = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT DS_ACCELERATOR".split()
 
-ALWAYS = set(
+HANG_SECONDS = 600.0
+"""Time after which a command counts as hung. Only a failing test waits this long, so a loaded machine gets plenty."""
+
+METRICS = set(
     "step epoch padding_share rank_imbalance loss weighted_loss alpha tau kl num_saturated effective_sample_size "
     "total_weight utility_mean utility_std direction_norm probe_loss probe_grad_norm grad_norm "
     "learning_rate supervised_tokens sequences seconds seconds_probe seconds_utility seconds_main seconds_step "
     "tokens_per_second peak_memory_bytes".split()
 )
-FINITE_DIFFERENCE = {"epsilon", "changed_fraction", "signal_to_noise"}
+"""Keys of every line of metrics.jsonl."""
+
+FINITE_DIFFERENCE_METRICS = {"epsilon", "changed_fraction", "signal_to_noise"}
+"""The further keys of a run with finite differences."""
 
 
 def command_environment() -> dict[str, str]:
-    """Of a shell in the environment, for one command."""
-    environment = {key: value for key, value in os.environ.items() if key not in _OF_THIS_PROCESS}
+    """The variables of a shell with the environment activated, for one command."""
+    environment = {key: value for key, value in os.environ.items() if key not in _PROCESS_VARIABLES}
     environment |= {
         "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
         "OMP_NUM_THREADS": "1",
-        "PET_MASTER_PORT": str(free_port()),  # torchrun --master_port, so that the line stays as it is typed
+        # Stand for --master_port of torchrun and --num_accelerators of deepspeed, so that a line stays as it is typed:
+        # without it, `deepspeed FILE` starts a rank for each NUMA node.
+        "PET_MASTER_PORT": str(free_port()),
+        "LOCAL_SIZE": "1",
     }
     if torch.cuda.is_available():  # two ranks cannot share one GPU, and these tests are about the CPU's numbers
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     return environment
 
 
-def run_command(line: str, *, timeout_seconds: float = 240, terminal: bool = False) -> subprocess.CompletedProcess[str]:
-    """Runs `line` from the repository as from a shell in the environment; stdout holds stderr too.
+def run_command(
+    line: str, *, timeout_seconds: float = HANG_SECONDS, terminal: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Runs `line` in the repository, as a shell with the environment activated does; stdout includes stderr.
 
-    `terminal`: on a pseudo-terminal, with a person's progress bar.
+    Args:
+        timeout_seconds: after which the command and its ranks are killed and AssertionError is raised.
+        terminal: on a pseudo-terminal, where the progress bar is drawn.
     """
     # A new pseudo-terminal has no size, and a bar on it would be empty.
     words = ["script", "-qec", f"stty rows 50 cols 200; {line}", "/dev/null"] if terminal else shlex.split(line)
@@ -60,7 +73,7 @@ def run_command(line: str, *, timeout_seconds: float = 240, terminal: bool = Fal
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(f"no end after {timeout_seconds} s: {line}\n{output.decode()}") from None
+        raise AssertionError(f"still running after {timeout_seconds} s: {line}\n{output.decode()}") from None
     return subprocess.CompletedProcess(words, process.returncode, output.decode())
 
 
@@ -70,15 +83,15 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def wait_for_port(port: int, timeout_seconds: float = 120) -> None:
-    """Until nobody listens on `port`: the deepspeed launcher's is always the same unless it is told otherwise."""
+def wait_for_port(port: int, timeout_seconds: float = HANG_SECONDS) -> None:
+    """Waits until nobody listens on `port`, such as the one that the deepspeed launcher takes unless told otherwise."""
     deadline = time.monotonic() + timeout_seconds
     while time.monotonic() < deadline:
         with socket.socket() as connection:
             if connection.connect_ex(("127.0.0.1", port)) != 0:
                 return
         time.sleep(1)
-    raise AssertionError(f"port {port} is taken by another program")
+    raise AssertionError(f"another program has held port {port} for {timeout_seconds} s")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

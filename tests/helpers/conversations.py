@@ -1,4 +1,4 @@
-"""Conversations to tokens and stores, with the parts that `prepare` is made of."""
+"""Conversations as tokens and as stores, by the same functions as `vcore-ds prepare`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +9,12 @@ from vcore_ds.data.tokenization import tokenize_rendered
 
 
 def tokenize(conversations: Sequence[Conversation], tokenizer) -> list[TokenizedSequence]:
-    """Whole sequences; the id of each is its row, from 0."""
+    """Sequences that are not cut; the id of each is its row, from 0."""
     check_tokenizer(tokenizer)
     return tokenize_rendered([render_conversation(item, tokenizer) for item in conversations], tokenizer)
 
 
 def store(folder: Path, sequences: Sequence[TokenizedSequence], tokenizer) -> TokenStore:
-    """Written to `folder` and opened."""
+    """Writes the sequences to `folder` and opens them."""
     write_store(folder, sequences, tokenizer)
     return TokenStore(folder, tokenizer)

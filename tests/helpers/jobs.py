@@ -1,4 +1,4 @@
-"""A command with several ranks, watched and disturbed while it runs."""
+"""A command with several ranks that a test watches, signals and kills while it runs."""
 
 import shlex
 import subprocess
@@ -9,11 +9,11 @@ from typing import Self
 
 import psutil
 
-from tests.helpers.commands import REPOSITORY, command_environment
+from tests.helpers.commands import HANG_SECONDS, REPOSITORY, command_environment
 
 
 class Job:
-    """A launcher and its ranks. Leaving the `with` block ends whatever of it is left."""
+    """A launcher and its ranks. Leaving the `with` block kills those that are left."""
 
     def __init__(self, line: str, log: Path, **environment: str):
         """Args:
@@ -37,7 +37,7 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._look():
+        for process in self._processes_left():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self.launcher.wait()
@@ -46,18 +46,18 @@ class Job:
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def wait_for(self, text: str, timeout_seconds: float = 120) -> None:
-        """Until the output holds `text`."""
+    def wait_for(self, text: str, timeout_seconds: float = HANG_SECONDS) -> None:
+        """Waits until the output contains `text`; raises AssertionError where the launcher ends before."""
         deadline = time.monotonic() + timeout_seconds
         while text not in self.output:
             ended = self.launcher.poll() is not None
             assert not ended and time.monotonic() < deadline, f"no {text!r}: {self._line}\n{self.output}"
             time.sleep(0.02)
-        self._look()
+        self._processes_left()
 
     def rank(self, rank: int) -> psutil.Process:
-        """The process of a rank."""
-        for process in self._look():
+        """The process of that rank; raises AssertionError where there is none yet."""
+        for process in self._processes_left():
             with suppress(psutil.Error):
                 environment = process.environ()
                 # A rank's own children have its environment too.
@@ -65,24 +65,24 @@ class Job:
                     return process
         raise AssertionError(f"no rank {rank}:\n{self.output}")
 
-    def wait(self, timeout_seconds: float = 120) -> int:
-        """The launcher's exit code, once no process of the job is left."""
+    def wait(self, timeout_seconds: float = HANG_SECONDS) -> int:
+        """Waits until no process of the job is left. Returns the launcher's exit code."""
         deadline = time.monotonic() + timeout_seconds
         code = None
-        while code is None or self._look():
+        while code is None or self._processes_left():
             code = self.launcher.poll()
-            assert time.monotonic() < deadline, f"still there: {self._look()}: {self._line}\n{self.output}"
+            assert time.monotonic() < deadline, f"still running: {self._processes_left()}: {self._line}\n{self.output}"
             time.sleep(0.05)
         return code
 
-    def _look(self) -> list[psutil.Process]:
-        """All processes of the job that are left, those that the launcher has left behind among them."""
+    def _processes_left(self) -> list[psutil.Process]:
+        """All processes of the job that are left, including those that outlive the launcher."""
         with suppress(psutil.NoSuchProcess):
             self._seen |= {psutil.Process(self.launcher.pid), *self.launcher.children(recursive=True)}
-        return [process for process in self._seen if _is_left(process)]
+        return [process for process in self._seen if _is_running(process)]
 
 
-def _is_left(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -1,4 +1,4 @@
-"""The oracle: one VCORE step in plain PyTorch, one process, whole tensors, no code of ours.
+"""The oracle: one VCORE step in plain PyTorch, in one process, with whole tensors and no code of the package.
 
 Losses by `cross_entropy` over full logits, utilities by forward-mode differentiation of the whole model with its own
 eager attention (or by the difference), the budget's temperature by scipy's root finder, clipping and update by torch.
@@ -68,7 +68,7 @@ class Reference:
         return found
 
     def reference_losses(self, batch):
-        """Under the model without adapters, or with the parameters that training started from."""
+        """Losses under the model without its adapters, or under the parameters that training started from."""
         with torch.no_grad():
             if hasattr(self.model, "disable_adapter"):
                 with self.model.disable_adapter():
@@ -78,7 +78,10 @@ class Reference:
     def step(self, main, probe, *, method="vcore", temperature=None, kl_budget=None, normalization="sequence",
              alpha="loss_ratio", cap=1.0, clip=None, epsilon=None, kept=None, optimizer="sgd", probe_clip=None,
              groups=None):  # fmt: skip
-        """`kept`: for method random, a mask [n_i] per row. `groups`: rows of each micro-batch with its own alpha."""
+        """Args:
+        kept: for method `random`, a mask `[n_i]` for each row.
+        groups: the rows of each micro-batch, where every micro-batch has its own alpha.
+        """
 
         def counts(batch):
             return (batch.labels[:, 1:] != -100).sum(1)
@@ -138,7 +141,7 @@ class Reference:
 
 
 def tau(s, kl_budget):
-    """Root of KL(softmax(tau s) || uniform) = budget."""
+    """The root of `KL(softmax(tau s) || uniform) = kl_budget`, for one sequence's utilities."""
     s = s.double()
 
     def excess(t):

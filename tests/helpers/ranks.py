@@ -1,4 +1,4 @@
-"""`run_ranks(function, world_size)`: a function on several CPU ranks, with an end in every case."""
+"""`run_ranks(function, world_size)`: a function on several CPU ranks that always ends."""
 
 import os
 import pickle
@@ -15,15 +15,18 @@ import torch.multiprocessing as multiprocessing
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 300
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 900
 ) -> list[Any]:
     """Runs `function(*arguments)` once per rank, in fresh processes with a gloo process group, and returns their
     results by rank.
 
-    A file store instead of a port, so that no two tests meet. The first rank that fails ends all of them, and its
-    traceback is the message; so does the timeout. `function` must be importable (defined at the top level of a module).
+    The first rank that fails ends all of them, and its traceback is the message of the AssertionError; so does the
+    timeout, which only bounds a failure. A file store takes the place of a port, so that two tests cannot collide.
 
-    Starting costs 10 s or more, nearly all of it imports: put many checks into one function.
+    A start costs 10 s of CPU time for each rank, nearly all of it imports: put many checks into one function.
+
+    Args:
+        function: at the top level of a module, since each rank imports it.
     """
     folder = Path(tempfile.mkdtemp(prefix="ranks_"))
     context = multiprocessing.get_context("spawn")
@@ -82,9 +85,9 @@ def _run_rank(
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=120),
+            timeout=timedelta(minutes=10),
         )
-        start_process_group(timeout_minutes=2)
+        start_process_group(timeout_minutes=10)
         result = function(*arguments)
         Path(folder, f"result_{rank}").write_bytes(pickle.dumps(result))
     except BaseException:

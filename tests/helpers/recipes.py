@@ -1,4 +1,4 @@
-"""The smallest valid recipe, as the mapping that a YAML file would hold."""
+"""The smallest valid recipe, as the mapping in a YAML file."""
 
 import copy
 from typing import Any
@@ -15,5 +15,5 @@ _SMALLEST: dict[str, Any] = {
 
 
 def smallest_recipe() -> dict[str, Any]:
-    """A copy of its own, so that a test may change it."""
+    """A new copy, which a test may change."""
     return copy.deepcopy(_SMALLEST)

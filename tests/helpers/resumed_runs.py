@@ -1,5 +1,4 @@
-"""Whole runs (`vcore_ds.run.train`) on this rank that are stopped after a step, and what they leave; through
-`run_ranks`."""
+"""Whole runs (`vcore_ds.run.train`) that stop after a step, and the files they leave; called through `run_ranks`."""
 
 import json
 import shutil
@@ -25,9 +24,11 @@ class Stopped(Exception):
 
 @contextmanager
 def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -> Iterator[None]:
-    """Inside, runs save after these steps and the last one; and stop after the first of these that they reach.
+    """Inside the block, runs save after these steps and after the last one.
 
-    `killed`: instead, what a kill at that moment would leave is copied there.
+    Args:
+        stop: whether they stop, with `Stopped`, at the first of these steps.
+        killed: folder that receives a copy of what a kill at that moment would leave.
     """
     due, save, build_engine = Checkpoints.due, Checkpoints.save, run.build_engine
     engines = []
@@ -57,19 +58,19 @@ def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -
 
 
 def to_the_end(recipe: Recipe) -> Path:
-    """The run's folder, new or resumed."""
+    """Runs to the last step, from the beginning or resumed. Returns the run's folder."""
     with saving_after([], stop=False):
         return run.train(recipe).folder
 
 
 def killed_copy(recipe: Recipe, step: int, killed: Path) -> Path:
-    """A whole run's folder; `killed` gets what it was after that step."""
+    """Runs to the last step, and copies the folder to `killed` as it is after `step`. Returns the run's folder."""
     with saving_after([step], stop=False, killed=killed):
         return run.train(recipe).folder
 
 
 def until(recipe: Recipe, step: int) -> Path:
-    """The run's folder, after it was stopped."""
+    """Runs until it is stopped after `step`. Returns the run's folder."""
     try:
         with saving_after([step], stop=True):
             run.train(recipe)
@@ -79,7 +80,7 @@ def until(recipe: Recipe, step: int) -> Path:
 
 
 def tensors_of(folder: Path, step: int = NUM_STEPS) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole."""
+    """Every tensor of a checkpoint, unsharded."""
     state = folder / "checkpoints" / f"step_{step:08d}" / "state"
     metadata = dcp.FileSystemReader(state).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in metadata.items()}
@@ -88,14 +89,14 @@ def tensors_of(folder: Path, step: int = NUM_STEPS) -> dict[str, torch.Tensor]:
 
 
 def timeless_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl without what depends on the machine."""
+    """The lines of metrics.jsonl without the keys that depend on the machine."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     machine = ("tokens_per_second", "peak_memory_bytes", "checkpoint_bytes")
     return [{k: v for k, v in line.items() if k not in machine and not k.startswith("seconds")} for line in lines]
 
 
 def differences(folder: Path, expected: Path) -> list[str]:
-    """What of the last checkpoint's tensors and of the steps' lines is not the same to the last bit."""
+    """Names of the last checkpoint's tensors, and of the steps' metrics, that are not equal bit for bit."""
     here, there = tensors_of(folder), tensors_of(expected)
     found = sorted(here.keys() ^ there.keys())
     found += [name for name in here.keys() & there.keys() if not torch.equal(here[name], there[name])]

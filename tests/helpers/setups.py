@@ -1,4 +1,4 @@
-"""A model small enough for every command line here: two layers, byte-level tokenizer, a dozen conversations."""
+"""Files for command lines: a model of two layers with its tokenizer, and a dozen conversations."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from tests.helpers.tokenizer import CHATML, make_tokenizer
 
 @dataclass(frozen=True)
 class TinySetup:
-    """Model folders and data files, and how a recipe is pointed at them."""
+    """Model folders, data files, and the overrides that point a recipe at them."""
 
     untied: Path
     tied: Path
@@ -22,7 +22,7 @@ class TinySetup:
     def overrides(
         self, output_dir: Path, *changes: str, model: Path | None = None, precision: str = "fp32"
     ) -> list[str]:
-        """Of any of the shipped recipes; `changes` come last."""
+        """Overrides for any of the shipped recipes; `changes` come last."""
         return [
             f"model.path={model or self.untied}",
             f"model.precision={precision}",
@@ -59,5 +59,5 @@ def write_conversations(path: Path, pairs: Sequence[tuple[str, str]]) -> Path:
 
 
 def sums(numbers: Sequence[int]) -> list[tuple[str, str]]:
-    """Questions and answers, no two of the same length."""
+    """Questions and answers of many lengths."""
     return [(f"what is {n} plus {n}?", f"{n} and {n} " * (1 + n % 5) + f"is {2 * n}.") for n in numbers]

@@ -1,4 +1,4 @@
-"""Steps of the real engine on this rank, with everything inside them recorded; run through `run_ranks`."""
+"""Steps of the real engine on this rank, with all intermediate results recorded; called through `run_ranks`."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ rounding moves the parameter by a good part of the learning rate."""
 
 
 def recipe(**sections: dict[str, Any]) -> Recipe:
-    """A recipe whose files are never read; sections replace the defaults below."""
+    """A recipe whose files are never read; `sections` replace those of the same name below."""
     base: dict[str, Any] = {
         "model": {"path": "none", "precision": "fp32"},
         "data": {"train_path": "none"},
@@ -48,7 +48,7 @@ def make_engine(model, recipe: Recipe, *, persistence_threshold: int = 0, coales
 
 
 def deal(batch: Batch, micro_batch_size: int) -> list[Batch]:
-    """This rank's micro-batches of a global batch: rows dealt out one by one, an idle one where rows run out."""
+    """This rank's micro-batches of a global batch: rows are dealt out in turn, with idle batches where they run out."""
     own = list(range(layout.rank("shards"), batch.num_sequences, layout.size("shards")))
     most = -(-batch.num_sequences // layout.size("shards"))
     parts = [own[start : start + micro_batch_size] for start in range(0, most, micro_batch_size)]
@@ -73,7 +73,7 @@ def train_step(
 
 
 class Recorder(StepRecorder):
-    """Also keeps what a step computes on its way: utilities and weights by sequence, the gradient before clipping."""
+    """Also keeps intermediate results of a step: utilities and weights by sequence, the gradient before clipping."""
 
     def __init__(self, engine: Engine):
         super().__init__(engine.device)
@@ -96,7 +96,7 @@ class Recorder(StepRecorder):
             yield
 
     def by_sequence(self, batches: Sequence[Batch]) -> dict[int, tuple[torch.Tensor | None, torch.Tensor]]:
-        """Of this rank: sequence id -> (utilities, weights)."""
+        """This rank's sequences: id -> (utilities, weights)."""
         found = {}
         for batch, result in zip(batches, self.results, strict=True):
             for row, sequence_id in enumerate(batch.sequence_ids):
@@ -106,7 +106,7 @@ class Recorder(StepRecorder):
 
 
 def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    """A collective."""
+    """The unsharded fp32 parameters by name. A collective."""
     return {
         name.removeprefix("causal_lm."): safe_get_full_fp32_param(parameter).clone()
         for name, parameter in engine.trainable
@@ -118,7 +118,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def reference_of(model, recipe: Recipe) -> Reference:
-    """The same parameters in one process, with whole tensors and eager attention."""
+    """The oracle on a copy of `model`, with eager attention and the recipe's optimizer."""
     plain = copy.deepcopy(model)
     for module in plain.modules():
         if hasattr(module, "config") and hasattr(module.config, "_attn_implementation"):
@@ -148,7 +148,7 @@ def reference_options(recipe: Recipe) -> dict[str, Any]:
 
 
 def micro_batch_rows(num_rows: int, micro_batch_size: int) -> list[list[int]]:
-    """Rows of every rank's micro-batches, as `deal` makes them."""
+    """The rows in each micro-batch of all ranks, as `deal` makes them."""
     world_size = layout.size("shards")
     per_rank = [list(range(rank, num_rows, world_size)) for rank in range(world_size)]
     return [own[start : start + micro_batch_size] for own in per_rank for start in range(0, len(own), micro_batch_size)]

@@ -1,4 +1,4 @@
-"""Tiny random models and batches, made in memory; no hub, no files."""
+"""Tiny random models and batches, made in memory."""
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
@@ -23,7 +23,7 @@ def qwen3(*, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int =
 
 
 def with_lora(model: PreTrainedModel, *, dropout: float = 0.0, seed: int = 1):
-    """Adapters off their initial point, where B = 0 and half of the gradients vanish."""
+    """`model` with adapters away from their initial point, where B = 0 and half of the gradients vanish."""
     torch.manual_seed(seed)
     adapted = add_lora(model, LoraConfig(rank=4, alpha=8, dropout=dropout))
     for name, parameter in adapted.named_parameters():
@@ -67,7 +67,7 @@ def take(batch: Batch, indices: list[int]) -> Batch:
 
 
 def deepspeed_config(*, bf16: bool = False, gradient_clipping: float = 0.0, persistence_threshold: int = 0) -> dict:
-    """Clipping off by default, so that a wrong scale cannot hide behind it."""
+    """ZeRO-3. Clipping is off by default, since it would hide a wrong scale."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

@@ -34,7 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "vcore, jvp": dict(method={"kl_budget": 0.1}, probe={"direction": "adam", "clip": 1.0}),
     "vcore, finite difference": dict(
         # 0.1 of a gradient of norm 1: a smaller one would show the rounding of losses more than anything else.
-        method={"kl_budget": 0.1, "alpha": "variance", "alpha_cap": None},
+        method={"kl_budget": 0.1, "alpha": "effective_sample_size"},
         probe={"clip": 1.0},
         utility={"estimator": "finite_difference", "epsilon": 0.1},
     ),
@@ -115,4 +115,4 @@ def _run_methods() -> dict[str, Trajectory]:
 
 def run_all() -> dict[str, Trajectory]:
     """The trajectory of every case, in one launch: starting two ranks takes longer than the steps."""
-    return run_ranks(_run_methods, NUM_RANKS, timeout_seconds=400)[0]
+    return run_ranks(_run_methods, NUM_RANKS)[0]

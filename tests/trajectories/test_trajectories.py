@@ -18,11 +18,11 @@ def test_the_record_has_every_case() -> None:
 
 @pytest.mark.parametrize("case", runs.CASES)
 def test_a_trajectory_is_the_one_on_record(found: dict[str, runs.Trajectory], case: str) -> None:
-    expected = record.read()
-    changed = record.differences(found[case], expected["trajectories"][case])
+    expected, tolerance = record.read(), record.tolerance_of(case)
+    changed = record.differences(found[case], expected["trajectories"][case], tolerance)
     assert not changed, "\n".join(
         [
-            f"{case}: {len(changed)} numbers differ from {record.FILE.name} by more than {record.TOLERANCE:.0e}:",
+            f"{case}: {len(changed)} numbers differ from {record.FILE.name} by more than {tolerance:.0e}:",
             *changed[:10],
             record.describe_environments(expected["environment"]),
             f"If the change is meant: {record.COMMAND}",

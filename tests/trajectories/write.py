@@ -10,7 +10,7 @@ def main() -> None:
     found = runs.run_all()
     before = record.read() if record.FILE.exists() else {"environment": {}, "trajectories": {}}
     for case, trajectory in found.items():
-        changed = record.differences(trajectory, before["trajectories"].get(case, []))
+        changed = record.differences(trajectory, before["trajectories"].get(case, []), record.tolerance_of(case))
         print(f"{case}: " + (f"{len(changed)} numbers changed; {changed[0]}" if changed else "as before"))
     print(record.describe_environments(before["environment"]))
     record.write(found)

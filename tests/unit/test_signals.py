@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,16 @@ START = """
     def after(seconds, number):
         threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
 
+    def wait_until_noted():
+        while stop_signals.received is None:
+            time.sleep(0.01)
+
+    def once_noted(number):
+        "Sends a second signal, when it cannot be an echo of the first any more."
+        wait_until_noted()
+        time.sleep(2 * signals.SAME_REQUEST_SECONDS)
+        os.kill(os.getpid(), number)
+
     def block():
         "The main thread as in a collective that never returns: in C, where no Python signal handler can run."
         lock = threading.Lock()
@@ -32,7 +43,7 @@ START = """
 
 def run(code: str, arguments: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     program = textwrap.dedent(START) + textwrap.dedent(code)
-    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=30)
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGUSR1"])
@@ -44,6 +55,7 @@ def test_with_nothing_to_lose_it_ends_at_once(number: str):
 
 def test_held_back_it_is_noted_and_echoes_are_not_a_second_signal():
     done = run("""
+        signals.SAME_REQUEST_SECONDS = 60.0
         stop_signals.listen()
         with stop_signals.held_back():
             for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
@@ -61,7 +73,7 @@ def test_second_signal_ends_a_process_that_is_stuck():
         stop_signals.listen()
         with stop_signals.held_back():
             after(0.1, signal.SIGTERM)
-            after(1.0, signal.SIGTERM)
+            threading.Thread(target=once_noted, args=(signal.SIGTERM,)).start()
             block()
     """)
     assert done.returncode == 128 + signal.SIGTERM
@@ -73,7 +85,7 @@ def test_what_is_pending_at_the_end_of_training_is_not_forgotten():
         stop_signals.listen()
         with stop_signals.held_back():
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.2)
+            wait_until_noted()
         print("went on")
     """)
     assert done.returncode == EXIT_STOPPED and done.stdout == ""
@@ -82,11 +94,11 @@ def test_what_is_pending_at_the_end_of_training_is_not_forgotten():
 def test_last_words_are_not_cut_short():
     done = run("""
         stop_signals.listen()
-        stop_signals.leave(last_words_seconds=0.5)
+        stop_signals.leave(last_words_seconds=600)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.3)
+        wait_until_noted()
         print("words", flush=True)
-        time.sleep(0.4)
+        stop_signals.leave(last_words_seconds=0)
         os.kill(os.getpid(), signal.SIGTERM)
         block()
     """)
@@ -118,27 +130,39 @@ def test_ignored_signals_stay_ignored():
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "a shell"])
-def test_end_of_the_launcher(launcher: str):
+def test_end_of_the_launcher(launcher: str, tmp_path: Path):
     """Three generations: a command, the launcher that it starts (for deepspeed), and a rank that outlives them."""
     done = run(
         """
         signals.SECONDS_BETWEEN_LOOKS_AT_THE_LAUNCHER = 0.1
-        generation, launcher = int(sys.argv[1]), sys.argv[2]
+        generation, launcher, ready = int(sys.argv[1]), *sys.argv[2:4]
         if launcher == "torchrun":
             os.environ["TORCHELASTIC_RUN_ID"] = "1"
         if generation < (2 if launcher == "deepspeed" else 1):
             # The names that a rank looks for in the command lines above it.
             name = ["deepspeed." + "launcher.launch"] if launcher == "deepspeed" else []
             code = open(f"/proc/{os.getpid()}/cmdline").read().split("\\0")[2]
-            child = subprocess.Popen([sys.executable, "-c", code, str(generation + 1), launcher, *name])
-            time.sleep(0.5) if generation == 0 else child.wait()
+            child = subprocess.Popen([sys.executable, "-c", code, str(generation + 1), launcher, ready, *name])
+            while generation == 0 and not os.path.exists(ready):
+                time.sleep(0.01)
+            generation == 0 or child.wait()
             os._exit(0)
+        look_up = signals._launchers
+
+        def look_up_and_say():
+            launchers = look_up()
+            open(ready, "w").close()  # the launcher may end now
+            return launchers
+
+        signals._launchers = look_up_and_say
         stop_signals.listen()
         with stop_signals.held_back():
-            time.sleep(1.5)
+            deadline = time.monotonic() + (2 if launcher == "a shell" else 200)
+            while stop_signals.received is None and time.monotonic() < deadline:
+                time.sleep(0.01)
             print(stop_signals.received, flush=True)
             raise SystemExit
         """,
-        ["0", launcher],
+        ["0", launcher, str(tmp_path / "ready")],
     )
     assert done.stdout == ("None\n" if launcher == "a shell" else "the end of its launcher\n"), done.stderr

@@ -15,7 +15,7 @@ SCRIPTS = sorted((REPOSITORY / "launch_scripts").glob("*.slurm"))
 def run(script: Path, folder: Path, **environment: str) -> tuple[int, str]:
     outside = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
     done = subprocess.run(
-        ["bash", script], cwd=folder, env=outside | environment, capture_output=True, text=True, timeout=30
+        ["bash", script], cwd=folder, env=outside | environment, capture_output=True, text=True, timeout=300
     )
     return done.returncode, done.stderr
 

@@ -334,5 +334,5 @@ def test_opening_a_store_warns_of_nothing_and_loads_megatron_core_only_then(stor
         f"store = data.TokenStore({str(store)!r})\n"
         "print(len(store), len(store[0]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == (f"7 {len(make_sequences()[0])}\n", "")
