@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vcore_ds.data import load_tokenizer
 from vcore_ds.errors import UserError
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -101,9 +102,7 @@ def _select_traces(model_folder: Path) -> tuple[list[Trace], list[Trace]]:
     # Several conditions of the recording lead to the same prompt and the same answer: each is kept once.
     traces = list({str(trace["messages"]): trace for trace in _solutions(problems)}.values())
 
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer = load_tokenizer(str(model_folder))
     texts = [tokenizer.apply_chat_template(trace["messages"], tokenize=False) for trace in traces]
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     shortest_first = sorted(range(len(traces)), key=lengths.__getitem__)
