@@ -1,6 +1,7 @@
 """Rows per second of `vcore-ds prepare math`, the tokenizer's share of it, and what opening a large store costs.
 
     python -m tests.benchmarks.prepare --tokenizer MODEL [--rows 4000] [--sequences 1000000] [--processes 1 2]
+    python -m tests.benchmarks.prepare --tokenizer MODEL --rows 0 --sequences 50000 --sequence-tokens 4096    # 1 GB
 
 The rows have the schema of OpenMathReasoning and traces of its length (mean about 3,000 tokens): English words, numbers
 and LaTeX, of which the tokenizer sees all and math-verify the answers. MODEL is a folder with a tokenizer.
@@ -22,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.helpers.conversations import tokenize
-from vcore_ds.data import Conversation, TokenizedSequence, TokenStore, write_store
+from vcore_ds.data import Conversation, TokenizedSequence, TokenStore, check_contents, load_tokenizer, write_store
 from vcore_ds.data.prepare import PrepareRequest, curation, find_shards, prepare
 from vcore_ds.data.store import _indexed_dataset
 from vcore_ds.grading.verification import AnswerChecker
@@ -80,10 +81,8 @@ def measure_command(folder: Path, tokenizer: str, num_rows: int, processes: list
 
 def measure_parts(folder: Path, tokenizer_name: str) -> dict:
     """Seconds of each part of the work in this process, one after the other."""
-    from transformers import AutoTokenizer
-
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
+    tokenizer = load_tokenizer(tokenizer_name)
     shards = find_shards([str(folder / "raw")], "cot")
     started = time.perf_counter()
     rows = [row for shard in shards for _, row in shard.rows()]
@@ -114,12 +113,10 @@ def curate(rows: list[dict]) -> tuple[float, list[Conversation]]:
     return seconds, conversations
 
 
-def measure_opening(folder: Path, tokenizer_name: str, num_sequences: int) -> dict:
-    """A store of short sequences, opened in a fresh process: seconds, and memory it adds once modules are loaded."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
-    ids, supervised = np.arange(16, dtype=np.int32), np.arange(16) > 3
+def measure_opening(folder: Path, tokenizer_name: str, num_sequences: int, sequence_tokens: int) -> dict:
+    """A store of equal sequences, opened in a fresh process: seconds, and memory it adds once modules are loaded."""
+    tokenizer = load_tokenizer(tokenizer_name)
+    ids, supervised = np.arange(sequence_tokens, dtype=np.int32), np.arange(sequence_tokens) > 3
     started = time.perf_counter()
     write_store(folder / "large", (TokenizedSequence(i, ids, supervised) for i in range(num_sequences)), tokenizer)
     written = time.perf_counter() - started
@@ -136,17 +133,30 @@ def open_store(folder: Path) -> None:
     _indexed_dataset()  # seconds of imports that a rank has once, whatever it opens
     before, started = resident(), time.perf_counter()
     store = TokenStore(folder)
-    opened = time.perf_counter() - started
+    opened, own = time.perf_counter() - started, resident() - before
     positions = np.random.default_rng(0).integers(0, len(store), 2000).tolist()
     started = time.perf_counter()
     for position in positions:
-        assert len(store[position]) == 16
+        store[position]
     read = (time.perf_counter() - started) / len(positions)
+    checks = []
+    for _ in range(2):
+        started = time.perf_counter()
+        check_contents(folder, folder.parent / "cache", lambda text: None)
+        checks.append(time.perf_counter() - started)
+    del store.manifest["max_token_id"]  # as in stores of before
+    started = time.perf_counter()
+    store.max_token_id()
+    counted = time.perf_counter() - started
     print(
         json.dumps(
             {
+                "gigabytes": sum(store.manifest["files"].values()) / 1e9,
+                "seconds_checksums": checks[0],
+                "seconds_checksums_again": checks[1],
+                "seconds_largest_token_id": counted,
                 "seconds_opening": opened,
-                "bytes_own": resident() - before,
+                "bytes_own": own,
                 "microseconds_per_sequence_read": 1e6 * read,
                 "bytes_peak_of_process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             }
@@ -159,6 +169,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="folder with a tokenizer")
     parser.add_argument("--rows", type=int, default=4000)
     parser.add_argument("--sequences", type=int, default=1_000_000, help="of the store that is opened")
+    parser.add_argument("--sequence-tokens", type=int, default=16, help="tokens of each of these sequences")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -167,13 +178,14 @@ def main() -> None:
         return
     folder = Path(tempfile.mkdtemp())
     try:
-        (folder / "raw").mkdir()
-        write_rows(folder / "raw", arguments.rows)
-        result = {
-            "parts, one process": measure_parts(folder, arguments.tokenizer),
-            "command": measure_command(folder, arguments.tokenizer, arguments.rows, arguments.processes),
-            "opening": measure_opening(folder, arguments.tokenizer, arguments.sequences),
-        }
+        result = {}
+        if arguments.rows:
+            (folder / "raw").mkdir()
+            write_rows(folder / "raw", arguments.rows)
+            result["parts, one process"] = measure_parts(folder, arguments.tokenizer)
+            result["command"] = measure_command(folder, arguments.tokenizer, arguments.rows, arguments.processes)
+        sizes = arguments.sequences, arguments.sequence_tokens
+        result["opening"] = measure_opening(folder, arguments.tokenizer, *sizes)
         print(json.dumps(result, indent=2))
     finally:
         shutil.rmtree(folder)

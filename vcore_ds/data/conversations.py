@@ -61,8 +61,13 @@ def _message(message: Any, where: str) -> Message:
 
 def _kind(value: Any) -> str:
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    name = "an empty list" if value == [] else kinds.get(type(value), "a number")
-    return f"{name} ({_shorten(json.dumps(value, ensure_ascii=False))})"
+    kinds |= {int: "a number", float: "a number"}
+    name = "an empty list" if value == [] else kinds.get(type(value), type(value).__name__)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except RecursionError:
+        text = "nested too deeply"
+    return f"{name} ({_shorten(text)})"
 
 
 def _shorten(text: str) -> str:

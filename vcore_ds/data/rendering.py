@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateRuntimeError
 
 from vcore_ds.data.conversations import Conversation, Message, split_thinking
-from vcore_ds.errors import UserError
+from vcore_ds.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,9 +93,13 @@ def render_conversation(conversation: Conversation, tokenizer: "PreTrainedTokeni
 def _render(
     messages: list[Message], tokenizer: "PreTrainedTokenizerBase", *, add_generation_prompt: bool = False
 ) -> str:
-    return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=add_generation_prompt, **_TEMPLATE_ARGUMENTS
-    )
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **_TEMPLATE_ARGUMENTS
+        )
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # A template is a program about the keys of a message, which may be of any type.
+        raise TemplateRuntimeError(f"{type(error).__name__}: {first_line(error)}") from None
 
 
 def _last_turn_as_generated(

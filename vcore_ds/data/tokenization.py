@@ -47,8 +47,9 @@ def load_tokenizer(path: str, key: str = "model.path") -> "PreTrainedTokenizerBa
     from transformers import AutoTokenizer  # seconds to import, and processes that only read data do without
 
     try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+        # Without a decision about code of the tokenizer's own, transformers asks at the terminal.
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # the Rust library raises that very class
         raise UserError(f"{key}: {path}: no tokenizer can be loaded from there: {first_line(error)}") from None
 
 

@@ -8,13 +8,14 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace, \\{, is text
 
 def answer_spans(text: str) -> list[tuple[int, int]]:
     """Ranges of characters between the braces of every `\\boxed{...}`, nested braces included; unclosed ones are left
-    out."""
-    spans = []
-    for boxed in _BOXED.finditer(text):
-        depth = 1
-        for brace in _BRACE.finditer(text, boxed.end()):
-            depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-            if depth == 0:
-                spans.append((boxed.end(), brace.start()))
-                break
-    return spans
+    out. One pass, however many boxes are never closed."""
+    boxes = {boxed.end() for boxed in _BOXED.finditer(text)}
+    if not boxes:
+        return []
+    spans, open_braces = [], []
+    for brace in _BRACE.finditer(text):
+        if brace.group() == "{":
+            open_braces.append(brace.end())
+        elif brace.group() == "}" and open_braces and (begin := open_braces.pop()) in boxes:
+            spans.append((begin, brace.start()))
+    return sorted(spans)

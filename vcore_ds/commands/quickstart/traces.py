@@ -24,6 +24,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from vcore_ds.data import load_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.user_paths import writing
@@ -111,9 +112,7 @@ def _select_traces(model_folder: Path) -> tuple[list[Trace], list[Trace]]:
     # Several recording conditions gave the same prompt and answer: each pair is kept once.
     traces = list({str(trace["messages"]): trace for trace in _solutions(problems)}.values())
 
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer = load_tokenizer(str(model_folder))
     texts = [tokenizer.apply_chat_template(trace["messages"], tokenize=False) for trace in traces]
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     shortest_first = sorted(range(len(traces)), key=lengths.__getitem__)

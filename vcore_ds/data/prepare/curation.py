@@ -39,6 +39,10 @@ _SPEAKERS = {
 }
 
 
+_MAX_INDEX_DIGITS = 12
+"""Digits of a problem's number; int() refuses thousands of them."""
+
+
 class Dropped(Exception):
     """The row is well formed and not wanted; `args[0]` is the rule."""
 
@@ -78,8 +82,8 @@ def code_messages(row: Any, find_statement: Callable[[str, str, int], str | None
     statement: str | None = fields["question"].strip()
     if statement == "-":
         where = _texts(row, "dataset", "split", "index")
-        if not where["index"].isdecimal():
-            raise Malformed(f"`index` is {where['index']!r}, expected the number of the problem")
+        if not where["index"].isdecimal() or len(where["index"]) > _MAX_INDEX_DIGITS:
+            raise Malformed(f"`index` is {where['index']!r:.60}, expected the number of the problem")
         statement = find_statement(where["dataset"], where["split"], int(where["index"]))
     if not statement:
         raise Dropped(NO_STATEMENT)
@@ -99,8 +103,9 @@ def chat_messages(row: Any) -> tuple[str, list[Message]]:
     elif "instruction" in row and "output" in row:
         shape, messages = "Alpaca", _alpaca(row)
     else:
-        keys = ", ".join(row) or "no key at all"
-        raise Malformed(f"found the keys {keys}; expected `messages`, `conversations`, or `instruction` and `output`")
+        raise Malformed(
+            f"found the keys {_names(row)}; expected `messages`, `conversations`, or `instruction` and `output`"
+        )
     try:
         checked = check_messages(messages)
     except ValueError as error:
@@ -122,7 +127,7 @@ def _sharegpt(row: dict[str, Any]) -> list[Message]:
         turn = {key: value for key, value in turn.items() if value is not None}
         speaker, text = turn.pop("from", turn.pop("role", None)), turn.pop("value", turn.pop("content", None))
         if not isinstance(speaker, str) or speaker.lower() not in _SPEAKERS:
-            raise Malformed(f"turn {number} is from {speaker!r}, expected one of {', '.join(_SPEAKERS)}")
+            raise Malformed(f"turn {number} is from {speaker!r:.60}, expected one of {', '.join(_SPEAKERS)}")
         messages.append({**turn, "role": _SPEAKERS[speaker.lower()], "content": text})
     return messages
 
@@ -132,7 +137,10 @@ def _alpaca(row: dict[str, Any]) -> list[Message]:
         {"input": "", "system": "", **row}, "instruction", "input", "output", "system", empty={"input", "system"}
     )
     messages = [{"role": "system", "content": fields["system"]}] if fields["system"].strip() else []
-    for pair in row.get("history") or []:
+    history = row.get("history") or []
+    if not isinstance(history, list):
+        raise Malformed(f"`history` is {type(history).__name__}, expected a list of pairs")
+    for pair in history:
         if not isinstance(pair, list) or len(pair) != 2:
             raise Malformed("`history` has an entry that is no pair of question and answer")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -159,7 +167,7 @@ def _keep_only(row: Any, name: str, value: str, rule: str) -> None:
     if not isinstance(row, dict):
         raise Malformed(f"found {type(row).__name__}, expected an object")
     if name not in row:
-        raise Malformed(f"no field `{name}`, found {', '.join(row) or 'none'}")
+        raise Malformed(f"no field `{name}`, found {_names(row)}")
     if row[name] != value:
         raise Dropped(rule)
 
@@ -168,9 +176,14 @@ def _texts(row: Any, *names: str, empty: set[str] = frozenset()) -> dict[str, st
     """Fields of a row that must be texts, and not be empty unless they may."""
     for name in names:
         if name not in row:
-            raise Malformed(f"no field `{name}`, found {', '.join(row) or 'none'}")
+            raise Malformed(f"no field `{name}`, found {_names(row)}")
         if not isinstance(row[name], str):
             raise Malformed(f"`{name}` is {type(row[name]).__name__} ({row[name]!r:.60}), expected a text")
         if not row[name].strip() and name not in empty:
             raise Malformed(f"`{name}` is empty")
     return {name: row[name] for name in names}
+
+
+def _names(row: dict[str, Any]) -> str:
+    """The row's keys for a message, however many and long they are."""
+    return f"{', '.join(row):.300}" or "none"

@@ -19,12 +19,15 @@ from vcore_ds.data.prepare.statements import Statements
 from vcore_ds.data.rendering import RenderedConversation, render_conversation
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
-from vcore_ds.errors import UserError
+from vcore_ds.errors import UserError, first_line
 from vcore_ds.files.aside import written_aside
 from vcore_ds.grading.verification import AnswerChecker
 
 NUM_EXAMPLES_OF_FAULTS = 20
 """Malformed rows of a shard that are reported with their reason."""
+
+MAX_FAULT_CHARACTERS = 1_000
+"""Longest reason that is reported: it quotes the row, which can be of any size."""
 
 _EMPTY_THINKING = re.compile(r"<think>\s*</think>")
 
@@ -93,21 +96,20 @@ def curate_shard(task: CurationTask, key_limit: int) -> ShardReport:
                     continue
                 report.num_rows += 1
                 try:
-                    messages = _curate(task, row, checker, shapes)
-                    _check_unicode(messages)
+                    line = _encode(_curate(task, row, checker, shapes))
                 except curation.Dropped as reason:
                     dropped[reason.args[0]] += 1
                     continue
                 except curation.Malformed as reason:
                     report.num_malformed += 1
                     if len(report.faults) < NUM_EXAMPLES_OF_FAULTS:
-                        report.faults.append((number, reason.args[0]))
+                        report.faults.append((number, reason.args[0][:MAX_FAULT_CHARACTERS]))
                     continue
                 report.num_curated += 1
                 key = sample_key(task.seed, task.shard_number, number)
                 if key < key_limit:
                     index.append((key, number, file.tell()))
-                    file.write(json.dumps(messages).encode() + b"\n")
+                    file.write(line)
     finally:
         checker.close()
     report.dropped, report.shapes = dict(dropped), dict(shapes)
@@ -174,7 +176,7 @@ def tokenize_block(task: TokenizationTask) -> None:
             outcomes[i] = KEPT
         except UserError as error:
             outcomes[i] = REFUSED
-            faults.append(str(error))
+            faults.append(str(error)[:MAX_FAULT_CHARACTERS])
     ids, marks, lengths, sequence_ids = [], [], [], []
     truncated, unsupervised_turns, empty_thinking = [], [], []
     sequences = iter(zip(rendered, tokenize_rendered(rendered, tokenizer), strict=True) if rendered else ())
@@ -246,11 +248,15 @@ def _curate(task: CurationTask, row: Any, checker: AnswerChecker, shapes: Counte
     return messages
 
 
-def _check_unicode(messages: list[Message]) -> None:
+def _encode(messages: list[Message]) -> bytes:
+    """A line of JSON. Raises `Malformed` for what is no Unicode text, or no JSON (parquet has times and bytes)."""
     try:
         json.dumps(messages, ensure_ascii=False).encode()
+        return json.dumps(messages).encode() + b"\n"
     except UnicodeEncodeError as error:
         raise curation.Malformed(f"half of a surrogate pair, which is no Unicode text ({error.reason})") from None
+    except (TypeError, RecursionError) as error:
+        raise curation.Malformed(f"a message that cannot be written as JSON ({first_line(error)})") from None
 
 
 def _read_messages(folder: Path, row: Curated) -> list[Message]:

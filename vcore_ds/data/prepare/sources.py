@@ -10,10 +10,13 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.files.user_paths import reading
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
 
 _JSONL_SHARD_BYTES = 32 * 2**20
 _PARQUET_SHARD_ROWS = 10_000
@@ -148,20 +151,28 @@ def _lines(shard: Shard) -> Iterator[tuple[int, Any]]:
             try:
                 text = line.decode("utf-8-sig" if is_first else "utf-8").strip()
                 yield number, json.loads(text) if text else BLANK
-            except UnicodeDecodeError as error:
-                yield number, Broken(f"not UTF-8 text ({error.reason} at byte {error.start})")
-            except json.JSONDecodeError as error:
-                yield number, Broken(f"not JSON ({error.msg} at column {error.colno})")
-            except RecursionError:
-                yield number, Broken("not JSON (nested too deeply)")
+            except (ValueError, RecursionError) as error:
+                yield number, Broken(_json_problem(error))
             number += 1
+
+
+def _json_problem(error: ValueError | RecursionError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text ({error.reason} at byte {error.start})"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON ({error.msg} at column {error.colno})"
+    if isinstance(error, RecursionError):
+        return "not JSON (nested too deeply)"
+    return f"not usable JSON ({first_line(error)})"  # an integer of thousands of digits
 
 
 def _array(shard: Shard) -> Iterator[tuple[int, Any]]:
     try:
         rows = json.loads(Path(shard.source).read_text(encoding="utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{shard.source}: begins like a list and is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{shard.source}: begins like a list and is {_json_problem(error)}: {first_line(error)}"
+        ) from None
     yield from enumerate(rows)
 
 
@@ -171,8 +182,8 @@ def _parquet_shards(path: Path) -> list[Shard]:
 
     try:
         metadata = pq.read_metadata(path)
-    except pa.ArrowException as error:
-        raise UserError(f"{path}: not a readable parquet file ({error})") from None
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable parquet file ({first_line(error)})") from None
     shards, start, num_rows = [], 0, 0
     for group in range(metadata.num_row_groups):
         num_rows += metadata.row_group(group).num_rows
@@ -190,11 +201,24 @@ def _parquet(shard: Shard) -> Iterator[tuple[int, Any]]:
     try:
         with pq.ParquetFile(shard.source) as file:
             for batch in file.iter_batches(256, row_groups=range(shard.start, shard.stop)):
-                for row in batch.to_pylist():
+                for row in _batch_rows(batch):
                     yield number, row
                     number += 1
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{shard.source}: not readable to its end ({error}); is the download complete?") from None
+        problem = first_line(error)
+        raise UserError(f"{shard.source}: not readable to its end ({problem}); is the download complete?") from None
+
+
+def _batch_rows(batch: "RecordBatch") -> Iterator[Any]:
+    """Rows as Python values; `Broken` for one that holds what is no text or no time."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError):
+        for i in range(batch.num_rows):
+            try:
+                yield from batch.slice(i, 1).to_pylist()
+            except (ValueError, OverflowError) as error:
+                yield Broken(f"not readable ({first_line(error)})")
 
 
 def _hub_shards(name: str, split: str) -> list[Shard]:

@@ -1,0 +1,266 @@
+"""Damaged data files, stores and model folders, at random: each ends in success or in one message, and soon."""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.setups import TinySetup, sums, write_conversations
+from vcore_ds.cli import main
+from vcore_ds.data import TokenStore, check_contents
+from vcore_ds.errors import UserError
+from vcore_ds.models import check_model_folder, load_causal_lm
+
+pytestmark = pytest.mark.e2e
+
+MAX_SECONDS = 10.0
+"""Processor time of this process for one damaged input: other load on the machine does not change it."""
+
+bounded = settings(
+    max_examples=150,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+EXTREMES: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    10**30,
+    1e308,
+    float("nan"),
+    "",
+    "x",
+    "\0",
+    "é" * 999,
+    [],
+    {},
+]
+EXTREMES += [[[]], [None], {"a": 1}, {"": None}]
+
+Damage = Callable[[bytes], bytes]
+
+
+@st.composite
+def byte_damages(draw: st.DrawFn) -> Damage:
+    """Bytes flipped, cut off, put in, moved; offsets are shares of the file, so that one damage fits any size."""
+    kind = draw(st.sampled_from(["flip", "truncate", "insert", "repeat", "swap", "zero"]))
+    where, length = draw(st.floats(0, 1)), draw(st.integers(1, 64))
+    new = draw(st.binary(min_size=1, max_size=16))
+    mask = draw(st.integers(1, 255))
+
+    def damage(content: bytes) -> bytes:
+        at = int(where * max(0, len(content) - 1))
+        before, part, after = content[:at], content[at : at + length], content[at + length :]
+        return {
+            "flip": before + bytes(byte ^ mask for byte in part) + after,
+            "truncate": before,
+            "insert": before + new + content[at:],
+            "repeat": before + part + content[at:],
+            "swap": after + part + before,
+            "zero": before + bytes(len(part)) + after,
+        }[kind]
+
+    return damage
+
+
+@st.composite
+def json_damages(draw: st.DrawFn) -> Damage:
+    """One value somewhere in a JSON file replaced by an extreme or mistyped one, or removed with its key."""
+    steps = draw(st.lists(st.integers(0, 30), min_size=1, max_size=4))
+    value, removes = draw(st.sampled_from(EXTREMES)), draw(st.integers(0, 3)) == 0
+
+    def damage(content: bytes) -> bytes:
+        lines = content.splitlines() if content[:1] == b"{" and content.count(b"\n{") else [content]
+        number = steps[0] % len(lines)
+        lines[number] = json.dumps(_change(json.loads(lines[number]), steps, value, removes)).encode()
+        return b"\n".join(lines)
+
+    return damage
+
+
+def _change(tree: Any, steps: list[int], value: Any, removes: bool) -> Any:
+    keys = list(tree) if isinstance(tree, dict) else list(range(len(tree))) if isinstance(tree, list) else []
+    if not keys or not steps:
+        return value
+    key = keys[steps[0] % len(keys)]
+    if len(steps) == 1 and removes:
+        del tree[key]
+    else:
+        tree[key] = _change(tree[key], steps[1:], value, removes)
+    return tree
+
+
+def ends_well(work: Callable[[], object]) -> None:
+    """Success, or a UserError of one message; any other exception, and a late end, is a failure of the test."""
+    started = time.process_time()
+    try:
+        work()
+    except UserError as error:
+        assert str(error).strip() and len(str(error)) < 5_000
+    assert time.process_time() - started < MAX_SECONDS
+
+
+def in_a_copy(folder: Path, copy: Path) -> Path:
+    shutil.rmtree(copy, ignore_errors=True)
+    return shutil.copytree(folder, copy)
+
+
+# ---- data files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("data")
+    lines = write_conversations(folder / "rows.jsonl", sums(range(4))).read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    rows.append({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]})
+    rows.append({"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]]})
+    pq.write_table(pa.Table.from_pylist(rows[:4]), folder / "rows.parquet")
+    return {
+        ".jsonl": "\n".join(map(json.dumps, rows)).encode(),
+        ".json": json.dumps(rows).encode(),
+        ".parquet": (folder / "rows.parquet").read_bytes(),
+    }
+
+
+@bounded
+@given(
+    st.sampled_from([".jsonl", ".json", ".parquet"]), st.lists(byte_damages(), min_size=1, max_size=3), json_damages()
+)
+def test_damaged_data(
+    data_files: dict[str, bytes],
+    setup: TinySetup,
+    tmp_path: Path,
+    suffix: str,
+    damages: list[Damage],
+    change: Damage,
+) -> None:
+    content = data_files[suffix]
+    cases = [content]
+    for damage in damages:
+        cases.append(damage(cases[-1]))
+    if suffix != ".parquet":
+        cases.append(change(content))
+    for case in cases[1:]:
+        _prepare(case, suffix, setup, tmp_path)
+
+
+def _prepare(content: bytes, suffix: str, setup: TinySetup, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    source, store = folder / f"rows{suffix}", folder / "store"
+    source.write_bytes(content)
+    words = ["prepare", "chat", str(source), "--tokenizer", str(setup.untied), "--output", str(store)]
+    words += ["--processes", "1", "--max-malformed", "0.9"]
+    out, errors = io.StringIO(), io.StringIO()
+    started = time.process_time()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        code = main(words)
+    assert time.process_time() - started < MAX_SECONDS
+    left = {path.name for path in folder.iterdir()} - {source.name, "store.malformed.txt"}
+    if code == 0:
+        assert left == {"store"} and len(TokenStore(store)) > 0
+    else:
+        assert code == UserError.EXIT_CODE
+        assert errors.getvalue().count("vcore-ds: ") == 1 and "Traceback" not in errors.getvalue()
+        assert left <= {"store.unfinished"}
+
+
+# ---- stores --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def store(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stores") / "store"
+    assert main(["prepare", "chat", str(setup.train), "--tokenizer", str(setup.untied), "--output", str(folder)]) == 0
+    return folder
+
+
+STORE_FILES = ["manifest.json", "tokens.bin", "tokens.idx", "marks.bin", "marks.idx"]
+STORE_FILES += ["sequence_id.npy", "num_supervised_tokens.npy"]
+
+
+@bounded
+@given(st.data())
+def test_damaged_store(store: Path, tmp_path: Path, data: st.DataObject) -> None:
+    damaged = in_a_copy(store, tmp_path / "store")
+    damage_folder(damaged, STORE_FILES, data)
+    whole = {name: (store / name).read_bytes() for name in STORE_FILES}
+    ends_well(lambda: read_whole(damaged, whole, tmp_path / "cache"))
+
+
+def read_whole(folder: Path, whole: dict[str, bytes], cache: Path) -> None:
+    """What passes has the tokens that were written: nothing that is damaged gets into a run."""
+    check_contents(folder, cache, lambda text: None)
+    opened = TokenStore(folder, vocabulary_size=259)
+    opened.describe()
+    assert all(len(sequence) for sequence in opened)
+    assert all((folder / name).read_bytes() == content for name, content in whole.items() if name != "manifest.json")
+
+
+def damage_folder(folder: Path, names: list[str], data: st.DataObject) -> None:
+    """One file damaged, removed, or exchanged with another."""
+    path = folder / data.draw(st.sampled_from(names))
+    kind = data.draw(st.sampled_from(["bytes", "json", "remove", "exchange"]))
+    if kind == "json" and path.suffix == ".json":
+        path.write_bytes(data.draw(json_damages())(path.read_bytes()))
+    elif kind == "remove":
+        path.unlink()
+    elif kind == "exchange":
+        other = folder / data.draw(st.sampled_from(names))
+        content = path.read_bytes()
+        path.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+    else:
+        path.write_bytes(data.draw(byte_damages())(path.read_bytes()))
+
+
+# ---- model folders -------------------------------------------------------------------------------------------------
+
+
+MODEL_FILES = ["config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+
+
+@bounded
+@given(st.data())
+def test_damaged_model_folder(setup: TinySetup, tmp_path: Path, data: st.DataObject) -> None:
+    folder = in_a_copy(setup.untied, tmp_path / "model")
+    damage_folder(folder, MODEL_FILES, data)
+    ends_well(lambda: load_all(folder))
+
+
+def load_all(folder: Path) -> None:
+    from vcore_ds.data import load_tokenizer
+
+    check_model_folder(str(folder))
+    load_tokenizer(str(folder))
+    load_causal_lm(str(folder), dtype=torch.float32, attention="sdpa", gradient_checkpointing=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offline() -> Iterator[None]:
+    """A damaged folder is no reason to ask the hub."""
+    before = os.environ.get("HF_HUB_OFFLINE")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    yield
+    os.environ.pop("HF_HUB_OFFLINE") if before is None else os.environ.update(HF_HUB_OFFLINE=before)

@@ -1,0 +1,206 @@
+"""Rows that no reader expects: each is malformed, counted with its file and line, and costs no other row."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.helpers.setups import make_tokenizer
+from vcore_ds.data import TokenStore, store_of
+from vcore_ds.data.prepare import PrepareRequest, prepare
+from vcore_ds.errors import UserError
+from vcore_ds.grading.answers import _BOXED, _BRACE, answer_spans
+
+GOOD = {"messages": [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "1"}]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    # A template that looks into a key that nobody checks, as those with tools do.
+    template = make_tokenizer().chat_template
+    make_tokenizer(
+        f"{{% for m in messages %}}{{% for t in m.tools or [] %}}{{{{ t }}}}{{% endfor %}}{{% endfor %}}{template}"
+    ).save_pretrained(folder)
+    return folder
+
+
+def prepared(kind: str, source: Path, tokenizer: Path) -> tuple[list[int], list[str]]:
+    """Rows that became sequences, and the report of the malformed ones."""
+    output = source.with_name("store")
+    shutil.rmtree(output, ignore_errors=True)
+    request = PrepareRequest(kind, (str(source),), str(tokenizer), "train")
+    prepare(request, output, max_malformed_share=0.9, say=lambda text: None)
+    report = output.with_name("store.malformed.txt")
+    return TokenStore(output).sequence_ids.tolist(), report.read_text(encoding="utf-8").splitlines()
+
+
+LINES = {
+    "integer of 5,000 digits": (b'{"messages": ' + b"9" * 5000 + b"}", "not usable JSON (Exceeds the limit"),
+    "100,000 brackets": (b"[" * 100_000, "not JSON (nested too deeply)"),
+    "100,000 objects": (b'{"a": ' * 100_000, "not JSON (nested too deeply)"),
+    "no UTF-8": (b'{"messages": "\xff"}', "not UTF-8 text (invalid start byte at byte 14)"),
+    "NUL": (b"\0" * 10, "not JSON (Expecting value at column 1)"),
+    "NaN": (b'{"messages": NaN}', "`messages` is a number (NaN)"),
+    "half of a surrogate pair": (
+        b'{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "a"}]}',
+        "half of a surrogate pair",
+    ),
+    "a million keys' characters": (b'{"' + b"k" * 10**6 + b'": 1}', "found the keys kkk"),
+    "speaker of a million characters": (
+        b'{"conversations": [{"from": "' + b"x" * 10**6 + b'", "value": "a"}]}',
+        "turn 1 is from 'xxx",
+    ),
+    "history that is a number": (b'{"instruction": "a", "output": "b", "history": 3}', "`history` is int"),
+    "key that breaks the template": (
+        b'{"messages": [{"role": "user", "content": "a", "tools": 3}, {"role": "assistant", "content": "a"}]}',
+        "refuses this conversation (roles user, assistant): TypeError: 'int' object is not iterable",
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "found"), LINES.values(), ids=LINES.keys())
+def test_line_is_malformed(line: bytes, found: str, tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_bytes(b"\n".join([json.dumps(GOOD).encode(), line, json.dumps(GOOD).encode()]))
+    kept, report = prepared("chat", source, tokenizer_folder)
+    assert kept == [0, 2]
+    (fault,) = report
+    assert fault.startswith(f"{source}:2: ") and found in fault and len(fault) < 1500
+
+
+def test_line_of_50_megabytes_is_read(tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text('"' + "x" * 50 * 10**6 + '"\n' + json.dumps(GOOD))
+    kept, report = prepared("chat", source, tokenizer_folder)
+    assert kept == [1] and report == [f"{source}:1: found str, expected an object"]
+
+
+@pytest.mark.parametrize("line", [line for line, _ in LINES.values()], ids=LINES.keys())
+def test_line_in_a_recipes_data_is_refused(line: bytes, tmp_path: Path, tokenizer_folder: Path) -> None:
+    from vcore_ds.data import load_tokenizer
+
+    source = tmp_path / "rows.jsonl"
+    source.write_bytes(json.dumps(GOOD).encode() + b"\n" + line)
+    with pytest.raises(UserError, match=f"The first: {source}:2: "):
+        store_of(
+            str(source),
+            load_tokenizer(str(tokenizer_folder)),
+            cutoff_length=100,
+            overlong="drop",
+            cache_folder=str(tmp_path / "cache"),
+            say=lambda text: None,
+        )
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir() and path.suffix != ".unfinished"]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '[{"a": ' + "9" * 5000 + "}]", "[{", '["\\'], ids=str)
+def test_array_that_is_no_json_is_refused(text: str, tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = tmp_path / "rows.json"
+    source.write_text(text)
+    with pytest.raises(UserError, match=f"{source}: begins like a list and is not"):
+        prepared("chat", source, tokenizer_folder)
+
+
+def write_table(path: Path, messages: pa.Array) -> Path:
+    pq.write_table(pa.table({"messages": messages}), path)
+    return path
+
+
+def invalid_text(rows: Sequence[bytes]) -> pa.Array:
+    """A column of strings that says that its bytes are UTF-8."""
+    offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    return pa.StringArray.from_buffers(len(rows), pa.py_buffer(offsets.tobytes()), pa.py_buffer(b"".join(rows)))
+
+
+def test_parquet_row_that_is_no_text_is_malformed(tmp_path: Path, tokenizer_folder: Path) -> None:
+    content = pa.StructArray.from_arrays(
+        [pa.array(["user", "assistant"] * 3), invalid_text([b"a", b"b", b"c", b"\xff", b"e", b"f"])],
+        ["role", "content"],
+    )
+    source = write_table(tmp_path / "rows.parquet", pa.ListArray.from_arrays([0, 2, 4, 6], content))
+    kept, report = prepared("chat", source, tokenizer_folder)
+    assert kept == [0, 2]
+    assert [fault.partition(" (")[0] for fault in report] == [f"{source}:2: not readable"]
+
+
+COLUMNS = {
+    "bytes": (pa.array([b"\xff", b"a"]), "`messages` is bytes ("),
+    "times": (pa.array([10**18, 1], pa.int64()).cast(pa.timestamp("us")), "not readable (date value out of range)"),
+    "numbers": (pa.array([1.5, 2.5]), "`messages` is a number (1.5)"),
+    "nulls": (pa.nulls(2), "found the keys none"),
+}
+
+
+@pytest.mark.parametrize(("column", "found"), COLUMNS.values(), ids=COLUMNS.keys())
+def test_parquet_of_other_columns_is_malformed(column, found: str, tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = write_table(tmp_path / "rows.parquet", column)
+    with pytest.raises(UserError) as error:
+        prepared("chat", source, tokenizer_folder)
+    assert "2 of 2 rows are malformed" in str(error.value) and f"The first: {source}:1: " in str(error.value)
+    assert found in str(error.value)
+
+
+def test_time_within_a_message_is_malformed(tmp_path: Path, tokenizer_folder: Path) -> None:
+    time = pa.array([0], pa.int64()).cast(pa.timestamp("us")).to_pylist()[0]
+    with_time = [{**message, "at": time} for message in GOOD["messages"]]
+    without = [{**message, "at": None} for message in GOOD["messages"]]
+    source = write_table(tmp_path / "rows.parquet", pa.array([with_time, without]))
+    kept, report = prepared("chat", source, tokenizer_folder)
+    assert kept == [1]
+    assert report == [
+        f"{source}:1: a message that cannot be written as JSON (Object of type datetime is not JSON serializable)"
+    ]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 100, -1, -50])
+def test_truncated_parquet_is_refused(num_bytes: int, tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = write_table(tmp_path / "rows.parquet", pa.array([GOOD["messages"]] * 100))
+    source.write_bytes(source.read_bytes()[:num_bytes])
+    with pytest.raises(UserError, match=f"{source}: (not a readable parquet file|the file is empty)"):
+        prepared("chat", source, tokenizer_folder)
+
+
+def test_code_row_with_an_endless_index_is_malformed(tmp_path: Path, tokenizer_folder: Path) -> None:
+    row = {"judgement": "right", "question": "a", "r1_generation": "<think>b</think>c"}
+    endless = {**row, "question": "-", "dataset": "taco", "split": "train", "index": "9" * 5000}
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps(row) + "\n" + json.dumps(endless))
+    kept, report = prepared("code", source, tokenizer_folder)
+    assert kept == [0] and "`index` is '999" in report[0] and len(report[0]) < 300
+
+
+def test_answers_in_boxes_that_are_never_closed() -> None:
+    """Seconds with one pass, hours with one for each box."""
+    text = "\\boxed{" * 10**6
+    assert answer_spans(text) == []
+    assert answer_spans(text + "a}}") == [(len(text) - 7, len(text) + 2), (len(text), len(text) + 1)]
+
+
+def test_answer_spans_are_those_of_each_box_on_its_own() -> None:
+    random = np.random.default_rng(0)
+    pieces = ["\\boxed{", "\\boxed {", "{", "}", "\\", "\\{", "\\}", "a", " ", "\\\\boxed{"]
+    num_spans = 0
+    for _ in range(2000):
+        text = "".join(random.choice(pieces, 12))
+        found = answer_spans(text)
+        assert found == spans_one_by_one(text), text
+        num_spans += len(found)
+    assert num_spans > 1000
+
+
+def spans_one_by_one(text: str) -> list[tuple[int, int]]:
+    spans = []
+    for boxed in _BOXED.finditer(text):
+        depth = 1
+        for brace in _BRACE.finditer(text, boxed.end()):
+            depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+            if depth == 0:
+                spans.append((boxed.end(), brace.start()))
+                break
+    return spans
