@@ -1,4 +1,4 @@
-"""Raw data that a recipe names, made a token store once and kept for every later run."""
+"""Token stores of the raw data that a recipe names: made once, kept for every later run."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ def store_of(
         cache_folder: see `cache_root`.
 
     Raises:
-        UserError: the data are not there, hold a row that is no conversation, or nothing to learn from.
+        UserError: the data are missing, hold a row that is not a conversation, or nothing to learn from.
     """
     if (Path(path) / MANIFEST).is_file():
         return Path(path)

@@ -9,8 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 
-# First entry of the entropy of each stream's generator, so that one seed gives independent streams.
 _MAIN, _PROBE = 0, 1
+"""First entry of the entropy of each stream's generator, so that one seed gives independent streams."""
 
 
 class MainOrder:

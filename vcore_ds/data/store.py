@@ -271,7 +271,7 @@ def _sha256(text: str) -> str:
 
 def _indexed_dataset():
     """megatron-core's module, imported here and not above: it brings 150 modules of megatron-core (seconds, 130 MiB),
-    which warn of GPU packages that storing tokens has no use for."""
+    which warn about GPU packages that storing tokens does not need."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.datasets import indexed_dataset

@@ -1,6 +1,6 @@
 """`vcore-ds prepare`: raw rows to a token store, in two rounds of shards that survive a kill.
 
-    OUTPUT.unfinished/request.json    what was asked for; another request begins anew
+    OUTPUT.unfinished/request.json    what was asked for; another request starts again
     OUTPUT.unfinished/curated/        for each shard of raw rows: the conversations that passed, and a report
     OUTPUT.unfinished/tokenized/      for each block of conversations: their tokens
 
@@ -34,8 +34,10 @@ from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
 
 _BLOCK = 128
-"""conversations tokenized as one piece of work"""
+"""Conversations tokenized as one piece of work."""
+
 _ALL_KEYS = 2**64
+"""Above every key."""
 
 
 def prepare(
@@ -52,7 +54,7 @@ def prepare(
         max_malformed_share: of all rows; more malformed ones are refused, with a report of the first of them.
 
     Raises:
-        UserError: for whatever the user can mend; finished work is kept.
+        UserError: for whatever the user can fix; finished work is kept.
     """
     output = Path(output)
     tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
@@ -261,7 +263,7 @@ def _refuse_faults(
         raise UserError(
             f"{num_faults:,} of {num_rows:,} rows are {what} ({num_faults / num_rows:.2%}), expected at most "
             f"{max_share:.2%} (--max-malformed). The first: {faults[0]}\n"
-            f"More of them: {path}. Mend the data, or raise --max-malformed; finished work is kept."
+            f"More of them: {path}. Fix the data, or raise --max-malformed; finished work is kept."
         )
 
 

@@ -1,4 +1,4 @@
-"""What is asked of `vcore-ds prepare`, and whether a store, finished or not, was made by the same request."""
+"""A request to `vcore-ds prepare`, and whether a store, finished or not, was made by the same request."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ HUB_IDS = {"math": "nvidia/OpenMathReasoning", "code": "nvidia/OpenCodeReasoning
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """What decides the bytes of the store."""
+    """Everything that determines the bytes of the store."""
 
     kind: Kind
     sources: tuple[str, ...]
@@ -33,7 +33,7 @@ class PrepareRequest:
     tokenizer: str
     """folder or hub id of the model to train"""
     split: str
-    """of data sets on the hub"""
+    """split of data sets on the hub"""
     sample: int | None = None
     """sequences to keep, chosen at random; None for all"""
     seed: int = 42

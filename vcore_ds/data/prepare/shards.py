@@ -50,15 +50,15 @@ class CurationTask:
 
 @dataclass
 class ShardReport:
-    """What became of the rows of a shard."""
+    """Outcome of a shard's rows."""
 
     num_rows: int = 0
     num_numbers: int = 0
-    """rows and blank lines, so that the row numbers of the next shard can go on from here"""
+    """rows and blank lines, so that the next shard's row numbers continue from here"""
     dropped: dict[str, int] = field(default_factory=dict)
     """rows by the rule that dropped them"""
     shapes: dict[str, int] = field(default_factory=dict)
-    """of chat data"""
+    """rows of chat data by shape"""
     num_malformed: int = 0
     faults: list[tuple[int, str]] = field(default_factory=list)
     """(number within the shard, reason), of the first malformed rows"""
@@ -74,7 +74,7 @@ class Curated:
     shard_number: int
     number: int
     offset: int
-    """of its line in the shard's file of conversations, in bytes"""
+    """position of its line in the shard's file of conversations, in bytes"""
 
 
 def curate_shard(task: CurationTask, key_limit: int) -> ShardReport:
@@ -123,13 +123,13 @@ def sample_key(seed: int, shard_number: int, number: int) -> int:
 
 
 def read_report(folder: Path, shard_number: int) -> ShardReport | None:
-    """Of a shard that is finished; else None."""
+    """The report of a finished shard; None for any other."""
     path = folder / f"{shard_number:05d}.json"
     return ShardReport(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
 def read_curated(folder: Path, shard_number: int) -> list[Curated]:
-    """Without the conversations."""
+    """The index of a finished shard's conversations, without their text."""
     index = np.load(folder / f"{shard_number:05d}.npy").tolist()
     return [Curated(key, shard_number, number, offset) for key, number, offset in index]
 
@@ -141,9 +141,9 @@ class TokenizationTask:
     block_number: int
     rows: Sequence[Curated]
     locations: Sequence[str]
-    """of each row, for messages"""
+    """file and line of each row, for messages"""
     sequence_ids: Sequence[int]
-    """of each row, from 0"""
+    """id of each row, from 0"""
     tokenizer: str
     cutoff_length: int
     overlong: Literal["drop", "truncate"]
@@ -152,7 +152,7 @@ class TokenizationTask:
 
 
 OVERLONG, UNSUPERVISED, REFUSED, LONG_PROMPT, KEPT = range(5)
-"""What became of a conversation. `REFUSED` by the chat template is a fault of the row, and so is `LONG_PROMPT` where
+"""Outcomes of a conversation. `REFUSED` by the chat template is a fault of the row, and so is `LONG_PROMPT` where
 sequences are truncated: where long ones are dropped, it is one of them."""
 
 
