@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from tests.benchmarks.overhead import MODEL, OurLoop, ratio
 from tests.helpers import step_runs
@@ -26,6 +25,7 @@ from vcore_ds.data import (
     TokenStore,
     collate,
     idle_batch,
+    load_tokenizer,
     measure_waste,
     pack,
     pack_batch,
@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "SmolLM2-135M-Instruct")
+    tokenizer = load_tokenizer(str(QUICKSTART / "SmolLM2-135M-Instruct"))
     folder = store_of(str(QUICKSTART / "train.jsonl"), tokenizer, cutoff_length=CUTOFF, overlong="drop")
     measured = run_ranks(measure, 2, arguments.rounds, str(folder), timeout_seconds=3600)[0]
     *unpacked, packed = LAYOUTS

@@ -12,7 +12,8 @@ from vcore_ds.method import Tokens
 IGNORED_LABEL = -100
 """Label of positions that are no target, as in Hugging Face models and `torch.nn.functional.cross_entropy`."""
 
-_LENGTH_MULTIPLE = 8  # tokens; matrix units are at their best on such sizes
+_LENGTH_MULTIPLE = 8
+"""Rows are padded to a multiple of this many tokens, which suits matrix units."""
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Batch:
 
     @property
     def num_sequences(self) -> int:
-        """Of the ragged tensors that belong to this batch: an idle row counts as one, without tokens."""
+        """Number of sequences in the ragged tensors of this batch: an idle row counts as one, without tokens."""
         return self.labels.shape[0] if self.segments is None else int(self.segments.max()) + 1
 
     def position_ids(self) -> torch.Tensor | None:
@@ -58,7 +59,7 @@ class Batch:
         return self.labels[:, 1:] != IGNORED_LABEL
 
     def num_supervised_tokens(self) -> torch.Tensor:
-        """int64 [num_sequences], `n_i` of each sequence."""
+        """int64 [num_sequences]: `n_i`, the supervised tokens of each sequence."""
         return torch.bincount(self.sequence_index(), minlength=self.num_sequences)
 
     def kept_targets(self) -> torch.Tensor:
@@ -92,7 +93,7 @@ class Batch:
 
 
 def padded_length(num_tokens: int) -> int:
-    """Tokens of a batch's rows, the longest of which has `num_tokens`."""
+    """Length in tokens of all rows of a batch whose longest row has `num_tokens`."""
     return -(-num_tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
 
 

@@ -1,4 +1,4 @@
-"""A conversation, and what is not one."""
+"""Conversations: their messages, checked."""
 
 import json
 from dataclasses import dataclass

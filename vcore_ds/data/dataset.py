@@ -1,4 +1,4 @@
-"""What training reads: a store, or a store whose sequences get something more when they are read."""
+"""The datasets that training reads: a token store, or one whose sequences are extended as they are read."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,10 +12,10 @@ from vcore_ds.random_streams import Stream, generator
 
 
 class ChangedDataset(Sequence[TokenizedSequence]):
-    """A dataset whose sequences are changed when they are read, so that nothing of it is held in memory."""
+    """A dataset whose sequences are changed as they are read, so that none is held in memory."""
 
     def __init__(self, dataset: "Dataset", change: Callable[[int, TokenizedSequence], TokenizedSequence]) -> None:
-        """`change`: of the position in the dataset and the sequence there; may not change its length."""
+        """`change`: takes a position and the sequence there, and returns a sequence of the same length."""
         self.dataset, self.change = dataset, change
 
     @property
@@ -25,7 +25,7 @@ class ChangedDataset(Sequence[TokenizedSequence]):
 
     @property
     def digest(self) -> str:
-        """Of the tokens and of which of them are supervised, in order."""
+        """SHA-256 of the tokens and of which of them are supervised, in order."""
         return self.dataset.digest
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Several sequences in one row, rows of equal cost on all ranks, and what of a step is padding and waiting."""
+"""Packing: several sequences in one row, rows of equal cost on all ranks; and the padding and waiting of a step."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -49,10 +49,10 @@ def pack_batch(
 
 @dataclass(frozen=True)
 class Waste:
-    """What of the work of a step is none of its own."""
+    """The share of a step's work that is padding, and the time that ranks wait for each other."""
 
     padding_share: float
-    """of all tokens that are computed"""
+    """share of all computed tokens that is padding"""
     rank_imbalance: float
     """time of the slowest rank of each micro-step over the mean rank's, by the cost of attention and linear layers"""
 
@@ -129,4 +129,4 @@ class StepBatches:
     probe: Sequence[Batch]
     """Empty where there is nothing to probe: the method has no probe, or an earlier step's direction serves again."""
     waste: Waste | None = None
-    """What of `main` is padding and waiting, over all ranks; None where nobody has measured it."""
+    """Padding and waiting of `main` over all ranks; None where not measured."""

@@ -1,4 +1,4 @@
-"""Conversations to text by the tokenizer's chat template, and what of the text the model would generate."""
+"""Conversations rendered by the tokenizer's chat template, and the parts of the text that the model would generate."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,9 +11,9 @@ from vcore_ds.errors import UserError, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Some templates print today's date (LLaMA 3.2) unless given one; prompts would differ from day to day. This is the date
-# that LLaMA 3.1's template has of itself.
 _TEMPLATE_ARGUMENTS = {"date_string": "26 Jul 2024"}
+"""Some templates (LLaMA 3.2) print today's date unless given one, so prompts would differ from day to day. This is the
+default of LLaMA 3.1's template."""
 
 _PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}"
 

@@ -1,4 +1,4 @@
-"""Conversations to tokens, with the tokens that the assistant would have had to generate marked as targets."""
+"""Conversations to tokens; those that the assistant would have had to generate are marked as targets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,10 +39,10 @@ def load_tokenizer(path: str, key: str = "model.path") -> "PreTrainedTokenizerBa
     """The tokenizer of a folder or hub id.
 
     Args:
-        key: what named it, for the message.
+        key: the setting that named it, for the message.
 
     Raises:
-        UserError: there is none.
+        UserError: no tokenizer can be loaded from there.
     """
     from transformers import AutoTokenizer  # seconds to import, and processes that only read data do without
 

@@ -3,7 +3,8 @@
 import re
 
 _BOXED = re.compile(r"\\boxed\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace, \\{, is text
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+"""A brace, or an escaped character: `\\{` is text."""
 
 
 def answer_spans(text: str) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from typing import Literal
 Verdict = Literal["equivalent", "different", "unfinished"]
 
 _WALL_SECONDS_PER_CPU_SECOND = 30
-"""A process that waits takes no CPU time; this ends it at last."""
+"""Limit for a process that waits, which takes no CPU time."""
 
 
 class AnswerChecker:

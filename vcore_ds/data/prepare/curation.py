@@ -7,7 +7,6 @@ from vcore_ds.data.conversations import Message, check_messages, split_thinking
 from vcore_ds.grading.answers import answer_spans
 from vcore_ds.grading.prompts import code_prompt, math_prompt
 
-# Rules, in the order in which they are tried: the lines of the table.
 OTHER_PROBLEM_TYPE = 'problem_type is not "has_answer_extracted"'
 OTHER_MODEL = 'generation_model is not "DeepSeek-R1"'
 NOT_RIGHT = 'judgement is not "right"'
@@ -26,6 +25,7 @@ RULES = (
     UNFINISHED,
     NO_STATEMENT,
 )
+"""Rules in the order in which they are tried: the lines of the table."""
 
 _SPEAKERS = {
     "human": "user",
@@ -52,7 +52,7 @@ class Malformed(Exception):
 
 
 def math_messages(row: Any, check_answer: Callable[[str, str], str]) -> list[Message]:
-    """Of a row of OpenMathReasoning.
+    """The conversation in a row of OpenMathReasoning.
 
     Args:
         check_answer: (expected, answer) to a verdict, see `AnswerChecker.check`.
@@ -71,7 +71,7 @@ def math_messages(row: Any, check_answer: Callable[[str, str], str]) -> list[Mes
 
 
 def code_messages(row: Any, find_statement: Callable[[str, str, int], str | None]) -> list[Message]:
-    """Of a row of OpenCodeReasoning-2.
+    """The conversation in a row of OpenCodeReasoning-2.
 
     Args:
         find_statement: (data set, split, index) to the text of a problem, for rows whose `question` is "-".

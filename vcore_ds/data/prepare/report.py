@@ -24,7 +24,7 @@ NOTICED = {
 
 @dataclass(frozen=True)
 class LengthSummary:
-    """Of sequences, in tokens."""
+    """Summary of the sequences' lengths, in tokens."""
 
     mean: float
     p50: int
@@ -45,7 +45,7 @@ class PrepareReport:
 
     kind: Kind
     sample: int | None
-    """sequences asked for"""
+    """requested number of sequences; None for all"""
     cutoff_length: int
     overlong: str
     num_rows: int = 0
@@ -57,7 +57,7 @@ class PrepareReport:
     """rows that passed all rules"""
     num_kept: int = 0
     noticed: dict[str, int] = field(default_factory=dict)
-    """of what is kept, see `NOTICED`"""
+    """kept sequences by observation, see `NOTICED`"""
     lengths: LengthSummary | None = None
 
     def count_shards(self, reports: Sequence[ShardReport]) -> None:
@@ -73,7 +73,7 @@ class PrepareReport:
         self.shapes = dict(sorted(shapes.items()))
 
     def count_outcomes(self, outcomes: Counter[int], *, num_kept: int, num_not_sampled: int) -> None:
-        """`outcomes`: of the conversations that were tokenized and looked at."""
+        """`outcomes`: number of tokenized conversations by outcome."""
         for outcome, rule in (
             (work.REFUSED, "refused by the chat template"),
             (work.LONG_PROMPT, "prompt alone longer than the cutoff"),

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _JSONL_SHARD_BYTES = 32 * 2**20
 _PARQUET_SHARD_ROWS = 10_000
+"""Smallest shard; row groups are not divided."""
+
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _READABLE = "data that can be read"
 """What a source has to be, for messages."""
@@ -48,9 +50,9 @@ class Shard:
     start: int = 0
     stop: int = 0
     split: str = ""
-    """of a hub data set"""
+    """split of a hub data set"""
     revision: str | None = None
-    """of a hub data set: the commit, so that a restart reads the same"""
+    """commit of a hub data set, so that a restart reads the same data"""
 
     def rows(self) -> Iterator[tuple[int, Any]]:
         """(number within the shard from 0, row or `Broken` or `BLANK`)."""
@@ -81,7 +83,7 @@ def find_shards(sources: Sequence[str], split: str) -> list[Shard]:
 
 
 def describe_source(shards: Sequence[Shard]) -> list[dict[str, Any]]:
-    """For the manifest: each file with a fingerprint, each hub data set with its commit."""
+    """The manifest's entries: each file with a fingerprint, each hub data set with its commit."""
     described = {}
     for shard in shards:
         if shard.source in described:
@@ -95,7 +97,7 @@ def describe_source(shards: Sequence[Shard]) -> list[dict[str, Any]]:
 
 
 def _fingerprint(path: Path) -> str:
-    """Of size, beginning and end: changes when a file is made anew, and costs no reading of 50 GB."""
+    """Hash of size, beginning and end: it changes when a file is made again, and does not read 50 GB."""
     size = path.stat().st_size
     with path.open("rb") as file:
         beginning = file.read(2**20)
@@ -251,5 +253,8 @@ def load_hub(name: str, split: str, revision: str | None):
 def _hub(shard: Shard) -> Iterator[tuple[int, Any]]:
     dataset = load_hub(shard.source, shard.split, shard.revision)
     if dataset.num_shards != shard.stop:
-        raise UserError(f"{shard.source}: found {dataset.num_shards} data files, expected {shard.stop}; begin anew")
+        raise UserError(
+            f"{shard.source}: found {dataset.num_shards} data files, expected {shard.stop}; delete the unfinished "
+            "folder and start again"
+        )
     yield from enumerate(dataset.shard(num_shards=shard.stop, index=shard.start))

@@ -8,8 +8,9 @@ from typing import Any
 
 from vcore_ds.errors import UserError, first_line
 
-# Two are loading scripts on the hub, which `datasets` no longer runs: the hub's own conversion to parquet is read.
 _PARQUET = "refs/convert/parquet"
+"""The hub's own conversion: two of the data sets are loading scripts, which `datasets` no longer runs."""
+
 _HUB: dict[str, dict[str, Any]] = {
     "taco": {"path": "BAAI/TACO", "revision": _PARQUET, "data_dir": "ALL"},
     "apps": {"path": "codeparrot/apps", "revision": _PARQUET, "data_dir": "all"},
