@@ -208,7 +208,9 @@ def test_flat_work_is_the_work_on_each_parameter(checked, case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_padding_is_zero(checked, case) -> None:
     found = [of_rank[case] for of_rank in checked]
-    assert (sum(of_rank["num_padding"] for of_rank in found) > 0) == (len(found) > 1)
+    num_padding = sum(of_rank["num_padding"] for of_rank in found)
+    # Adapters of rank 4 have a multiple of 4 elements, which any of these numbers of ranks divides.
+    assert (num_padding > 0) == (len(found) > 1 and not case[0])
     assert not any(number for of_rank in found for number in of_rank["padding_nonzero"])
 
 
