@@ -60,4 +60,6 @@ def test_rank_is_named(case: str, tmp_path: Path):
     assert re.search(SAID[case].replace("PLACE", place), job.output), job.output
     if case == "stuck":  # both show where they are, the stuck one too
         assert job.output.count("most recent call first") >= 4
-        assert "in sum_over_ranks" in job.output and re.search(r"program.py\", line \d+ in <module>", job.output)
+        assert re.search(r"in sum_over$", job.output, re.MULTILINE) and re.search(
+            r"program.py\", line \d+ in <module>", job.output
+        )
