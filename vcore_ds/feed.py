@@ -144,7 +144,8 @@ def read_dataset(recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBase, 
             say=console.say,
         )
         if local_rank() == 0:
-            check_contents(folder, cache_root(recipe.data.cache_dir), console.say)
+            with reading("", folder, "a token store that can be read"):
+                check_contents(folder, cache_root(recipe.data.cache_dir), console.say)
         return folder
 
     store = TokenStore(

@@ -1,6 +1,10 @@
 """Fixtures of the commands' tests."""
 
+import os
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
 
@@ -15,3 +19,14 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> TinySetup:
         validation=write_conversations(folder / "validation.jsonl", sums(range(20, 25))),
         cache=folder / "cache",
     )
+
+
+@pytest.fixture(scope="module")
+def one_process() -> Iterator[None]:
+    """Commands run in this process join a process group of one; nothing of it stays."""
+    before = dict(os.environ)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)

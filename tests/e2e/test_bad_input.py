@@ -1,11 +1,9 @@
 """Mistakes of a user: one message that says what to do, exit code 2, and nothing written."""
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.helpers import tiny
 from tests.helpers.commands import (
@@ -18,21 +16,10 @@ from tests.helpers.setups import TinySetup, make_tokenizer, write_conversations,
 from vcore_ds.cli import main
 from vcore_ds.errors import UserError
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("one_process")]
 
 RECIPES = REPOSITORY / "launch_scripts" / "recipes"
 FULL = RECIPES / "qwen3_32b_math_full.yaml"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
-    """Commands run in this process join a process group of one; nothing of it stays."""
-    before = dict(os.environ)
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 Refuses = Callable[..., str]

@@ -26,21 +26,14 @@ from vcore_ds.data import TokenStore
 from vcore_ds.errors import UserError
 from vcore_ds.files.user_paths import writing
 
-pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.usefixtures("one_process"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_32b_math_full.yaml"
 NOBODY = 65534
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
-    """Commands run in this process join a process group of one; nothing of it stays."""
-    before = dict(os.environ)
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +158,8 @@ def of_a_long_name(folder: Path) -> tuple[Path, str]:
 
 
 def of_a_long_path(folder: Path) -> tuple[Path, str]:
-    return folder.joinpath(*["x" * 200] * 25, "output"), "File name too long"
+    # The system counts bytes, a recipe's bound on texts characters.
+    return folder.joinpath(*["é" * 100] * 25, "output"), "File name too long"
 
 
 OBSTACLES = (in_proc, behind_a_file, behind_a_dangling_link, behind_a_circular_link, of_a_long_name, of_a_long_path)
@@ -321,9 +315,16 @@ def public() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+def open_to_all(folder: Path) -> Path:
+    """Weights are written for their owner alone."""
+    for path in folder.iterdir():
+        path.chmod(0o644)
+    return folder
+
+
 @pytest.mark.parametrize("what", ["file", "folder", "store"])
 def test_data_without_permission(refusal: Refusal, public: Path, setup: TinySetup, commands: Commands, what: str):
-    model = write_model(public / "model")
+    model = open_to_all(write_model(public / "model"))
     data = write_conversations(public / "train.jsonl", sums(range(12)))
     if what == "folder":
         (public / "data").mkdir()
@@ -364,7 +365,7 @@ def test_a_checkpoint_without_permission_is_one_that_cannot_be_used(
 ):
     copied = shutil.copytree(run, public / "run")
     recipe = (copied / "recipe.yaml").read_text()
-    model = shutil.copytree(setup.untied, public / "model")
+    model = open_to_all(shutil.copytree(setup.untied, public / "model"))
     (copied / "recipe.yaml").write_text(recipe.replace(str(setup.untied), str(model)))
     state = next((copied / "checkpoints" / "step_00000020" / "state").glob("*.distcp"))
     state.chmod(0)

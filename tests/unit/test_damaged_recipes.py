@@ -229,7 +229,7 @@ def test_an_output_folder_that_cannot_be(folder: Path, output: str) -> None:
     (folder / "loop").symlink_to("loop")
     code, out, err = check(SHIPPED, f"run.output_dir={output}")
     assert_one_message(code, out, err)
-    assert f"run.output_dir: {output[:200]}" in err and "cannot be used: " in err
+    assert f"run.output_dir: {output[:200]}" in err and "cannot be written: " in err
 
 
 # ---------------------------------------------------------------- small files that stand for large ones

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from vcore_ds.errors import UserError
+from vcore_ds.files.user_paths import reading
 from vcore_ds.models.configuration import last_line, read_config
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -38,8 +39,9 @@ def check_model_folder(path: str) -> None:
         return
     if not (folder / "config.json").is_file():
         raise UserError(f"model.path: {path}: no config.json there; expected a Hugging Face model folder")
-    config = read_config(path)
-    shapes = _read_shapes(folder)
+    with reading("model.path", folder, "a model folder that can be read"):
+        config = read_config(path)
+        shapes = _read_shapes(folder)
     if shapes is None:
         if not any(folder.glob("pytorch_model*.bin")):
             raise UserError(f"model.path: {path}: found a config.json but no weights (*.safetensors); {_REMEDY}")
