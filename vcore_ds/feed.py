@@ -29,6 +29,7 @@ from vcore_ds.data import (
 )
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import first_rank_first, local_rank
+from vcore_ds.files.user_paths import reading
 from vcore_ds.models import attention_length, vocabulary_size
 from vcore_ds.track.console import Console
 
