@@ -17,7 +17,7 @@ from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 
 from ..data import Batch
-from ..models import FORWARD_MODE_ATTENTION
+from ..models import FORWARD_MODE_ATTENTION, BaseLinear, linear_sum
 from .direction import Direction
 from .zero3 import Engine
 
@@ -70,17 +70,23 @@ def _give_deepspeed_hooks_a_tangent_rule(model: nn.Module) -> None:
                 function.jvp = staticmethod(lambda ctx, tangent: tangent.view_as(tangent))
 
 
-def _dual_linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """`nn.Linear.forward` for dual numbers, without the product that PyTorch's own rule spends on a tangent that is not
-    there: it fills one with zeros and multiplies by it, a third of the work of every frozen layer under LoRA."""
+def _dual_linear(layer: nn.Linear, x: Tensor, addend: Tensor | None = None, scaling: float = 1.0) -> Tensor:
+    """The forward of `nn.Linear` and `BaseLinear` for dual numbers, without the product that PyTorch's own rule spends
+    on a tangent that is not there: it fills one with zeros and multiplies by it, a third of the work of every frozen
+    layer under LoRA."""
     (x, d_x), (weight, d_weight) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(layer.weight)
     bias, d_bias = (None, None) if layer.bias is None else forward_ad.unpack_dual(layer.bias)
-    terms = [] if d_x is None else [nn.functional.linear(d_x, weight)]
+    addend, d_addend = (None, None) if addend is None else forward_ad.unpack_dual(addend)
+    terms = []
+    if d_x is not None:
+        terms.append(linear_sum(d_x, weight, None, d_addend, scaling))
+    elif d_addend is not None:
+        terms.append(scaling * d_addend)
     if d_weight is not None:
         terms.append(nn.functional.linear(x, d_weight))
     if d_bias is not None:
         terms.append(d_bias.expand(*x.shape[:-1], -1))
-    out = nn.functional.linear(x, weight, bias)
+    out = linear_sum(x, weight, bias, addend, scaling)
     return forward_ad.make_dual(out, sum(terms[1:], terms[0])) if terms else out
 
 
@@ -109,7 +115,7 @@ class _TangentGatherer:
             for number in gathered_here:
                 prefetch = number + 1 if number == owned.get(id(module)) and number + 1 < len(groups) else None
                 self._handles.append(module.register_forward_pre_hook(self._gather_hook(number, prefetch)))
-            if type(module) is nn.Linear and "forward" not in module.__dict__:
+            if type(module) in (nn.Linear, BaseLinear) and "forward" not in module.__dict__:
                 self._linears.append(module)
                 module.forward = partial(_dual_linear, module)
             if own or (self._precision is not None and any(True for _ in module.parameters(recurse=False))):

@@ -11,8 +11,10 @@ from .causal_lm import (
     load_tokenizer,
 )
 from .lora import add_lora
+from .lora_linear import BaseLinear, linear_sum
 
 __all__ = [
+    "BaseLinear",
     "FORWARD_MODE_ATTENTION",
     "TokenLossHead",
     "TokenLossModel",
@@ -22,5 +24,6 @@ __all__ = [
     "check_forward_mode",
     "check_model_folder",
     "load_causal_lm",
+    "linear_sum",
     "load_tokenizer",
 ]
