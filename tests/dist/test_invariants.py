@@ -10,6 +10,7 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data import StepBatches
 from vcore_ds.distributed import layout
+from vcore_ds.models import TokenLossModel
 from vcore_ds.setup import build_engine
 from vcore_ds.utility import Direction, jvp_utilities, perturbed
 
@@ -137,6 +138,34 @@ def check_zero_temperature_is_sft() -> dict[str, bool]:
     return results
 
 
+class HookedByModule(TokenLossModel):
+    """Under ZeRO-3 hooks of every module instead of one pair per decoder layer: no other gathers an adapted layer that
+    lies outside of them."""
+
+    layers = ()
+
+
+def check_gathers_by_module() -> dict[str, float]:
+    """Relative differences to decoder layers that are gathered whole. The hooks change the order in which bf16
+    gradients are summed, and nothing else."""
+    recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"})
+    found = []
+    for wrapper in (TokenLossModel, HookedByModule):
+        engine = step_runs.make_engine(wrapper(tiny.with_lora(tiny.qwen3())).train(), recipe)
+        direction = Direction(engine)
+        batch = step_runs.deal(tiny.rows(4), 2)[0]
+        direction.take([batch], normalization="sequence", clip=None)
+        gradient = torch.cat(engine.shards.without_padding(engine.shards.gradients()))
+        (utilities,) = jvp_utilities(engine, direction, [batch])
+        with engine.without_gradient():
+            losses = engine.token_losses(batch)
+            with engine.without_adapters():
+                of_base = engine.token_losses(batch)
+        found.append({"losses": losses, "base": of_base, "gradient": gradient, "utilities": utilities})
+        engine.close()
+    return {name: step_runs.relative_error(found[1][name], value) for name, value in found[0].items()}
+
+
 def live_tensor_bytes() -> int:
     gc.collect()
     storages = {}
@@ -176,6 +205,7 @@ def check_everything(folder: str) -> dict[str, object]:
         },
         "probe": check_probe_leaves_the_engine_alone(),
         "lora": {source is not None: check_lora_base(source) for source in (None, folder)},
+        "gathers by module": check_gathers_by_module(),
         "zero_temperature": check_zero_temperature_is_sft(),
         "bytes": {bf16: check_persistent_bytes(bf16) for bf16 in (False, True)},
     }
@@ -208,6 +238,13 @@ def test_base_weights_are_the_same_bytes_after_a_lora_run(checks):
     for of_rank in checks:
         for loaded in (False, True):
             assert of_rank["lora"][loaded] == dict(base_same=True, adapters_moved=True)
+
+
+def test_an_adapted_layer_computes_the_same_where_it_is_gathered_alone(checks):
+    for of_rank in checks:
+        found = of_rank["gathers by module"]
+        assert found["losses"] == found["base"] == 0.0
+        assert found["gradient"] < 0.02 and found["utilities"] < 0.02, found
 
 
 def test_zero_temperature_without_alpha_is_sft_bit_for_bit(checks):

@@ -6,9 +6,11 @@ from vcore_ds.models.configuration import attention_length, check_forward_mode, 
 from vcore_ds.models.folder_check import check_model_folder
 from vcore_ds.models.loading import load_causal_lm
 from vcore_ds.models.lora import add_lora
+from vcore_ds.models.lora_linear import BaseLinear, linear_sum
 
 __all__ = [
     "FORWARD_MODE_ATTENTION",
+    "BaseLinear",
     "TokenLossHead",
     "TokenLossModel",
     "add_lora",
@@ -16,6 +18,7 @@ __all__ = [
     "block_attention",
     "check_forward_mode",
     "check_model_folder",
+    "linear_sum",
     "load_causal_lm",
     "read_config",
     "vocabulary_size",

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from vcore_ds.config.schema import LoraConfig
 from vcore_ds.errors import UserError
+from vcore_ds.models.lora_linear import add_before_rounding
 
 
 def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
@@ -33,6 +34,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
         raise UserError(f"lora.target_modules: {lora.target_modules!r}: {error}") from None
     # peft keeps a set, whose order is another one in every process: the same run writes the same adapter_config.json.
     config.target_modules = sorted(config.target_modules or ())
+    add_before_rounding(adapted)
     # The first layer's input comes out of a frozen embedding. Unless it requires a gradient, an activation checkpoint
     # around that layer passes none to the adapters, and ZeRO-3's backward hook on it runs before they have theirs.
     adapted.enable_input_require_grads()

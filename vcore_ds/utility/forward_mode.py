@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine
-from vcore_ds.models import FORWARD_MODE_ATTENTION
+from vcore_ds.models import FORWARD_MODE_ATTENTION, BaseLinear, linear_sum
 from vcore_ds.utility.direction import Direction
 
 
@@ -73,20 +73,25 @@ def _give_deepspeed_hooks_a_tangent_rule(model: nn.Module) -> None:
                 function.jvp = staticmethod(lambda ctx, tangent: tangent.view_as(tangent))
 
 
-def _dual_linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """`nn.Linear.forward` for dual numbers, without products of missing tangents.
+def _dual_linear(layer: nn.Linear, x: Tensor, addend: Tensor | None = None, scaling: float = 1.0) -> Tensor:
+    """The forward of `nn.Linear` and `BaseLinear` for dual numbers, without products of missing tangents.
 
     PyTorch's own rule replaces a missing tangent by zeros and multiplies by them, which is a third of the work of every
     frozen layer under LoRA.
     """
     (x, d_x), (weight, d_weight) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(layer.weight)
     bias, d_bias = (None, None) if layer.bias is None else forward_ad.unpack_dual(layer.bias)
-    terms = [] if d_x is None else [nn.functional.linear(d_x, weight)]
+    addend, d_addend = (None, None) if addend is None else forward_ad.unpack_dual(addend)
+    terms = []
+    if d_x is not None:
+        terms.append(linear_sum(d_x, weight, None, d_addend, scaling))
+    elif d_addend is not None:
+        terms.append(scaling * d_addend)
     if d_weight is not None:
         terms.append(nn.functional.linear(x, d_weight))
     if d_bias is not None:
         terms.append(d_bias.expand(*x.shape[:-1], -1))
-    out = nn.functional.linear(x, weight, bias)
+    out = linear_sum(x, weight, bias, addend, scaling)
     return forward_ad.make_dual(out, sum(terms[1:], terms[0])) if terms else out
 
 
@@ -115,7 +120,7 @@ class _TangentGatherer:
             for number in gathered_here:
                 prefetch = number + 1 if number == owned.get(id(module)) and number + 1 < len(groups) else None
                 self._handles.append(module.register_forward_pre_hook(self._gather_hook(number, prefetch)))
-            if type(module) is nn.Linear and "forward" not in module.__dict__:
+            if type(module) in (nn.Linear, BaseLinear) and "forward" not in module.__dict__:
                 self._linears.append(module)
                 module.forward = partial(_dual_linear, module)
             if own or (self._precision is not None and any(True for _ in module.parameters(recurse=False))):

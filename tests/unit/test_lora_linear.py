@@ -1,0 +1,210 @@
+"""The forward of an adapted layer in bf16 against fp64: what it keeps of a small adapter, gradients, tangents, dropout;
+and what it leaves as peft has it."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners import lora
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import dropout, linear
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers import tiny
+from tests.helpers.allocations import Allocations
+from tests.helpers.step_runs import relative_error
+from vcore_ds.models.lora_linear import BaseLinear, LoraLinear, add_before_rounding
+
+NUM_TOKENS, IN, OUT, RANK = 256, 64, 192, 4
+SCALING = 3.0
+"""Not a power of two, by which a product would not round."""
+
+
+def adapted(
+    *,
+    bias: bool = False,
+    rate: float = 0.0,
+    adapters: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16,
+) -> LoraLinear:
+    """A layer just off B = 0: the adapter's output is about a tenth of an ulp of the base's."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=RANK, lora_alpha=SCALING * RANK, lora_dropout=rate, target_modules=["0"])
+    model = get_peft_model(nn.Sequential(nn.Linear(IN, OUT, bias=bias)).to(dtype), config)
+    add_before_rounding(model)
+    layer = model.base_model.model[0]
+    nn.init.normal_(layer.lora_B["default"].weight, std=2e-4)
+    layer.lora_A.to(adapters), layer.lora_B.to(adapters)
+    return layer
+
+
+def of_peft(layer: LoraLinear) -> lora.Linear:
+    plain = copy.deepcopy(layer)
+    plain.__class__, plain.base_layer.__class__ = lora.Linear, nn.Linear
+    return plain
+
+
+def inputs(dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(2, NUM_TOKENS // 2, IN, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def exact(layer: nn.Module, x: Tensor, kept: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+    """Base output and the adapter's in fp64; `kept` is dropout's factor on the adapter's input."""
+    base, a, b = layer.base_layer, layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    bias = None if base.bias is None else base.bias.double()
+    delta = linear(linear(x.double() * kept, a.double()), b.double()) * SCALING
+    return linear(x.double(), base.weight.double(), bias), delta
+
+
+def share_kept(out: Tensor, base: Tensor, delta: Tensor) -> float:
+    """How much of the adapter's output is found in `out`, by least squares; its own error here is 0.01."""
+    return float(((out.double() - base) * delta).sum() / delta.square().sum())
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("adapters", [torch.bfloat16, torch.float32], ids=["bf16 adapter", "fp32 adapter"])
+def test_an_adapter_below_half_an_ulp_is_kept(adapters: torch.dtype, bias: bool) -> None:
+    layer, x = adapted(adapters=adapters, bias=bias), inputs()
+    base, delta = exact(layer, x)
+    assert delta.std() < 2**-9 * base.abs().median()
+    with torch.no_grad():
+        out, before = layer(x), of_peft(layer)(x)
+    assert out.dtype == torch.bfloat16
+    assert share_kept(out, base, delta) == pytest.approx(1.0, abs=0.05)
+    assert share_kept(before, base, delta) < 0.8  # what this test is there for
+    if not bias:
+        assert float((out == (base + delta).bfloat16()).float().mean()) > 0.99
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("adapters", [torch.bfloat16, torch.float32], ids=["bf16 adapter", "fp32 adapter"])
+def test_gradients(adapters: torch.dtype, bias: bool) -> None:
+    layer, x = adapted(adapters=adapters, bias=bias), inputs().requires_grad_()
+    upstream = torch.randn(2, NUM_TOKENS // 2, OUT, generator=torch.Generator().manual_seed(2)).bfloat16()
+    layer(x).backward(upstream)
+    trained = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    in_fp64 = copy.deepcopy(layer).double()
+    y = x.detach().double().requires_grad_()
+    sum(exact(in_fp64, y)).backward(upstream.double())
+    expected = [in_fp64.lora_A["default"].weight.grad, in_fp64.lora_B["default"].weight.grad, y.grad]
+    for found, wanted in zip([*trained, x], expected, strict=True):
+        assert found.grad.dtype == found.dtype
+        assert relative_error(found.grad, wanted) < 5e-3
+    assert all(parameter.grad is None for parameter in layer.base_layer.parameters())
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_tangents(bias: bool) -> None:
+    layer, x = adapted(bias=bias), inputs()
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    torch.manual_seed(3)
+    tangents = [torch.randn_like(primal) * scale for primal, scale in ((x, 1.0), (a, 0.1), (b, 2e-4))]
+
+    def dual(dtype: torch.dtype) -> list[Tensor]:
+        values = zip((x, a, b), tangents, strict=True)
+        return [forward_ad.make_dual(primal.detach().to(dtype), tangent.to(dtype)) for primal, tangent in values]
+
+    with torch.no_grad(), forward_ad.dual_level():
+        y, layer.lora_A["default"].__dict__["weight"], layer.lora_B["default"].__dict__["weight"] = dual(torch.bfloat16)
+        found = forward_ad.unpack_dual(layer(y)).tangent
+        y, layer.lora_A["default"].__dict__["weight"], layer.lora_B["default"].__dict__["weight"] = dual(torch.float64)
+        expected = forward_ad.unpack_dual(sum(exact(layer, y))).tangent
+    assert found.dtype == torch.bfloat16
+    assert relative_error(found, expected) < 5e-3
+
+
+def test_dropout_is_on_the_adapters_input_alone() -> None:
+    layer, x = adapted(rate=0.5), inputs()
+    nn.init.normal_(layer.lora_B["default"].weight)  # large enough to be seen through the rounding
+    torch.manual_seed(4)
+    out = layer(x)
+    torch.manual_seed(4)
+    kept = dropout(torch.ones_like(x), 0.5)
+    assert relative_error(out, sum(exact(layer, x, kept.double()))) < 5e-3
+    assert relative_error(layer.eval()(x), sum(exact(layer, x))) < 5e-3
+
+
+@pytest.mark.parametrize("adapters", [torch.bfloat16, torch.float32], ids=["bf16 adapter", "fp32 adapter"])
+def test_an_activation_checkpoint_changes_nothing(adapters: torch.dtype) -> None:
+    layer, found = adapted(rate=0.5, adapters=adapters), []
+    for checkpointed in (False, True):
+        layer.zero_grad()
+        torch.manual_seed(5)
+        x = inputs().requires_grad_()
+        out = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+        out.float().square().mean().backward()
+        found.append([out, x.grad, *(layer.get_parameter(f"lora_{k}.default.weight").grad.clone() for k in "AB")])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("merged", [False, True], ids=["off", "merged"])
+def test_an_adapter_that_is_off_or_merged_is_an_ordinary_layer(bias: bool, merged: bool) -> None:
+    layer, x = adapted(bias=bias), inputs()
+    layer.merge() if merged else layer.enable_adapters(False)
+    base = layer.base_layer
+    assert torch.equal(layer(x), linear(x, base.weight, base.bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_dtypes_compute_what_peft_computes_bit_for_bit(dtype: torch.dtype) -> None:
+    layer = adapted(bias=True, rate=0.5, adapters=dtype, dtype=dtype)
+    found = []
+    for module in (layer, of_peft(layer)):
+        torch.manual_seed(6)
+        x = inputs(dtype).requires_grad_()
+        out = module(x)
+        out.square().mean().backward()
+        found.append([out, x.grad, *(module.get_parameter(f"lora_{k}.default.weight").grad for k in "AB")])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("adapters", [torch.bfloat16, torch.float32], ids=["bf16 adapter", "fp32 adapter"])
+def test_no_more_memory_than_peft(adapters: torch.dtype) -> None:
+    layer = adapted(adapters=adapters)
+    peaks, saved = [], []
+    for module in (layer, of_peft(layer)):
+        x, held = inputs().requires_grad_(), {}
+
+        def pack(tensor: Tensor, held: dict[int, int] = held) -> Tensor:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with Allocations() as allocations, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            module(x).sum().backward()
+        peaks.append(allocations.peak_bytes)
+        saved.append(sum(held.values()))
+    assert peaks[0] <= peaks[1]
+    assert saved[0] <= saved[1]
+
+
+def test_add_lora_gives_every_adapted_layer_this_forward() -> None:
+    modules = list(tiny.with_lora(tiny.qwen3()).modules())
+    layers = [module for module in modules if isinstance(module, lora.Linear)]
+    assert len(layers) == 14 and all(type(layer) is LoraLinear for layer in layers)
+    assert all(type(layer.base_layer) is BaseLinear for layer in layers)
+
+
+def test_a_saved_adapter_is_the_one_that_peft_saves(tmp_path) -> None:
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.0)
+    plain = get_peft_model(tiny.qwen3(), config)
+    ours = tiny.with_lora(tiny.qwen3())
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(ours.state_dict())
+    plain.save_pretrained(tmp_path / "peft")
+    ours.save_pretrained(tmp_path / "ours")
+    files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("peft", "ours")]
+    assert files[0].keys() == files[1].keys() and all(torch.equal(files[0][key], files[1][key]) for key in files[0])
+    settings = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("peft", "ours")]
+    for setting in settings:
+        setting["target_modules"] = sorted(setting["target_modules"])  # a set of peft's, in any order
+    assert settings[0] == settings[1]
+
+    loaded, ids = PeftModel.from_pretrained(tiny.qwen3(), tmp_path / "ours"), tiny.rows(2).input_ids
+    assert not any(isinstance(module, LoraLinear) for module in loaded.modules())
+    assert torch.equal(loaded(input_ids=ids).logits, ours.eval()(input_ids=ids).logits)

@@ -1,0 +1,69 @@
+"""Linear layers whose adapter is added before the output is rounded to bf16.
+
+peft adds an adapter's output to a base output that is already rounded. Just off B = 0 the former is below half an ulp
+of the latter, and the sum rounds back to the same number, always: the model computes as if it had hardly been trained.
+Here the adapter's output is added inside the base product, which accumulates in fp32:
+
+    out = round(x W^T + scaling * B A x)
+
+The product with B is itself rounded, an error relative to the adapter alone. Nothing of the output's size is saved for
+the backward.
+"""
+
+import torch
+from peft.tuners import lora
+from torch import Tensor, nn
+
+
+def linear_sum(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None, scaling: float) -> Tensor:
+    """`x W^T + scaling * addend`, rounded once, `+ bias`; without an addend an ordinary linear layer.
+
+    The bias is rounded separately because a product takes one addend. That costs the accuracy of one more rounding and
+    no adapter: the adapter's output varies with the token as the product does, so their rounding errors average out.
+
+    Args:
+        x: `[..., in]`.
+        weight: `[out, in]`.
+        bias: `[out]` or None.
+        addend: `[..., out]` in the dtype of `x`, or None.
+
+    Returns:
+        `[..., out]` in the dtype of `x`.
+    """
+    if addend is None:
+        return nn.functional.linear(x, weight, bias)
+    # `beta * addend` joins the fp32 accumulator, in oneDNN (CPU) as in cuBLAS.
+    out = torch.addmm(addend.flatten(0, -2), x.flatten(0, -2), weight.t(), beta=scaling).view(addend.shape)
+    return out if bias is None else out + bias
+
+
+class BaseLinear(nn.Linear):
+    """A frozen layer under an adapter. The adapter's output comes to it, because ZeRO-3 gathers its weight when this
+    module runs and at no other time."""
+
+    def forward(self, x: Tensor, addend: Tensor | None = None, scaling: float = 1.0) -> Tensor:
+        return linear_sum(x, self.weight, self.bias, addend, scaling)
+
+
+class LoraLinear(lora.Linear):
+    """peft's adapted layer. In bf16, with the adapter on and not merged, its output is rounded once; otherwise the
+    forward is peft's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.bfloat16 or self.disable_adapters or self.merged:
+            return super().forward(x)
+        (adapter,) = self.active_adapters
+        lora_a, lora_b = self.lora_A[adapter], self.lora_B[adapter]
+        dropped = self.lora_dropout[adapter](self._cast_input_dtype(x, lora_a.weight.dtype))
+        return self.base_layer(x, lora_b(lora_a(dropped)).to(x.dtype), self.scaling[adapter])
+
+
+def add_before_rounding(adapted: nn.Module) -> None:
+    """Gives the linear layers of a peft model the forward above, in place.
+
+    Only their classes change: parameters, names and peft's configuration, and so exported adapters, stay the same.
+    """
+    for module in adapted.modules():
+        if type(module) is lora.Linear and type(module.base_layer) is nn.Linear:
+            module.__class__ = LoraLinear
+            module.base_layer.__class__ = BaseLinear
