@@ -78,9 +78,7 @@ def measure(num_rounds: int, folder: str, dropout: float) -> dict[str, list[floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7, help="counted rounds of the four loops")
-    parser.add_argument(
-        "--dropout", type=float, default=0.1, help="of the adapters; the recipes: 0.05, 0.1"
-    )
+    parser.add_argument("--dropout", type=float, default=0.1, help="of the adapters; the recipes: 0.05, 0.1")
     parser.add_argument("--output", help="write the numbers as JSON")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
