@@ -53,7 +53,8 @@ def prepare_quickstart_data(folder: str | Path) -> tuple[Path, Path, Path]:
     folder = Path(folder).expanduser()
     with writing("the quickstart's folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock"):  # a second quickstart at the same time finds what the first has made
+        # A second quickstart at the same time finds what the first has made.
+        with FileLock(folder.with_name(f".{folder.name}.lock")):
             return _prepare(folder)
 
 
