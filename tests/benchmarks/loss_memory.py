@@ -42,7 +42,7 @@ def with_tangents(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
 
 
 def worst_relative_error(num_tokens: int, vocabulary: int, hidden_size: int) -> float:
-    """Of the gradients by hidden states and weight, against whole logits, for a random gradient of every token."""
+    """Error of the gradients of hidden states and weight against whole logits, for random gradients of the tokens."""
     hidden, weight, targets = inputs(num_tokens, vocabulary, hidden_size)
     upstream, gradients = torch.rand(num_tokens), []
     for ours in (True, False):

@@ -39,7 +39,7 @@ NUM_MAIN, NUM_PROBE, CUTOFF = 32, 4, 1024
 LAYOUTS = {"a row each, 1 in a micro-batch": 1, "a row each, 4 in a micro-batch": 4, "packed rows of 1,024": None}
 METHODS = {"sft": dict(method={"name": "sft"}), "vcore, jvp": dict()}
 ATTENTION_LENGTH = 4480.0
-"""Of the model: the parameters of a layer over the width of its attention."""
+"""Attention length of the model: the parameters of a layer over the width of its attention."""
 
 
 def traces(folder: str) -> list[TokenizedSequence]:

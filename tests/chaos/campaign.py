@@ -86,7 +86,7 @@ class Campaign:
         if resumed is not None and int(resumed[1]) != expected:
             self.problems.append(f"{run.logs[-1]}: resumed after step {resumed[1]}, expected {expected}")
         if resumed is None and expected is not None and f"/{NUM_STEPS} " in job.output:
-            self.problems.append(f"{run.logs[-1]}: began anew, expected to resume after step {expected}")
+            self.problems.append(f"{run.logs[-1]}: started over, expected to resume after step {expected}")
         return hit + self._damage(run) if hit is not None and kind == DAMAGED else hit
 
     def finish(self, run: TinyRun) -> None:

@@ -79,7 +79,7 @@ class OneByOne:
         return layout.sum_over("shards", [square])[0] ** 0.5
 
     def direction(self, optimizer: str) -> list[Tensor]:
-        """Of the gradient in the shards, clipped."""
+        """The direction of the gradient in the shards, clipped."""
         engine, gradients = self._engine, self.of(safe_get_local_grad)
         factor = min(1.0, CLIP / self.norm(gradients))
         dtype = engine.trainable[0][1].dtype

@@ -92,7 +92,7 @@ MESSAGES = {
 def non_finite_steps() -> dict[str, tuple[str, bool]]:
     """On one rank: the message of each case, and whether parameters and optimizer are byte for byte what they were.
 
-    (Of the good data afterwards: whether the same engine goes on learning.)
+    (For the good data afterwards: whether the same engine continues to learn.)
     """
     vcore, sft = step_runs.recipe(), step_runs.recipe(method={"name": "sft"})
     found = {}

@@ -37,7 +37,7 @@ def test_quickstart(tmp_path: Path):
     assert weights[0][-1] > 1 > weights[1][-1]  # of the uniform weight
 
     assert f"{folder / 'adapter'} (Hugging Face format)" in output
-    assert "bash launch_scripts/quickstart.sh schedule.num_steps=" in output  # how to go on
+    assert "bash launch_scripts/quickstart.sh schedule.num_steps=" in output  # what to do next
 
     first, second = read_metrics(folder)
     assert set(first) == set(second) == METRICS and first["sequences"] == 4

@@ -15,7 +15,7 @@ BySeed = dict[int, Result]
 
 
 def setting_of(result: Result) -> Setting:
-    """Of a line of results.jsonl; one that is older than a setting had its default."""
+    """The setting of a line of results.jsonl; one that is older than a setting had its default."""
     return Setting(**{field.name: result.get(field.name, field.default) for field in fields(Setting)})
 
 

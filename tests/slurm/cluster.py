@@ -182,7 +182,7 @@ class Cluster:
         return self.field(job, "JobState")
 
     def field(self, job: str, name: str) -> str:
-        """Of `scontrol show job`."""
+        """The output of `scontrol show job`."""
         words = self.run(f"scontrol show job {job}").split()
         return next(word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}="))
 

@@ -1,4 +1,4 @@
-"""`python -m tests.trajectories.write`: makes the committed trajectories anew, and says what has changed.
+"""`python -m tests.trajectories.write`: writes the committed trajectories again, and says what has changed.
 
 For a change of numerics that is meant: say in the commit which one, and why.
 """

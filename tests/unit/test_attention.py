@@ -208,7 +208,7 @@ def test_score_caps_and_sinks_are_refused() -> None:
 
 
 def allocations_of(attention, num_tokens: int) -> Allocations:
-    """Of one forward with all tangents; one row, 2 heads of 32, one key/value head."""
+    """Memory of one forward with all tangents; one row, 2 heads of 32, one key/value head."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 2, num_tokens, 32), (1, 1, num_tokens, 32), (1, 1, num_tokens, 32)]
     tensors = [torch.randn(shape, generator=generator) for shape in shapes * 2]

@@ -31,7 +31,7 @@ def test_the_position_in_the_data_depends_on_sequences_seen_not_on_batch_size() 
 
 
 def test_order_of_a_seed_does_not_change_between_versions() -> None:
-    # A resumed run goes on in this order: a change here breaks the runs of others.
+    # A resumed run continues in this order: a change here breaks the runs of others.
     assert MainOrder(8, 8, seed=42).step(0) == [6, 1, 0, 2, 4, 7, 3, 5]
     assert ProbeStream(100, 4, seed=42).step(3) == [43, 76, 15, 31]
 

@@ -142,7 +142,7 @@ def test_answers_are_compared_and_hanging_ones_given_up(
 
 
 def cpu_seconds_of_children() -> float:
-    """Of those that have ended."""
+    """Processor time of the child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

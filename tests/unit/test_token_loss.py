@@ -191,7 +191,7 @@ def test_the_bf16_gradient_of_the_weight_is_summed_over_blocks_in_fp32(monkeypat
 
 
 def measure_allocations(num_tokens: int, vocabulary: int) -> tuple[Allocations, Allocations]:
-    """Of forward + backward, and of the tangent pass, everything moving."""
+    """Memory of forward + backward, and of the tangent pass, everything moving."""
     tensors = [t.float() for t in inputs(num_tokens=num_tokens, vocabulary=vocabulary, hidden=4)[:3]]
     targets = torch.zeros(num_tokens, dtype=torch.int64)
     leaves = [t.clone().requires_grad_() for t in tensors]

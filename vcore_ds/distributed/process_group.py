@@ -38,7 +38,7 @@ def start_process_group(timeout_minutes: float) -> None:
         if uses_gpu():
             torch.cuda.set_device(local_rank())
         dist.init_process_group("nccl" if uses_gpu() else "gloo", timeout=timedelta(minutes=timeout_minutes))
-        layout.arrange()  # anew: one of a group that was destroyed names groups that are gone
+        layout.arrange()  # again: the layout of a group that was destroyed names groups that are gone
     elif not layout.is_arranged():
         layout.arrange()
 

@@ -162,7 +162,7 @@ def _padded_shard(engine: Engine, parameter: nn.Parameter, key: str | None) -> T
 
 
 def _buffer_names(engine: Engine, parameter: nn.Parameter) -> list[str]:
-    """Of the optimizer's tensors as large as its parameter: `exp_avg` and `exp_avg_sq`; none of plain SGD's."""
+    """Names of the optimizer's tensors as large as its parameter: `exp_avg` and `exp_avg_sq`; none of plain SGD's."""
     group, _, _ = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
     flat = engine.optimizer.fp32_partitioned_groups_flat[group]
     state = engine.optimizer.optimizer.state.get(flat, {})
