@@ -26,7 +26,7 @@ PLACE = {name: place for place, name in enumerate(name for level in LEVELS for n
 
 ALONE = {"method", "errors", "random_streams"}
 """Parts that import nothing of ours."""
-STRANGERS = {("engine", "track"), ("data", "distributed"), ("models", "distributed")}
+STRANGERS = {("engine", "track"), ("data", "distributed")}
 """(part, part that it does not import although it stands below)."""
 HEAVY = {"torch", "transformers", "peft", "deepspeed", "numpy", "datasets", "pyarrow"}
 REDUCTIONS = {
@@ -34,7 +34,10 @@ REDUCTIONS = {
     "barrier", "broadcast", "broadcast_object_list", "gather_object", "get_rank", "get_world_size", "new_group",
     "reduce_scatter", "reduce_scatter_tensor", "scatter_object_list",
 }  # fmt: skip
-LAYOUT_FUNCTIONS = {"size", "rank", "group", "mesh", "sum_over", "norm_over", "gather_objects", "start_all_gather"}
+LAYOUT_FUNCTIONS = {
+    "size", "rank", "group", "mesh", "sum_over", "norm_over", "gather_objects", "start_all_gather", "all_to_all",
+    "all_gather",
+}  # fmt: skip
 AXES = {"data", "sequence", "tensor", "shards", "job"}
 
 

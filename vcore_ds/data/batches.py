@@ -18,7 +18,7 @@ _LENGTH_MULTIPLE = 8
 
 @dataclass
 class Batch:
-    """One micro-batch of one rank: b rows, padded on the right to T tokens.
+    """One micro-batch of one rank, or of the ranks that share its rows: b rows, padded on the right to T tokens.
 
     A row is one sequence, or several that are packed one after the other and do not see each other. There is no
     attention mask: attention is causal, so no token sees the padding that follows it, and positions that start again at
@@ -38,6 +38,8 @@ class Batch:
     segments: torch.Tensor | None = None
     """int64 [b, T], the number of the sequence that each token belongs to, -1 for padding; None where row i is
     sequence i"""
+    sequence_parallel: int = 1
+    """ranks that hold this same batch and each compute a part of its columns; it divides T"""
 
     @property
     def num_sequences(self) -> int:
@@ -92,21 +94,23 @@ class Batch:
         )
 
 
-def padded_length(num_tokens: int) -> int:
+def padded_length(num_tokens: int, sequence_parallel: int = 1) -> int:
     """Length in tokens of all rows of a batch whose longest row has `num_tokens`."""
-    return -(-num_tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+    multiple = _LENGTH_MULTIPLE * sequence_parallel
+    return -(-num_tokens // multiple) * multiple
 
 
-def collate(sequences: Sequence[TokenizedSequence], pad_token_id: int) -> Batch:
+def collate(sequences: Sequence[TokenizedSequence], pad_token_id: int, sequence_parallel: int = 1) -> Batch:
     """One batch of at least one sequence, a row each; see `pack`."""
-    return pack([[sequence] for sequence in sequences], pad_token_id)
+    return pack([[sequence] for sequence in sequences], pad_token_id, sequence_parallel)
 
 
-def pack(rows: Sequence[Sequence[TokenizedSequence]], pad_token_id: int) -> Batch:
-    """One batch of rows with one or more sequences each; T is the longest row, rounded up to a multiple of 8 tokens."""
+def pack(rows: Sequence[Sequence[TokenizedSequence]], pad_token_id: int, sequence_parallel: int = 1) -> Batch:
+    """One batch of rows with one or more sequences each; T is the longest row, rounded up to a multiple of 8 tokens for
+    each rank that shares it."""
     sequences = [sequence for row in rows for sequence in row]
     longest = max(sum(len(sequence) for sequence in row) for row in rows)
-    shape = (len(rows), padded_length(longest))
+    shape = (len(rows), padded_length(longest, sequence_parallel))
     input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
     labels = torch.full(shape, IGNORED_LABEL, dtype=torch.int64)
     segments = torch.full(shape, -1, dtype=torch.int64)
@@ -116,14 +120,15 @@ def pack(rows: Sequence[Sequence[TokenizedSequence]], pad_token_id: int) -> Batc
         start = 0
         for sequence in row:
             columns = slice(start, start + len(sequence))
-            ids = torch.from_numpy(sequence.input_ids).long()
-            input_ids[i, columns] = ids
-            labels[i, columns] = ids.masked_fill(torch.from_numpy(~sequence.supervised), IGNORED_LABEL)
+            tokens = torch.from_numpy(sequence.input_ids).long()
+            input_ids[i, columns] = tokens
+            labels[i, columns] = tokens.masked_fill(torch.from_numpy(~sequence.supervised), IGNORED_LABEL)
             segments[i, columns] = number
             if sequence.kept is not None:
                 kept[i, columns] = torch.from_numpy(sequence.kept)
             start, number = columns.stop, number + 1
-    batch = Batch([sequence.sequence_id for sequence in sequences], input_ids, labels)
+    ids = [sequence.sequence_id for sequence in sequences]
+    batch = Batch(ids, input_ids, labels, sequence_parallel=sequence_parallel)
     if len(sequences) > len(rows):
         batch.segments = segments
     if sequences[0].kept is not None:
@@ -133,10 +138,11 @@ def pack(rows: Sequence[Sequence[TokenizedSequence]], pad_token_id: int) -> Batc
     return batch
 
 
-def idle_batch(pad_token_id: int) -> Batch:
-    """What a rank without sequences runs, so that it takes part in every collective: one row, no targets, no losses."""
-    shape = (1, _LENGTH_MULTIPLE)
-    return Batch([], torch.full(shape, pad_token_id), torch.full(shape, IGNORED_LABEL))
+def idle_batch(pad_token_id: int, sequence_parallel: int = 1) -> Batch:
+    """What ranks without sequences run, so that they take part in every collective: one row, no targets, no losses."""
+    shape = (1, padded_length(1, sequence_parallel))
+    ids, labels = torch.full(shape, pad_token_id), torch.full(shape, IGNORED_LABEL)
+    return Batch([], ids, labels, sequence_parallel=sequence_parallel)
 
 
 def merge_batches(batches: Sequence[Batch]) -> Batch:
@@ -163,4 +169,5 @@ def merge_batches(batches: Sequence[Batch]) -> Batch:
         join([batch.input_ids for batch in batches], 0),
         join([batch.labels for batch in batches], IGNORED_LABEL),
         segments=segments,
+        sequence_parallel=batches[0].sequence_parallel,
     )

@@ -1,4 +1,4 @@
-"""The ranks of a job on named axes, and every reduction that a step needs, each over an axis that it names.
+"""The ranks of a job on named axes, and every exchange that a step needs, each over an axis that it names.
 
 | axis | ranks along it | of what there is one a rank |
 |---|---|---|
@@ -8,10 +8,14 @@
 | `shards` | `data x sequence` | ZeRO-3 shards, and distinct tokens: sums over tokens and norms of shards |
 | `job` | all of them | processes: stop requests, failures, messages |
 
-`sequence` and `tensor` have size 1: a row and a layer are whole on every rank.
+How `shards` is divided into `data` and `sequence` is a matter of the pass: each pass over the model has a degree of
+sequence parallelism, the number of neighbouring ranks that share a row, and whatever is said of one of these two axes
+is said for a degree. `tensor` has size 1: a layer is whole on every rank.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -24,39 +28,71 @@ from vcore_ds.distributed.device import device
 Axis = Literal["data", "sequence", "tensor", "shards", "job"]
 
 _meshes: dict[str, DeviceMesh] = {}
+_sequence_groups: dict[int, dist.ProcessGroup] = {}
+"""This rank's group of the ranks that share a row, by degree."""
 
 
 def arrange() -> None:
     """Puts the ranks of the process group on their axes. A collective; once a process."""
-    mesh = init_device_mesh(device().type, (dist.get_world_size(), 1, 1), mesh_dim_names=("data", "sequence", "tensor"))
-    _meshes.update(data=mesh["data"], sequence=mesh["sequence"], tensor=mesh["tensor"])
+    mesh = init_device_mesh(device().type, (dist.get_world_size(), 1), mesh_dim_names=("shards", "tensor"))
     # torch reuses the job's own group for an axis that spans it, so no further communicator is made.
-    _meshes["shards"] = mesh["data", "sequence"]._flatten("shards")
-    _meshes["job"] = mesh._flatten("job")
+    _meshes.update(shards=mesh["shards"], tensor=mesh["tensor"], job=mesh._flatten("job"))
+    _sequence_groups.clear()
 
 
 def is_arranged() -> bool:
     return bool(_meshes)
 
 
+def make_sequence_groups(degrees: Iterable[int], timeout_minutes: float) -> None:
+    """Makes the groups of ranks that share a row, for every degree that a pass may choose. A collective.
+
+    All of them up front, on all ranks in the same order: a group made when a pass first needs it would be made by
+    ranks that stand at different places of a step, and hang. NCCL connects a group when it is first used, so a degree
+    that no pass chooses costs no memory.
+
+    Args:
+        degrees: divisors of the number of `shards`; those that have their groups already are passed over.
+        timeout_minutes: a collective that takes longer ends the run with an error instead of hanging.
+    """
+    shards = _meshes["shards"].mesh.flatten()
+    for degree in sorted(set(degrees)):
+        if degree == 1 or degree in _sequence_groups:
+            continue
+        if degree == len(shards):
+            _sequence_groups[degree] = group("shards")
+            continue
+        _sequence_groups[degree], _ = dist.new_subgroups_by_enumeration(
+            shards.view(-1, degree).tolist(), timeout=timedelta(minutes=timeout_minutes)
+        )
+
+
 def mesh(axis: Axis) -> DeviceMesh:
-    """The axis as torch's own one-dimensional mesh, for libraries that take one."""
+    """The axis as torch's own one-dimensional mesh, for libraries that take one; `shards`, `tensor` or `job`."""
     return _meshes[axis]
 
 
 def group(axis: Axis) -> dist.ProcessGroup:
-    """This rank's group along an axis."""
+    """This rank's group along `shards`, `tensor` or `job`."""
     return _meshes[axis].get_group()
 
 
-def size(axis: Axis) -> int:
-    """Number of ranks along an axis."""
-    return _meshes[axis].size()
+def size(axis: Axis, sequence_parallel: int = 1) -> int:
+    """Number of ranks along an axis.
+
+    Args:
+        sequence_parallel: degree of the pass, for `data` and `sequence`.
+    """
+    if axis == "sequence":
+        return sequence_parallel
+    return size("shards") // sequence_parallel if axis == "data" else _meshes[axis].size()
 
 
-def rank(axis: Axis) -> int:
-    """This rank's place along an axis, from 0."""
-    return _meshes[axis].get_local_rank()
+def rank(axis: Axis, sequence_parallel: int = 1) -> int:
+    """This rank's place along an axis, from 0; `sequence_parallel` as in `size`."""
+    if axis == "sequence":
+        return rank("shards") % sequence_parallel
+    return rank("shards") // sequence_parallel if axis == "data" else _meshes[axis].get_local_rank()
 
 
 def is_first() -> bool:
@@ -64,9 +100,15 @@ def is_first() -> bool:
     return rank("job") == 0
 
 
-def sum_over(axis: Axis, values: list[float]) -> list[float]:
-    """Element-wise sum over the ranks of an axis, in fp64. A collective."""
+def sum_over(axis: Axis, values: list[float], sequence_parallel: int = 1) -> list[float]:
+    """Element-wise sum over the ranks of an axis, in fp64, the same on every rank of it. A collective.
+
+    Over `data` the ranks that share a row hold the same values, and one of them counts.
+    """
     total = torch.tensor(values, dtype=torch.float64, device=device())
+    if axis == "data":
+        total *= float(rank("sequence", sequence_parallel) == 0)
+        axis = "shards"
     dist.all_reduce(total, group=group(axis))
     return total.tolist()
 
@@ -101,3 +143,20 @@ def start_all_gather(axis: Axis, part: Tensor) -> PendingGather:
     """Begins to gather equally long flat parts from the ranks of an axis. A collective."""
     gathered = part.new_empty(size(axis) * part.numel())
     return PendingGather(gathered, dist.all_gather_into_tensor(gathered, part, group=group(axis), async_op=True))
+
+
+def all_to_all(axis: Literal["sequence"], sent: Tensor, sequence_parallel: int) -> Tensor:
+    """`sent[j]` goes to the j-th rank of this rank's group; the result holds at `[j]` what that rank sent here. A
+    collective."""
+    sent = sent.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=_sequence_groups[sequence_parallel])
+    return received
+
+
+def all_gather(axis: Literal["sequence"], part: Tensor, sequence_parallel: int) -> Tensor:
+    """The equally shaped parts of the ranks of this rank's group, `[degree, ...]`. A collective."""
+    part = part.contiguous()
+    gathered = part.new_empty((sequence_parallel, *part.shape))
+    dist.all_gather_into_tensor(gathered, part, group=_sequence_groups[sequence_parallel])
+    return gathered
