@@ -99,7 +99,7 @@ def run_steps(training: Training, num_done: int) -> StepMetrics | None:
 def take_step(training: Training, k: int, batches: StepBatches) -> StepMetrics:
     """Optimizer step k, from 0, with a warning where its utilities are noise. A collective."""
     recipe = training.recipe
-    seed_dropout(recipe.run.seed, k)
+    training.engine.seed_dropout(torch_seed(Stream.DROPOUT, recipe.run.seed, k))
     uses_difference = recipe.method.name == "vcore" and recipe.utility.estimator == "finite_difference"
     measure_noise = uses_difference and k % MEASURE_NOISE_EVERY == 0
     try:
@@ -120,17 +120,12 @@ def take_step(training: Training, k: int, batches: StepBatches) -> StepMetrics:
     return metrics
 
 
-def seed_dropout(seed: int, k: int) -> None:
-    """Makes the dropout of step k (from 0) a function of run, step and rank, so that resuming needs no generator's
-    state; different on every rank. Everything else that is random has its own generator."""
-    torch.manual_seed(torch_seed(Stream.DROPOUT, seed, k, layout.rank("data")))
-
-
 def describe_fault(error: Exception, batches: StepBatches) -> str:
     """The message of a non-finite loss or gradient, with the sequences of this step where the error names none."""
     if isinstance(error, NonFiniteLoss):
         return f"{error}. The parameters were not updated."
-    sequences = sequences_by_rank([i for batch in batches.main for i in batch.sequence_ids])
+    ids = [i for batch in batches.main for i in batch.sequence_ids]
+    sequences = sequences_by_rank(ids, batches.main[0].sequence_parallel)
     return f"{error}; it is summed over {sequences}. The parameters were not updated."
 
 
@@ -159,11 +154,12 @@ def validate(training: Training) -> float | None:
     total = num_sequences = 0.0
     with engine.without_gradient():
         every_id = range(len(dataset))
-        for batch in feed.batches(every_id, feed.plan.utility_micro_batch_size_per_rank, dataset):
+        batches = feed.batches(every_id, feed.plan.utility_micro_batch_size_per_rank, dataset)
+        for batch in batches:
             losses = engine.token_losses(batch).cpu()
             num_tokens = batch.num_supervised_tokens()
             sums = torch.zeros(batch.num_sequences).index_add_(0, batch.sequence_index(), losses)
             total += float((sums / num_tokens.clamp_min(1)).sum())
             num_sequences += float((num_tokens > 0).sum())
-    total, num_sequences = layout.sum_over("shards", [total, num_sequences])
+    total, num_sequences = layout.sum_over("data", [total, num_sequences], batches[0].sequence_parallel)
     return total / num_sequences

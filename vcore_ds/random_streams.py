@@ -21,7 +21,7 @@ class Stream(IntEnum):
     FIDELITY = 3
     """Sequences that the fidelity command measures."""
     DROPOUT = 4
-    """Place: optimizer step, rank on the `data` axis."""
+    """Place: optimizer step; then the token, see `vcore_ds.models.dropout`."""
     STOCHASTIC_ROUNDING = 5
     """Place: optimizer step; then rank on the `shards` axis."""
 

@@ -31,7 +31,7 @@ def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
         )
     if recipe.lora is not None:
         causal_lm = add_lora(causal_lm, recipe.lora)
-    model = TokenLossModel(causal_lm)
+    model = TokenLossModel(causal_lm, activation_offload=recipe.model.activation_offload)
     model.train()
     return Engine(
         model,

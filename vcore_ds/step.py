@@ -77,7 +77,8 @@ def train_step(
             recorder.add(MicroBatchResult(batch, tokens, q, weighted.detach().sum(), loss.detach().sum()))
     totals = recorder.totals()
     if totals.num_non_finite > 0:
-        raise NonFiniteLoss(f"the loss is not finite; {sequences_by_rank(recorder.non_finite_sequence_ids())}")
+        sequences = sequences_by_rank(recorder.non_finite_sequence_ids(), main[0].sequence_parallel)
+        raise NonFiniteLoss(f"the loss is not finite; {sequences}")
 
     # Line 6: alpha of the global batch, known only now. The loss is linear in it: scaling the gradient is exact.
     alpha = alpha_of_global_batch(

@@ -8,6 +8,7 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data import Batch, StepBatches, TokenizedSequence, collate, idle_batch, merge_batches, pack
 from vcore_ds.distributed import layout
+from vcore_ds.models.attention import TRAINING_ATTENTION
 
 pytestmark = pytest.mark.dist
 
@@ -83,7 +84,7 @@ def run_all() -> dict[str, dict[str, float]]:
     """Worst relative deviation from a row each, by quantity."""
     worst = {}
     for section in SECTIONS:
-        for attention in ("sdpa", "eager") if section == "jvp" else ("sdpa",):
+        for attention in (TRAINING_ATTENTION, "sdpa", "eager") if section == "jvp" else (TRAINING_ATTENTION,):
             expected = run_layout(section, "a row each", 1, attention)
             for arrangement, batches_per_pass in (("one row a batch", 2), ("rows of several and of one", 2)):
                 found = run_layout(section, arrangement, batches_per_pass, attention)
@@ -120,6 +121,9 @@ def test_a_packed_batch_by_hand() -> None:
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [6, 7, 8, 9, 0, 0, 0, 0]]
     assert batch.labels.tolist() == [[-100, 2, 3, -100, 5, -100, -100, -100], [-100, 7, 8, 9] + [-100] * 4]
     assert batch.segments.tolist() == [[0, 0, 0, 1, 1, -1, -1, -1], [2, 2, 2, 2, -1, -1, -1, -1]]
+    assert batch.sequence_lengths() == [[3, 2, 3], [4, 4]]
+    assert batch.token_sequence_ids().tolist() == [[7, 7, 7, 9, 9, -1, -1, -1], [4] * 4 + [-1] * 4]
+    assert batch.targets()[:, :-1].tolist() == batch.labels[:, 1:].tolist()
     assert batch.position_ids().tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2, 3]]
     assert batch.sequence_index().tolist() == [0, 0, 1, 2, 2, 2]
     assert batch.num_supervised_tokens().tolist() == [2, 1, 3]
@@ -132,4 +136,8 @@ def test_a_packed_batch_by_hand() -> None:
 
 def test_rows_of_one_sequence_need_no_segments() -> None:
     batch = collate(sequences(), 0)
-    assert batch.segments is None and batch.position_ids() is None and batch.num_sequences == len(LENGTHS)
+    assert batch.segments is None and batch.num_sequences == len(LENGTHS)
+    assert batch.sequence_lengths() == [[32]] * len(LENGTHS)
+    assert batch.position_ids().tolist() == [list(range(32))] * len(LENGTHS)
+    assert batch.token_sequence_ids().tolist() == [[i] * 32 for i in range(len(LENGTHS))]
+    assert idle_batch(0).token_sequence_ids().tolist() == [[-1] * 8]

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from vcore_ds.config.schema import LoraConfig
 from vcore_ds.data import Batch
 from vcore_ds.models import TokenLossModel, add_lora
+from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 
 VOCABULARY = 128
 
@@ -36,6 +37,7 @@ def token_loss_model(
     *, lora: bool = False, tied: bool = False, checkpointing: bool = False, **kwargs
 ) -> TokenLossModel:
     model = qwen3(tied=tied, **kwargs)
+    model.set_attn_implementation(TRAINING_ATTENTION)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     wrapped = TokenLossModel(with_lora(model) if lora else model)
@@ -54,6 +56,12 @@ def rows(num_rows: int, num_tokens: int = 24, seed: int = 3) -> Batch:
         input_ids[row, length:] = 0
         labels[row, length:] = -100
     return Batch(list(range(num_rows)), input_ids, labels)
+
+
+def inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RowLayout]:
+    """What `TokenLossModel` is called with, of a batch that one rank has for itself."""
+    layout = RowLayout.of(batch.sequence_lengths(), 1, torch.device("cpu"))
+    return batch.input_ids, batch.targets(), batch.position_ids(), layout
 
 
 def take(batch: Batch, indices: list[int]) -> Batch:

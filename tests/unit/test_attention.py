@@ -1,18 +1,25 @@
-"""Attention with a tangent against the unfused one under `torch.func.jvp`; inside Hugging Face models; its memory."""
+"""Attention of all passes against the unfused one, its gradient and `torch.func.jvp`; inside models; its memory."""
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
-
-from tests.helpers.allocations import Allocations
-from vcore_ds.models.attention import (
-    FORWARD_MODE_ATTENTION,
-    block_attention,
-    forward_mode_attention,
-    segment_starts,
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
 )
+
+from tests.helpers import tiny
+from tests.helpers.allocations import Allocations
+from vcore_ds.data import Batch
+from vcore_ds.errors import UserError
+from vcore_ds.models import FORWARD_MODE_ATTENTION, RowLayout, TokenLossModel, block_attention
+from vcore_ds.models.attention import TRAINING_ATTENTION, forward_mode_attention, training_attention
 
 SCALE = 0.37
 
@@ -25,15 +32,15 @@ def inputs(num_tokens: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 8
     return tuple(drawn[:3]), tuple(drawn[3:])
 
 
-def visible(num_tokens: int, key_mask: Tensor | None, sliding_window: int | None, segments: Tensor | None) -> Tensor:
-    """[1 or 2, 1, T, T]: query (row) may see key (column). `segments` [2, T]: the sequence of each token."""
+def visible(num_tokens: int, sliding_window: int | None = None, lengths=None) -> Tensor:
+    """[1 or 2, 1, T, T]: query (row) may see key (column). `lengths`: of the sequences in each row."""
     seen = torch.ones(num_tokens, num_tokens).tril().bool()
     if sliding_window is not None:
         seen &= ~torch.ones(num_tokens, num_tokens).tril(-sliding_window).bool()
-    if segments is not None:
-        seen = seen & (segments[:, :, None] == segments[:, None, :])
-        return seen[:, None] if key_mask is None else seen[:, None] & key_mask[:, None, None, :]
-    return seen[None, None] if key_mask is None else seen[None, None] & key_mask[:, None, None, :]
+    if lengths is None:
+        return seen[None, None]
+    number = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
+    return (seen & (number[:, :, None] == number[:, None, :]))[:, None]
 
 
 def unfused(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
@@ -43,56 +50,31 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
     return scores.softmax(-1) @ value
 
 
-def padding(kind: str, num_tokens: int) -> Tensor | None:
-    """Row 0 is whole, row 1 has a third of padding."""
-    if kind == "none":
-        return None
-    mask = torch.ones(2, num_tokens, dtype=torch.bool)
-    third = max(1, num_tokens // 3)
-    mask[1, slice(-third, None) if kind == "right" else slice(0, third)] = False
-    return mask
-
-
 def check(
     num_tokens: int,
     block_tokens: int = 16,
     *,
-    pad: str = "none",
     sliding_window: int | None = None,
     moving: str = "qkv",
     dtype: torch.dtype = torch.float64,
     tolerance: float = 1e-12,
-    lengths: tuple[list[int], list[int]] | None = None,
     **sizes: int,
 ) -> None:
-    """`lengths`: of the sequences in each of the two rows, None for one in each."""
     primals, tangents = inputs(num_tokens, dtype=dtype, **sizes)
-    key_mask = padding(pad, num_tokens)
     given = tuple(tangent if name in moving else None for name, tangent in zip("qkv", tangents, strict=True))
-    starts = segments = None
-    if lengths is not None:
-        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-        starts, segments = segment_starts(positions), (positions == 0).cumsum(1)
     output, d_output = block_attention(
-        *primals,
-        given,
-        scale=SCALE,
-        key_mask=key_mask,
-        segment_starts=starts,
-        sliding_window=sliding_window,
-        block_tokens=block_tokens,
+        *primals, given, scale=SCALE, sliding_window=sliding_window, block_tokens=block_tokens
     )
     assert (output.dtype, output.shape) == (dtype, primals[0].shape)
 
-    seen = visible(num_tokens, key_mask, sliding_window, segments).expand(2, 1, -1, -1)
-    blind = ~seen.any(-1, keepdim=True)  # queries without a key: padding on the left, whose softmax is nan
+    seen = visible(num_tokens, sliding_window)
     exact = tuple(tensor.double() for tensor in primals)
     full = tuple(t.double() * (name in moving) for name, t in zip("qkv", tangents, strict=True))
-    expected, d_expected = torch.func.jvp(lambda q, k, v: unfused(q, k, v, seen | blind), exact, full)
+    expected, d_expected = torch.func.jvp(lambda q, k, v: unfused(q, k, v, seen), exact, full)
     close = dict(rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(output.double(), expected.masked_fill(blind, 0.0), **close)
+    torch.testing.assert_close(output.double(), expected, **close)
     if moving:
-        torch.testing.assert_close(d_output.double(), d_expected.masked_fill(blind, 0.0), **close)
+        torch.testing.assert_close(d_output.double(), d_expected, **close)
     else:
         assert d_output is None
 
@@ -109,35 +91,17 @@ def test_lengths_around_multiples_of_the_block(num_tokens: int, dtype: torch.dty
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 2), (3, 1)])
 @pytest.mark.parametrize("head_dim", [8, 7, 1])
 def test_groups_of_heads_and_odd_head_dimensions(heads: int, kv_heads: int, head_dim: int) -> None:
-    check(37, heads=heads, kv_heads=kv_heads, head_dim=head_dim, pad="left")
+    check(37, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
 
-@pytest.mark.parametrize("sliding_window", [None, 1, 5, 15, 16, 20, 31, 40, 100])
-@pytest.mark.parametrize("pad", ["none", "right", "left"])
-def test_padding_and_sliding_windows(pad: str, sliding_window: int | None) -> None:
-    check(60, pad=pad, sliding_window=sliding_window)
-
-
-@pytest.mark.parametrize("sliding_window", [None, 7])
-@pytest.mark.parametrize(
-    "lengths",
-    [([60], [60]), ([20, 40], [60]), ([16, 16, 28], [1, 58, 1]), ([1] * 60, [17, 3, 33, 7]), ([48, 12], [5, 55])],
-    ids=str,
-)
-def test_sequences_in_one_row_do_not_see_each_other(lengths, sliding_window: int | None) -> None:
-    check(60, lengths=lengths, sliding_window=sliding_window)
-    check(60, lengths=lengths, dtype=torch.float32, tolerance=1e-5, pad="right")
-
-
-def test_where_sequences_start() -> None:
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
-    assert segment_starts(positions).tolist() == [[0, 0, 0, 3, 3, 5], [0] * 6]
-    assert segment_starts(positions[1:]) is None
+@pytest.mark.parametrize("sliding_window", [1, 5, 15, 16, 20, 31, 40, 100])
+def test_sliding_windows(sliding_window: int) -> None:
+    check(60, sliding_window=sliding_window)
 
 
 @pytest.mark.parametrize("moving", ["", "q", "k", "v", "qk", "qv", "kv"])
 def test_tangents_of_some_inputs_only(moving: str) -> None:
-    check(41, moving=moving, pad="right")
+    check(41, moving=moving)
 
 
 @pytest.mark.parametrize("growing", [True, False])
@@ -147,7 +111,7 @@ def test_scores_far_beyond_the_range_of_exp(growing: bool) -> None:
     steps = torch.arange(40.0, dtype=torch.float64)[:, None]
     query, key = query.abs() + 1, (key.abs() + 1) * (steps if growing else 40 - steps) * 10
     output, d_output = block_attention(query, key, value, tangents, scale=SCALE, block_tokens=16)
-    seen = visible(40, None, None, None)
+    seen = visible(40)
     expected = torch.func.jvp(lambda q, k, v: unfused(q, k, v, seen), (query, key, value), tangents)
     torch.testing.assert_close((output, d_output), expected, rtol=1e-9, atol=1e-9)
 
@@ -163,45 +127,122 @@ def test_a_token_does_not_depend_on_later_ones() -> None:
         assert torch.equal(x[:, :, :20], y[:, :, :20])
 
 
+# ---- the interface: sequences of a row, with a gradient and with a tangent ------------------------------------------
+
+LAYOUTS = {
+    "a sequence a row": [[60], [60]],
+    "one row of two": [[20, 40], [60]],
+    "short ones": [[16, 16, 28], [1, 58, 1]],
+    "many": [[1] * 60, [17, 3, 33, 7]],
+}
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("sliding_window", [None, 1, 7, 59, 60])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_both_attentions_keep_sequences_apart(name: str, sliding_window: int | None) -> None:
+    primals, tangents = inputs(60)
+    seen = visible(60, sliding_window, LAYOUTS[name])
+    options = dict(scaling=SCALE, sliding_window=sliding_window, row_layout=RowLayout.of(LAYOUTS[name], 1, CPU))
+    leaves = [x.clone().requires_grad_() for x in primals]
+    output, _ = training_attention(torch.nn.Module(), *leaves, None, **options)
+    expected, d_expected = torch.func.jvp(lambda q, k, v: unfused(q, k, v, seen), primals, tangents)
+    torch.testing.assert_close(output.transpose(1, 2), expected, rtol=1e-12, atol=1e-12)
+
+    weight = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    plain = [x.clone().requires_grad_() for x in primals]
+    expected_gradients = torch.autograd.grad((unfused(*plain, seen).transpose(1, 2) * weight).sum(), plain)
+    gradients = torch.autograd.grad((output * weight).sum(), leaves)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-11, atol=1e-12)
+
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
+        found = forward_ad.unpack_dual(forward_mode_attention(torch.nn.Module(), *duals, None, **options)[0])
+        torch.testing.assert_close(found.primal.transpose(1, 2), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found.tangent.transpose(1, 2), d_expected, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_by_their_lengths() -> None:
+    layout = RowLayout.of([[3, 5], [8]], 1, CPU)
+    assert layout.ends.tolist() == [0, 3, 8, 16] and layout.ends.dtype == torch.int32
+    assert (layout.longest, layout.is_one_sequence_a_row) == (8, False)
+    assert list(layout.sequences()) == [
+        (slice(0, 1), slice(0, 3)),
+        (slice(0, 1), slice(3, 8)),
+        (slice(1, 2), slice(0, 8)),
+    ]
+    assert list(RowLayout.of([[8], [8]], 1, CPU).sequences()) == [(slice(None), slice(None))]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the flash kernel over variable lengths needs a GPU")
+@pytest.mark.parametrize("sliding_window", [None, 7, 60])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_flash_kernel_on_a_gpu(name: str, sliding_window: int | None) -> None:
+    primals, _ = inputs(60, head_dim=64)
+    layout = RowLayout.of(LAYOUTS[name], 1, torch.device("cuda"))
+    options = dict(scaling=SCALE, sliding_window=sliding_window, row_layout=layout)
+    rounded = [x.bfloat16() for x in primals]
+    leaves = [x.cuda().requires_grad_() for x in rounded]
+    output, _ = training_attention(torch.nn.Module(), *leaves, None, **options)
+    exact = [x.double().requires_grad_() for x in rounded]
+    expected = unfused(*exact, visible(60, sliding_window, LAYOUTS[name])).transpose(1, 2)
+    gradients = [torch.autograd.grad(y.double().square().sum(), x) for y, x in ((output, leaves), (expected, exact))]
+    torch.testing.assert_close(output.cpu().double(), expected, rtol=0.02, atol=0.02)
+    for found, reference in zip(*gradients, strict=True):
+        torch.testing.assert_close(found.cpu().double(), reference, rtol=0.05, atol=0.05)
+
+
+def test_score_caps_sinks_and_lost_layouts_are_refused() -> None:
+    primals, _ = inputs(4)
+    layout = RowLayout.of([[4], [4]], 1, CPU)
+    for attend in (training_attention, forward_mode_attention):
+        for extra, words in (
+            (dict(softcap=30.0, row_layout=layout), "caps its attention scores"),
+            (dict(s_aux=torch.zeros(4), row_layout=layout), "uses attention sinks"),
+            ({}, "does not hand keyword arguments"),
+        ):
+            with pytest.raises(UserError, match=words):
+                attend(torch.nn.Module(), *primals, None, **extra)
+
+
 # ---- inside Hugging Face models -------------------------------------------------------------------------------------
 
-SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SIZES = dict(vocab_size=tiny.VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+HEADS = dict(num_attention_heads=4, num_key_value_heads=2)
 CONFIGS = {
-    "qwen3": lambda: Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8),
-    "llama": lambda: LlamaConfig(**SIZES, num_key_value_heads=4),
-    "mistral, sliding window": lambda: MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=6),
+    "qwen3": lambda: Qwen3Config(**SIZES, **HEADS, head_dim=8),
+    "qwen2": lambda: Qwen2Config(**SIZES, **HEADS),
+    "llama": lambda: LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=4),
+    "smollm2, tied, 3 heads a group": lambda: LlamaConfig(
+        **SIZES | {"hidden_size": 36}, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True
+    ),
+    "mistral, sliding window": lambda: MistralConfig(**SIZES, **HEADS | {"num_key_value_heads": 1}, sliding_window=6),
+    "phi3": lambda: Phi3Config(**SIZES, **HEADS, pad_token_id=0),
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("pad", ["none", "right", "left"])
-def test_models_give_the_logits_of_eager_attention(name: str, pad: str) -> None:
+def test_models_give_the_losses_and_gradients_of_eager_attention(name: str) -> None:
     config: PreTrainedConfig = CONFIGS[name]()
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    mask = padding(pad, 21)
-    call = dict(input_ids=torch.randint(0, 64, (2, 21)), use_cache=False)
-    call["attention_mask"] = None if mask is None else mask.long()
-    with torch.no_grad():
-        eager = model(**call).logits
-        model.config._attn_implementation = FORWARD_MODE_ATTENTION
-        blocks = model(**call).logits
-    real = torch.ones(2, 21, dtype=torch.bool) if mask is None else mask
-    torch.testing.assert_close(blocks[real], eager[real], rtol=1e-5, atol=1e-5)
-    assert not torch.equal(blocks, eager)  # so that both really ran
-    if mask is not None:
-        call["attention_mask"] = None
-        with torch.no_grad():
-            unmasked = model(**call).logits
-        assert torch.allclose(unmasked[real], blocks[real], atol=1e-5) == (pad == "right")  # left padding is seen
-
-
-def test_score_caps_and_sinks_are_refused() -> None:
-    primals, _ = inputs(4)
-    module = torch.nn.Module()
-    for extra in (dict(softcap=30.0), dict(s_aux=torch.zeros(4))):
-        with pytest.raises(NotImplementedError):
-            forward_mode_attention(module, *primals, None, **extra)
+    model = TokenLossModel(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    rows = tiny.rows(3, num_tokens=24)
+    packed = Batch([0, 1], rows.input_ids[:1], rows.labels[:1], segments=torch.tensor([[0] * 10 + [1] * 11 + [-1] * 3]))
+    trained, differs = list(model.parameters()), {TRAINING_ATTENTION: False, FORWARD_MODE_ATTENTION: False}
+    for batch in (rows, packed):
+        found = {}
+        for attention in ("eager", TRAINING_ATTENTION, FORWARD_MODE_ATTENTION):
+            model.base.config._attn_implementation = attention
+            with torch.set_grad_enabled(attention != FORWARD_MODE_ATTENTION):
+                found[attention] = model(*tiny.inputs(batch))
+        expected = found["eager"]
+        for attention in (TRAINING_ATTENTION, FORWARD_MODE_ATTENTION):
+            torch.testing.assert_close(found[attention], expected, rtol=1e-5, atol=1e-5)
+            differs[attention] |= not torch.equal(found[attention], expected)
+        gradients = [torch.autograd.grad(found[a].sum(), trained) for a in ("eager", TRAINING_ATTENTION)]
+        for left, right in zip(*gradients, strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+    assert all(differs.values())  # in the last digits, so that all three really ran
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
@@ -224,7 +265,7 @@ def in_blocks(primals, tangents) -> None:
 def whole(primals, tangents) -> None:
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
-        unfused(*duals, visible(primals[0].shape[2], None, None, None))
+        unfused(*duals, visible(primals[0].shape[2]))
 
 
 def test_memory_grows_linearly_with_the_length() -> None:
@@ -240,3 +281,19 @@ def test_memory_grows_linearly_with_the_length() -> None:
     assert ours[1].peak_bytes < math[1].peak_bytes / 10
     # The output, [1, 2, T, 32]: no score block is larger, and nothing is [T, T].
     assert [allocations.largest_numel for allocations in ours] == [2 * 32 * n for n in (2048, 4096)]
+
+
+def test_packed_rows_have_no_mask() -> None:
+    """Under Hugging Face's own attention a packed row of T tokens has a mask of `[T, T]`."""
+    num_tokens = 512
+    ids = torch.zeros(1, num_tokens, dtype=torch.int64)
+    batch = Batch([0, 1], ids, ids.clone(), segments=(torch.arange(num_tokens) >= 200).long()[None])
+    model = tiny.token_loss_model()
+    largest = {}
+    for attention in ("sdpa", TRAINING_ATTENTION):
+        model.base.config._attn_implementation = attention
+        with Allocations() as allocations:
+            model(*tiny.inputs(batch)).sum().backward()
+        largest[attention] = [shape for shape in allocations.shapes if shape[-2:] == (num_tokens, num_tokens)]
+    assert largest["sdpa"]  # so that the measurement can tell
+    assert not largest[TRAINING_ATTENTION]

@@ -38,13 +38,13 @@ def trained(model: nn.Module) -> Parameters:
 
 
 def losses_at(model: TokenLossModel, parameters: Parameters, batch: Batch) -> Tensor:
-    return torch.func.functional_call(model, parameters, (batch.input_ids, batch.labels))
+    return torch.func.functional_call(model, parameters, tiny.inputs(batch))
 
 
 def uniform_gradient(model: TokenLossModel, batch: Batch) -> Parameters:
     """The probe direction: gradient of the mean over sequences of the mean token loss."""
     parameters = trained(model)
-    losses, index = model(batch.input_ids, batch.labels), batch.sequence_index()
+    losses, index = model(*tiny.inputs(batch)), batch.sequence_index()
     loss = (losses / batch.num_supervised_tokens()[index]).sum() / batch.num_sequences
     return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
@@ -62,7 +62,7 @@ def forward_mode(model: TokenLossModel, direction: Parameters, batch: Batch) -> 
 
 def token_gradients(model: TokenLossModel, batch: Batch) -> Iterator[tuple[float, list[Tensor]]]:
     """Loss of one token after the other and its gradient, from logits: no code of ours but the model's weights."""
-    hidden = model.decoder(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+    hidden = model.decoder(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # under eager attention
     logits = nn.functional.linear(hidden, model.base.get_output_embeddings().weight)
     for row, column in (batch.labels[:, 1:] != IGNORED_LABEL).nonzero().tolist():
         loss = nn.functional.cross_entropy(logits[row, column], batch.labels[row, column + 1])

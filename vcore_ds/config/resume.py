@@ -31,6 +31,7 @@ MAY_DIFFER = frozenset(
         "utility.micro_batch_size_per_rank",
         "model.attention",
         "model.gradient_checkpointing",
+        "model.activation_offload",
     }
 )
 """Dotted keys with which a run may be resumed whatever they were before."""

@@ -147,7 +147,14 @@ def _training_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
         yield BrokenRule(
             ("model.attention", "model.precision"),
             "flash_attention_2 together with model.precision fp32",
-            "sdpa or eager: flash_attention_2 computes in 16 bits only",
+            "auto, sdpa or eager: flash_attention_2 computes in 16 bits only",
+        )
+    if model.activation_offload and not model.gradient_checkpointing:
+        yield BrokenRule(
+            ("model.activation_offload", "model.gradient_checkpointing"),
+            "true together with model.gradient_checkpointing false",
+            "false: without checkpoints every activation would be copied to the host and back (or set "
+            "model.gradient_checkpointing to true)",
         )
     if batch.global_size % batch.micro_batch_size_per_rank != 0:
         micro = batch.micro_batch_size_per_rank

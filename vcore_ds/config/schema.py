@@ -106,10 +106,13 @@ class ModelConfig(Section):
     """Folder with a Hugging Face model (relative to the working directory), or its id on the hub."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Data type of the parameters in forward and backward; the master copy and the accumulated gradients are fp32."""
-    attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
-    """Attention kernel of the main and probe passes; the forward-mode pass has its own."""
+    attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
+    """Attention of the passes with a gradient: `auto` the fused kernel of the device, without masks, on rows that ranks
+    may share; the others are Hugging Face's kernels, for architectures whose attention cannot be replaced."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: memory per token falls, a step takes about a third longer."""
+    activation_offload: bool = False
+    """Keep the activation checkpoints in host memory until the backward, for very long sequences."""
 
 
 class LoraConfig(Section):

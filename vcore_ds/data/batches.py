@@ -46,14 +46,34 @@ class Batch:
         """Number of sequences in the ragged tensors of this batch: an idle row counts as one, without tokens."""
         return self.labels.shape[0] if self.segments is None else int(self.segments.max()) + 1
 
-    def position_ids(self) -> torch.Tensor | None:
-        """int64 [b, T], from 0 in every packed sequence (and in the padding); None where a row is one sequence."""
+    def position_ids(self) -> torch.Tensor:
+        """int64 [b, T], from 0 in every sequence, and in the padding behind packed ones."""
+        columns = torch.arange(self.labels.shape[1])
         if self.segments is None:
-            return None
-        columns = torch.arange(self.segments.shape[1])
+            return columns.expand(self.labels.shape)
         begins = torch.ones_like(self.segments, dtype=torch.bool)
         begins[:, 1:] = self.segments[:, 1:] != self.segments[:, :-1]
         return columns - torch.where(begins, columns, 0).cummax(1).values
+
+    def sequence_lengths(self) -> list[list[int]]:
+        """Tokens of the sequences in each row, T together: padding behind packed ones is a sequence of its own, behind
+        a single one a part of it."""
+        num_rows, num_tokens = self.labels.shape
+        if self.segments is None:
+            return [[num_tokens]] * num_rows
+        return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in self.segments]
+
+    def targets(self) -> torch.Tensor:
+        """int64 [b, T], the token that follows each, `IGNORED_LABEL` where it is not supervised and at the end."""
+        return torch.nn.functional.pad(self.labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+
+    def token_sequence_ids(self) -> torch.Tensor:
+        """int64 [b, T], the id of the sequence that each token belongs to; -1 for padding of packed and idle rows."""
+        ids = torch.tensor([*self.sequence_ids, -1], dtype=torch.int64)
+        if self.segments is None:
+            numbers = torch.arange(len(self.labels)) if self.sequence_ids else torch.full((len(self.labels),), -1)
+            return ids[numbers][:, None].expand(self.labels.shape)
+        return ids[self.segments]
 
     def supervised(self) -> torch.Tensor:
         """bool [b, T - 1]: the token after this position is a target. A sequence's first token never is: it has nothing

@@ -156,7 +156,6 @@ def all_to_all(axis: Literal["sequence"], sent: Tensor, sequence_parallel: int) 
 
 def all_gather(axis: Literal["sequence"], part: Tensor, sequence_parallel: int) -> Tensor:
     """The equally shaped parts of the ranks of this rank's group, `[degree, ...]`. A collective."""
-    part = part.contiguous()
-    gathered = part.new_empty((sequence_parallel, *part.shape))
-    dist.all_gather_into_tensor(gathered, part, group=_sequence_groups[sequence_parallel])
-    return gathered
+    gathered = part.new_empty(sequence_parallel * part.numel())
+    dist.all_gather_into_tensor(gathered, part.flatten(), group=_sequence_groups[sequence_parallel])
+    return gathered.view(sequence_parallel, *part.shape)

@@ -13,9 +13,10 @@ def count_globally(batches: Sequence[Batch], *, kept_only: bool = False) -> Glob
     """Counts sequences and supervised tokens over all ranks; needed before the first backward. A collective.
 
     Args:
-        batches: this rank's micro-batches.
+        batches: this rank's micro-batches, at least one, all of one degree of sequence parallelism.
         kept_only: count only tokens that the batch's mask keeps (`Batch.kept`).
     """
     num_tokens = torch.cat([b.num_kept_tokens() if kept_only else b.num_supervised_tokens() for b in batches])
-    sequences, tokens = layout.sum_over("shards", [float((num_tokens > 0).sum()), float(num_tokens.sum())])
+    own = [float((num_tokens > 0).sum()), float(num_tokens.sum())]
+    sequences, tokens = layout.sum_over("data", own, batches[0].sequence_parallel)
     return GlobalCounts(num_sequences_global=int(sequences), num_supervised_tokens_global=int(tokens))

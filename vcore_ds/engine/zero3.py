@@ -15,13 +15,13 @@ import torch
 from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 
-from vcore_ds.data import Batch
+from vcore_ds.data import IGNORED_LABEL, Batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.engine.deepspeed_start import start_deepspeed
 from vcore_ds.engine.flat_shards import FlatShards
 from vcore_ds.engine.non_finite import NonFiniteGradient
-from vcore_ds.models import TokenLossModel
+from vcore_ds.models import RowLayout, TokenDropout, TokenLossModel, gather_losses, own_columns, token_keys
 
 
 class Engine:
@@ -64,21 +64,37 @@ class Engine:
         self.device = device()
         self._coalesce = coalesce_gradient_reduction
         self._num_backwards_left = 0
-        self._dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0]
+        self._dropouts = [m for m in model.modules() if isinstance(m, TokenDropout)]
+        self._dropout_seed = 0
 
     # ---- passes over the model -------------------------------------------------------------------------------------
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Loss in nats of each supervised token of `batch`, fp32 `[N]`, row-major; with a graph unless under no_grad.
 
+        Ranks that share the batch each compute a part of its columns, and all get all of its losses; the gradient of
+        what they make of them is, on each rank, that of its own part.
+
         A collective: every rank must call it as often as the others, with an idle batch if it has no data.
         """
-        positions = batch.position_ids()
-        return self.deepspeed(
-            input_ids=batch.input_ids.to(self.device),
-            labels=batch.labels.to(self.device),
-            position_ids=None if positions is None else positions.to(self.device),
+        k, targets, positions = batch.sequence_parallel, batch.targets(), batch.position_ids()
+        if self._dropouts and self._dropouts[0].training:
+            keys = token_keys(self._dropout_seed, batch.token_sequence_ids(), positions)
+            own_keys = own_columns(keys, k).to(self.device)
+            for dropout in self._dropouts:
+                # Kept until the next forward: layers that are recomputed in the backward draw their masks again.
+                dropout.token_keys = own_keys
+        own = self.deepspeed(
+            input_ids=own_columns(batch.input_ids, k).to(self.device),
+            targets=own_columns(targets, k).to(self.device),
+            position_ids=own_columns(positions, k).to(self.device),
+            row_layout=RowLayout.of(batch.sequence_lengths(), k, self.device),
         )
+        return gather_losses(own, targets != IGNORED_LABEL, k)
+
+    def seed_dropout(self, seed: int) -> None:
+        """Sets the seed of the dropout masks of the next step; the same on all ranks."""
+        self._dropout_seed = seed
 
     @contextmanager
     def accumulation(self, num_backwards: int) -> Iterator[None]:

@@ -1,16 +1,21 @@
-"""Models: loading, low-rank adapters, per-token losses, attention with a tangent. No process groups."""
+"""Models: loading, low-rank adapters, per-token losses, attention of all passes, rows that ranks share."""
 
-from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, block_attention
+from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, RowLayout
+from vcore_ds.models.block_attention import block_attention
 from vcore_ds.models.causal_lm import TokenLossHead, TokenLossModel
 from vcore_ds.models.configuration import attention_length, check_forward_mode, read_config, vocabulary_size
+from vcore_ds.models.dropout import TokenDropout, token_keys
 from vcore_ds.models.folder_check import check_model_folder
 from vcore_ds.models.loading import load_causal_lm
 from vcore_ds.models.lora import add_lora
 from vcore_ds.models.lora_linear import BaseLinear, linear_sum
+from vcore_ds.models.sequence_exchange import gather_losses, own_columns
 
 __all__ = [
     "FORWARD_MODE_ATTENTION",
     "BaseLinear",
+    "RowLayout",
+    "TokenDropout",
     "TokenLossHead",
     "TokenLossModel",
     "add_lora",
@@ -18,8 +23,11 @@ __all__ = [
     "block_attention",
     "check_forward_mode",
     "check_model_folder",
+    "gather_losses",
     "linear_sum",
     "load_causal_lm",
+    "own_columns",
     "read_config",
+    "token_keys",
     "vocabulary_size",
 ]

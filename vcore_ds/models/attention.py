@@ -1,185 +1,102 @@
-"""Causal attention that carries a tangent, in blocks.
+"""Attention of every pass: causal, each sequence of a row by itself, heads shared out over the ranks of a row.
 
-PyTorch's fused attention kernels have no forward-mode rule (https://github.com/pytorch/pytorch/issues/165530) and
-the unfused one stores `[T, T]`. This one keeps the flash-attention scheme, an online softmax over blocks of keys,
-and adds the tangent inside it, so the memory grows linearly with T:
+Hugging Face's models find the two functions below by name and hand them what the decoder was called with. So the layout
+of the rows comes as a keyword argument, and a layer that is recomputed in a backward finds the layout it ran with.
 
-    S = scale * Q K^T                 dS = scale * (dQ K^T + Q dK^T)
-    O = P V                           dO = P dV + (P * dS) V - rowsum(P * dS) * O
+No mask is made. A row of packed sequences under Hugging Face's own attention has one of `[T, T]`, 0.8 GB a call at
+16,384 tokens, and loses the fused kernel.
 
-Every sum on the right is linear in the unnormalised `exp(S - m)`, so all of them are rescaled by the same
-`exp(m_old - m_new)` when a new block raises the running maximum.
-
-Used for gradient-free passes only; the passes with a gradient use the fused kernels.
-
-Shapes: B batch, A query heads, K key/value heads, G = A / K, T tokens, D head dimension.
+Shapes: b rows, A query heads, K key/value heads, t tokens of a rank, T of a row, D head dimension.
 """
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import flash_attention_mask
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from vcore_ds.errors import UserError
+from vcore_ds.models.block_attention import block_attention
+from vcore_ds.models.sequence_exchange import to_heads, to_tokens
+
+TRAINING_ATTENTION = "vcore_training"
+"""Name under which Hugging Face models find `training_attention`."""
 
 FORWARD_MODE_ATTENTION = "vcore_forward_mode"
 """Name under which Hugging Face models find `forward_mode_attention`."""
 
-BLOCK_TOKENS = {"cpu": 128, "cuda": 512}
-"""Side of a score block. Small blocks skip more of what causality hides; on GPUs each block costs kernel launches."""
 
-Result = TypeVar("Result")
+@dataclass(frozen=True)
+class RowLayout:
+    """The sequences in a batch's rows, and the number of ranks that share them; made once for each pass."""
+
+    lengths: Sequence[Sequence[int]]
+    """Tokens of the sequences in each row, in order; T together. Padding counts as a sequence."""
+    sequence_parallel: int
+    """Ranks that share the rows; each has `t = T / sequence_parallel` of their columns."""
+    ends: Tensor
+    """int32 `[num_sequences + 1]`, on the device: 0, and where each sequence ends in the rows put end to end."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[Sequence[int]], sequence_parallel: int, device: torch.device) -> "RowLayout":
+        """The layout with its tensor, made on the host: no layer waits for the device to learn it."""
+        flat = torch.tensor([0, *(n for row in lengths for n in row)], dtype=torch.int32)
+        return cls(lengths, sequence_parallel, flat.cumsum(0, dtype=torch.int32).to(device, non_blocking=True))
+
+    @property
+    def longest(self) -> int:
+        return max(n for row in self.lengths for n in row)
+
+    @property
+    def is_one_sequence_a_row(self) -> bool:
+        return all(len(row) == 1 for row in self.lengths)
+
+    def sequences(self) -> Iterator[tuple[slice, slice]]:
+        """Rows and columns of what can be computed together: all rows where each is one sequence, else a sequence."""
+        if self.is_one_sequence_a_row:
+            yield slice(None), slice(None)
+            return
+        for row, lengths in enumerate(self.lengths):
+            start = 0
+            for n in lengths:
+                yield slice(row, row + 1), slice(start, start + n)
+                start += n
 
 
-def once_per_tensor(function: Callable[[Tensor], Result]) -> Callable[[Tensor], Result]:
-    """Keeps a function's result for as long as its argument lives. All layers of a pass ask about the same positions,
-    and every answer that is a number waits for the device."""
-    results = WeakIdKeyDictionary()
-
-    def remembered(tensor: Tensor) -> Result:
-        if tensor not in results:
-            results[tensor] = function(tensor)
-        return results[tensor]
-
-    return remembered
-
-
-def block_attention(
+def training_attention(
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    tangents: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-    *,
-    scale: float,
-    key_mask: Tensor | None = None,
-    segment_starts: Tensor | None = None,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
     sliding_window: int | None = None,
-    block_tokens: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Causal attention output and its tangent.
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    row_layout: RowLayout | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Hugging Face's attention interface around the fused kernels, for passes with a gradient.
 
     Args:
-        query: `[B, A, T, D]`.
-        key, value: `[B, K, T, D]`; A is a multiple of K (grouped-query attention).
-        tangents: of query, key and value, each shaped like it or None for zero.
-        scale: factor on the scores.
-        key_mask: `[B, T]` bool, False where a key is padding. A query without any visible key gives 0.
-        segment_starts: `[B, T]`, the first token that each query may see, where a row holds several sequences; it does
-            not fall along a row. None for one sequence a row.
+        query: `[b, A, t, D]`.
+        key, value: `[b, K, t, D]`.
+        scaling: factor on the scores; None for `1 / sqrt(D)`.
         sliding_window: a query sees this many last keys, itself included; None for all.
-        block_tokens: side of a score block; None takes that of the device.
 
-    Returns:
-        output `[B, A, T, D]` in the dtype of `query`, and its tangent, None where all tangents are None.
+    Returns the output `[b, t, A, D]`, and None for the attention weights.
+
+    Raises:
+        UserError: the model caps its scores, uses attention sinks, or does not hand the layout through.
     """
-    batch, num_heads, num_tokens, head_dim = query.shape
-    block_tokens = block_tokens or BLOCK_TOKENS[query.device.type]
-    num_kv_heads = key.shape[1]
-    with_tangent = any(tangent is not None for tangent in tangents)
-    d_query, d_key, d_value = tangents
-    accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
-
-    # [B, A, T, D] -> [B*K, G*t, D]: one product serves a group of heads
-    def rows(tensor: Tensor, block: slice) -> Tensor:
-        return tensor[:, :, block].reshape(batch * num_kv_heads, -1, head_dim)
-
-    key, value, d_key, d_value = (
-        None if tensor is None else tensor.reshape(batch * num_kv_heads, num_tokens, head_dim)
-        for tensor in (key, value, d_key, d_value)
-    )
-    output = torch.empty_like(query)
-    d_output = torch.empty_like(query) if with_tangent else None
-    positions = torch.arange(num_tokens, device=query.device)
-    first_visible = [] if segment_starts is None else _first_visible(segment_starts)
-
-    for query_start in range(0, num_tokens, block_tokens):
-        query_block = slice(query_start, min(query_start + block_tokens, num_tokens))
-        num_queries = query_block.stop - query_block.start
-        q = rows(query, query_block)
-        dq = None if d_query is None else rows(d_query, query_block)
-        row_max = q.new_full((*q.shape[:2], 1), -torch.inf, dtype=accumulate)
-        row_sum = torch.zeros_like(row_max)
-        weighted_value = torch.zeros(q.shape, dtype=accumulate, device=q.device)
-        d_row_sum = torch.zeros_like(row_max)  # sum of exp(S - m) * dS
-        d_weighted_value = torch.zeros_like(weighted_value) if with_tangent else None
-
-        first_key = 0 if sliding_window is None else max(0, query_start - sliding_window + 1)
-        if segment_starts is not None:  # what lies before is hidden from the whole block
-            first_key = max(first_key, first_visible[query_start])
-        for key_start in range(first_key // block_tokens * block_tokens, query_block.stop, block_tokens):
-            key_block = slice(key_start, min(key_start + block_tokens, query_block.stop))
-            k, v = key[:, key_block], value[:, key_block]
-            scores = _product(q, k.transpose(1, 2), accumulate).mul_(scale)
-            hidden = _hidden(query_block, key_block, positions, key_mask, segment_starts, sliding_window)
-            if hidden is not None:  # [b, t, s] -> [B*K, G*t, s]
-                hidden = hidden.reshape(-1, 1, num_queries, hidden.shape[-1])
-                scores.view(batch, num_heads, num_queries, -1).masked_fill_(hidden, -torch.inf)
-            new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
-            # A row that has seen no key yet has maximum -inf; -inf - -inf would be nan.
-            safe_max = new_max.masked_fill(new_max == -torch.inf, 0.0)
-            exp_scores = scores.sub_(safe_max).exp_()
-            rescale = (row_max - safe_max).exp_()
-            row_max = new_max
-            row_sum.mul_(rescale).add_(exp_scores.sum(-1, keepdim=True))
-            weighted_value.mul_(rescale).add_(_product(exp_scores, v, accumulate))
-            if d_weighted_value is None:
-                continue
-            d_weighted_value.mul_(rescale)
-            d_row_sum.mul_(rescale)
-            if d_value is not None:
-                d_weighted_value.add_(_product(exp_scores, d_value[:, key_block], accumulate))
-            if dq is None and d_key is None:
-                continue
-            d_scores = None if dq is None else _product(dq, k.transpose(1, 2), accumulate)
-            if d_key is not None:
-                from_key = _product(q, d_key[:, key_block].transpose(1, 2), accumulate)
-                d_scores = from_key if d_scores is None else d_scores.add_(from_key)
-            weighted_d_scores = exp_scores.mul_(d_scores).mul_(scale)
-            d_row_sum.add_(weighted_d_scores.sum(-1, keepdim=True))
-            d_weighted_value.add_(_product(weighted_d_scores, v, accumulate))
-
-        normalizer = row_sum.masked_fill(row_sum == 0, 1.0)
-        out = weighted_value / normalizer
-        output[:, :, query_block] = out.view(batch, num_heads, num_queries, head_dim)
-        if d_output is not None:
-            d_out = d_weighted_value.sub_(d_row_sum * out).div_(normalizer)
-            d_output[:, :, query_block] = d_out.view(batch, num_heads, num_queries, head_dim)
-    return output, d_output
-
-
-def _product(left: Tensor, right: Tensor, accumulate: torch.dtype) -> Tensor:
-    """Batched product in `accumulate` precision, on tensor cores where there are some."""
-    if left.is_cuda and right.dtype in (torch.bfloat16, torch.float16):
-        return torch.bmm(left.to(right.dtype), right, out_dtype=accumulate)
-    return torch.bmm(left.to(accumulate), right.to(accumulate))
-
-
-def _hidden(
-    queries: slice,
-    keys: slice,
-    positions: Tensor,
-    key_mask: Tensor | None,
-    segment_starts: Tensor | None,
-    sliding_window: int | None,
-) -> Tensor | None:
-    """`[1 or B, t, s]` bool, True where a query may not see a key; None where all may."""
-    hidden = None
-    distance = positions[queries, None] - positions[None, keys]
-    if keys.stop - 1 > queries.start:
-        hidden = (distance < 0)[None]
-    if sliding_window is not None and queries.stop - 1 - keys.start >= sliding_window:
-        too_far = (distance >= sliding_window)[None]
-        hidden = too_far if hidden is None else hidden | too_far
-    if segment_starts is not None:
-        foreign = positions[None, None, keys] < segment_starts[:, queries, None]
-        hidden = foreign if hidden is None else hidden | foreign
-    if key_mask is not None:
-        padding = ~key_mask[:, None, keys]
-        hidden = padding.expand(-1, len(distance), -1) if hidden is None else hidden | padding
-    return hidden
+    layout = _check(module, row_layout, softcap, s_aux)
+    query, key, value = to_heads([query, key, value], layout.sequence_parallel)
+    output = causal_attention(query, key, value, layout, scaling, sliding_window)
+    return to_tokens(output, layout.sequence_parallel).transpose(1, 2).contiguous(), None
 
 
 def forward_mode_attention(
@@ -192,55 +109,101 @@ def forward_mode_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    position_ids: Tensor | None = None,
+    row_layout: RowLayout | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Hugging Face's attention interface around `block_attention`; inputs may be dual tensors.
-
-    Positions `[1 or B, T]` that start again at 0 within a row divide it into sequences that do not see each other, as
-    in Hugging Face's own attention.
-
-    Returns the output `[B, T, A, D]`, dual where an input is, and None for the attention weights.
-
-    Raises:
-        NotImplementedError: the model caps its scores or uses attention sinks.
-    """
-    if softcap is not None or s_aux is not None:
-        raise NotImplementedError("attention with a score cap or sinks has no forward mode here")
+    """The same around `block_attention`, for passes without a gradient; inputs may be dual tensors, and the output is
+    one where an input is."""
+    layout = _check(module, row_layout, softcap, s_aux)
+    k = layout.sequence_parallel
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    (query, d_query), (key, d_key), (value, d_value) = (forward_ad.unpack_dual(x) for x in (query, key, value))
-    output, d_output = block_attention(
-        query,
-        key,
-        value,
-        (d_query, d_key, d_value),
-        scale=scale,
-        key_mask=None if attention_mask is None else attention_mask.bool(),
-        segment_starts=None if position_ids is None else segment_starts(position_ids),
-        sliding_window=sliding_window,
-    )
-    output = output.transpose(1, 2).contiguous()
-    if d_output is not None:
-        output = forward_ad.make_dual(output, d_output.transpose(1, 2).contiguous())
-    return output, None
+    primals, tangents = zip(*(forward_ad.unpack_dual(x) for x in (query, key, value)), strict=True)
+    if k > 1 and any(tangent is not None for tangent in tangents):
+        # Values and tangents travel together, so one exchange serves both.
+        zipped = zip(primals, tangents, strict=True)
+        both = [torch.stack([x, torch.zeros_like(x) if dx is None else dx]) for x, dx in zipped]
+        primals, tangents = zip(*(x.unbind() for x in to_heads(both, k)), strict=True)
+    elif k > 1:
+        primals = tuple(to_heads(primals, k))
+    output = torch.empty_like(primals[0])
+    d_output = None if all(tangent is None for tangent in tangents) else torch.empty_like(output)
+    for rows, columns in layout.sequences():
+        parts = [x[rows, :, columns] for x in primals]
+        d_parts = tuple(None if dx is None else dx[rows, :, columns] for dx in tangents)
+        found, d_found = block_attention(*parts, d_parts, scale=scale, sliding_window=sliding_window)
+        output[rows, :, columns] = found
+        if d_output is not None:
+            d_output[rows, :, columns] = d_found
+    if d_output is None:
+        return to_tokens(output, k).transpose(1, 2).contiguous(), None
+    if k > 1:
+        output, d_output = to_tokens(torch.stack([output, d_output]), k).unbind()
+    output, d_output = (x.transpose(1, 2).contiguous() for x in (output, d_output))
+    return forward_ad.make_dual(output, d_output), None
 
 
-@once_per_tensor
-def segment_starts(position_ids: Tensor) -> Tensor | None:
-    """`[B, T]`, the column where each token's sequence begins, from positions that restart there; None where every
-    row is one sequence."""
-    columns = torch.arange(position_ids.shape[1], device=position_ids.device)
-    starts = torch.where(position_ids == 0, columns, 0).cummax(1).values
-    return starts if bool((starts > 0).any()) else None
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scale: float | None, sliding_window: int | None
+) -> Tensor:
+    """Attention within each sequence, `[b, A, T, D]`; key and value have a divisor of A heads."""
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        # One call of the flash kernel for all rows. It knows sequences by their ends, so there is no mask.
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        output = varlen_attn(
+            *flat,
+            layout.ends,
+            layout.ends,
+            layout.longest,
+            layout.longest,
+            scale=scale,
+            window_size=window,
+            enable_gqa=True,
+        )
+        return output.view(query.shape[0], query.shape[2], *output.shape[1:]).transpose(1, 2)
+    if layout.is_one_sequence_a_row:
+        return _attend(query, key, value, scale, sliding_window)
+    rows = []
+    for row, lengths in enumerate(layout.lengths):
+        parts = zip(*(x[row : row + 1].split(list(lengths), 2) for x in (query, key, value)), strict=True)
+        rows.append(torch.cat([_attend(*part, scale, sliding_window) for part in parts], 2))
+    return torch.cat(rows)
 
 
-@once_per_tensor
-def _first_visible(segment_starts: Tensor) -> list[int]:
-    """The first column that the token of each column may see in any row."""
-    return segment_starts.amin(0).tolist()
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, sliding_window: int | None) -> Tensor:
+    """Rows of one sequence each, by the fused kernel of any device and precision."""
+    num_tokens = query.shape[2]
+    options = dict(scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    if sliding_window is None or num_tokens <= sliding_window:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    # A band of the score matrix at a time: queries of one window's length, and the keys that they see.
+    positions, outputs = torch.arange(num_tokens, device=query.device), []
+    for start in range(0, num_tokens, sliding_window):
+        first, end = max(0, start - sliding_window + 1), min(start + sliding_window, num_tokens)
+        distance = positions[start:end, None] - positions[None, first:end]
+        seen = (distance >= 0) & (distance < sliding_window)
+        band = (query[:, :, start:end], key[:, :, first:end], value[:, :, first:end])
+        outputs.append(scaled_dot_product_attention(*band, attn_mask=seen, **options))
+    return torch.cat(outputs, 2)
 
 
-# Both registrations are additions under a name of our own: no other model of the process is changed. The mask
-# function hands the padding mask through as [B, T] instead of building [B, 1, T, T].
+def _check(module: nn.Module, row_layout: RowLayout | None, softcap: float | None, s_aux: Tensor | None) -> RowLayout:
+    name = type(module).__name__
+    if softcap is not None or s_aux is not None:
+        what = "caps its attention scores" if s_aux is None else "uses attention sinks"
+        raise UserError(
+            f"model.path: {name} {what}, which attention here does not; expected another architecture, or "
+            "model.attention eager with a method or estimator other than vcore by jvp"
+        )
+    if row_layout is None:
+        raise UserError(
+            f"model.path: {name} does not hand keyword arguments from the decoder to its attention, so the sequences "
+            "of a row cannot be told apart; expected another architecture, or model.attention sdpa"
+        )
+    return row_layout
+
+
+# Additions under names of our own: no other model of the process is changed. No mask function is registered under them,
+# so Hugging Face makes no mask, and does not look at positions for packed rows, which would wait for the device.
+AttentionInterface.register(TRAINING_ATTENTION, training_attention)
 AttentionInterface.register(FORWARD_MODE_ATTENTION, forward_mode_attention)
-AttentionMaskInterface.register(FORWARD_MODE_ATTENTION, flash_attention_mask)

@@ -1,11 +1,16 @@
 """A Hugging Face causal language model that returns the loss of every supervised token."""
 
+from contextlib import nullcontext
+
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
 
 from vcore_ds.data import IGNORED_LABEL
 from vcore_ds.errors import UserError
 from vcore_ds.method import token_loss
+from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION, RowLayout
+from vcore_ds.models.dropout import use_token_dropout
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config fields of architectures that transform logits after the head (Gemma 2, Cohere, Granite, Falcon-H1)."""
@@ -37,9 +42,13 @@ class TokenLossModel(nn.Module):
     Logits are computed at supervised positions only. `causal_lm` is a `PreTrainedModel` or a `PeftModel` around one.
     """
 
-    def __init__(self, causal_lm: nn.Module):
+    def __init__(self, causal_lm: nn.Module, *, activation_offload: bool = False):
+        """`activation_offload`: keep what the backward needs of the decoder, with activation checkpoints the input of
+        each layer, in host memory until then."""
         super().__init__()
         self.causal_lm = causal_lm
+        self._activation_offload = activation_offload
+        use_token_dropout(causal_lm)
         base = self.base
         transforms = [name for name in LOGIT_TRANSFORMS if getattr(base.config, name, None) not in (None, 1.0)]
         if transforms:
@@ -70,17 +79,27 @@ class TokenLossModel(nn.Module):
         """The decoder layers, in order; empty where the architecture keeps them in no list."""
         return list(next((m for m in self.decoder.modules() if isinstance(m, nn.ModuleList)), []))
 
-    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Losses in nats, fp32, `[N]`: the supervised tokens in row-major order.
+    def forward(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor, row_layout: RowLayout) -> Tensor:
+        """Losses in nats, fp32, `[N]`: the supervised tokens among this rank's columns, in row-major order.
 
         Args:
-            input_ids: `[b, T]`, right-padded. No attention mask: under causal attention no real token sees the
-                padding behind it, and without a mask the fastest kernels serve.
-            labels: `[b, T]`, not shifted; `IGNORED_LABEL` where a token is not supervised. Column 0 is never predicted.
-            position_ids: `[b, T]`, where rows hold several sequences: they start again at 0 in each, and Hugging Face's
-                masks keep apart what restarts. None for one sequence a row.
+            input_ids: `[b, t]`. No attention mask: under causal attention no real token sees the padding behind it.
+            targets: `[b, t]`, the token that follows each; `IGNORED_LABEL` where it is not supervised.
+            position_ids: `[b, t]`, from 0 in each sequence. Always given: a rank's columns need not begin a sequence.
+            row_layout: which sequences the rows hold, and how many ranks share them.
         """
-        hidden = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        targets = labels[:, 1:]
+        # Hugging Face's own attention kernels know nothing of it, and tell packed sequences apart by their positions.
+        is_ours = self.base.config._attn_implementation in (TRAINING_ATTENTION, FORWARD_MODE_ATTENTION)
+        if not is_ours and row_layout.sequence_parallel > 1:
+            raise UserError(
+                f"batch.sequence_parallel: found {row_layout.sequence_parallel} together with attention "
+                f"{self.base.config._attn_implementation}; expected 1, or model.attention auto with an architecture "
+                "whose attention can be replaced"
+            )
+        options = {"row_layout": row_layout} if is_ours else {}
+        with save_on_cpu(pin_memory=input_ids.is_cuda) if self._activation_offload else nullcontext():
+            hidden = self.decoder(
+                input_ids=input_ids, position_ids=position_ids, use_cache=False, **options
+            ).last_hidden_state
         supervised = targets != IGNORED_LABEL
-        return self.base.get_output_embeddings()(hidden[:, :-1][supervised], targets[supervised])
+        return self.base.get_output_embeddings()(hidden[supervised], targets[supervised])

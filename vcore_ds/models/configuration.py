@@ -139,10 +139,15 @@ def check_forward_mode(path: str) -> None:
         config = read_config(path, local_files_only=True)
     except UserError:
         return
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not model_class._supports_attention_backend:
+    if not can_replace_attention(config):
+        name = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
         raise UserError(
-            f"utility.estimator: found jvp together with model.path {path} ({model_class.__name__}), whose attention "
+            f"utility.estimator: found jvp together with model.path {path} ({name}), whose attention "
             "cannot be replaced by one with a forward-mode derivative; expected finite_difference "
             "(utility.estimator=finite_difference utility.epsilon=auto), or another architecture"
         )
+
+
+def can_replace_attention(config: PretrainedConfig) -> bool:
+    """Whether the architecture finds its attention function by name, so that one of our own can serve."""
+    return bool(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend)

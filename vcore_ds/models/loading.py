@@ -7,13 +7,18 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from vcore_ds.errors import UserError, first_line
-from vcore_ds.models.configuration import read_config
+from vcore_ds.models.attention import TRAINING_ATTENTION
+from vcore_ds.models.configuration import can_replace_attention, read_config
 
 
 def load_causal_lm(path: str, *, dtype: torch.dtype, attention: str, gradient_checkpointing: bool) -> PreTrainedModel:
     """The pretrained model, ready to train. Under ZeRO-3 loading each rank keeps its shards only.
 
     What `check_model_folder` says cheaply of a local folder is not asked again.
+
+    Args:
+        attention: `auto` for attention of our own where the architecture lets it be replaced, else Hugging Face's
+            `sdpa`; or the name of one of Hugging Face's kernels.
 
     Raises:
         UserError: there is no model that can be used, or not all of its weights.
@@ -22,6 +27,8 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, attention: str, gradient_ch
     if getattr(config, "attention_dropout", 0.0):
         # Utilities are those of the model without dropout, and attention reads its rate where no hook can reach it.
         config.attention_dropout = 0.0
+    if attention == "auto":
+        attention = TRAINING_ATTENTION if can_replace_attention(config) else "sdpa"
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             path,

@@ -112,6 +112,7 @@ class StepRecorder:
         self._device = device
         self._method: MethodConfig | None = None
         self._counts: GlobalCounts | None = None
+        self._sequence_parallel = 1
         self._example: ExampleTrace | None = None
         self._started = self._now()
         self._seconds = {"probe": 0.0, "utility": 0.0, "main": 0.0, "step": 0.0}
@@ -139,6 +140,7 @@ class StepRecorder:
         sequence_losses = segment_sum(tokens.losses, index, num_sequences)
         finite = torch.isfinite(sequence_losses) & torch.isfinite(segment_sum(s, index, num_sequences))
         self._finite.append((result.batch.sequence_ids, finite))
+        self._sequence_parallel = result.batch.sequence_parallel
         shares = sequence_shares(num_tokens, self._counts, self._method.normalization)
         sums = torch.stack(
             [
@@ -165,7 +167,7 @@ class StepRecorder:
         """Totals of the micro-batches that were added, over all ranks. A collective."""
         assert self._sums is not None  # a step has at least one micro-batch, idle or not
         loss, weighted, scaled, tau, kl, ess, weight, saturated, s, s2, bad, tokens, *moments = layout.sum_over(
-            "shards", self._sums.tolist()
+            "data", self._sums.tolist(), self._sequence_parallel
         )
         sequences, tokens = max(moments[0], 1.0), max(tokens, 1.0)
         variance = max(0.0, s2 / tokens - (s / tokens) ** 2)

@@ -75,10 +75,10 @@ class Direction:
         factor = 1.0 if clip is None or norm <= clip else clip / norm
         self._store(factor, with_adam=optimizer == "adam" and engine.num_updates > 0)
         self.norm = layout.norm_over("shards", engine.shards.without_padding(self.buffers))
-        loss = layout.sum_over("shards", [loss])[0]
+        loss = layout.sum_over("data", [loss], batches[0].sequence_parallel)[0]
         if not (math.isfinite(loss) and math.isfinite(norm)):
             what = "gradient" if math.isfinite(loss) else "loss"
-            sequences = sequences_by_rank([i for batch in batches for i in batch.sequence_ids])
+            sequences = sequences_by_rank([i for b in batches for i in b.sequence_ids], batches[0].sequence_parallel)
             raise NonFiniteLoss(f"the {what} of the probe batch is not finite; it is summed over {sequences}")
         return Probe(loss, norm)
 

@@ -1,0 +1,114 @@
+"""Sequence parallelism (Ulysses, https://arxiv.org/abs/2309.14509): exchanges around attention and of the losses.
+
+The ranks that share a batch's rows each compute some of their columns: embeddings, linear layers, norms and losses are
+per token. Attention is not. Before it one all-to-all gives each rank all tokens of some heads, after it another one
+gives back all heads of the rank's own tokens.
+
+DeepSpeed's class for this (`UlyssesSPAttentionHF`) loses tangents in its custom operator, has one degree a process, and
+takes packed rows for one sequence.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vcore_ds.distributed import layout
+
+
+def own_columns(tensor: Tensor, sequence_parallel: int) -> Tensor:
+    """This rank's columns of `[b, T]`; T is a multiple of the degree."""
+    return tensor.chunk(sequence_parallel, 1)[layout.rank("sequence", sequence_parallel)]
+
+
+def to_heads(tensors: Sequence[Tensor], sequence_parallel: int) -> list[Tensor]:
+    """All heads of this rank's tokens to all tokens of this rank's heads. A collective, one for all tensors.
+
+    Args:
+        tensors: the queries `[..., A, t, D]`, then keys and values `[..., K, t, D]`; A is a multiple of K and of the
+            degree k. Key and value heads that k does not divide are repeated for the exchange, to the least common
+            multiple of K and k, which divides A: each rank gets those that its query heads look at.
+
+    Returns:
+        Queries `[..., A / k, T, D]`, keys and values `[..., lcm(K, k) / k, T, D]`. Differentiable.
+    """
+    k = sequence_parallel
+    if k == 1:
+        return list(tensors)
+    parts = []
+    for tensor in tensors:
+        num_heads = tensor.shape[-3]
+        tensor = tensor.repeat_interleave(math.lcm(num_heads, k) // num_heads, -3)
+        parts.append(tensor.unflatten(-3, (k, -1)))  # [..., k, h, t, D]
+    sent = torch.cat(parts, -3).movedim(-4, 0)  # [k, ..., sum of h, t, D]
+    received: Tensor = _Exchange.apply(sent, k)  # from each rank its tokens, for this rank's heads
+    joined = received.movedim(0, -3).flatten(-3, -2)  # [..., sum of h, k, t, D] -> [..., sum of h, T, D]
+    return list(joined.split([part.shape[-3] for part in parts], -3))
+
+
+def to_tokens(tensor: Tensor, sequence_parallel: int) -> Tensor:
+    """The way back, `[..., A / k, T, D]` to `[..., A, t, D]`. A collective; differentiable."""
+    if sequence_parallel == 1:
+        return tensor
+    sent = tensor.unflatten(-2, (sequence_parallel, -1)).movedim(-3, 0)  # [k, ..., h, t, D]
+    received: Tensor = _Exchange.apply(sent, sequence_parallel)
+    return received.movedim(0, -4).flatten(-4, -3)  # [..., k, h, t, D] -> [..., A, t, D]
+
+
+def gather_losses(own: Tensor, supervised: Tensor, sequence_parallel: int) -> Tensor:
+    """The losses of a whole batch, on every rank that shares it. A collective; takes dual tensors.
+
+    Its gradient is the slice of this rank's own tokens, not the sum over the ranks: what is computed from the whole is
+    the same on each of them, and each is to differentiate its own tokens only. A summing gather would give k times the
+    gradient.
+
+    Args:
+        own: `[n]`, the losses of the supervised tokens among this rank's columns, row-major.
+        supervised: bool `[b, T]` on the host, where the whole batch has a target.
+
+    Returns:
+        `[N]`, row-major.
+    """
+    k = sequence_parallel
+    if k == 1:
+        return own
+    # Positions are found on the host: a boolean mask on the device would be waited for.
+    mine = own_columns(supervised, k).flatten().nonzero()[:, 0].to(own.device)
+    all_of_them = supervised.flatten().nonzero()[:, 0].to(own.device)
+    num_rows, num_columns = supervised.shape
+    spread = own.new_zeros(num_rows * num_columns // k).index_copy(0, mine, own)
+    whole: Tensor = _GatherColumns.apply(spread.view(num_rows, -1), k)
+    return whole.flatten().index_select(0, all_of_them)
+
+
+class _Exchange(torch.autograd.Function):
+    """The exchange is its own transpose. Every rank of a group runs its backward, with targets or without: it carries
+    the gradients of the others' tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, sequence_parallel: int) -> Tensor:
+        ctx.sequence_parallel = sequence_parallel
+        return layout.all_to_all("sequence", sent, sequence_parallel)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return layout.all_to_all("sequence", gradient, ctx.sequence_parallel), None
+
+
+class _GatherColumns(torch.autograd.Function):
+    """`[b, t]` of each rank to `[b, T]`."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, sequence_parallel: int) -> Tensor:
+        ctx.sequence_parallel = sequence_parallel
+        return layout.all_gather("sequence", own, sequence_parallel).movedim(0, 1).flatten(1)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return layout.all_gather("sequence", tangent, ctx.sequence_parallel).movedim(0, 1).flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return own_columns(gradient, ctx.sequence_parallel), None
