@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.helpers import step_runs, tiny
+from tests.helpers.parity import keep_some
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data import Batch, StepBatches
 from vcore_ds.distributed import layout
@@ -32,18 +33,6 @@ def make_recipe(method: str, lora: bool, normalization: str):
         # With 1e-8, an entry whose gradient is about as small moves by its rounding: 1.8e-6 in two of these runs.
         optimizer={"learning_rate": step_runs.LEARNING_RATE, "eps": 1e-6},
     )
-
-
-def keep_some(batch: Batch) -> list[torch.Tensor]:
-    """Marks 40% of each row's targets, two of them always; returns the masks over the targets."""
-    masks, batch.kept = [], torch.zeros_like(batch.labels, dtype=torch.bool)
-    for row in range(batch.num_sequences):
-        targets = batch.labels[row] != -100
-        in_answer = np.zeros(int(targets.sum()), dtype=np.bool_)
-        in_answer[-2:] = True
-        masks.append(torch.from_numpy(random_mask(in_answer, 0.4, generator(Stream.RANDOM_MASK, 5, row))))
-        batch.kept[row, targets] = masks[-1]
-    return masks
 
 
 def run_combination(method: str, lora: bool, num_micro_batches: int, normalization: str) -> dict[str, float]:

@@ -1,34 +1,12 @@
 """The step on 2 ranks of ZeRO-3 against the plain single-process reference, quantity by quantity."""
 
-import copy
-from dataclasses import dataclass, field
-from typing import Any
-
 import pytest
-import torch
 
-from tests.helpers import step_runs, tiny
+from tests.helpers import step_runs
+from tests.helpers.parity import Case, assert_equal, run_case
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data import Batch, StepBatches
 
 pytestmark = pytest.mark.dist
-
-
-@dataclass(frozen=True)
-class Case:
-    lora: bool = False
-    tied: bool = False
-    checkpointing: bool = False
-    persistence_threshold: int = 0
-    coalesce: bool = False
-    num_main: int = 8
-    num_probe: int = 4
-    without_tokens: tuple[int, ...] = ()
-    """Rows of the main batch whose tokens are not supervised."""
-    batches_per_utility_pass: int = 1
-    probe_every: int = 1
-    sections: dict[str, Any] = field(default_factory=dict)
-
 
 # A difference of two fp32 losses carries rounding of 1e-7 / epsilon by its nature: compared where that is small. How
 # it converges to the derivative as epsilon falls is tested in fp64 (tests/unit/test_estimators.py).
@@ -82,61 +60,6 @@ CASES = {
 }
 
 
-def run_case(case: Case) -> dict[str, float]:
-    """Worst deviation of each quantity over 3 steps."""
-    recipe = step_runs.recipe(**case.sections)
-    model = tiny.token_loss_model(lora=case.lora, tied=case.tied, checkpointing=case.checkpointing)
-    plain = tiny.qwen3(tied=case.tied)
-    reference = step_runs.reference_of(tiny.with_lora(plain) if case.lora else plain, recipe)
-    engine = step_runs.make_engine(
-        model, recipe, persistence_threshold=case.persistence_threshold, coalesce=case.coalesce
-    )
-    estimator = step_runs.make_estimator(recipe, engine, case.batches_per_utility_pass)
-    worst = dict.fromkeys(("utilities", "weights", "alpha", "gradient", "parameters", "loss"), 0.0)
-    for k in range(3):
-        main, probe = make_batch(case, 10 + k), tiny.rows(case.num_probe, seed=50 + k)
-        if k % case.probe_every != 0:
-            probe = None
-        dealt_probe = [] if probe is None else step_runs.deal(probe, 2)
-        dealt = StepBatches(step_runs.deal(main, 2), dealt_probe)
-        recorded = step_runs.Recorder(engine)
-        metrics = step_runs.train_step(engine, recipe, dealt, estimator, recorded)
-        own_alpha = recipe.method.alpha_scope == "micro_batch"
-        groups = step_runs.micro_batch_rows(case.num_main, 2) if own_alpha else None
-        expected = reference.step(main, probe, groups=groups, **step_runs.reference_options(recipe))
-
-        def note(quantity: str, deviation: float) -> None:
-            assert deviation == deviation, f"{quantity} is nan"
-            worst[quantity] = max(worst[quantity], deviation)
-
-        for i, (utilities, weights) in recorded.by_sequence(dealt.main).items():
-            if len(weights) == 0:
-                continue
-            note("weights", step_runs.relative_error(weights, expected["weights"][i]))
-            if expected["utilities"] is not None:
-                note("utilities", step_runs.relative_error(utilities, expected["utilities"][i]))
-        note("alpha", abs(metrics.values["alpha"] - expected["alpha"]))
-        note("loss", abs(metrics.values["loss"] - expected["loss"]))
-        note(
-            "gradient",
-            step_runs.relative_error(
-                torch.cat([recorded.gradient[name].flatten() for name in expected["gradient"]]),
-                torch.cat([g.flatten() for g in expected["gradient"].values()]),
-            ),
-        )
-        for name, parameter in step_runs.whole_parameters(engine).items():
-            note("parameters", float((parameter - reference.trained[name]).abs().max()))
-    engine.close()
-    return worst
-
-
-def make_batch(case: Case, seed: int) -> Batch:
-    batch = copy.copy(tiny.rows(case.num_main, seed=seed))
-    for row in case.without_tokens:
-        batch.labels[row] = -100
-    return batch
-
-
 def run_all_cases() -> dict[str, dict[str, float]]:
     return {name: run_case(case) for name, case in CASES.items()}
 
@@ -148,9 +71,4 @@ def deviations() -> list[dict[str, dict[str, float]]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_step_equals_reference(deviations, name):
-    for rank, of_rank in enumerate(deviations):
-        worst = of_rank[name]
-        print(f"rank {rank}: " + "  ".join(f"{quantity} {value:.1e}" for quantity, value in worst.items()))
-        for quantity in ("utilities", "weights", "alpha", "gradient", "loss"):
-            assert worst[quantity] < 1e-5, quantity
-        assert worst["parameters"] < 1e-6
+    assert_equal([of_rank[name] for of_rank in deviations])

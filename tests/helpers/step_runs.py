@@ -47,12 +47,19 @@ def make_engine(model, recipe: Recipe, *, persistence_threshold: int = 0, coales
     return Engine(model, build_optimizer(model, recipe.optimizer), config, coalesce_gradient_reduction=coalesce)
 
 
-def deal(batch: Batch, micro_batch_size: int) -> list[Batch]:
-    """This rank's micro-batches of a global batch: rows are dealt out in turn, with idle batches where they run out."""
-    own = list(range(layout.rank("shards"), batch.num_sequences, layout.size("shards")))
-    most = -(-batch.num_sequences // layout.size("shards"))
+def deal(batch: Batch, micro_batch_size: int, sequence_parallel: int = 1, *, packed: bool = False) -> list[Batch]:
+    """This rank's micro-batches of a global batch: rows are dealt out in turn, with idle batches where they run out.
+
+    Args:
+        sequence_parallel: ranks that share a row.
+        packed: the sequences of a micro-batch are one row.
+    """
+    k = sequence_parallel
+    own = list(range(layout.rank("data", k), batch.num_sequences, layout.size("data", k)))
+    most = -(-batch.num_sequences // layout.size("data", k))
     parts = [own[start : start + micro_batch_size] for start in range(0, most, micro_batch_size)]
-    return [tiny.take(batch, part) if part else idle_batch(0) for part in parts]
+    take = tiny.packed if packed else tiny.take
+    return [take(batch, part, k) if part else idle_batch(0, k) for part in parts]
 
 
 def make_estimator(recipe: Recipe, engine: Engine, batches_per_pass: int = 1) -> Estimator:
@@ -147,8 +154,8 @@ def reference_options(recipe: Recipe) -> dict[str, Any]:
     )
 
 
-def micro_batch_rows(num_rows: int, micro_batch_size: int) -> list[list[int]]:
+def micro_batch_rows(num_rows: int, micro_batch_size: int, sequence_parallel: int = 1) -> list[list[int]]:
     """The rows in each micro-batch of all ranks, as `deal` makes them."""
-    world_size = layout.size("shards")
-    per_rank = [list(range(rank, num_rows, world_size)) for rank in range(world_size)]
+    num_groups = layout.size("data", sequence_parallel)
+    per_rank = [list(range(group, num_rows, num_groups)) for group in range(num_groups)]
     return [own[start : start + micro_batch_size] for own in per_rank for start in range(0, len(own), micro_batch_size)]

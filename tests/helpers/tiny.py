@@ -1,10 +1,11 @@
 """Tiny random models and batches, made in memory."""
 
 import torch
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from vcore_ds.config.schema import LoraConfig
-from vcore_ds.data import Batch
+from vcore_ds.data import IGNORED_LABEL, Batch, TokenizedSequence, pack
 from vcore_ds.models import TokenLossModel, add_lora
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 
@@ -34,13 +35,13 @@ def with_lora(model: PreTrainedModel, *, dropout: float = 0.0, seed: int = 1):
 
 
 def token_loss_model(
-    *, lora: bool = False, tied: bool = False, checkpointing: bool = False, **kwargs
+    *, lora: bool = False, dropout: float = 0.0, tied: bool = False, checkpointing: bool = False, **kwargs
 ) -> TokenLossModel:
     model = qwen3(tied=tied, **kwargs)
     model.set_attn_implementation(TRAINING_ATTENTION)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    wrapped = TokenLossModel(with_lora(model) if lora else model)
+    wrapped = TokenLossModel(with_lora(model, dropout=dropout) if lora else model)
     wrapped.train()
     return wrapped
 
@@ -64,14 +65,38 @@ def inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RowL
     return batch.input_ids, batch.targets(), batch.position_ids(), layout
 
 
-def take(batch: Batch, indices: list[int]) -> Batch:
-    def rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor[indices]
+def take(batch: Batch, indices: list[int], sequence_parallel: int = 1) -> Batch:
+    """Some rows of a batch, padded so that `sequence_parallel` ranks can share them."""
+    padding = -batch.labels.shape[1] % sequence_parallel
 
-    ids = [batch.sequence_ids[i] for i in indices]
+    def rows(tensor: torch.Tensor | None, fill: int = 0) -> torch.Tensor | None:
+        return None if tensor is None else pad(tensor[indices], (0, padding), value=fill)
+
+    reference = batch.reference_log_probability
     return Batch(
-        ids, batch.input_ids[indices], batch.labels[indices], rows(batch.kept), rows(batch.reference_log_probability)
+        [batch.sequence_ids[i] for i in indices],
+        rows(batch.input_ids),
+        rows(batch.labels, IGNORED_LABEL),
+        rows(batch.kept),
+        None if reference is None else reference[indices],
+        sequence_parallel=sequence_parallel,
     )
+
+
+def packed(batch: Batch, indices: list[int], sequence_parallel: int = 1) -> Batch:
+    """Some rows of a batch, one after the other in a single row."""
+    references = batch.reference_log_probability
+    sequences = [
+        TokenizedSequence(
+            batch.sequence_ids[i],
+            batch.input_ids[i].int().numpy(),
+            (batch.labels[i] != IGNORED_LABEL).numpy(),
+            kept=None if batch.kept is None else batch.kept[i].numpy(),
+            reference_log_probability=None if references is None else float(references[i]),
+        )
+        for i in indices
+    ]
+    return pack([sequences], 0, sequence_parallel)
 
 
 def deepspeed_config(*, bf16: bool = False, gradient_clipping: float = 0.0, persistence_threshold: int = 0) -> dict:

@@ -1,0 +1,222 @@
+"""Rows that ranks share: the step against the oracle at every degree, models, dropout, and what is exchanged."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.helpers import step_runs, tiny
+from tests.helpers.parity import Case, assert_equal, run_case
+from tests.helpers.ranks import run_ranks
+from tests.unit.test_attention import CONFIGS
+from vcore_ds.data import IGNORED_LABEL, StepBatches
+from vcore_ds.distributed import layout
+from vcore_ds.models import RowLayout, TokenLossModel, gather_losses, own_columns
+from vcore_ds.models.attention import TRAINING_ATTENTION
+from vcore_ds.step import take_direction
+
+pytestmark = pytest.mark.dist
+
+FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 5.0}}
+CASES = {
+    "2 and 4, full": Case(sequence_parallel=(2, 4)),
+    "4 and 2, packed, tied, checkpointed": Case(sequence_parallel=(4, 2), packed=True, tied=True, checkpointing=True),
+    "4 and 4, lora, packed, checkpointed": Case(sequence_parallel=(4, 4), packed=True, lora=True, checkpointing=True),
+    "1 and 4, lora": Case(sequence_parallel=(1, 4), lora=True),
+    "2 and 1, one kv head, coalesced": Case(sequence_parallel=(2, 1), num_kv_heads=1, coalesce=True),
+    "4 and 4, as many kv heads, merged passes": Case(
+        sequence_parallel=(4, 4), num_kv_heads=4, packed=True, batches_per_utility_pass=2
+    ),
+    "finite difference, 2 and 4, packed": Case(sequence_parallel=(2, 4), packed=True, sections=FINITE_DIFFERENCE),
+    "finite difference, 4 and 4, lora, checkpointed": Case(
+        sequence_parallel=(4, 4), lora=True, checkpointing=True, sections=FINITE_DIFFERENCE
+    ),
+    "adam, variance alpha, clipped, one probe for two steps": Case(
+        sequence_parallel=(2, 4),
+        packed=True,
+        probe_every=2,
+        sections={
+            "method": {"kl_budget": 0.3, "alpha": "variance", "alpha_cap": None},
+            "probe": {"direction": "adam", "clip": 1.0},
+        },
+    ),
+    "alpha of micro-batches": Case(
+        sequence_parallel=(2, 2),
+        packed=True,
+        sections={
+            "method": {"kl_budget": 0.3, "alpha": "variance", "alpha_scope": "micro_batch"},
+            "batch": {"micro_batch_size_per_rank": 2},
+        },
+    ),
+    "ranks without targets": Case(sequence_parallel=(4, 2), without_tokens=(1, 3, 5, 7)),
+    "an idle group": Case(sequence_parallel=(2, 2), num_main=5, num_probe=1),
+    "sft, token normalization": Case(
+        sequence_parallel=(2, 1), packed=True, sections={"method": {"name": "sft", "normalization": "token"}}
+    ),
+    "dft": Case(sequence_parallel=(4, 1), packed=True, sections={"method": {"name": "dft"}}),
+    "iw_sft, lora": Case(sequence_parallel=(2, 1), lora=True, sections={"method": {"name": "iw_sft"}, "lora": {"rank": 4, "alpha": 8}}),
+    "random": Case(sequence_parallel=(2, 1), packed=True, sections={"method": {"name": "random", "keep_share": 0.4}}),
+}
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def model_deviations(name: str) -> dict[int, tuple[float, float]]:
+    """Worst deviation of losses and gradients from those of a rank by itself, by degree."""
+    torch.manual_seed(0)
+    model = TokenLossModel(AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=TRAINING_ATTENTION))
+    trained = list(model.parameters())
+    losses: dict[int, Tensor] = {}
+    gradients: dict[int, Tensor] = {}
+    num_heads = model.base.config.num_attention_heads
+    for k in (k for k in (1, 2, 4) if num_heads % k == 0):
+        batch = tiny.packed(tiny.rows(3), [0, 1, 2], k)
+        targets = batch.targets()
+        own = model(
+            own_columns(batch.input_ids, k),
+            own_columns(targets, k),
+            own_columns(batch.position_ids(), k),
+            RowLayout.of(batch.sequence_lengths(), k, torch.device("cpu")),
+        )
+        losses[k] = gather_losses(own, targets != IGNORED_LABEL, k)
+        weight = torch.linspace(0.5, 1.5, len(losses[k]))
+        gradient = torch.cat([g.flatten() for g in torch.autograd.grad((losses[k] * weight).sum(), trained)])
+        # Ranks sum their gradients as ZeRO-3 does; at k = 1 each has the whole one.
+        dist.all_reduce(gradient)
+        gradients[k] = gradient * k / dist.get_world_size()
+    return {
+        k: (float((losses[k] - losses[1]).abs().max()), step_runs.relative_error(gradients[k], gradients[1]))
+        for k in losses
+        if k > 1
+    }
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def losses_with_dropout(sequence_parallel: int, *, packed: bool) -> list[float]:
+    """Loss of each of three steps with adapters under dropout and activation checkpoints."""
+    recipe = step_runs.recipe(method={"name": "sft"})
+    model = tiny.token_loss_model(lora=True, dropout=0.3, checkpointing=True)
+    engine = step_runs.make_engine(model, recipe)
+    estimator, found = step_runs.make_estimator(recipe, engine), []
+    for k in range(3):
+        engine.seed_dropout(100 + k)
+        main = step_runs.deal(tiny.rows(8, seed=10 + k), 2, sequence_parallel, packed=packed)
+        metrics = step_runs.train_step(engine, recipe, StepBatches(main, []), estimator, learning_rate=1e-3)
+        found.append(metrics.values["loss"])
+    engine.close()
+    return found
+
+
+# ---- exchanges -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, list[int]]]:
+    """Elements that this rank hands to each exchange of a pass, by its kind."""
+    found: dict[str, list[int]] = {"all_to_all": [], "all_gather": []}
+
+    def counting(kind: str, exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def count(axis: str, tensor: Tensor, sequence_parallel: int) -> Tensor:
+            found[kind].append(tensor.numel())
+            return exchange(axis, tensor, sequence_parallel)
+
+        return count
+
+    with mock.patch.multiple(layout, **{kind: counting(kind, getattr(layout, kind)) for kind in found}):
+        yield found
+
+
+def exchanges(sequence_parallel: int) -> dict[str, dict[str, list[int]]]:
+    """What one row of 32 tokens exchanges, by pass."""
+    recipe = step_runs.recipe()
+    engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True), recipe)
+    estimator = step_runs.make_estimator(recipe, engine)
+    row = replace(tiny.take(tiny.rows(1, num_tokens=32), [0]), sequence_parallel=sequence_parallel)
+    found = {}
+    with engine.accumulation(1):
+        with counted() as found["forward"]:
+            losses = engine.token_losses(row)
+        with counted() as found["backward"]:
+            engine.backward(losses.sum())
+    take_direction(estimator.direction, recipe, [row])
+    with counted() as found["jvp"]:
+        estimator.begin([row])
+    engine.close()
+    return found
+
+
+def run_all() -> dict[str, Any]:
+    degrees = [k for k in (1, 2, 4, 8) if layout.size("shards") % k == 0]
+    layout.make_sequence_groups(degrees, timeout_minutes=5)
+    layout.make_sequence_groups(degrees, timeout_minutes=5)  # those that are there stay
+    if layout.size("shards") == 1:
+        return {"dropout": {"1 rank": losses_with_dropout(1, packed=False)}}
+    return {
+        "cases": {name: run_case(case) for name, case in CASES.items()},
+        "models": {name: model_deviations(name) for name in CONFIGS},
+        "dropout": {
+            f"degree {k}, packed {packed}": losses_with_dropout(k, packed=packed)
+            for k, packed in ((1, True), (2, False), (4, True))
+        },
+        "exchanges": {k: exchanges(k) for k in (2, 4)},
+        "sums": [layout.sum_over("data", [1.0, float(layout.rank("data", k))], k) for k in degrees],
+    }
+
+
+@pytest.fixture(scope="module")
+def of_ranks() -> list[dict[str, Any]]:
+    return run_ranks(run_all, 4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_on_4_ranks_equals_the_reference(of_ranks, name: str) -> None:
+    assert_equal([found["cases"][name] for found in of_ranks])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models(of_ranks, name: str) -> None:
+    for rank, found in enumerate(of_ranks):
+        print(f"rank {rank}: {found['models'][name]}")
+        for losses, gradients in found["models"][name].values():
+            assert losses < 1e-6 * 5  # nats, of losses near 5
+            assert gradients < 1e-5
+
+
+def test_dropout_is_the_same_at_every_degree_and_number_of_ranks(of_ranks) -> None:
+    expected = run_ranks(run_all, 1)[0]["dropout"]["1 rank"]
+    assert len(set(expected)) == 3
+    for found in of_ranks:
+        for name, losses in found["dropout"].items():
+            assert losses == pytest.approx(expected, abs=1e-5), name
+
+
+def test_sums_over_data_count_a_row_once(of_ranks) -> None:
+    for found in of_ranks:
+        assert found["sums"] == [[4.0, 6.0], [2.0, 1.0], [1.0, 0.0]]
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_the_exchanges_of_a_pass(of_ranks, k: int) -> None:
+    """As docs/scale.md says: two all-to-alls a layer, of queries, keys and values, and of the output."""
+    num_layers, num_heads, num_kv_heads, head_dim, num_tokens = 2, 4, 2, 8, 32
+    before = num_tokens // k * head_dim * (num_heads + 2 * math.lcm(num_kv_heads, k))
+    after = num_tokens // k * head_dim * num_heads
+    layer = [before, after]
+    for found in of_ranks:
+        passes = found["exchanges"][k]
+        assert passes["forward"] == {"all_to_all": layer * num_layers, "all_gather": [num_tokens // k]}
+        # A checkpointed layer runs again before its own backward.
+        assert passes["backward"] == {"all_to_all": [*layer, after, before] * num_layers, "all_gather": []}
+        both = [2 * n for n in layer]
+        assert passes["jvp"] == {"all_to_all": both * num_layers, "all_gather": [num_tokens // k] * 2}

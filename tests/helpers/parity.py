@@ -1,0 +1,114 @@
+"""Steps of the real engine against the oracle, quantity by quantity; called through `run_ranks`."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.helpers import step_runs, tiny
+from vcore_ds.data import Batch, StepBatches
+from vcore_ds.method import random_mask
+from vcore_ds.random_streams import Stream, generator
+
+
+@dataclass(frozen=True)
+class Case:
+    lora: bool = False
+    tied: bool = False
+    checkpointing: bool = False
+    persistence_threshold: int = 0
+    coalesce: bool = False
+    num_main: int = 8
+    num_probe: int = 4
+    without_tokens: tuple[int, ...] = ()
+    """Rows of the main batch whose tokens are not supervised."""
+    batches_per_utility_pass: int = 1
+    probe_every: int = 1
+    sequence_parallel: tuple[int, int] = (1, 1)
+    """Ranks that share a row of the main batch and of the probe."""
+    packed: bool = False
+    """A micro-batch is one row of all its sequences."""
+    num_kv_heads: int = 2
+    """Of 4 query heads."""
+    sections: dict[str, Any] = field(default_factory=dict)
+
+
+def run_case(case: Case) -> dict[str, float]:
+    """Worst deviation of each quantity over 3 steps."""
+    recipe = step_runs.recipe(**case.sections)
+    sizes = dict(tied=case.tied, num_key_value_heads=case.num_kv_heads)
+    model = tiny.token_loss_model(lora=case.lora, checkpointing=case.checkpointing, **sizes)
+    plain = tiny.qwen3(**sizes)
+    reference = step_runs.reference_of(tiny.with_lora(plain) if case.lora else plain, recipe)
+    engine = step_runs.make_engine(
+        model, recipe, persistence_threshold=case.persistence_threshold, coalesce=case.coalesce
+    )
+    estimator = step_runs.make_estimator(recipe, engine, case.batches_per_utility_pass)
+    worst = dict.fromkeys(("utilities", "weights", "alpha", "gradient", "parameters", "loss"), 0.0)
+    for k in range(3):
+        main, probe = make_batch(case, 10 + k), tiny.rows(case.num_probe, seed=50 + k)
+        masks = keep_some(main) if recipe.method.name == "random" else None
+        if k % case.probe_every != 0 or recipe.method.name != "vcore":
+            probe = None
+        k_main, k_probe = case.sequence_parallel
+        dealt_probe = [] if probe is None else step_runs.deal(probe, 2, k_probe, packed=case.packed)
+        dealt = StepBatches(step_runs.deal(main, 2, k_main, packed=case.packed), dealt_probe)
+        recorded = step_runs.Recorder(engine)
+        metrics = step_runs.train_step(engine, recipe, dealt, estimator, recorded)
+        own_alpha = recipe.method.alpha_scope == "micro_batch"
+        groups = step_runs.micro_batch_rows(case.num_main, 2, k_main) if own_alpha else None
+        expected = reference.step(main, probe, groups=groups, kept=masks, **step_runs.reference_options(recipe))
+
+        def note(quantity: str, deviation: float) -> None:
+            assert deviation == deviation, f"{quantity} is nan"
+            worst[quantity] = max(worst[quantity], deviation)
+
+        for i, (utilities, weights) in recorded.by_sequence(dealt.main).items():
+            if len(weights) == 0:
+                continue
+            note("weights", step_runs.relative_error(weights, expected["weights"][i]))
+            if expected["utilities"] is not None:
+                note("utilities", step_runs.relative_error(utilities, expected["utilities"][i]))
+        note("alpha", abs(metrics.values["alpha"] - expected["alpha"]))
+        note("loss", abs(metrics.values["loss"] - expected["loss"]))
+        note(
+            "gradient",
+            step_runs.relative_error(
+                torch.cat([recorded.gradient[name].flatten() for name in expected["gradient"]]),
+                torch.cat([g.flatten() for g in expected["gradient"].values()]),
+            ),
+        )
+        for name, parameter in step_runs.whole_parameters(engine).items():
+            note("parameters", float((parameter - reference.trained[name]).abs().max()))
+    engine.close()
+    return worst
+
+
+def make_batch(case: Case, seed: int) -> Batch:
+    batch = copy.copy(tiny.rows(case.num_main, seed=seed))
+    for row in case.without_tokens:
+        batch.labels[row] = -100
+    return batch
+
+
+def keep_some(batch: Batch) -> list[torch.Tensor]:
+    """Marks 40% of each row's targets, two of them always; returns the masks over the targets."""
+    masks, batch.kept = [], torch.zeros_like(batch.labels, dtype=torch.bool)
+    for row in range(batch.num_sequences):
+        targets = batch.labels[row] != -100
+        in_answer = np.zeros(int(targets.sum()), dtype=np.bool_)
+        in_answer[-2:] = True
+        masks.append(torch.from_numpy(random_mask(in_answer, 0.4, generator(Stream.RANDOM_MASK, 5, row))))
+        batch.kept[row, targets] = masks[-1]
+    return masks
+
+
+def assert_equal(of_ranks: list[dict[str, float]]) -> None:
+    """Prints and checks what `run_case` found on each rank."""
+    for rank, worst in enumerate(of_ranks):
+        print(f"rank {rank}: " + "  ".join(f"{quantity} {value:.1e}" for quantity, value in worst.items()))
+        for quantity in ("utilities", "weights", "alpha", "gradient", "loss"):
+            assert worst[quantity] < 1e-5, quantity
+        assert worst["parameters"] < 1e-6
