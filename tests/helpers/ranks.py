@@ -1,5 +1,6 @@
 """`run_ranks(function, world_size)`: a function on several CPU ranks that always ends."""
 
+import gc
 import os
 import pickle
 import shutil
@@ -17,21 +18,25 @@ import torch.multiprocessing as multiprocessing
 def run_ranks(
     function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 900
 ) -> list[Any]:
-    """Runs `function(*arguments)` once per rank, in fresh processes with a gloo process group, and returns their
-    results by rank.
+    """Runs `function(*arguments)` once per rank, in new processes with a gloo process group, and returns their results
+    by rank.
 
     The first rank that fails ends all of them, and its traceback is the message of the AssertionError; so does the
     timeout, which only bounds a failure. A file store takes the place of a port, so that two tests cannot collide.
 
-    A start costs 10 s of CPU time for each rank, nearly all of it imports: put many checks into one function.
+    The imports, 10 s of CPU time, are made once for each process that calls this, by a server from which ranks are
+    forked. Engines take time to start, so put many checks into one function.
 
     Args:
         function: at the top level of a module, since each rank imports it.
     """
     folder = Path(tempfile.mkdtemp(prefix="ranks_"))
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.helpers.imports"])
     processes = [
-        context.Process(target=_run_rank, args=(function, rank, world_size, str(folder), arguments), daemon=True)
+        context.Process(
+            target=_run_rank, args=(function, rank, world_size, str(folder), dict(os.environ), arguments), daemon=True
+        )
         for rank in range(world_size)
     ]
     try:
@@ -70,13 +75,21 @@ def _first_failure(folder: Path) -> str | None:
 
 
 def _run_rank(
-    function: Callable[..., Any], rank: int, world_size: int, folder: str, arguments: tuple[Any, ...]
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    folder: str,
+    environment: dict[str, str],
+    arguments: tuple[Any, ...],
 ) -> None:
+    os.environ.clear()
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+        environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
     try:
         import torch
+
+        gc.freeze()  # DeepSpeed collects garbage whenever it starts; what was imported is none
 
         from vcore_ds.distributed.process_group import start_process_group
 
