@@ -15,8 +15,7 @@ from vcore_ds.distributed.stops import Stops
 from vcore_ds.engine import Engine, NonFiniteGradient, NonFiniteLoss, sequences_by_rank
 from vcore_ds.errors import RunStopped
 from vcore_ds.feed import Feed
-from vcore_ds.random_streams import Stream, torch_seed
-from vcore_ds.setup import learning_rate_at
+from vcore_ds.setup import learning_rate_at, measures_noise, seed_step
 from vcore_ds.step import train_step
 from vcore_ds.track.console import Console
 from vcore_ds.track.metrics_log import MetricsLog
@@ -25,9 +24,6 @@ from vcore_ds.utility import Estimator
 
 RELIABLE_SIGNAL_TO_NOISE = 3.0
 """Below this, a finite difference orders tokens by rounding as much as by utility (Spearman under about 0.9)."""
-
-MEASURE_NOISE_EVERY = 100
-"""Optimizer steps between two measurements of a finite difference's noise (and searches for `epsilon: auto`)."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +95,7 @@ def run_steps(training: Training, num_done: int) -> StepMetrics | None:
 def take_step(training: Training, k: int, batches: StepBatches) -> StepMetrics:
     """Optimizer step k, from 0, with a warning where its utilities are noise. A collective."""
     recipe = training.recipe
-    seed_dropout(recipe.run.seed, k)
-    uses_difference = recipe.method.name == "vcore" and recipe.utility.estimator == "finite_difference"
-    measure_noise = uses_difference and k % MEASURE_NOISE_EVERY == 0
+    measure_noise = measures_noise(recipe, k)
     try:
         metrics = train_step(
             training.engine,
@@ -111,19 +105,13 @@ def take_step(training: Training, k: int, batches: StepBatches) -> StepMetrics:
             StepRecorder(training.engine.device),
             learning_rate=learning_rate_at(recipe, k, training.num_steps),
             measure_noise=measure_noise,
-            seed=torch_seed(Stream.STOCHASTIC_ROUNDING, recipe.run.seed, k),
+            seed=seed_step(recipe, k),
         )
     except (NonFiniteLoss, NonFiniteGradient) as error:
         raise type(error)(f"step {k + 1}: {describe_fault(error, batches)}") from None
     if measure_noise:
         warn_of_noise(recipe, metrics, training.console)
     return metrics
-
-
-def seed_dropout(seed: int, k: int) -> None:
-    """Makes the dropout of step k (from 0) a function of run, step and rank, so that resuming needs no generator's
-    state; different on every rank. Everything else that is random has its own generator."""
-    torch.manual_seed(torch_seed(Stream.DROPOUT, seed, k, layout.rank("data")))
 
 
 def describe_fault(error: Exception, batches: StepBatches) -> str:

@@ -1,5 +1,5 @@
 """A run that was stopped and resumed equals one that was not: to the last bit at its world size, within rounding at
-another; and checkpoints that cannot be written or read."""
+another; and checkpoints that cannot be written or read. The steps that the fidelity command trains are a run's, too."""
 
 import errno
 import gc
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from deepspeed.utils import safe_get_full_fp32_param
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.helpers import resumed_runs, tiny
@@ -20,13 +21,17 @@ from tests.helpers.resumed_runs import NUM_STEPS
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds import checkpoints
+from vcore_ds import setup as shared
 from vcore_ds.checkpoints import Checkpoints
+from vcore_ds.commands.fidelity.bench import Trainer
 from vcore_ds.commands.reference.compute import write_reference_log_probabilities
-from vcore_ds.config import Recipe
+from vcore_ds.config import Recipe, deepspeed_config, plan_batch
+from vcore_ds.data import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.engine import checkpoint_shards
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed
 from vcore_ds.errors import UserError
+from vcore_ds.feed import build_feed, read_training_data
 from vcore_ds.track.console import Console
 
 pytestmark = pytest.mark.dist
@@ -71,6 +76,10 @@ CASES: dict[str, dict[str, Any]] = {
 OFFLOADED = {
     "offload_optimizer": ["offload_optimizer"],
     "offload_all": ["offload_optimizer", "offload_param"],
+}
+DRAWN_IN_STEPS: dict[str, dict[str, Any]] = {
+    "dropout": {"method": VCORE, "utility": FINITE_DIFFERENCE, "lora": LORA | {"dropout": 0.2}},
+    "stochastic_rounding": CASES["bf16"],
 }
 ACROSS_WORLD_SIZES = {
     "method": VCORE,
@@ -249,6 +258,24 @@ def other_data(folder: Path) -> str:
     return "no error"
 
 
+def trained_by_the_fidelity_command(folder: Path, name: str) -> list[str]:
+    """Names of the parameters that differ, in any bit, from those of a run of the same recipe."""
+    own = recipe(folder, name, DRAWN_IN_STEPS[name])
+    measure_noise_every, shared.MEASURE_NOISE_EVERY = shared.MEASURE_NOISE_EVERY, 8
+    try:
+        expected = resumed_runs.tensors_of(resumed_runs.to_the_end(own))
+        plan = plan_batch(own, layout.size("data"))
+        tokenizer = load_tokenizer(own.model.path)
+        feed = build_feed(own, plan, read_training_data(own, tokenizer, Console(enabled=False)), tokenizer, None)
+        engine = shared.build_engine(own, deepspeed_config(own, plan))
+        Trainer(engine, own, feed, NUM_STEPS).train_until(NUM_STEPS, say=lambda line: None)
+        found = {name: safe_get_full_fp32_param(parameter).flatten() for name, parameter in engine.trainable}
+        engine.close()
+    finally:
+        shared.MEASURE_NOISE_EVERY = measure_noise_every
+    return [name for name, values in found.items() if not torch.equal(values, expected[f"master.{name}"])]
+
+
 def at_two_ranks(folder: Path) -> dict[str, Any]:
     gc.freeze()  # deepspeed collects garbage in every start: 0.3 s a time over what was imported
     reference = recipe(folder, "reference", CASES["iw_sft_full"])
@@ -258,6 +285,7 @@ def at_two_ranks(folder: Path) -> dict[str, Any]:
         check.__name__: check(folder)
         for check in (one_rank_cannot_write, no_room, damaged, unfinished_only, minutes, other_data)
     }
+    found["fidelity"] = {name: trained_by_the_fidelity_command(folder, name) for name in DRAWN_IN_STEPS}
     resumed_runs.to_the_end(recipe(folder, "across_straight", ACROSS_WORLD_SIZES))
     resumed_runs.until(recipe(folder, "across_2", ACROSS_WORLD_SIZES), 4)
     return found
@@ -344,6 +372,11 @@ def test_one_clock_decides_for_all_ranks(found: dict[str, Any]):
 
 def test_other_data_are_refused(found: dict[str, Any]):
     assert "data.train_path" in found["other_data"] and "found other tokens than those" in found["other_data"]
+
+
+@pytest.mark.parametrize("name", DRAWN_IN_STEPS)
+def test_the_fidelity_command_trains_as_a_run_does_bit_for_bit(found: dict[str, Any], name: str):
+    assert found["fidelity"][name] == []
 
 
 def test_saved_at_two_ranks_and_resumed_at_one_and_four_saved_at_four_and_resumed_at_one(setup: Path, found):
