@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,17 +25,27 @@ COMMANDS = {
     "export": export,
 }
 
+EXIT_UNREAD = 128 + signal.SIGPIPE
+"""Exit code where the reader of the output has left, as shells report it of other tools."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code.
 
     0: done. 1: the run failed. 2: something the user gave cannot work. 85: the run was asked to stop and has saved.
+    141: nobody reads the output any more.
     """
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         COMMANDS[arguments.command].main(arguments)
+        sys.stdout.flush()
     except (UserError, RunFailed, RunStopped) as error:
         return _report(error)
+    except BrokenPipeError:
+        if not _output_is_unread():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more on its way out
+        return EXIT_UNREAD
     return 0
 
 
@@ -86,6 +98,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     arguments.overrides += later
     return arguments
+
+
+def _output_is_unread() -> bool:
+    """Whether standard output is a pipe whose reader has left, as `head` does."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _report(error: UserError | RunFailed | RunStopped) -> int:

@@ -13,10 +13,9 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.positions import mark
 from vcore_ds.distributed.stops import Stops
 from vcore_ds.engine import Engine, NonFiniteGradient, NonFiniteLoss, sequences_by_rank
-from vcore_ds.errors import RunStopped
+from vcore_ds.errors import RunStopped, UserError
 from vcore_ds.feed import Feed
-from vcore_ds.random_streams import Stream, torch_seed
-from vcore_ds.setup import learning_rate_at
+from vcore_ds.setup import learning_rate_at, measures_noise, step_seed
 from vcore_ds.step import train_step
 from vcore_ds.track.console import Console
 from vcore_ds.track.metrics_log import MetricsLog
@@ -25,9 +24,6 @@ from vcore_ds.utility import Estimator
 
 RELIABLE_SIGNAL_TO_NOISE = 3.0
 """Below this, a finite difference orders tokens by rounding as much as by utility (Spearman under about 0.9)."""
-
-MEASURE_NOISE_EVERY = 100
-"""Optimizer steps between two measurements of a finite difference's noise (and searches for `epsilon: auto`)."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +51,7 @@ def run_steps(training: Training, num_done: int) -> StepMetrics | None:
     Raises:
         NonFiniteLoss, NonFiniteGradient: with step, rank and sequence ids, on all ranks alike.
         RunStopped: on all ranks alike, after a checkpoint.
+        UserError: on all ranks alike, where metrics.jsonl cannot be written before a checkpoint.
     """
     recipe, console, num_steps = training.recipe, training.console, training.num_steps
     console.start_steps(num_steps, num_done)
@@ -81,8 +78,7 @@ def run_steps(training: Training, num_done: int) -> StepMetrics | None:
         reason = stops.agreed_reason()
         if reason is not None or training.checkpoints.due(done, num_steps):
             mark("checkpoint")
-            if training.metrics_log is not None:
-                training.metrics_log.flush()  # no checkpoint without the lines of its steps
+            flush_metrics(training.metrics_log)
             saved = training.checkpoints.save(done, training.engine, training.estimator, training.feed)
             of_checkpoint = saved.metrics  # its cost stands in the next line
             stops.record_save(saved.seconds)
@@ -96,12 +92,27 @@ def run_steps(training: Training, num_done: int) -> StepMetrics | None:
     return metrics
 
 
+def flush_metrics(log: MetricsLog | None) -> None:
+    """Puts the lines of the steps on the disk before their checkpoint. A collective, with the log on rank 0.
+
+    Raises:
+        UserError: on all ranks alike.
+    """
+    message = None
+    try:
+        if log is not None:
+            log.flush()
+    except UserError as error:  # the others would wait for a rank that has left
+        message = str(error)
+    for found in layout.gather_objects("job", message):
+        if found is not None:
+            raise UserError(found)
+
+
 def take_step(training: Training, k: int, batches: StepBatches) -> StepMetrics:
     """Optimizer step k, from 0, with a warning where its utilities are noise. A collective."""
     recipe = training.recipe
-    training.engine.seed_dropout(torch_seed(Stream.DROPOUT, recipe.run.seed, k))
-    uses_difference = recipe.method.name == "vcore" and recipe.utility.estimator == "finite_difference"
-    measure_noise = uses_difference and k % MEASURE_NOISE_EVERY == 0
+    measure_noise = measures_noise(recipe, k)
     try:
         metrics = train_step(
             training.engine,
@@ -111,7 +122,7 @@ def take_step(training: Training, k: int, batches: StepBatches) -> StepMetrics:
             StepRecorder(training.engine.device),
             learning_rate=learning_rate_at(recipe, k, training.num_steps),
             measure_noise=measure_noise,
-            seed=torch_seed(Stream.STOCHASTIC_ROUNDING, recipe.run.seed, k),
+            seed=step_seed(recipe, k),
         )
     except (NonFiniteLoss, NonFiniteGradient) as error:
         raise type(error)(f"step {k + 1}: {describe_fault(error, batches)}") from None

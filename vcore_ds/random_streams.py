@@ -21,9 +21,9 @@ class Stream(IntEnum):
     FIDELITY = 3
     """Sequences that the fidelity command measures."""
     DROPOUT = 4
-    """Place: optimizer step; then the token, see `vcore_ds.models.dropout`."""
+    """Place: the seed of the step; then the token, see `vcore_ds.models.dropout`."""
     STOCHASTIC_ROUNDING = 5
-    """Place: optimizer step; then rank on the `shards` axis."""
+    """Place: optimizer step, which gives the seed of the step; then rank on the `shards` axis."""
 
 
 def generator(stream: Stream, seed: int, *place: int) -> np.random.Generator:

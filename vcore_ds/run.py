@@ -154,7 +154,7 @@ def begin_folder(recipe: Recipe, num_done: int, checkpoints: Checkpoints, consol
         checkpoints.wandb_run_id = wandb.run_id
         console.say(f"Weights & Biases: {wandb.url or 'offline'}")
     with writing("run.output_dir", folder):
-        return MetricsLog(folder, wandb)
+        return MetricsLog(folder, console, wandb)
 
 
 def run_training(training: Training, num_done: int, is_new: bool) -> StepMetrics | None:

@@ -1,4 +1,4 @@
-"""What commands share: from a recipe its engine, estimator, number of steps and learning rate."""
+"""What commands share: from a recipe its engine, estimator, number of steps, and the settings of each step."""
 
 import math
 
@@ -8,7 +8,11 @@ from vcore_ds.config import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine, build_optimizer, sharded_loading
 from vcore_ds.models import TokenLossModel, add_lora, check_forward_mode, check_model_folder, load_causal_lm
+from vcore_ds.random_streams import Stream, torch_seed
 from vcore_ds.utility import Direction, Estimator, FiniteDifference, ForwardMode, NoUtilities
+
+MEASURE_NOISE_EVERY = 100
+"""Optimizer steps between two measurements of a finite difference's noise (and searches for `epsilon: auto`)."""
 
 
 def check_model(recipe: Recipe) -> None:
@@ -77,6 +81,18 @@ def learning_rate_at(recipe: Recipe, k: int, num_steps: int) -> float:
         return peak
     progress = (k - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
     return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def measures_noise(recipe: Recipe, k: int) -> bool:
+    """Whether optimizer step k, from 0, measures its finite difference's noise."""
+    uses_difference = recipe.method.name == "vcore" and recipe.utility.estimator == "finite_difference"
+    return uses_difference and k % MEASURE_NOISE_EVERY == 0
+
+
+def step_seed(recipe: Recipe, k: int) -> int:
+    """Seed of all that optimizer step k, from 0, draws at random. A function of run and step, so that resuming needs no
+    generator's state."""
+    return torch_seed(Stream.STOCHASTIC_ROUNDING, recipe.run.seed, k)
 
 
 def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None) -> str:

@@ -38,7 +38,7 @@ def train_step(
         recorder: new; collects what this step measures.
         measure_noise: with finite differences, measure their signal-to-noise ratio (two more forwards), and search
             for the step again where the recipe says `epsilon: auto`.
-        seed: of what is drawn in this step (stochastic rounding); the same on all ranks.
+        seed: of what is drawn in this step (dropout, stochastic rounding); the same on all ranks.
 
     Raises:
         NonFiniteLoss, NonFiniteGradient: on all ranks alike, before anything was updated.
@@ -47,6 +47,7 @@ def train_step(
     counts = count_globally(main)
     counts_kept = count_globally(main, kept_only=True) if method.name == "random" else counts
     recorder.begin(method, counts)
+    engine.seed_dropout(seed)
 
     # Lines 2-3: draw B', take the descent direction under uniform weights.
     measured: dict[str, float | None] = {}

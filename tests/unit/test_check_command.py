@@ -1,5 +1,7 @@
 """`vcore-ds check` and `vcore-ds --help`: quick to start, and readable."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -54,3 +56,27 @@ def test_a_number_of_ranks_that_is_none(word: str, capsys: pytest.CaptureFixture
 def test_the_largest_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(RECIPE), "batch.packed_row_tokens=null", "--ranks", "2147483647"]) == 2
     assert "nearest that work: batch.global_size 2147483647" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["recipes"], ["check", str(RECIPE)]], ids=["recipes", "check"])
+def test_a_reader_that_leaves_ends_a_command_quietly(words: list[str], tmp_path: Path) -> None:
+    """As in `vcore-ds recipes | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "vcore_ds.cli", *words]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with open(writing, "wb") as output:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, stdout=output, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_another_broken_pipe_is_no_reader_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose_a_connection(_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(COMMANDS["recipes"], "main", lose_a_connection)
+    with open(os.devnull, "w") as output, pytest.raises(BrokenPipeError):
+        monkeypatch.setattr(sys, "stdout", output)
+        main(["recipes"])

@@ -2,8 +2,10 @@
 
 import json
 import os
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from vcore_ds.config import Recipe, differing_keys, dump_recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder as files
 from vcore_ds.files.run_folder import begin, can_resume, move_lost_metrics
+from vcore_ds.track.console import Console
 from vcore_ds.track.metrics_log import MetricsLog
 
 CONTENT = {
@@ -301,12 +304,12 @@ def test_lines_after_the_checkpoint_are_moved_and_none_is_deleted(tmp_path: Path
 def test_a_resumed_run_adds_to_its_folder(used: Path):
     first = json.loads((used / "environment.json").read_text())
     begin(recipe(used), world_size=2, num_done=0)
-    log = MetricsLog(used)
+    log = MetricsLog(used, Console(enabled=False))
     log.write({"step": 1, "loss": 2.0})
     log.close()
     changed = recipe(used, run={"log_every": 9})
     begin(changed, world_size=4, num_done=1)
-    second = MetricsLog(used)
+    second = MetricsLog(used, Console(enabled=False))
     second.write({"step": 2, "loss": float("nan")})
     second.flush()
     second.close()
@@ -319,3 +322,35 @@ def test_a_resumed_run_adds_to_its_folder(used: Path):
     assert [(entry["step"], entry["world_size"]) for entry in environment["resumed"]] == [(0, 2), (1, 4)]
     assert (used / "recipe.yaml").read_text() == dump_recipe(changed)
     assert sorted(path.name for path in used.iterdir()) == ["environment.json", "metrics.jsonl", "recipe.yaml"]
+
+
+@contextmanager
+def room_for(num_bytes: int) -> Iterator[None]:
+    """A limit on the size of files, which cuts off what is being written, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_lines_that_find_no_room_wait_until_there_is_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, log = tmp_path / "metrics.jsonl", MetricsLog(tmp_path, Console(enabled=True))
+    log.write({"step": 1})
+    with room_for(path.stat().st_size + 5):
+        log.write({"step": 2})
+        log.write({"step": 3})
+        assert path.read_text() == '{"step": 1}\n'
+        with pytest.raises(UserError) as raised:
+            log.flush()
+        assert path.read_text() == '{"step": 1}\n'
+    assert capsys.readouterr().out.count(f"warning: {path} cannot be written (File too large)") == 1
+    message = str(raised.value)
+    assert message.startswith(f"run.output_dir: {path}: cannot be written: File too large (")
+    assert "expected room for the metrics of the steps: make room, or name a place on another disk" in message
+    assert message.endswith("Once it can be written, the same command resumes the run")
+    log.flush()
+    log.write({"step": 4})
+    log.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]

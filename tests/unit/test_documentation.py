@@ -222,3 +222,20 @@ def test_the_tree_of_the_readme_is_the_package() -> None:
 def test_the_tree_of_the_readme_is_in_the_order_of_the_levels() -> None:
     expected = [(level, part) for level, parts in enumerate(LEVELS) for part in parts]
     assert [(level, name) for level, name in tree_of_the_readme() if "/" not in name] == expected[::-1]
+
+
+def long_lines(text: str) -> list[str]:
+    """Lines of more than 120 characters outside of code blocks and tables; one word, such as a link, cannot be
+    wrapped."""
+    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [line for line in prose.splitlines() if len(line) > 120 and " " in line.strip() and not line.startswith("|")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=[document.name for document in DOCUMENTS])
+def test_prose_is_wrapped_at_120_characters(document: Path) -> None:
+    assert long_lines(document.read_text(encoding="utf-8")) == []
+
+
+def test_only_prose_counts_as_a_long_line() -> None:
+    words, link = "word " * 25, f"[text]({'x' * 120})"
+    assert long_lines(f"{words}\n\n```\n{words}\n```\n| {words} |\n{link}\n- {words}") == [words, f"- {words}"]

@@ -2,7 +2,7 @@
 
 import argparse
 
-from vcore_ds.commands.arguments import OVERRIDE_HELP, OVERRIDE_METAVAR, RECIPE_HELP, positive
+from vcore_ds.commands.arguments import add_recipe, positive
 from vcore_ds.config import deepspeed_config, dump_recipe, load_recipe, plan_batch
 from vcore_ds.files.run_folder import can_resume, check_output_folder
 
@@ -14,8 +14,7 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help=RECIPE_HELP)
-    parser.add_argument("overrides", nargs="*", metavar=OVERRIDE_METAVAR, help=OVERRIDE_HELP)
+    add_recipe(parser)
     parser.add_argument(
         "--ranks",
         type=positive,

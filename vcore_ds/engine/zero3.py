@@ -22,6 +22,7 @@ from vcore_ds.engine.deepspeed_start import start_deepspeed
 from vcore_ds.engine.flat_shards import FlatShards
 from vcore_ds.engine.non_finite import NonFiniteGradient
 from vcore_ds.models import RowLayout, TokenDropout, TokenLossModel, gather_losses, own_columns, token_keys
+from vcore_ds.random_streams import Stream, torch_seed
 
 
 class Engine:
@@ -93,8 +94,8 @@ class Engine:
         return gather_losses(own, targets != IGNORED_LABEL, k)
 
     def seed_dropout(self, seed: int) -> None:
-        """Sets the seed of the dropout masks of the next step; the same on all ranks."""
-        self._dropout_seed = seed
+        """Makes the masks of the next forwards a function of the token and of `seed`, the same on all ranks."""
+        self._dropout_seed = torch_seed(Stream.DROPOUT, seed)
 
     @contextmanager
     def accumulation(self, num_backwards: int) -> Iterator[None]:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from vcore_ds.config import Recipe, read_resolved_recipe
 from vcore_ds.data import load_tokenizer
@@ -18,7 +18,7 @@ from vcore_ds.files import checkpoint_folder
 from vcore_ds.files import model_folder as files
 from vcore_ds.files.aside import discard, unfinished_path
 from vcore_ds.files.user_paths import check_folder, reading, writing
-from vcore_ds.models import add_lora, check_model_folder
+from vcore_ds.models import add_lora, check_model_folder, read_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ADAPTED = "base_model.model."
@@ -237,7 +237,7 @@ def write_adapter(
     """Writes the adapter in peft's format; returns the bytes of its weights."""
     assert recipe.lora is not None
     with torch.device("meta"):  # names and configuration only
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(recipe.model.path))
+        model = AutoModelForCausalLM.from_config(read_config(recipe.model.path))
         adapted = add_lora(model, recipe.lora)
     expected = {name: parameter.shape for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     if expected != trained.shapes:

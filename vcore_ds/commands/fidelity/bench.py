@@ -12,7 +12,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine
 from vcore_ds.feed import Feed
 from vcore_ds.method import Tokens
-from vcore_ds.setup import build_estimator, learning_rate_at
+from vcore_ds.setup import build_estimator, learning_rate_at, measures_noise, step_seed
 from vcore_ds.step import take_direction, train_step
 from vcore_ds.track.step_metrics import StepRecorder
 from vcore_ds.utility import (
@@ -102,7 +102,7 @@ class Bench:
 
 
 class Trainer:
-    """The recipe's own training, a few steps at a time."""
+    """The recipe's own training, a few steps at a time; its steps are those of a run."""
 
     def __init__(self, engine: Engine, recipe: Recipe, feed: Feed, num_steps: int):
         self.engine, self.recipe, self.feed, self.num_steps = engine, recipe, feed, num_steps
@@ -115,14 +115,16 @@ class Trainer:
 
     def train_until(self, step: int, say: Callable[[str], None]) -> None:
         while self.num_done < step:
+            k = self.num_done
             metrics = train_step(
                 self.engine,
                 self.recipe,
-                self.feed.step(self.num_done),
+                self.feed.step(k),
                 self.estimator,
                 StepRecorder(self.engine.device),
-                learning_rate=learning_rate_at(self.recipe, self.num_done, self.num_steps),
-                seed=self.recipe.run.seed + self.num_done,
+                learning_rate=learning_rate_at(self.recipe, k, self.num_steps),
+                measure_noise=measures_noise(self.recipe, k),
+                seed=step_seed(self.recipe, k),
             )
             self.num_done += 1
             say(f"training step {self.num_done}: loss {metrics.values['loss']:.4f}")

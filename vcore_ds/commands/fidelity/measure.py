@@ -56,7 +56,8 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     check_options(options)
     if options.output is not None:
         prepare_output(options.output)
-    check_model(recipe.model.path)
+    check_model_folder(recipe.model.path)
+    check_reference(recipe.model.path)
     weighted = with_utilities(recipe)
     start_process_group(recipe.engine.timeout_minutes)
     console = Console(enabled=layout.is_first())
@@ -126,9 +127,8 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     return report
 
 
-def check_model(path: str) -> None:
-    """Raises UserError where there is no model, or none that the reference can be computed on."""
-    check_model_folder(path)
+def check_reference(path: str) -> None:
+    """Raises UserError where the reference cannot be computed on the model, whatever the recipe's own estimator."""
     try:
         check_forward_mode(path)
     except UserError:

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems
 from vcore_ds.config import Recipe
 from vcore_ds.distributed import interconnect
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import environment
-from vcore_ds.models import add_lora, check_model_folder
+from vcore_ds.models import add_lora, check_model_folder, read_config
 
 MEET_SECONDS = 120.0
 """Until all ranks are in one process group, and for the all-reduce: both take seconds where the network is sound."""
@@ -111,10 +111,10 @@ def count_parameters(recipe: Recipe) -> tuple[int, int]:
     """(trained, all), from a model without weights; zeros where the model cannot be read, which is said elsewhere."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(recipe.model.path))
+            model = AutoModelForCausalLM.from_config(read_config(recipe.model.path))
             if recipe.lora is not None:
                 model = add_lora(model, recipe.lora)
-    except (OSError, ValueError):
+    except (UserError, OSError, ValueError):
         return 0, 0
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
@@ -125,7 +125,7 @@ def find_unreadable(recipe: Recipe) -> dict[str, str]:
     problems = {}
     try:
         check_model_folder(recipe.model.path)
-        AutoConfig.from_pretrained(recipe.model.path)
+        read_config(recipe.model.path)
     except (UserError, OSError, ValueError) as error:
         problem = str(error).strip().splitlines()[0].removeprefix("model.path: ")
         problems["model.path"] = f"found {problem}. Give a folder that all nodes share"
