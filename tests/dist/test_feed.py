@@ -13,6 +13,7 @@ from vcore_ds.config import plan_batch
 from vcore_ds.data import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.feed import build_feed
+from vcore_ds.planning import QWEN3_32B
 
 pytestmark = pytest.mark.dist
 
@@ -57,7 +58,7 @@ def ids_by_step(probe_every: int, trusted: bool) -> list[tuple[list[int], list[i
         method={"kl_budget": 0.1},
         model={"path": model_folder(), "precision": "fp32"},
     )
-    plan = plan_batch(recipe, layout.size("shards"))
+    plan = plan_batch(recipe, layout.size("shards"), QWEN3_32B)
     probe_dataset = dataset(NUM_TRUSTED, token=7) if trusted else None
     feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), probe_dataset)
     found = []
@@ -114,7 +115,7 @@ def test_the_same_batches_in_the_same_order_at_1_2_4_and_8_ranks(monkeypatch, pa
         of_ranks = []
         for rank in range(num_ranks):
             monkeypatch.setattr(layout, "rank", lambda axis, rank=rank: rank)
-            feed = build_feed(recipe, plan_batch(recipe, num_ranks), dataset(NUM_TRAINING, token=3), Tokenizer())
+            feed = build_feed(recipe, plan_batch(recipe, num_ranks, QWEN3_32B), dataset(NUM_TRAINING, token=3), Tokenizer())
             of_ranks.append([feed.step(k) for k in range(NUM_STEPS)])
         found = []
         for batches in zip(*of_ranks, strict=True):

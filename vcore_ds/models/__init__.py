@@ -2,7 +2,7 @@
 
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, block_attention
 from vcore_ds.models.causal_lm import TokenLossHead, TokenLossModel
-from vcore_ds.models.configuration import attention_length, check_forward_mode, read_config, vocabulary_size
+from vcore_ds.models.configuration import check_forward_mode, model_shape, read_config, vocabulary_size
 from vcore_ds.models.folder_check import check_model_folder
 from vcore_ds.models.loading import load_causal_lm
 from vcore_ds.models.lora import add_lora
@@ -14,12 +14,12 @@ __all__ = [
     "TokenLossHead",
     "TokenLossModel",
     "add_lora",
-    "attention_length",
     "block_attention",
     "check_forward_mode",
     "check_model_folder",
     "linear_sum",
     "load_causal_lm",
+    "model_shape",
     "read_config",
     "vocabulary_size",
 ]

@@ -15,6 +15,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from vcore_ds.errors import UserError, first_line
+from vcore_ds.planning import ModelShape, layer_parameters
 
 _EXPECTED = "expected a decoder-only language model (Qwen3, Llama, ...)"
 
@@ -117,19 +118,28 @@ def vocabulary_size(path: str) -> int:
     return read_config(path).get_text_config().vocab_size
 
 
-def attention_length(path: str) -> float:
-    """Tokens of a sequence whose causal attention costs as much as the linear layers of its decoder.
+def model_shape(path: str) -> ModelShape:
+    """What the time of a pass depends on. Architectures whose configuration has other names are taken for dense
+    Llama-like ones."""
+    config = read_config(path)
+    text = config.get_text_config()
+    hidden, num_heads = text.hidden_size, text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or hidden // num_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    intermediate = getattr(text, "intermediate_size", None)
+    return ModelShape(
+        text.num_hidden_layers,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        layer_parameters(hidden, num_heads, num_kv_heads, head_dim, intermediate),
+        can_share_rows=has_replaceable_attention(config),
+    )
 
-    A token at position t needs 4 t products per head dimension, on average half of that over a sequence; and 2 per
-    linear parameter of a layer. Architectures whose configuration has other names are taken for dense Llama-like ones.
-    """
-    config = read_config(path).get_text_config()
-    hidden, num_heads = config.hidden_size, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // num_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
-    layer_parameters = hidden * head_dim * (2 * num_heads + 2 * num_kv_heads) + 3 * hidden * intermediate
-    return layer_parameters / (num_heads * head_dim)
+
+def has_replaceable_attention(config: PretrainedConfig) -> bool:
+    """Whether the architecture calls its attention by a name that another can be registered under."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend
 
 
 def check_forward_mode(path: str) -> None:
@@ -139,8 +149,8 @@ def check_forward_mode(path: str) -> None:
         config = read_config(path, local_files_only=True)
     except UserError:
         return
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not model_class._supports_attention_backend:
+    if not has_replaceable_attention(config):
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         raise UserError(
             f"utility.estimator: found jvp together with model.path {path} ({model_class.__name__}), whose attention "
             "cannot be replaced by one with a forward-mode derivative; expected finite_difference "
