@@ -142,13 +142,15 @@ def test_a_batch_that_uses_little_of_the_ranks_has_a_remedy_that_helps() -> None
 
     odd = plan(63, batch=row | size)  # no degree but 1
     assert odd.simulate(16_384)["main"].is_low
-    assert odd.remedy("main") == "set batch.global_size to 504 or more, or use fewer ranks"
+    assert odd.remedy("main") == (
+        "set batch.global_size to 504 or more, or use fewer ranks (at most 1 rank of 63 can share a row)"
+    )
     assert not plan(63, batch=row | {"global_size": 504}).simulate(16_384)["main"].is_low
-    assert plan(63, batch=row).remedy("probe") == "set probe.batch_size to 504 or more, or use fewer ranks"
+    assert plan(63, batch=row).remedy("probe").startswith("set probe.batch_size to 504 or more, or use fewer ranks (")
 
     single = plan(4, batch={"micro_batch_size_per_rank": 2})
     assert single.remedy("main").startswith("set batch.packed_row_tokens to data.cutoff_length")
-    assert plan(2**31 - 1).remedy("main") == "use fewer ranks"
+    assert plan(2**31 - 1).remedy("main").startswith("use fewer ranks (")
 
 
 def test_a_simulation_of_what_is_there() -> None:

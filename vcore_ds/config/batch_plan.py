@@ -96,22 +96,18 @@ class BatchPlan:
 
     def remedy(self, part: Part) -> str:
         """What to set where a part's batches leave many ranks waiting."""
-        section, is_main = _SECTIONS[part], part == "main"
-        degrees, size = (
-            (self.main_degrees, self.global_batch_size)
-            if is_main
-            else (self.probe_degrees, self.probe_batch_size_global)
-        )
+        key, size, degrees = "batch.global_size", self.global_batch_size, self.main_degrees
+        if part == "probe":
+            key, size, degrees = "probe.batch_size", self.probe_batch_size_global, self.probe_degrees
         shape = self.time_model.shape
         if shape.can_share_rows and list(degrees) != possible_degrees(self.num_ranks, shape.num_heads):
-            return f"set {section}.sequence_parallel to auto"
+            return f"set {_SECTIONS[part]}.sequence_parallel to auto"
         enough = _SEQUENCES_PER_GROUP * self.num_ranks // degrees[-1]
         if size >= enough and self.packed_row_tokens is None:
             return "set batch.packed_row_tokens to data.cutoff_length and every micro_batch_size_per_rank to 1"
         wanted = max(enough, 2 * size)
-        if wanted > LARGEST_COUNT:
-            return "use fewer ranks"
-        return f"set {'batch.global_size' if is_main else 'probe.batch_size'} to {wanted:,} or more, or use fewer ranks"
+        larger = f"set {key} to {wanted} or more, or " if wanted <= LARGEST_COUNT else ""
+        return f"{larger}use fewer ranks (at most {_count(degrees[-1], 'rank')} of {self.num_ranks} can share a row)"
 
     def describe(self) -> str:
         """One line, such as `32 sequences a step on 8 ranks, 2 in a micro-batch; probe 4`."""

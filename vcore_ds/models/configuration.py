@@ -133,13 +133,8 @@ def model_shape(path: str) -> ModelShape:
         num_kv_heads,
         head_dim,
         layer_parameters(hidden, num_heads, num_kv_heads, head_dim, intermediate),
-        can_share_rows=has_replaceable_attention(config),
+        can_share_rows=can_replace_attention(config),
     )
-
-
-def has_replaceable_attention(config: PretrainedConfig) -> bool:
-    """Whether the architecture calls its attention by a name that another can be registered under."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend
 
 
 def check_forward_mode(path: str) -> None:
@@ -149,10 +144,15 @@ def check_forward_mode(path: str) -> None:
         config = read_config(path, local_files_only=True)
     except UserError:
         return
-    if not has_replaceable_attention(config):
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not can_replace_attention(config):
+        name = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
         raise UserError(
-            f"utility.estimator: found jvp together with model.path {path} ({model_class.__name__}), whose attention "
+            f"utility.estimator: found jvp together with model.path {path} ({name}), whose attention "
             "cannot be replaced by one with a forward-mode derivative; expected finite_difference "
             "(utility.estimator=finite_difference utility.epsilon=auto), or another architecture"
         )
+
+
+def can_replace_attention(config: PretrainedConfig) -> bool:
+    """Whether the architecture finds its attention function by name, so that one of our own can serve."""
+    return bool(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend)

@@ -40,10 +40,11 @@ class Utilization:
     def describe(self) -> str:
         """Such as `8 ranks share a row; the slowest rank takes 1.03 x the mean: 97% useful work; no idle ranks`."""
         shared = f"{self.typical_degree} ranks share a row" if self.typical_degree > 1 else "each rank its own rows"
-        idle = self.waste.mean_idle_ranks
+        num_idle = round(self.waste.mean_idle_ranks)
+        idle = f"{num_idle:,} idle rank" + ("" if num_idle == 1 else "s") if num_idle else "no idle ranks"
         return (
             f"{shared}; slowest rank {self.waste.rank_imbalance:.3f} x mean, {self.waste.utilization:.0%} useful work; "
-            f"{f'{idle:,.0f}' if idle >= 0.5 else 'no'} idle ranks; {self.waste.padding_share:.2%} padding"
+            f"{idle}; {self.waste.padding_share:.2%} padding"
         )
 
 
