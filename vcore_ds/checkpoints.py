@@ -42,8 +42,6 @@ class RunState:
     """Shapes of the trained parameters, by name."""
     direction: dict[str, float | None] | None
     """Norm and displacement of the probe direction, None for methods without one."""
-    probe_batch_size_global: int
-    """Sequences; the recipe's, rounded up to the world size."""
     data_digests: dict[str, str]
     """Digests of the tokens that training and probe draw from, by recipe key."""
     validation_loss_before: float | None
@@ -126,12 +124,6 @@ class Checkpoints:
                     "tokenizer have changed); expected the same, to resume. Restore them, or set run.output_dir to a "
                     "new folder"
                 )
-        size = feed.plan.probe_batch_size_global
-        if feed.probe_stream is not None and size != state.probe_batch_size_global:
-            self._console.warn(
-                f"probe batches have {size} sequences from here on, they had {state.probe_batch_size_global}: "
-                "probe.round_up makes them a multiple of the number of ranks"
-            )
 
     def load(self, found: tuple[Path, RunState], engine: Engine, estimator: Estimator) -> int:
         """Replaces a new engine's state by a checkpoint's, and returns the number of steps done.
@@ -189,7 +181,6 @@ class Checkpoints:
             num_updates=engine.num_updates,
             shapes=_shapes(engine),
             direction=estimator.state(),
-            probe_batch_size_global=feed.plan.probe_batch_size_global,
             data_digests=_data_digests(feed),
             validation_loss_before=self.validation_loss_before,
             wandb_run_id=self.wandb_run_id,

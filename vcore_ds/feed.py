@@ -1,12 +1,12 @@
 """From a recipe's data files to the micro-batches of every step, on every rank."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from vcore_ds.config import BatchPlan, Recipe
+from vcore_ds.config import BatchPlan, Part, Recipe
 from vcore_ds.data import (
     Batch,
     Dataset,
@@ -14,23 +14,20 @@ from vcore_ds.data import (
     ProbeStream,
     StepBatches,
     TokenStore,
-    Waste,
     cache_root,
     check_contents,
     collate,
     idle_batch,
     keep_random_tokens,
-    measure_waste,
     pack,
-    pack_batch,
-    split_batch,
     store_of,
     with_reference,
 )
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import first_rank_first, local_rank
 from vcore_ds.files.user_paths import reading
-from vcore_ds.models import attention_length, vocabulary_size
+from vcore_ds.models import vocabulary_size
+from vcore_ds.planning import Spread, Utilization, summarize
 from vcore_ds.track.console import Console
 
 
@@ -47,16 +44,19 @@ class Feed:
     pad_token_id: int
     probe_every: int
     """Optimizer steps that share one probe batch."""
-    attention_length: float
-    """Tokens of a sequence whose attention costs as much as its linear layers; weighs the rows of a batch."""
 
     def step(self, k: int) -> StepBatches:
         """Batches of optimizer step k, from 0."""
-        layout, probe = self._main_layout(k), []
-        if self.probe_stream is not None and k % self.probe_every == 0:
-            ids, micro = self.probe_stream.step(k), self.plan.probe_micro_batch_size_per_rank
-            probe = self.batches(ids, micro, self.probe_dataset)
-        return StepBatches(self._of_rank(layout, self.dataset), probe, self._waste(layout))
+        main, probe = self._spread_main(k), self._spread_probe(k)
+        measured: dict[str, float | int | None] = {
+            "padding_share": main.waste.padding_share,
+            "rank_imbalance": main.waste.rank_imbalance,
+            "sequence_parallel": main.sequence_parallel,
+            "probe_rank_imbalance": None if probe is None else probe.waste.rank_imbalance,
+            "probe_sequence_parallel": None if probe is None else probe.sequence_parallel,
+        }
+        probe_batches = [] if probe is None else self._of_rank(probe, self.probe_dataset)
+        return StepBatches(self._of_rank(main, self.dataset), probe_batches, measured)
 
     def batches(self, ids: Sequence[int], micro_batch_size: int, dataset: Dataset | None = None) -> list[Batch]:
         """This rank's micro-batches of the global batch `ids`, as many as every other rank has.
@@ -65,58 +65,50 @@ class Feed:
             ids: positions in `dataset`, which is the training data unless another is given.
         """
         sequences = self.dataset if dataset is None else dataset
-        return self._of_rank(self._layout(ids, micro_batch_size, sequences), sequences)
+        return self._of_rank(self.plan.spread_main(ids, _lengths(ids, sequences), micro_batch_size), sequences)
+
+    def probe_batches(self, ids: Sequence[int]) -> list[Batch]:
+        """The same of a probe batch, positions in `probe_dataset`."""
+        return self._of_rank(self.plan.spread_probe(ids, _lengths(ids, self.probe_dataset)), self.probe_dataset)
 
     def epoch(self, num_done: int) -> float:
         """Passes over the training data after `num_done` steps."""
         return num_done * self.plan.global_batch_size / len(self.dataset)
 
-    def describe_waste(self, num_done: int, num_steps: int) -> str:
-        """A line on the padding and waiting of the next steps, 50 at most."""
+    def utilization(self, num_done: int, num_steps: int) -> dict[Part, Utilization]:
+        """How the next steps, 50 at most, use the ranks."""
         steps = range(num_done, min(num_steps, num_done + 50)) or range(1)
-        waste = self.waste(steps)
-        return (
-            f"Batches: {waste.padding_share:.2%} padding, slowest rank {waste.rank_imbalance:.3f} x mean "
-            f"(main batches of steps {steps[0] + 1} to {steps[-1] + 1})"
-        )
+        found: dict[Part, Utilization] = {"main": summarize([self._spread_main(k) for k in steps])}
+        probes = [probe for k in steps if (probe := self._spread_probe(k)) is not None]
+        return found | ({"probe": summarize(probes)} if probes else {})
 
-    def waste(self, steps: Iterable[int]) -> Waste:
-        """Padding, and waiting for the slowest rank, of the main batches of some steps together."""
-        return self._waste([micro_step for k in steps for micro_step in self._main_layout(k)])
+    def _spread_main(self, k: int) -> Spread:
+        ids = self.main_order.step(k)
+        return self.plan.spread_main(ids, _lengths(ids, self.dataset))
 
-    def _waste(self, micro_steps: Sequence[Sequence[Sequence[int]]]) -> Waste:
-        lengths = {i: int(self.dataset.lengths[i]) for ranks in micro_steps for ids in ranks for i in ids}
-        is_packed = self.plan.packed_row_tokens is not None
-        return measure_waste(micro_steps, lengths, attention_length=self.attention_length, is_packed=is_packed)
+    def _spread_probe(self, k: int) -> Spread | None:
+        """None where step k takes no direction."""
+        if self.probe_stream is None or k % self.probe_every != 0:
+            return None
+        ids = self.probe_stream.step(k)
+        return self.plan.spread_probe(ids, _lengths(ids, self.probe_dataset))
 
-    def _main_layout(self, k: int) -> list[list[list[int]]]:
-        return self._layout(self.main_order.step(k), self.plan.micro_batch_size_per_rank, self.dataset)
-
-    def _layout(self, ids: Sequence[int], micro_batch_size: int, dataset: Dataset) -> list[list[list[int]]]:
-        """Positions in `dataset` by micro-step and rank."""
-        lengths = [int(dataset.lengths[i]) for i in ids]
-        ranks = self.plan.data_parallel_size
-        if self.plan.packed_row_tokens is None:
-            return split_batch(ids, lengths, data_parallel_size=ranks, micro_batch_size=micro_batch_size)
-        return pack_batch(
-            ids,
-            lengths,
-            data_parallel_size=ranks,
-            row_tokens=self.plan.packed_row_tokens,
-            attention_length=self.attention_length,
-        )
-
-    def _of_rank(self, micro_steps: Sequence[Sequence[Sequence[int]]], dataset: Dataset) -> list[Batch]:
+    def _of_rank(self, spread: Spread, dataset: Dataset) -> list[Batch]:
+        degree, pad = spread.sequence_parallel, self.pad_token_id
         batches = []
-        for ranks in micro_steps:
-            sequences = [dataset[i] for i in ranks[layout.rank("data")]]
+        for ids in spread.of_group(layout.rank("data", degree)):
+            sequences = [dataset[i] for i in ids]
             if not sequences:
-                batches.append(idle_batch(self.pad_token_id))
+                batches.append(idle_batch(pad, degree))
             elif self.plan.packed_row_tokens is not None:
-                batches.append(pack([sequences], self.pad_token_id))
+                batches.append(pack([sequences], pad, degree))
             else:
-                batches.append(collate(sequences, self.pad_token_id))
+                batches.append(collate(sequences, pad, degree))
         return batches
+
+
+def _lengths(ids: Sequence[int], dataset: Dataset) -> list[int]:
+    return [int(dataset.lengths[i]) for i in ids]
 
 
 def read_training_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console) -> Dataset:
@@ -183,5 +175,4 @@ def build_feed(
         of_probe,
         pad_token_id,
         probe_every=recipe.probe.every,
-        attention_length=attention_length(recipe.model.path),
     )

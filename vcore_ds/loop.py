@@ -1,7 +1,7 @@
 """The loop over optimizer steps: batches, a step, a line of metrics, and where the run validates, saves or stops."""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -64,9 +64,7 @@ def run_steps(training: Training, num_done: int) -> StepMetrics | None:
         batches = training.feed.step(k)
         metrics = take_step(training, k, batches)
         done = k + 1
-        line = {"step": done, "epoch": training.feed.epoch(done), **metrics.values, **of_checkpoint}
-        if batches.waste is not None:
-            line |= asdict(batches.waste)
+        line = {"step": done, "epoch": training.feed.epoch(done), **metrics.values, **of_checkpoint, **batches.measured}
         of_checkpoint = {}
         if recipe.run.validate_every is not None and done % recipe.run.validate_every == 0 and done < num_steps:
             line["validation_loss"] = validate(training)

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.checkpoints import Checkpoints
-from vcore_ds.config import BatchPlan, Recipe, deepspeed_config, plan_batch
+from vcore_ds.config import BatchPlan, Recipe, deepspeed_config
 from vcore_ds.data import Dataset, load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.positions import mark
@@ -20,7 +20,7 @@ from vcore_ds.files import run_folder
 from vcore_ds.files.run_lock import RunLock
 from vcore_ds.files.user_paths import writing
 from vcore_ds.loop import Training, run_steps, validate
-from vcore_ds.setup import build_engine, build_estimator, check_model, count_steps, describe_engine
+from vcore_ds.setup import build_engine, build_estimator, check_model, count_steps, describe_engine, plan_ranks
 from vcore_ds.track.console import Console, describe_example
 from vcore_ds.track.metrics_log import MetricsLog
 from vcore_ds.track.step_metrics import StepMetrics
@@ -60,7 +60,7 @@ def train(recipe: Recipe) -> RunResult:
 def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     """The run, with the process group up. A collective."""
     console = Console(enabled=layout.is_first())
-    plan = plan_batch(recipe, layout.size("data"))
+    plan = plan_ranks(recipe)
     ds_config = deepspeed_config(recipe, plan)
     console.say(f"Batch: {plan.describe()}")
     first_rank_first(lambda: run_folder.check_output_folder(recipe) if layout.is_first() else None)
@@ -160,7 +160,7 @@ def begin_folder(recipe: Recipe, num_done: int, checkpoints: Checkpoints, consol
 def run_training(training: Training, num_done: int, is_new: bool) -> StepMetrics | None:
     """The steps that are left, with the loss before them in a new run. A collective."""
     console, checkpoints = training.console, training.checkpoints
-    console.say(training.feed.describe_waste(num_done, training.num_steps))
+    say_utilization(training, num_done)
     console.say(f"Run: {training.num_steps} steps, written to {training.recipe.run.output_dir}\n")
     if is_new:
         checkpoints.validation_loss_before = validate(training)
@@ -169,6 +169,15 @@ def run_training(training: Training, num_done: int, is_new: bool) -> StepMetrics
     # A signal after the steps ends the process at once: the last checkpoint holds that very state.
     with stop_signals.held_back():
         return run_steps(training, num_done)
+
+
+def say_utilization(training: Training, num_done: int) -> None:
+    """Prints how the next steps use the ranks, and what would make them use more."""
+    console, feed = training.console, training.feed
+    for part, found in feed.utilization(num_done, training.num_steps).items():
+        console.say(f"Ranks in the {part} batch of the next steps: {found.describe()}")
+        if found.is_low:
+            console.warn(f"the {part} batch leaves much of the ranks' time unused: {feed.plan.remedy(part)}")
 
 
 def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,13 +1,23 @@
 """What commands share: from a recipe its engine, estimator, number of steps, and the settings of each step."""
 
 import math
+import os
 
 import torch
 
-from vcore_ds.config import Recipe
+from vcore_ds.config import BatchPlan, Recipe, plan_batch
 from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import device
 from vcore_ds.engine import Engine, build_optimizer, sharded_loading
-from vcore_ds.models import TokenLossModel, add_lora, check_forward_mode, check_model_folder, load_causal_lm
+from vcore_ds.models import (
+    TokenLossModel,
+    add_lora,
+    check_forward_mode,
+    check_model_folder,
+    load_causal_lm,
+    model_shape,
+)
+from vcore_ds.planning import CPU, H100
 from vcore_ds.random_streams import Stream, torch_seed
 from vcore_ds.utility import Direction, Estimator, FiniteDifference, ForwardMode, NoUtilities
 
@@ -20,6 +30,25 @@ def check_model(recipe: Recipe) -> None:
     check_model_folder(recipe.model.path)
     if recipe.method.name == "vcore" and recipe.utility.estimator == "jvp":
         check_forward_mode(recipe.model.path)
+
+
+def plan_ranks(recipe: Recipe) -> BatchPlan:
+    """How the recipe's batches are spread over the ranks of this job, with the groups that this needs. A collective.
+
+    Raises RecipeError as `plan_batch` does, on all ranks alike.
+    """
+    here = model_shape(recipe.model.path), int(os.environ.get("LOCAL_WORLD_SIZE", layout.size("job")))
+    # Of the first rank: where nodes differ, all ranks still have to come to the same spread.
+    shape, ranks_per_node = layout.gather_objects("job", here)[0]
+    plan = plan_batch(
+        recipe,
+        layout.size("shards"),
+        shape,
+        ranks_per_node=ranks_per_node,
+        machine=CPU if device().type == "cpu" else H100,
+    )
+    layout.make_sequence_groups(plan.degrees, recipe.engine.timeout_minutes)
+    return plan
 
 
 def build_engine(recipe: Recipe, ds_config: dict) -> Engine:

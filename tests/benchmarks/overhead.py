@@ -21,9 +21,10 @@ from torch.nn.functional import cross_entropy
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data import Batch, StepBatches, TokenizedSequence, collate, split_batch
+from vcore_ds.data import Batch, StepBatches, TokenizedSequence, collate
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine, build_optimizer
+from vcore_ds.planning import split_batch
 
 MODEL = dict(
     vocab_size=8192, hidden_size=384, intermediate_size=1152, num_hidden_layers=8, num_attention_heads=6, head_dim=64
@@ -54,7 +55,7 @@ def own_batches(num: int, seed: int, micro_batch_size: int) -> list[Batch]:
     split = split_batch(
         range(num),
         [len(sequence) for sequence in made],
-        data_parallel_size=layout.size("shards"),
+        num_groups=layout.size("shards"),
         micro_batch_size=micro_batch_size,
     )
     return [collate([made[i] for i in ranks[layout.rank("shards")]], 0) for ranks in split]

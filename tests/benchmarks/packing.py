@@ -26,20 +26,18 @@ from vcore_ds.data import (
     collate,
     idle_batch,
     load_tokenizer,
-    measure_waste,
     pack,
-    pack_batch,
-    split_batch,
     store_of,
 )
 from vcore_ds.distributed import layout
+from vcore_ds.planning import CPU, ModelShape, RowLimit, TimeModel, Waste, spread
 
 QUICKSTART = Path("runs/quickstart_data")
 NUM_MAIN, NUM_PROBE, CUTOFF = 32, 4, 1024
 LAYOUTS = {"a row each, 1 in a micro-batch": 1, "a row each, 4 in a micro-batch": 4, "packed rows of 1,024": None}
 METHODS = {"sft": dict(method={"name": "sft"}), "vcore, jvp": dict()}
-ATTENTION_LENGTH = 4480.0
-"""Attention length of the model: the parameters of a layer over the width of its attention."""
+SHAPE = ModelShape(8, 6, 2, 64, 1_720_320)
+"""Of the model; its attention length is 4,480 tokens."""
 
 
 def traces(folder: str) -> list[TokenizedSequence]:
@@ -50,24 +48,21 @@ def traces(folder: str) -> list[TokenizedSequence]:
     ]
 
 
-def own_batches(ids: list[int], all_traces: list[TokenizedSequence], micro: int | None) -> tuple[list[Batch], object]:
+def own_batches(ids: list[int], all_traces: list[TokenizedSequence], micro: int | None) -> tuple[list[Batch], Waste]:
     """This rank's micro-batches, and what of the global batch is padding and waiting."""
-    lengths = [len(all_traces[i]) for i in ids]
-    ranks = layout.size("shards")
-    if micro is None:
-        micro_steps = pack_batch(
-            ids, lengths, data_parallel_size=ranks, row_tokens=CUTOFF, attention_length=ATTENTION_LENGTH
-        )
-    else:
-        micro_steps = split_batch(ids, lengths, data_parallel_size=ranks, micro_batch_size=micro)
-    waste = measure_waste(
-        micro_steps, dict(zip(ids, lengths, strict=True)), attention_length=ATTENTION_LENGTH, is_packed=micro is None
+    num_ranks = layout.size("shards")
+    found = spread(
+        ids,
+        [len(all_traces[i]) for i in ids],
+        degrees=[1],
+        limit=RowLimit(CUTOFF) if micro is None else RowLimit(None, micro),
+        time_model=TimeModel(SHAPE, num_ranks, num_ranks, CPU),
     )
     batches = []
-    for micro_step in micro_steps:
-        own = [all_traces[i] for i in micro_step[layout.rank("shards")]]
+    for positions in found.of_group(layout.rank("shards")):
+        own = [all_traces[i] for i in positions]
         batches.append(idle_batch(0) if not own else collate(own, 0) if micro is not None else pack([own], 0))
-    return batches, waste
+    return batches, found.waste
 
 
 def measure(num_rounds: int, folder: str) -> dict:

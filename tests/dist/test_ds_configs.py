@@ -17,6 +17,7 @@ from vcore_ds.config import Recipe, deepspeed_config, plan_batch
 from vcore_ds.data import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine
+from vcore_ds.planning import QWEN3_32B
 from vcore_ds.setup import build_engine
 
 pytestmark = pytest.mark.dist
@@ -59,7 +60,7 @@ def make_recipe(model: str, json_file: str, precision: str, estimator: str, lora
 def train_two_steps(model: str, json_file: str, precision: str, estimator: str, lora: bool) -> Outcome:
     recipe = make_recipe(model, json_file, precision, estimator, lora)
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes it once a process, and here are many engines
-    engine = build_engine(recipe, deepspeed_config(recipe, plan_batch(recipe, layout.size("shards"))))
+    engine = build_engine(recipe, deepspeed_config(recipe, plan_batch(recipe, layout.size("shards"), QWEN3_32B)))
     estimator = step_runs.make_estimator(recipe, engine)
     losses, norms, utilities = [], [], []
     for k in range(2):

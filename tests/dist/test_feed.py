@@ -2,17 +2,19 @@
 
 import tempfile
 from collections import Counter
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import pytest
+import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.config import plan_batch
+from vcore_ds.config import Recipe, plan_batch
 from vcore_ds.data import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.feed import build_feed
+from vcore_ds.models import model_shape
 
 pytestmark = pytest.mark.dist
 
@@ -57,7 +59,7 @@ def ids_by_step(probe_every: int, trusted: bool) -> list[tuple[list[int], list[i
         method={"kl_budget": 0.1},
         model={"path": model_folder(), "precision": "fp32"},
     )
-    plan = plan_batch(recipe, layout.size("shards"))
+    plan = plan_batch(recipe, layout.size("shards"), model_shape(model_folder()))
     probe_dataset = dataset(NUM_TRUSTED, token=7) if trusted else None
     feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), probe_dataset)
     found = []
@@ -101,33 +103,69 @@ def test_a_trusted_probe_comes_from_its_own_file(found) -> None:
 
 
 @pytest.mark.parametrize("packed_row_tokens", [None, 64])
-def test_the_same_batches_in_the_same_order_at_1_2_4_and_8_ranks(monkeypatch, packed_row_tokens: int | None) -> None:
+@pytest.mark.parametrize(("main_degree", "probe_degree"), [("auto", "auto"), (1, 2), (2, 1), (2, 2)])
+def test_the_same_batches_in_the_same_order_at_1_2_4_and_8_ranks(
+    monkeypatch, packed_row_tokens: int | None, main_degree, probe_degree
+) -> None:
     """The feed of each rank, one after the other in this process: nothing of it is a collective."""
-    recipe = step_runs.recipe(
-        batch={"global_size": 8, "packed_row_tokens": packed_row_tokens},
-        probe={"batch_size": 4, "round_up": False},  # else 8 ranks draw 8
-        data={"train_path": "none", "cutoff_length": 64},
-        model={"path": model_folder(), "precision": "fp32"},
-    )
+
+    def recipe(num_ranks: int) -> Recipe:
+        degrees = (main_degree, probe_degree) if num_ranks > 1 else ("auto", "auto")
+        return step_runs.recipe(
+            batch={"global_size": 8, "packed_row_tokens": packed_row_tokens, "sequence_parallel": degrees[0]},
+            probe={"batch_size": 4, "sequence_parallel": degrees[1]},
+            data={"train_path": "none", "cutoff_length": 64},
+            model={"path": model_folder(), "precision": "fp32"},
+        )
+
+    def rank_of(rank: int, axis: str, sequence_parallel: int = 1) -> int:
+        return {"data": rank // sequence_parallel, "shards": rank}[axis]
 
     def steps(num_ranks: int) -> list[tuple]:
+        plan = plan_batch(recipe(num_ranks), num_ranks, model_shape(model_folder()))
         of_ranks = []
         for rank in range(num_ranks):
-            monkeypatch.setattr(layout, "rank", lambda axis, rank=rank: rank)
-            feed = build_feed(recipe, plan_batch(recipe, num_ranks), dataset(NUM_TRAINING, token=3), Tokenizer())
+            monkeypatch.setattr(layout, "rank", partial(rank_of, rank))
+            feed = build_feed(recipe(num_ranks), plan, dataset(NUM_TRAINING, token=3), Tokenizer())
             of_ranks.append([feed.step(k) for k in range(NUM_STEPS)])
         found = []
         for batches in zip(*of_ranks, strict=True):
+            counts = []
             for part in ("main", "probe"):
-                assert len({len(getattr(of_rank, part)) for of_rank in batches}) == 1  # as many micro-batches
-            main, probe = (
-                Counter(i for of_rank in batches for batch in getattr(of_rank, part) for i in batch.sequence_ids)
-                for part in ("main", "probe")
-            )
-            found.append((main, probe))
+                of_part = [getattr(of_rank, part) for of_rank in batches]
+                assert len({len(own) for own in of_part}) == 1  # as many micro-batches
+                (degree,) = {batch.sequence_parallel for own in of_part for batch in own}
+                wanted = {"main": main_degree, "probe": probe_degree}[part]
+                assert degree == wanted or wanted == "auto" or num_ranks == 1
+                key = {"main": "sequence_parallel", "probe": "probe_sequence_parallel"}[part]
+                assert all(of_rank.measured[key] == degree for of_rank in batches)
+                groups = [of_part[start : start + degree] for start in range(0, num_ranks, degree)]
+                for group in groups:  # the ranks that share a row hold the same
+                    assert all(torch.equal(a.input_ids, b.input_ids) for own in group for a, b in zip(own, group[0]))
+                    assert all(batch.input_ids.shape[1] % (8 * degree) == 0 for own in group for batch in own)
+                counts.append(Counter(i for group in groups for batch in group[0] for i in batch.sequence_ids))
+            found.append(tuple(counts))
         return found
 
     alone = steps(1)
     assert all(main.total() == 8 and probe.total() == 4 for main, probe in alone)
     assert len({frozenset(main.items()) for main, _ in alone}) > 1
     assert steps(2) == steps(4) == steps(8) == alone
+
+
+def test_how_the_next_steps_use_the_ranks(monkeypatch) -> None:
+    monkeypatch.setattr(layout, "rank", lambda axis, sequence_parallel=1: 0)
+    recipe = step_runs.recipe(
+        batch={"global_size": 2, "sequence_parallel": 1},
+        probe={"batch_size": 4, "every": 4},
+        model={"path": model_folder(), "precision": "fp32"},
+    )
+    plan = plan_batch(recipe, 4, model_shape(model_folder()))
+    feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer())
+    found = feed.utilization(1, 10)  # steps 1 to 9, with a probe in 4 and 8
+    assert (found["main"].waste.num_passes, found["probe"].waste.num_passes) == (9, 2)
+    assert found["main"].is_low and found["main"].waste.mean_idle_ranks == 2
+    assert feed.utilization(1, 4).keys() == {"main"}
+    assert feed.utilization(10, 10)["main"].waste.num_passes == 1  # a run that is resumed after its last step
+    assert feed.step(1).measured["probe_sequence_parallel"] is None
+    assert feed.step(4).measured["probe_rank_imbalance"] >= 1.0

@@ -32,6 +32,7 @@ from vcore_ds.config import deepspeed_config, load_recipe, plan_batch
 from vcore_ds.data import IGNORED_LABEL, Batch, Conversation, collate, load_tokenizer
 from vcore_ds.engine import Engine
 from vcore_ds.models import TokenLossModel
+from vcore_ds.planning import QWEN3_32B
 from vcore_ds.setup import build_engine
 from vcore_ds.utility import Direction, FiniteDifference, forward_mode, jvp_utilities, losses_and_utilities
 
@@ -214,7 +215,7 @@ def make_engine(model_folder: str, lora: bool) -> Engine:
     quickstart = REPOSITORY / "launch_scripts" / "recipes" / "quickstart.yaml"
     adapters = "{rank: 8, alpha: 16}" if lora else "null"
     recipe = load_recipe(quickstart, [f"model.path={model_folder}", f"lora={adapters}"])
-    return build_engine(recipe, deepspeed_config(recipe, plan_batch(recipe, 1)))
+    return build_engine(recipe, deepspeed_config(recipe, plan_batch(recipe, 1, QWEN3_32B)))
 
 
 def take_steps(

@@ -1,6 +1,7 @@
 """The batch arithmetic: what it plans, what it refuses, and that every remedy it names works."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,108 +10,155 @@ from hypothesis import strategies as st
 
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config import BatchPlan, Recipe, RecipeError, plan_batch
+from vcore_ds.planning import CPU, H100, QWEN3_32B, ModelShape, TimeModel
 
 
-def plan(ranks: int, **sections: dict[str, Any]) -> BatchPlan:
-    return plan_batch(Recipe.model_validate(smallest_recipe() | sections), ranks)
+def plan(ranks: int, shape: ModelShape = QWEN3_32B, **sections: dict[str, Any]) -> BatchPlan:
+    return plan_batch(Recipe.model_validate(smallest_recipe() | sections), ranks, shape)
 
 
 def test_plan() -> None:
     assert plan(2, batch={"micro_batch_size_per_rank": 2}) == BatchPlan(
-        data_parallel_size=2,
+        num_ranks=2,
         global_batch_size=32,
         micro_batch_size_per_rank=2,
-        num_micro_batches_per_rank=8,
         packed_row_tokens=None,
         probe_batch_size_global=4,
-        probe_batch_size_per_rank=2,
         probe_micro_batch_size_per_rank=2,
         utility_micro_batch_size_per_rank=2,
+        main_degrees=(1, 2),
+        probe_degrees=(1, 2),
+        time_model=TimeModel(QWEN3_32B, 2, 2, H100),
     )
     assert plan(2, probe={"micro_batch_size_per_rank": 1}).probe_micro_batch_size_per_rank == 1
     assert plan(2, utility={"micro_batch_size_per_rank": 7}).utility_micro_batch_size_per_rank == 7
+    recipe = Recipe.model_validate(smallest_recipe())
+    on_four_a_node = plan_batch(recipe, 16, QWEN3_32B, ranks_per_node=4, machine=CPU)
+    assert on_four_a_node.time_model == TimeModel(QWEN3_32B, 16, 4, CPU)
 
 
 def test_plan_in_words() -> None:
     line = plan(2, batch={"micro_batch_size_per_rank": 2}).describe()
-    assert line == "32 sequences a step = 2 ranks x 8 micro-batches x 2; probe 4 = 2 ranks x 2"
-    line = plan(1, batch={"micro_batch_size_per_rank": 32}).describe()
-    assert line == "32 sequences a step = 1 rank x 1 micro-batch x 32; probe 4 = 1 rank x 4"
+    assert line == "32 sequences a step on 2 ranks, 2 in a micro-batch; probe 4"
+    packed = {"packed_row_tokens": 16384, "global_size": 1}
+    assert plan(1, batch=packed, method={"name": "sft"}).describe() == (
+        "1 sequence a step on 1 rank, packed into rows of at most 16,384 tokens for each rank that shares one"
+    )
 
 
-def test_probe_is_rounded_up_unless_round_up_is_false() -> None:
-    rounded = plan(8)
-    assert (rounded.probe_batch_size_global, rounded.probe_batch_size_per_rank) == (8, 1)
-    exact = plan(8, probe={"round_up": False})
-    assert (exact.probe_batch_size_global, exact.probe_batch_size_per_rank) == (4, 1)
-    assert exact.describe().endswith("; probe 4 < 8 ranks x 1")
-    uneven = plan(2, probe={"round_up": False, "batch_size": 5})
-    assert (uneven.probe_batch_size_global, uneven.probe_batch_size_per_rank) == (5, 3)
+@given(ranks=st.integers(1, 300), size=st.integers(1, 300), probe=st.integers(1, 300), micro=st.integers(1, 9))
+def test_a_batch_is_what_the_recipe_says_on_any_number_of_ranks(ranks: int, size: int, probe: int, micro: int) -> None:
+    batch = {"global_size": size, "micro_batch_size_per_rank": micro}
+    found = plan(ranks, batch=batch, probe={"batch_size": probe})
+    assert (found.global_batch_size, found.probe_batch_size_global) == (size, probe)
+    assert sum(len(ids) for groups in found.spread_main(range(size), [9] * size).micro_steps for ids in groups) == size
+    assert sum(len(ids) for row in found.spread_probe(range(probe), [9] * probe).micro_steps for ids in row) == probe
 
 
 def test_sft_has_no_probe() -> None:
-    sft = plan(2, method={"name": "sft"})
-    assert (sft.probe_batch_size_global, sft.probe_batch_size_per_rank) == (0, 0)
-    assert sft.describe() == "32 sequences a step = 2 ranks x 16 micro-batches x 1"
+    sft = plan(8, method={"name": "sft"}, probe={"sequence_parallel": 5})
+    assert (sft.probe_batch_size_global, sft.probe_degrees) == (0, (1,))
+
+
+def test_degrees() -> None:
+    assert plan(64).main_degrees == (1, 2, 4, 8, 16, 32, 64)
+    fixed = plan(64, batch={"sequence_parallel": 4}, probe={"sequence_parallel": 16})
+    assert (fixed.main_degrees, fixed.probe_degrees, fixed.degrees) == ((4,), (16,), [4, 16])
+    own_code = replace(QWEN3_32B, can_share_rows=False)
+    assert plan(64, own_code).degrees == [1]
+    assert plan(64, own_code, batch={"sequence_parallel": 1}).main_degrees == (1,)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sections", "words"),
+    ("ranks", "shape", "sections", "words"),
     [
         (
-            3,
-            {},
-            "found 32 on 3 ranks with batch.micro_batch_size_per_rank 1; expected a multiple of 3 x 1 = 3; "
-            "nearest that work: batch.global_size 30 or 33, or data-parallel size 2 or 4",
+            64,
+            QWEN3_32B,
+            {"batch": {"sequence_parallel": 6}},
+            "batch.sequence_parallel: found 6 on 64 ranks; expected auto, or a divisor of the 64 ranks and the 64 "
+            "query heads of MODEL: 4 or 8",
         ),
         (
-            8,
-            {"batch": {"micro_batch_size_per_rank": 8}},
-            "found 32 on 8 ranks with batch.micro_batch_size_per_rank 8; expected a multiple of 8 x 8 = 64; nearest "
-            "that work: batch.global_size 64, or batch.micro_batch_size_per_rank 2 or 4, or data-parallel size 2 or 4",
+            48,
+            replace(QWEN3_32B, num_heads=40),
+            {"probe": {"sequence_parallel": 16}},
+            "probe.sequence_parallel: found 16 on 48 ranks; expected auto, or a divisor of the 48 ranks and the 40 "
+            "query heads of MODEL: 8",
+        ),
+        (
+            4,
+            replace(QWEN3_32B, is_assumed=True),
+            {"batch": {"sequence_parallel": 3}},
+            "batch.sequence_parallel: found 3 on 4 ranks; expected auto, or a divisor of the 4 ranks: 2 or 4",
+        ),
+        (
+            4,
+            replace(QWEN3_32B, can_share_rows=False),
+            {"batch": {"sequence_parallel": 2}},
+            "batch.sequence_parallel: found 2 together with model.path MODEL, whose attention is its own code; "
+            "expected 1 or auto: ranks share a row through an attention that takes its place",
         ),
     ],
 )
-def test_impossible_arithmetic(ranks: int, sections: dict[str, Any], words: str) -> None:
+def test_a_degree_that_does_not_fit(ranks: int, shape: ModelShape, sections: dict[str, Any], words: str) -> None:
     with pytest.raises(RecipeError) as error:
-        plan(ranks, **sections)
-    assert str(error.value) == f"batch.global_size: {words}"
+        plan(ranks, shape, **sections)
+    assert str(error.value) == words.replace("MODEL", smallest_recipe()["model"]["path"])
 
 
-@given(groups=st.integers(1, 40), micro=st.integers(1, 6), ranks=st.integers(1, 40), probe=st.integers(1, 40))
-def test_a_plan_adds_up_and_every_remedy_works(groups: int, micro: int, ranks: int, probe: int) -> None:
-    def planned(size: int, micro: int, ranks: int) -> BatchPlan:
-        batch = {"global_size": size, "micro_batch_size_per_rank": micro}
-        return plan(ranks, batch=batch, probe={"batch_size": probe})
+def test_a_model_that_cannot_be_seen_may_have_any_number_of_heads() -> None:
+    assert plan(28, replace(QWEN3_32B, is_assumed=True), batch={"sequence_parallel": 7}).main_degrees == (7,)
 
-    size = groups * micro
-    try:
-        result = planned(size, micro, ranks)
-    except RecipeError as error:
-        remedies = str(error).split("nearest that work: ")[1].split(", or ")
-        for remedy in remedies:
-            for number in map(int, re.findall(r"\d+", remedy)):
-                if remedy.startswith("batch.global_size"):
-                    planned(number, micro, ranks)
-                elif remedy.startswith("batch.micro"):
-                    planned(size, number, ranks)
-                else:
-                    assert remedy.startswith("data-parallel size")
-                    planned(size, micro, number)
-        assert size % (ranks * micro) != 0 and len(remedies) >= 2
-    else:
-        assert ranks * result.num_micro_batches_per_rank * result.micro_batch_size_per_rank == size
-        assert result.probe_batch_size_global % ranks == 0 and probe <= result.probe_batch_size_global < probe + ranks
+
+def test_the_longest_sequence_needs_a_row_that_holds_it() -> None:
+    """The numbers that the message names work, and those beside them do not."""
+    long = {"cutoff_length": 100_000, "train_path": "data.jsonl"}
+    row = {"packed_row_tokens": 16_384}
+    assert plan(8, batch=row, data=long).longest_sequence == 131_072
+    assert plan(8, data=long).longest_sequence is None
+    with pytest.raises(RecipeError) as error:
+        plan(4, batch=row, data=long)
+    assert str(error.value) == (
+        "batch.packed_row_tokens: found 16384 together with data.cutoff_length 100000, where at most 4 ranks of 4 can "
+        "share a row (batch.sequence_parallel); expected room for the longest sequence: batch.packed_row_tokens 25000 "
+        "or more, or data.cutoff_length 65536 or less"
+    )
+    assert plan(4, batch={"packed_row_tokens": 25_000}, data=long).longest_sequence == 100_000
+    assert plan(4, batch=row, data=long | {"cutoff_length": 65_536}).longest_sequence == 65_536
+    for batch, data in (({"packed_row_tokens": 24_999}, long), (row, long | {"cutoff_length": 65_537})):
+        with pytest.raises(RecipeError):
+            plan(4, batch=batch, data=data)
+    with pytest.raises(RecipeError, match=re.escape("probe.sequence_parallel 8 or auto, or batch.packed_row_tokens")):
+        plan(8, batch=row, data=long, probe={"sequence_parallel": 4})
+
+
+def test_a_batch_that_uses_little_of_the_ranks_has_a_remedy_that_helps() -> None:
+    row, size = {"packed_row_tokens": 16_384}, {"global_size": 4}
+    fixed = plan(64, batch=row | {"sequence_parallel": 1})
+    assert fixed.simulate(16_384)["main"].is_low
+    assert fixed.remedy("main") == "set batch.sequence_parallel to auto"
+    assert not plan(64, batch=row).simulate(16_384)["main"].is_low
+
+    odd = plan(63, batch=row | size)  # no degree but 1
+    assert odd.simulate(16_384)["main"].is_low
+    assert odd.remedy("main") == (
+        "set batch.global_size to 504 or more, or use fewer ranks (at most 1 rank of 63 can share a row)"
+    )
+    assert not plan(63, batch=row | {"global_size": 504}).simulate(16_384)["main"].is_low
+    assert plan(63, batch=row).remedy("probe").startswith("set probe.batch_size to 504 or more, or use fewer ranks (")
+
+    single = plan(4, batch={"micro_batch_size_per_rank": 2})
+    assert single.remedy("main").startswith("set batch.packed_row_tokens to data.cutoff_length")
+    assert plan(2**31 - 1).remedy("main").startswith("use fewer ranks (")
+
+
+def test_a_simulation_of_what_is_there() -> None:
+    assert plan(8).simulate(16_384).keys() == {"main", "probe"}
+    assert plan(8, method={"name": "sft"}).simulate(16_384).keys() == {"main"}
+    assert plan(8, batch={"global_size": 2**31 - 1}).simulate(16_384).keys() == {"probe"}
 
 
 def test_a_plan_needs_a_rank() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         plan(0)
-
-
-def test_packed_batches_need_not_divide() -> None:
-    found = plan(3, batch={"global_size": 32, "packed_row_tokens": 16384})
-    assert found.num_micro_batches_per_rank is None and found.packed_row_tokens == 16384
-    assert found.describe().startswith(
-        "32 sequences a step, packed into rows of at most 16,384 tokens on 3 ranks; probe "
-    )

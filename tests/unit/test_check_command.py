@@ -1,5 +1,6 @@
 """`vcore-ds check` and `vcore-ds --help`: quick to start, and readable."""
 
+import json
 import os
 import signal
 import subprocess
@@ -54,8 +55,34 @@ def test_a_number_of_ranks_that_is_none(word: str, capsys: pytest.CaptureFixture
 
 
 def test_the_largest_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(RECIPE), "batch.packed_row_tokens=null", "--ranks", "2147483647"]) == 2
-    assert "nearest that work: batch.global_size 2147483647" in capsys.readouterr().err
+    assert main(["check", str(RECIPE), "batch.packed_row_tokens=null", "--ranks", "2147483647"]) == 0
+    assert "2,147,483,615 idle ranks" in capsys.readouterr().out
+
+
+def test_how_well_the_ranks_are_used(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    sizes = {"num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "hidden_size": 5120}
+    (model / "config.json").write_text(json.dumps(sizes | {"model_type": "qwen3", "head_dim": 128}))
+    words = [str(RECIPE), f"model.path={model}", f"run.output_dir={tmp_path}/new", "probe.batch_size=4"]
+    assert main(["check", *words, "--ranks", "64"]) == 0
+    lines = capsys.readouterr().out.split("\n\n")[-1].splitlines()
+    assert lines[0].startswith("Batch: 32 sequences a step on 64 ranks, packed into rows of at most 16,384 tokens")
+    assert lines[1].startswith("Ranks in the main batch: 8 ranks share a row; slowest rank 1.")
+    assert lines[2].startswith("Ranks in the probe batch: 8 ranks share a row; slowest rank ")
+    assert lines[3].startswith(
+        "Warning: the probe batch leaves much of the ranks' time unused: set probe.batch_size to 64"
+    )
+    assert lines[4] == "Longest sequence that fits: 131,072 tokens, on 8 ranks"  # 8 divides 64 ranks and 40 heads
+    assert lines[5].startswith("Assumed: lengths as of reasoning traces (lognormal, mean 2,970 tokens, cut at 16,384)")
+    assert len(lines) == 6
+
+    words[1] = "model.path=nobody/has-this"
+    assert main(["check", *words, "probe.batch_size=32", "--ranks", "64"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "Assumed: the layers and heads of Qwen3-32B, since nobody/has-this is not on this machine"
+    assert main(["check", *words, "batch.sequence_parallel=3", "--ranks", "64"]) == 2
+    assert "batch.sequence_parallel: found 3 on 64 ranks; expected auto, or a divisor of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["recipes"], ["check", str(RECIPE)]], ids=["recipes", "check"])

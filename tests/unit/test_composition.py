@@ -17,6 +17,7 @@ from vcore_ds.commands.quickstart.session import without_chosen
 from vcore_ds.config import Recipe, RecipeError, deepspeed_config, dump_recipe, load_recipe, plan_batch
 from vcore_ds.config.compose import compose
 from vcore_ds.config.files import SHIPPED_RECIPES
+from vcore_ds.planning import QWEN3_32B
 
 Sections = dict[str, Any]
 
@@ -201,7 +202,7 @@ def test_the_deepspeed_json_of_a_resolved_recipe_is_found_on_another_machine(fol
     written = write(folder / "run" / "recipe.yaml", dumped)
     recipe = load_recipe(written)
     assert recipe.engine.deepspeed_config == "ds_configs/zero3_bf16_large.json"
-    assert deepspeed_config(recipe, plan_batch(recipe, 8))["zero_optimization"]["stage"] == 3
+    assert deepspeed_config(recipe, plan_batch(recipe, 8, QWEN3_32B))["zero_optimization"]["stage"] == 3
     mine = write(folder / "ds_configs" / "zero3_bf16_large.json", "{}")  # a file of one's own comes first, and stays
     assert load_recipe(written).engine.deepspeed_config == str(mine)
 

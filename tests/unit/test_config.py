@@ -161,7 +161,8 @@ FIELD_PROBLEMS = [
     ("probe.direction=adamw", '"sgd" or "adam"', 'did you mean "adam"?'),
     ("probe.every=0", "greater than or equal to 1", "Optimizer steps"),
     ("probe.clip=0", "greater than 0 or null"),
-    ("probe.round_up=1", "found 1; expected true or false"),
+    ("probe.sequence_parallel=0", 'expected "auto" or a number greater than or equal to 1'),
+    ("batch.sequence_parallel=two", 'found "two"; expected "auto" or an integer'),
     ("model.path=3", "found 3; expected text"),
     ("model.path=", "found null; expected text"),
     ("model.path=''", "text that is not empty"),
@@ -296,11 +297,6 @@ def test_a_key_that_is_no_text(tmp_path: Path) -> None:
 
 RULES = [
     (
-        ["batch.packed_row_tokens=4096", "data.cutoff_length=8192"],
-        "batch.packed_row_tokens: found 4096 together with data.cutoff_length 8192; expected at least 8192, so that "
-        "the longest sequence has room (or a smaller cutoff_length)",
-    ),
-    (
         ["batch.packed_row_tokens=16384", "probe.micro_batch_size_per_rank=2"],
         "probe.micro_batch_size_per_rank: found 2 together with batch.packed_row_tokens 16384; expected 1: a "
         "micro-batch is one packed row, and packed_row_tokens says how much it holds",
@@ -392,12 +388,6 @@ RULES = [
         ["model.attention=flash_attention_2", "model.precision=fp32"],
         "model.attention: found flash_attention_2 together with model.precision fp32; expected sdpa or eager",
     ),
-    (
-        ["batch.global_size=32", "batch.micro_batch_size_per_rank=5"],
-        "batch.global_size: found 32 together with batch.micro_batch_size_per_rank 5; expected a multiple of 5 on any "
-        "number of ranks; nearest: 30 or 35",
-    ),
-    (["batch.global_size=3", "batch.micro_batch_size_per_rank=5"], "nearest: 5"),
     (
         ["optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]"],
         "optimizer.betas: found [0.8, 0.9] together with optimizer.name sgd; expected no such key",

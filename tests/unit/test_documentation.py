@@ -14,6 +14,7 @@ from vcore_ds.cli import main, parse
 from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.config import load_recipe, plan_batch
 from vcore_ds.config.schema import SECTIONS
+from vcore_ds.planning import QWEN3_32B
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "launch_scripts" / "recipes"
@@ -82,7 +83,7 @@ def test_the_recipe_that_the_documentation_writes_loads(tmp_path: Path) -> None:
     for block in blocks:
         (tmp_path / "mine.yaml").write_text(block)
         recipe = load_recipe(tmp_path / "mine.yaml")
-        plan_batch(recipe, 8)
+        plan_batch(recipe, 8, QWEN3_32B)
         assert recipe.run.output_dir == "runs/mine" and recipe.data.cutoff_length == 8192
 
 

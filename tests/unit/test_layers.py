@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "vcore_ds"
 
 LEVELS = (
-    ("errors", "random_streams", "config", "method", "grading"),
+    ("errors", "random_streams", "planning", "config", "method", "grading"),
     ("files", "distributed", "data", "models"),
     ("track", "engine", "utility"),
     ("setup", "feed", "weighting", "step", "checkpoints", "loop", "run"),
@@ -24,7 +24,7 @@ LEVELS = (
 """From the bottom up. A part imports those that stand before it, on its own level too."""
 PLACE = {name: place for place, name in enumerate(name for level in LEVELS for name in level)}
 
-ALONE = {"method", "errors", "random_streams"}
+ALONE = {"method", "errors", "random_streams", "planning"}
 """Parts that import nothing of ours."""
 STRANGERS = {("engine", "track"), ("data", "distributed")}
 """(part, part that it does not import although it stands below)."""
@@ -68,7 +68,7 @@ def violations(source: str, module: str) -> list[str]:
             found.append(f"{where}: only engine/ may")
         elif name.startswith("torch.distributed") and part not in {"engine", "distributed"}:
             found.append(f"{where}: only distributed/ and engine/ may")
-        elif top in HEAVY and part in {"config", "errors"}:
+        elif top in HEAVY and part in {"config", "errors", "planning"}:
             found.append(f"{where}: {part} stays free of it")
         elif top == "vcore_ds" and rest and rest[0] != "__version__":
             other = rest[0]
@@ -150,6 +150,7 @@ def test_a_named_reduction_passes() -> None:
         ("from vcore_ds.loop import run_steps", "vcore_ds.step"),
         ("from vcore_ds import engine", "vcore_ds.method.weights"),
         ("from vcore_ds.errors import UserError", "vcore_ds.method.weights"),
+        ("from vcore_ds.errors import UserError", "vcore_ds.planning.spread"),
         ("from ..errors import UserError", "vcore_ds.method.weights"),
         ("from vcore_ds.engine import Engine", "vcore_ds.track.step_metrics"),
         ("from vcore_ds.track.console import Console", "vcore_ds.engine.zero3"),
@@ -164,6 +165,7 @@ def test_a_named_reduction_passes() -> None:
         ("from torch import distributed", "vcore_ds.step"),
         ("from torch.distributed import all_reduce", "vcore_ds.utility.direction"),
         ("import torch", "vcore_ds.config.schema"),
+        ("import numpy", "vcore_ds.planning.packing"),
         ("from transformers import AutoConfig", "vcore_ds.config.schema"),
     ],
 )

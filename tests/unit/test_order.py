@@ -1,12 +1,10 @@
-"""Which sequences a step sees, and which rank sees them."""
+"""Which sequences a step sees."""
 
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from vcore_ds.data import MainOrder, ProbeStream, split_batch
+from vcore_ds.data import MainOrder, ProbeStream
 
 
 def test_each_epoch_is_a_permutation_and_batches_run_across_epochs() -> None:
@@ -61,45 +59,3 @@ def test_probe_and_main_order_are_independent() -> None:
     # All sequences serve as probe, each about as often.
     counts = Counter(i for k in range(num_steps) for i in probe.step(k))
     assert set(counts) == set(range(num_sequences)) and max(counts.values()) < 1.2 * min(counts.values())
-
-
-def by_rank(ids: list[int], lengths: list[int], data_parallel_size: int, micro_batch_size: int) -> list:
-    micro_steps = split_batch(ids, lengths, data_parallel_size=data_parallel_size, micro_batch_size=micro_batch_size)
-    return [list(micro_batches) for micro_batches in zip(*micro_steps, strict=True)]
-
-
-@pytest.mark.parametrize("data_parallel_size", [1, 2, 4, 8])
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
-def test_any_number_of_ranks_sees_the_same_global_batches(data_parallel_size: int, micro_batch_size: int) -> None:
-    order = MainOrder(num_sequences=100, batch_size=32, seed=42)
-    lengths = [(7 * i) % 41 + 1 for i in range(100)]
-    for k in range(5):
-        ids = order.step(k)
-        per_rank = by_rank(ids, [lengths[i] for i in ids], data_parallel_size, micro_batch_size)
-        num_micro_batches = len(ids) // (data_parallel_size * micro_batch_size)
-        assert all([len(micro) for micro in rank] == [micro_batch_size] * num_micro_batches for rank in per_rank)
-        assert Counter(i for rank in per_rank for micro in rank for i in micro) == Counter(ids)
-        # At one micro-step no rank has a sequence shorter than any of a later micro-step.
-        steps = [[lengths[i] for rank in per_rank for i in rank[m]] for m in range(len(per_rank[0]))]
-        assert all(min(earlier) >= max(later) for earlier, later in zip(steps, steps[1:], strict=False))
-
-
-def test_equal_lengths_keep_the_order_of_the_batch() -> None:
-    assert by_rank([5, 3, 9, 1], [2, 2, 2, 2], 2, 1) == [[[5], [9]], [[3], [1]]]
-
-
-def test_ranks_without_a_probe_sequence_get_an_empty_micro_batch() -> None:
-    assert by_rank([4, 8, 6], [10, 20, 30], 4, 2) == [[[6]], [[8]], [[4]], [[]]]
-
-
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
-    data_parallel_size=st.integers(1, 9),
-    micro_batch_size=st.integers(1, 5),
-)
-def test_every_sequence_goes_to_one_rank(lengths: list[int], data_parallel_size: int, micro_batch_size: int) -> None:
-    ids = [100 + i % 7 for i in range(len(lengths))]  # also with an id that comes twice in a batch
-    per_rank = by_rank(ids, lengths, data_parallel_size, micro_batch_size)
-    assert Counter(i for rank in per_rank for micro in rank for i in micro) == Counter(ids)
-    assert len({len(rank) for rank in per_rank}) == 1
-    assert all(len(micro) <= micro_batch_size for rank in per_rank for micro in rank)

@@ -1,23 +1,37 @@
-"""Rows of packed sequences: every sequence once, no row too long, equal cost on all ranks."""
+"""Micro-steps of a batch, packed and not: every sequence once, no row too long, equal cost on all ranks."""
+
+from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vcore_ds.data import measure_waste, pack_batch
-from vcore_ds.models import attention_length
+from vcore_ds.data import MainOrder
+from vcore_ds.planning import Waste, measure_waste, pack_batch, split_batch
 
 ROW_TOKENS = 16_384
 
 
-def all_rows(lengths: list[int], num_ranks: int, row_tokens: int, attention: float) -> list[list[list[int]]]:
+def all_rows(
+    lengths: list[int], num_ranks: int, row_tokens: int, attention: float, micro_step_cost: float = 0.0
+) -> list[list[list[int]]]:
     """By rank."""
     ids = [1000 + i for i in range(len(lengths))]
     micro_steps = pack_batch(
-        ids, lengths, data_parallel_size=num_ranks, row_tokens=row_tokens, attention_length=attention
+        ids,
+        lengths,
+        num_groups=num_ranks,
+        row_tokens=row_tokens,
+        attention_length=attention,
+        micro_step_cost=micro_step_cost,
     )
     return [list(rows) for rows in zip(*micro_steps, strict=True)]
+
+
+def work(attention: float) -> Callable[[int], float]:
+    return lambda n: n * (1 + n / attention)
 
 
 @settings(deadline=None)
@@ -46,20 +60,60 @@ def test_by_hand() -> None:
 
 
 def test_more_ranks_than_sequences() -> None:
-    assert sorted(all_rows([7, 7, 7], 5, 10, 1e9)) == [[[]], [[]], [[1000]], [[1001]], [[1002]]]
+    assert sorted(all_rows([7, 7, 7], 5, 10, 1e9)) == [[[1000]], [[1001]], [[1002]]]
+
+
+def test_a_further_micro_step_has_to_save_its_cost() -> None:
+    lengths = [12, 4, 11, 4, 7]
+
+    def row_sums(micro_step_cost: float) -> list[list[int]]:
+        per_rank = all_rows(lengths, 2, 40, 1e9, micro_step_cost)
+        return [[sum(lengths[i - 1000] for i in row) for row in rows] for rows in per_rank]
+
+    # 12 and 8 tokens one after the other take as long as 20 at once, but for a little less attention.
+    assert row_sums(0.0) == [[12, 7], [11, 8]]
+    assert row_sums(0.001) == [[20], [18]]
+
+
+def waste(
+    micro_steps: list, lengths: list[int], attention: float, is_packed: bool, num_ranks: int = 2, degree: int = 1
+) -> Waste:
+    return measure_waste(
+        micro_steps,
+        lengths,
+        sequence_parallel=degree,
+        num_ranks=num_ranks,
+        work=work(attention),
+        is_packed=is_packed,
+    )
 
 
 def test_waste_by_hand() -> None:
-    lengths = {1: 8, 2: 16, 3: 20}
+    lengths = [0, 8, 16, 20]
     # One micro-step of two ranks: 8 + 16 tokens beside 20. Without attention, costs are tokens.
-    packed = measure_waste([[[1, 2], [3]]], lengths, attention_length=1e12, is_packed=True)
+    packed = waste([[[1, 2], [3]]], lengths, 1e12, is_packed=True)
     assert packed.padding_share == pytest.approx(4 / 48) and packed.rank_imbalance == pytest.approx(24 / 22)
+    assert packed.utilization == pytest.approx(22 / 24) and packed.num_idle_ranks == 0
     # A row each: the 8 is padded to 16, and the 20 to 24.
-    rows = measure_waste([[[1, 2], [3]]], lengths, attention_length=1e12, is_packed=False)
+    rows = waste([[[1, 2], [3]]], lengths, 1e12, is_packed=False)
     assert rows.padding_share == pytest.approx(12 / 56) and rows.rank_imbalance == pytest.approx(32 / 28)
     # An idle rank is waited for by nobody, and waits; micro-steps add up.
-    idle = measure_waste([[[2], []], [[1], [1]]], lengths, attention_length=16, is_packed=True)
+    idle = waste([[[2], []], [[1], [1]]], lengths, 16, is_packed=True)
     assert idle.rank_imbalance == pytest.approx((16 * 2 + 8 * 1.5) / (16 * 2 / 2 + 8 * 1.5))
+    assert idle.num_idle_ranks == 0
+
+
+def test_waste_of_groups_by_hand() -> None:
+    lengths = [8, 16, 20]
+    # Six ranks, two to a row: rows of 24 and 20 tokens, both padded to 32 and 32, and a pair without a row.
+    found = waste([[[0, 1], [2]]], lengths, 1e12, is_packed=True, num_ranks=6, degree=2)
+    assert found.padding_share == pytest.approx(20 / 64) and found.num_idle_ranks == 2
+    assert found.rank_imbalance == pytest.approx((24 / 2) / (44 / 6))
+    # Passes add up, each with its own degree.
+    alone = waste([[[0, 1, 2]]], lengths, 1e12, is_packed=True, num_ranks=6, degree=6)
+    assert alone.rank_imbalance == pytest.approx(1.0) and alone.num_idle_ranks == 0
+    both = found + alone
+    assert both.rank_imbalance == pytest.approx((24 / 2 + 44 / 6) / (2 * 44 / 6)) and both.mean_idle_ranks == 1
 
 
 def long_tailed(num_sequences: int, seed: int) -> list[int]:
@@ -75,7 +129,7 @@ def test_ranks_wait_little_for_each_other_on_long_tailed_lengths(batch_size: int
     attention, waiting, padding = 59_000.0, [], []
     for seed in range(20):
         lengths = long_tailed(batch_size, seed)
-        per_rank = all_rows(lengths, 8, ROW_TOKENS, attention)
+        per_rank = all_rows(lengths, 8, ROW_TOKENS, attention, micro_step_cost=1272.0)
         costs = np.array(
             [
                 [sum(lengths[i - 1000] * (1 + lengths[i - 1000] / attention) for i in row) for row in rows]
@@ -85,21 +139,50 @@ def test_ranks_wait_little_for_each_other_on_long_tailed_lengths(batch_size: int
         waiting.append(costs.max(0).sum() / costs.mean(0).sum())  # of every micro-step, the slowest rank
         tokens = [sum(lengths[i - 1000] for i in row) for rows in per_rank for row in rows]
         padding.append(1 - sum(tokens) / sum(-(-n // 8) * 8 for n in tokens))
-        waste = measure_waste(
-            list(zip(*per_rank, strict=True)),
-            {1000 + i: n for i, n in enumerate(lengths)},
-            attention_length=attention,
-            is_packed=True,
-        )
-        assert waste.padding_share == pytest.approx(padding[-1]) and waste.rank_imbalance == pytest.approx(waiting[-1])
+        by_position = [[[i - 1000 for i in row] for row in rows] for rows in zip(*per_rank, strict=True)]
+        found = waste(by_position, lengths, attention, is_packed=True, num_ranks=8)
+        assert found.padding_share == pytest.approx(padding[-1]) and found.rank_imbalance == pytest.approx(waiting[-1])
     print(f"|B| {batch_size}: slowest rank {np.mean(waiting):.3f} x mean, padding {np.mean(padding):.2%}")
     assert np.mean(waiting) < 1.05 and np.mean(padding) < 0.02
 
 
-def test_the_length_at_which_attention_costs_as_much(tmp_path) -> None:
-    from transformers import Qwen3Config
+def by_group(ids: list[int], lengths: list[int], num_groups: int, micro_batch_size: int) -> list:
+    micro_steps = split_batch(ids, lengths, num_groups=num_groups, micro_batch_size=micro_batch_size)
+    return [list(micro_batches) for micro_batches in zip(*micro_steps, strict=True)]
 
-    sizes = dict(hidden_size=5120, num_attention_heads=64, num_key_value_heads=8, head_dim=128, intermediate_size=25600)
-    Qwen3Config(**sizes).save_pretrained(tmp_path)
-    per_layer = 5120 * 8192 * 2 + 5120 * 1024 * 2 + 3 * 5120 * 25600  # q and o, k and v, the MLP
-    assert attention_length(str(tmp_path)) == pytest.approx(per_layer / 8192)
+
+@pytest.mark.parametrize("num_groups", [1, 2, 4, 8])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+def test_any_number_of_ranks_sees_the_same_global_batches(num_groups: int, micro_batch_size: int) -> None:
+    order = MainOrder(num_sequences=100, batch_size=32, seed=42)
+    lengths = [(7 * i) % 41 + 1 for i in range(100)]
+    for k in range(5):
+        ids = order.step(k)
+        per_group = by_group(ids, [lengths[i] for i in ids], num_groups, micro_batch_size)
+        num_micro_batches = len(ids) // (num_groups * micro_batch_size)
+        assert all([len(micro) for micro in group] == [micro_batch_size] * num_micro_batches for group in per_group)
+        assert Counter(i for group in per_group for micro in group for i in micro) == Counter(ids)
+        # At one micro-step no rank has a sequence shorter than any of a later micro-step.
+        steps = [[lengths[i] for group in per_group for i in group[m]] for m in range(len(per_group[0]))]
+        assert all(min(earlier) >= max(later) for earlier, later in zip(steps, steps[1:], strict=False))
+
+
+def test_equal_lengths_keep_the_order_of_the_batch() -> None:
+    assert by_group([5, 3, 9, 1], [2, 2, 2, 2], 2, 1) == [[[5], [9]], [[3], [1]]]
+
+
+def test_no_more_groups_than_sequences() -> None:
+    assert by_group([4, 8, 6], [10, 20, 30], 4, 2) == [[[6]], [[8]], [[4]]]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    num_groups=st.integers(1, 9),
+    micro_batch_size=st.integers(1, 5),
+)
+def test_every_sequence_goes_to_one_rank(lengths: list[int], num_groups: int, micro_batch_size: int) -> None:
+    ids = [100 + i % 7 for i in range(len(lengths))]  # also with an id that comes twice in a batch
+    per_group = by_group(ids, lengths, num_groups, micro_batch_size)
+    assert Counter(i for group in per_group for micro in group for i in micro) == Counter(ids)
+    assert len({len(group) for group in per_group}) == 1
+    assert all(len(micro) <= micro_batch_size for group in per_group for micro in group)

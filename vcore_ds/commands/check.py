@@ -1,15 +1,18 @@
 """`vcore-ds check`: a recipe, resolved and validated, without a GPU."""
 
 import argparse
+from collections.abc import Iterator
+from dataclasses import replace
 
 from vcore_ds.commands.arguments import add_recipe, positive
-from vcore_ds.config import deepspeed_config, dump_recipe, load_recipe, plan_batch
+from vcore_ds.config import BatchPlan, Recipe, deepspeed_config, dump_recipe, load_recipe, plan_batch
 from vcore_ds.files.run_folder import can_resume, check_output_folder
+from vcore_ds.planning import QWEN3_32B, SIMULATED_MEAN, shape_on_disk
 
 HELP = "validate a recipe without a GPU"
 DESCRIPTION = (
     "Resolve and validate a recipe; print it with all its defaults, and how its batch is spread over the ranks. Needs "
-    "no GPU, model or data, and writes nothing."
+    "no GPU, model or data, and writes nothing: how well the ranks are used is calculated for simulated lengths."
 )
 
 
@@ -20,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="spread the batch over N data-parallel ranks: the GPUs of the run, over all nodes (default 1)",
+        help="spread the batch over N ranks: the GPUs of the run, over all nodes of 8 (default 1)",
     )
 
 
@@ -28,8 +31,28 @@ def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for impossible arithmetic, a contradiction with the DeepSpeed JSON, or an output folder that is
     used or cannot be written."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    plan = plan_batch(recipe, arguments.ranks)
+    plan = plan_batch(recipe, arguments.ranks, shape_on_disk(recipe.model.path) or replace(QWEN3_32B, is_assumed=True))
     deepspeed_config(recipe, plan)
     can_resume(recipe)
     check_output_folder(recipe)
-    print(f"{dump_recipe(recipe).rstrip()}\n\nBatch: {plan.describe()}")
+    print(f"{dump_recipe(recipe).rstrip()}\n\nBatch: {plan.describe()}", *describe_ranks(recipe, plan), sep="\n")
+
+
+def describe_ranks(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
+    """Lines on how well the ranks are used, and what would use them better."""
+    longest = recipe.data.cutoff_length
+    found = plan.simulate(longest)
+    for part, utilization in found.items():
+        yield f"Ranks in the {part} batch: {utilization.describe()}"
+        if utilization.is_low:
+            yield f"Warning: the {part} batch leaves much of the ranks' time unused: {plan.remedy(part)}"
+    if plan.longest_sequence is not None:
+        share = f"{plan.main_degrees[-1]} ranks" if plan.main_degrees[-1] > 1 else "one rank"
+        yield f"Longest sequence that fits: {plan.longest_sequence:,} tokens, on {share}"
+    if found:
+        yield (
+            f"Assumed: lengths as of reasoning traces (lognormal, mean {SIMULATED_MEAN:,} tokens, cut at {longest:,}), "
+            "8 GPUs a node; a run says the same of its own data"
+        )
+    if plan.time_model.shape.is_assumed:
+        yield f"Assumed: the layers and heads of Qwen3-32B, since {recipe.model.path} is not on this machine"

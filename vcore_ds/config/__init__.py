@@ -1,6 +1,6 @@
 """Recipes: schema, YAML, overrides, batch arithmetic, the DeepSpeed JSON. Nothing here imports torch."""
 
-from vcore_ds.config.batch_plan import BatchPlan, plan_batch
+from vcore_ds.config.batch_plan import BatchPlan, Part, plan_batch
 from vcore_ds.config.deepspeed_json import deepspeed_config
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.problems import RecipeError
@@ -9,6 +9,7 @@ from vcore_ds.config.schema import Recipe
 
 __all__ = [
     "BatchPlan",
+    "Part",
     "Recipe",
     "RecipeError",
     "deepspeed_config",

@@ -1,107 +1,210 @@
-"""How the global batch, the probe batch and the utility passes are spread over data-parallel ranks."""
+"""How the global batch, the probe batch and the gradient-free passes are spread over the ranks of a job."""
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from vcore_ds.config.problems import RecipeError
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.schema import LARGEST_COUNT, Recipe
+from vcore_ds.planning import (
+    H100,
+    Machine,
+    ModelShape,
+    RowLimit,
+    Spread,
+    TimeModel,
+    Utilization,
+    possible_degrees,
+    simulated_batches,
+    spread,
+    summarize,
+)
+
+Part = Literal["main", "probe"]
+"""A pass over a batch that has its own number of ranks to a row."""
+
+_SECTIONS: dict[Part, Literal["batch", "probe"]] = {"main": "batch", "probe": "probe"}
+"""The recipe's section for each of them."""
+
+_SEQUENCES_PER_GROUP = 8
+"""Sequences that each group of ranks should have, so that their rows can be made about equal."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The arithmetic of one optimizer step; all sizes in sequences."""
+    """The arithmetic of one optimizer step on the ranks of a job; all sizes in sequences."""
 
-    data_parallel_size: int
+    num_ranks: int
     global_batch_size: int
     """|B|, over all ranks and micro-batches."""
     micro_batch_size_per_rank: int
-    num_micro_batches_per_rank: int | None
-    """Gradient accumulation steps: global = data_parallel_size x this x micro_batch_size_per_rank. None with packing,
-    where it depends on the lengths of the step's sequences."""
     packed_row_tokens: int | None
-    """Upper bound of a row that holds several sequences; None where each sequence has a row of its own."""
+    """Most tokens of a row that holds several sequences, on each of the ranks that share it; None where each sequence
+    has a row of its own."""
     probe_batch_size_global: int
-    """|B'|, over all ranks, after rounding up; 0 for a method without a probe."""
-    probe_batch_size_per_rank: int
-    """Sequences of B' on the rank with the most; other ranks may have fewer, or none."""
+    """|B'|, over all ranks; 0 for a method without a probe."""
     probe_micro_batch_size_per_rank: int
     """Sequences of B' per rank in one forward and backward."""
     utility_micro_batch_size_per_rank: int
     """Sequences per rank in one gradient-free forward."""
+    main_degrees: tuple[int, ...]
+    """Numbers of ranks that may share a row of the main batch, ascending; also in validation."""
+    probe_degrees: tuple[int, ...]
+    """The same of the probe batch."""
+    time_model: TimeModel
 
     @property
     def batches_per_utility_pass(self) -> int:
         """Main micro-batches in one gradient-free forward."""
         return max(1, self.utility_micro_batch_size_per_rank // self.micro_batch_size_per_rank)
 
+    @property
+    def degrees(self) -> list[int]:
+        """All numbers of ranks that may share a row in some pass, ascending."""
+        return sorted({*self.main_degrees, *self.probe_degrees})
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Tokens of the longest sequence that a packed row of the main batch holds; None without packing."""
+        return None if self.packed_row_tokens is None else self.main_degrees[-1] * self.packed_row_tokens
+
+    def spread_main(self, ids: Sequence[int], lengths: Sequence[int], micro_batch_size: int | None = None) -> Spread:
+        """The sequences `ids`, of `lengths` tokens, over all ranks.
+
+        Args:
+            micro_batch_size: sequences per rank in one forward; None for that of the main batch.
+        """
+        limit = RowLimit(self.packed_row_tokens, micro_batch_size or self.micro_batch_size_per_rank)
+        return spread(ids, lengths, degrees=self.main_degrees, limit=limit, time_model=self.time_model)
+
+    def spread_probe(self, ids: Sequence[int], lengths: Sequence[int]) -> Spread:
+        """As `spread_main`, for a probe batch."""
+        limit = RowLimit(self.packed_row_tokens, self.probe_micro_batch_size_per_rank)
+        return spread(ids, lengths, degrees=self.probe_degrees, limit=limit, time_model=self.time_model)
+
+    def simulate(self, longest: int) -> dict[Part, Utilization]:
+        """How batches of simulated lengths, of `longest` tokens at most, would use the ranks. Nothing of batches so
+        large that simulating them would take long."""
+        found: dict[Part, Utilization] = {}
+        batches = simulated_batches(self.global_batch_size, longest)
+        if batches:
+            found["main"] = summarize([self.spread_main(range(len(lengths)), lengths) for lengths in batches])
+        batches = simulated_batches(self.probe_batch_size_global, longest)
+        if batches:
+            found["probe"] = summarize([self.spread_probe(range(len(lengths)), lengths) for lengths in batches])
+        return found
+
+    def remedy(self, part: Part) -> str:
+        """What to set where a part's batches leave many ranks waiting."""
+        key, size, degrees = "batch.global_size", self.global_batch_size, self.main_degrees
+        if part == "probe":
+            key, size, degrees = "probe.batch_size", self.probe_batch_size_global, self.probe_degrees
+        shape = self.time_model.shape
+        if shape.can_share_rows and list(degrees) != possible_degrees(self.num_ranks, shape.num_heads):
+            return f"set {_SECTIONS[part]}.sequence_parallel to auto"
+        enough = _SEQUENCES_PER_GROUP * self.num_ranks // degrees[-1]
+        if size >= enough and self.packed_row_tokens is None:
+            return "set batch.packed_row_tokens to data.cutoff_length and every micro_batch_size_per_rank to 1"
+        wanted = max(enough, 2 * size)
+        larger = f"set {key} to {wanted} or more, or " if wanted <= LARGEST_COUNT else ""
+        return f"{larger}use fewer ranks (at most {_count(degrees[-1], 'rank')} of {self.num_ranks} can share a row)"
+
     def describe(self) -> str:
-        """One line, such as `32 sequences a step = 2 ranks x 8 micro-batches x 2; probe 4 = 2 ranks x 2`."""
-        ranks = _count(self.data_parallel_size, "rank")
-        if self.num_micro_batches_per_rank is None:
-            probe = f"; probe {self.probe_batch_size_global}" if self.probe_batch_size_global else ""
-            return (
-                f"{_count(self.global_batch_size, 'sequence')} a step, packed into rows of at most "
-                f"{self.packed_row_tokens:,} tokens on {ranks}{probe}"
-            )
-        micro_batches = _count(self.num_micro_batches_per_rank, "micro-batch", "es")
-        line = (
-            f"{_count(self.global_batch_size, 'sequence')} a step"
-            f" = {ranks} x {micro_batches} x {self.micro_batch_size_per_rank}"
+        """One line, such as `32 sequences a step on 8 ranks, 2 in a micro-batch; probe 4`."""
+        held = (
+            f"{self.micro_batch_size_per_rank} in a micro-batch"
+            if self.packed_row_tokens is None
+            else f"packed into rows of at most {self.packed_row_tokens:,} tokens for each rank that shares one"
         )
-        if self.probe_batch_size_global == 0:
-            return line
-        relation = "=" if self.probe_batch_size_global % self.data_parallel_size == 0 else "<"
-        return f"{line}; probe {self.probe_batch_size_global} {relation} {ranks} x {self.probe_batch_size_per_rank}"
+        probe = f"; probe {self.probe_batch_size_global}" if self.probe_batch_size_global else ""
+        return f"{_count(self.global_batch_size, 'sequence')} a step on {_count(self.num_ranks, 'rank')}, {held}{probe}"
 
 
-def plan_batch(recipe: Recipe, data_parallel_size: int) -> BatchPlan:
-    """Spreads a recipe's batches over `data_parallel_size` ranks.
+def plan_batch(
+    recipe: Recipe,
+    num_ranks: int,
+    shape: ModelShape,
+    *,
+    ranks_per_node: int = 8,
+    machine: Machine = H100,
+) -> BatchPlan:
+    """Spreads a recipe's batches over `num_ranks` ranks.
 
-    Raises RecipeError with the numbers and the nearest ones that work where the global batch cannot be spread evenly.
+    Raises RecipeError where the recipe's numbers of ranks that share a row do not fit the ranks or the model, or the
+    longest sequence would not fit into the largest row.
     """
-    if data_parallel_size < 1:
-        raise ValueError(f"data_parallel_size must be at least 1, got {data_parallel_size}")
-    global_size, micro = recipe.batch.global_size, recipe.batch.micro_batch_size_per_rank
-    is_packed = recipe.batch.packed_row_tokens is not None
-    if not is_packed and global_size % (data_parallel_size * micro) != 0:
-        raise RecipeError([_explain_indivisible(global_size, micro, data_parallel_size)])
-    probe = recipe.probe.batch_size if recipe.method.name == "vcore" else 0
-    if recipe.probe.round_up:
-        probe = math.ceil(probe / data_parallel_size) * data_parallel_size
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    micro, has_probe = recipe.batch.micro_batch_size_per_rank, recipe.method.name == "vcore"
+    sections: tuple[Literal["batch", "probe"], ...] = ("batch", "probe") if has_probe else ("batch",)
+    degrees = {section: _degrees(recipe, section, num_ranks, shape) for section in sections}
     return BatchPlan(
-        data_parallel_size=data_parallel_size,
-        global_batch_size=global_size,
+        num_ranks=num_ranks,
+        global_batch_size=recipe.batch.global_size,
         micro_batch_size_per_rank=micro,
-        num_micro_batches_per_rank=None if is_packed else global_size // (data_parallel_size * micro),
         packed_row_tokens=recipe.batch.packed_row_tokens,
-        probe_batch_size_global=probe,
-        probe_batch_size_per_rank=math.ceil(probe / data_parallel_size),
+        probe_batch_size_global=recipe.probe.batch_size if has_probe else 0,
         probe_micro_batch_size_per_rank=recipe.probe.micro_batch_size_per_rank or micro,
         utility_micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank or micro,
+        main_degrees=degrees["batch"],
+        probe_degrees=degrees.get("probe", (1,)),
+        time_model=TimeModel(shape, num_ranks, min(ranks_per_node, num_ranks), machine),
     )
 
 
-def _explain_indivisible(global_size: int, micro: int, ranks: int) -> str:
-    unit = ranks * micro
-    below, above = global_size // unit * unit, math.ceil(global_size / unit) * unit
-    remedies = ["batch.global_size " + " or ".join(str(size) for size in (below, above) if size)]
-    if global_size % ranks == 0:
-        fitting = _nearest_divisors(global_size // ranks, micro)
-        remedies.append("batch.micro_batch_size_per_rank " + " or ".join(map(str, fitting)))
-    remedies.append("data-parallel size " + " or ".join(map(str, _nearest_divisors(global_size // micro, ranks))))
+def _degrees(recipe: Recipe, section: Literal["batch", "probe"], num_ranks: int, shape: ModelShape) -> tuple[int, ...]:
+    """Numbers of ranks that may share a row in the passes over this section's batch."""
+    key, wanted = f"{section}.sequence_parallel", getattr(recipe, section).sequence_parallel
+    on = f"on {_count(num_ranks, 'rank')}"
+    # Any number of heads may be that of a model that cannot be seen.
+    heads = num_ranks if shape.is_assumed and wanted != "auto" else shape.num_heads
+    possible = possible_degrees(num_ranks, heads) if shape.can_share_rows else [1]
+    if wanted == "auto":
+        chosen = possible
+    elif wanted in possible:
+        chosen = [wanted]
+    elif not shape.can_share_rows:
+        raise RecipeError(
+            [
+                f"{key}: found {wanted} together with model.path {recipe.model.path}, whose attention is its own code; "
+                "expected 1 or auto: ranks share a row through an attention that takes its place"
+            ]
+        )
+    else:
+        of_heads = "" if shape.is_assumed else f" and the {shape.num_heads} query heads of {recipe.model.path}"
+        nearest = " or ".join(str(k) for k in _nearest(possible, wanted))
+        raise RecipeError(
+            [f"{key}: found {wanted} {on}; expected auto, or a divisor of the {num_ranks} ranks{of_heads}: {nearest}"]
+        )
+    longest, row = recipe.data.cutoff_length, recipe.batch.packed_row_tokens
+    if row is not None and chosen[-1] * row < longest:
+        raise RecipeError([_explain_too_short(recipe, key, chosen[-1], possible, num_ranks)])
+    return tuple(chosen)
+
+
+def _explain_too_short(recipe: Recipe, key: str, degree: int, possible: Sequence[int], num_ranks: int) -> str:
+    """That no row can hold the longest sequence, and what would."""
+    longest, row = recipe.data.cutoff_length, recipe.batch.packed_row_tokens
+    assert row is not None
+    larger = [k for k in possible if k * row >= longest]
+    remedies = [
+        f"batch.packed_row_tokens {-(-longest // degree)} or more",
+        f"data.cutoff_length {degree * row} or less",
+    ]
+    if larger:
+        remedies.insert(0, f"{key} {larger[0]} or auto")
     return (
-        f"batch.global_size: found {global_size} on {_count(ranks, 'rank')} "
-        f"with batch.micro_batch_size_per_rank {micro}; expected a multiple of {ranks} x {micro} = {unit}; "
-        f"nearest that work: {', or '.join(remedies)}"
+        f"batch.packed_row_tokens: found {row} together with data.cutoff_length {longest}, where at most "
+        f"{_count(degree, 'rank')} of {num_ranks} can share a row ({key}); expected room for the longest sequence: "
+        f"{', or '.join(remedies)}"
     )
 
 
-def _nearest_divisors(number: int, target: int) -> list[int]:
-    """The two divisors of `number` that are closest to `target`, in ascending order."""
-    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    divisors = {*small, *(number // size for size in small)}
-    return sorted(sorted(divisors, key=lambda size: (abs(size - target), size))[:2])
+def _nearest(numbers: Sequence[int], target: int) -> list[int]:
+    """The largest of ascending numbers below the target, and the smallest above it."""
+    below, above = [n for n in numbers if n < target], [n for n in numbers if n > target]
+    return [*below[-1:], *above[:1]]
 
 
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

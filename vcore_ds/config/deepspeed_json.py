@@ -25,11 +25,12 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
     Raises RecipeError with all contradictions (JSON file, JSON key, both values, remedy) at once.
     """
     path, config = _read_json(recipe.engine.deepspeed_config)
-    owned = _owned_by_recipe(recipe, plan)
+    owned = _owned_by_recipe(recipe)
     problems = [
         *_auto_problems(config),
         *_shape_problems(config),
         *_owned_problems(config, owned),
+        *_accumulation_problems(config),
         *_zero_problems(config, recipe),
         *_placement_problems(config, plan),
     ]
@@ -37,6 +38,10 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
         raise RecipeError(f"{path}: {problem}" for problem in problems)
     for key, (value, _) in owned.items():
         _set(config, key, value)
+    # DeepSpeed requires batch sizes that multiply, and does not use them here: the engine counts micro-batches itself,
+    # and their number differs from step to step.
+    _set(config, "gradient_accumulation_steps", 1)
+    _set(config, "train_batch_size", plan.micro_batch_size_per_rank * plan.num_ranks)
     _set(config, "data_types.grad_accum_dtype", "fp32")
     # DeepSpeed keeps a list of optimizers it has tried under ZeRO, and torch's SGD is not on it. Ours are tested.
     _set(config, "zero_allow_untested_optimizer", True)
@@ -46,17 +51,15 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
     return config
 
 
-def _owned_by_recipe(recipe: Recipe, plan: BatchPlan) -> dict[str, tuple[Any, str]]:
+def _owned_by_recipe(recipe: Recipe) -> dict[str, tuple[Any, str]]:
     """JSON key -> (the recipe's value, the recipe's key)."""
     is_bf16 = recipe.model.precision == "bf16"
-    # DeepSpeed requires batch sizes that multiply, and does not use them here: the engine counts micro-batches itself.
-    # With packing their number differs from step to step.
-    micro, accumulation = plan.micro_batch_size_per_rank, plan.num_micro_batches_per_rank or 1
-    batch_size = micro * accumulation * plan.data_parallel_size
     return {
-        "train_micro_batch_size_per_gpu": (micro, "batch.micro_batch_size_per_rank"),
-        "gradient_accumulation_steps": (accumulation, "batch.global_size and the number of ranks"),
-        "train_batch_size": (batch_size, "batch.global_size"),
+        "train_micro_batch_size_per_gpu": (
+            recipe.batch.micro_batch_size_per_rank,
+            "batch.micro_batch_size_per_rank",
+        ),
+        "train_batch_size": (recipe.batch.global_size, "batch.global_size"),
         "bf16.enabled": (is_bf16, "model.precision"),
         "fp16.enabled": (False, "model.precision"),
         "gradient_clipping": (recipe.optimizer.gradient_clipping or 0.0, "optimizer.gradient_clipping"),
@@ -83,6 +86,15 @@ def _owned_problems(config: dict[str, Any], owned: dict[str, tuple[Any, str]]) -
                 f"{section}: found {show(config[section])}, but the recipe has its own section {recipe_section}; "
                 f"expected no such section in the JSON (remove it, and set {recipe_section}.* in the recipe)"
             )
+
+
+def _accumulation_problems(config: dict[str, Any]) -> Iterator[str]:
+    found = _get(config, "gradient_accumulation_steps")
+    if found not in (_MISSING, "auto"):
+        yield (
+            f"gradient_accumulation_steps: found {show(found)}; expected no such key in the JSON (remove it: how many "
+            "micro-batches a step has follows from its sequences and the number of ranks)"
+        )
 
 
 def _zero_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
@@ -114,7 +126,7 @@ def _placement_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str
                 f'zero_optimization.{offload}.device: found "nvme"; expected "cpu" or "none" '
                 "(the probe and the perturbation read and write the shards in memory)"
             )
-    hpz, num_ranks = _get(config, "zero_optimization.zero_hpz_partition_size"), plan.data_parallel_size
+    hpz, num_ranks = _get(config, "zero_optimization.zero_hpz_partition_size"), plan.num_ranks
     if isinstance(hpz, int) and hpz > 1 and num_ranks % min(hpz, num_ranks) != 0:
         yield (
             f"zero_optimization.zero_hpz_partition_size: found {hpz} on {num_ranks} ranks; expected a divisor of "

@@ -27,6 +27,8 @@ MAY_DIFFER = frozenset(
         # How the same numbers are computed, up to rounding.
         "batch.micro_batch_size_per_rank",
         "batch.packed_row_tokens",
+        "batch.sequence_parallel",
+        "probe.sequence_parallel",
         "probe.micro_batch_size_per_rank",
         "utility.micro_batch_size_per_rank",
         "model.attention",
@@ -67,7 +69,7 @@ def differing_keys(there: Recipe, here: Recipe) -> dict[str, tuple[Any, Any]]:
 
 
 def _may_differ(key: str, recipe: Recipe) -> bool:
-    sizes = ("batch.micro_batch_size_per_rank", "batch.packed_row_tokens")
+    sizes = ("batch.micro_batch_size_per_rank", "batch.packed_row_tokens", "batch.sequence_parallel")
     if key in sizes and recipe.method.alpha_scope == "micro_batch":
         return False  # then alpha depends on what a sequence is batched with
     return key in MAY_DIFFER or key.partition(".")[0] in SECTIONS_THAT_MAY_DIFFER

@@ -94,12 +94,6 @@ def _packing_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     tokens = recipe.batch.packed_row_tokens
     if tokens is None:
         return
-    if tokens < recipe.data.cutoff_length:
-        yield BrokenRule(
-            ("batch.packed_row_tokens", "data.cutoff_length"),
-            f"{tokens} together with data.cutoff_length {recipe.data.cutoff_length}",
-            f"at least {recipe.data.cutoff_length}, so that the longest sequence has room (or a smaller cutoff_length)",
-        )
     sizes = {
         "batch": recipe.batch.micro_batch_size_per_rank,
         "probe": recipe.probe.micro_batch_size_per_rank,
@@ -141,7 +135,7 @@ def _reference_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
 
 
 def _training_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
-    model, data, batch = recipe.model, recipe.data, recipe.batch
+    model, data = recipe.model, recipe.data
     optimizer, schedule, run = recipe.optimizer, recipe.schedule, recipe.run
     if model.attention == "flash_attention_2" and model.precision == "fp32":
         yield BrokenRule(
@@ -155,15 +149,6 @@ def _training_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
             "true together with model.gradient_checkpointing false",
             "false: without checkpoints every activation would be copied to the host and back (or set "
             "model.gradient_checkpointing to true)",
-        )
-    if batch.global_size % batch.micro_batch_size_per_rank != 0:
-        micro = batch.micro_batch_size_per_rank
-        below, above = batch.global_size // micro * micro, -(-batch.global_size // micro) * micro
-        nearest = f"{below} or {above}" if below else f"{above}"
-        yield BrokenRule(
-            ("batch.global_size", "batch.micro_batch_size_per_rank"),
-            f"{batch.global_size} together with batch.micro_batch_size_per_rank {micro}",
-            f"a multiple of {micro} on any number of ranks; nearest: {nearest}",
         )
     if optimizer.name == "sgd":
         for key in sorted({"betas", "eps"} & optimizer.model_fields_set):

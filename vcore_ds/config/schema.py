@@ -92,8 +92,8 @@ class ProbeConfig(Section):
     clip: Positive | None = None
     """Bound on the 2-norm of the probe gradient over all trainable parameters; null leaves it as it is. With direction
     adam it should be optimizer.gradient_clipping: the optimizer's moments are those of clipped gradients."""
-    round_up: bool = True
-    """Round batch_size up to a multiple of the data-parallel size, since an idle rank costs the same wall time."""
+    sequence_parallel: Literal["auto"] | Count = "auto"
+    """Ranks that share a row of B'; see batch.sequence_parallel."""
     micro_batch_size_per_rank: Count | None = None
     """Sequences per rank in one forward and backward of B'; null takes batch.micro_batch_size_per_rank. Fewer pad
     less."""
@@ -161,8 +161,11 @@ class BatchConfig(Section):
     micro_batch_size_per_rank: Count = 1
     """Sequences per rank in one forward and backward."""
     packed_row_tokens: NumTokens | None = None
-    """Pack sequences into rows of at most this many tokens, a row per rank in one forward and backward, without padding
-    and of about equal cost on all ranks; null gives every sequence a row of its own."""
+    """Pack sequences into rows of about equal cost, a row in one forward and backward, without padding: most tokens of
+    a row on each of the ranks that share it; null gives every sequence a row of its own."""
+    sequence_parallel: Literal["auto"] | Count = "auto"
+    """Ranks that share a row, each with a part of its tokens; a divisor of the ranks and of the model's query heads.
+    `auto` takes for each batch the number that makes the step shortest."""
 
 
 class OptimizerConfig(Section):

@@ -4,10 +4,10 @@ from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate, idle_batch, mer
 from vcore_ds.data.cache import cache_root, store_of
 from vcore_ds.data.conversations import Conversation, Message
 from vcore_ds.data.dataset import Dataset, keep_random_tokens
-from vcore_ds.data.order import MainOrder, ProbeStream, split_batch
-from vcore_ds.data.packing import StepBatches, Waste, measure_waste, pack_batch
+from vcore_ds.data.order import MainOrder, ProbeStream
 from vcore_ds.data.rendering import render_prompt
 from vcore_ds.data.sequence_log_probabilities import with_reference, write_reference
+from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.data.store import TokenStore, write_store
 from vcore_ds.data.store_checks import check_contents
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
@@ -23,19 +23,15 @@ __all__ = [
     "StepBatches",
     "TokenStore",
     "TokenizedSequence",
-    "Waste",
     "cache_root",
     "check_contents",
     "collate",
     "idle_batch",
     "keep_random_tokens",
     "load_tokenizer",
-    "measure_waste",
     "merge_batches",
     "pack",
-    "pack_batch",
     "render_prompt",
-    "split_batch",
     "store_of",
     "with_reference",
     "write_reference",

@@ -8,12 +8,10 @@ from torch import Tensor
 
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.method import Tokens
+from vcore_ds.planning import padded_length
 
 IGNORED_LABEL = -100
 """Label of positions that are no target, as in Hugging Face models and `torch.nn.functional.cross_entropy`."""
-
-_LENGTH_MULTIPLE = 8
-"""Rows are padded to a multiple of this many tokens, which suits matrix units."""
 
 
 @dataclass
@@ -112,12 +110,6 @@ class Batch:
             None if self.kept is None else self.kept_targets().to(device),
             None if reference is None else reference.to(device),
         )
-
-
-def padded_length(num_tokens: int, sequence_parallel: int = 1) -> int:
-    """Length in tokens of all rows of a batch whose longest row has `num_tokens`."""
-    multiple = _LENGTH_MULTIPLE * sequence_parallel
-    return -(-num_tokens // multiple) * multiple
 
 
 def collate(sequences: Sequence[TokenizedSequence], pad_token_id: int, sequence_parallel: int = 1) -> Batch:

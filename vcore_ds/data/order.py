@@ -1,10 +1,9 @@
-"""Which sequences a step sees, and which rank sees them.
+"""Which sequences a step sees.
 
 Both streams are functions of the step number alone: resuming needs no state, and neither the number of ranks nor the
 size of a micro-batch changes which sequences form a step. Ids here are positions in `Dataset.sequences`.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -43,23 +42,6 @@ class ProbeStream:
             size = min(self.batch_size - len(ids), self.num_sequences)
             ids += drawn.choice(self.num_sequences, size, replace=False).tolist()
         return ids
-
-
-def split_batch(
-    ids: Sequence[int], lengths: Sequence[int], *, data_parallel_size: int, micro_batch_size: int
-) -> list[list[list[int]]]:
-    """Ids by micro-step and rank of the global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens.
-
-    Sorted from long to short, each run of data_parallel_size * micro_batch_size sequences is dealt out to the ranks
-    one by one: at any micro-step all ranks have sequences of about the same length and none waits for another.
-    Every rank gets the same number of micro-batches; where sequences run out, the last ones may be smaller or empty.
-    """
-    order = sorted(range(len(ids)), key=lambda i: -lengths[i])
-    group_size = data_parallel_size * micro_batch_size
-    groups = [order[start : start + group_size] for start in range(0, len(order), group_size)]
-    return [
-        [[ids[i] for i in group[rank::data_parallel_size]] for rank in range(data_parallel_size)] for group in groups
-    ]
 
 
 @lru_cache(maxsize=4)  # a step needs one or two epochs; more data sets may take turns

@@ -3,7 +3,7 @@
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, RowLayout
 from vcore_ds.models.block_attention import block_attention
 from vcore_ds.models.causal_lm import TokenLossHead, TokenLossModel
-from vcore_ds.models.configuration import attention_length, check_forward_mode, read_config, vocabulary_size
+from vcore_ds.models.configuration import check_forward_mode, model_shape, read_config, vocabulary_size
 from vcore_ds.models.dropout import TokenDropout, token_keys
 from vcore_ds.models.folder_check import check_model_folder
 from vcore_ds.models.loading import load_causal_lm
@@ -19,13 +19,13 @@ __all__ = [
     "TokenLossHead",
     "TokenLossModel",
     "add_lora",
-    "attention_length",
     "block_attention",
     "check_forward_mode",
     "check_model_folder",
     "gather_losses",
     "linear_sum",
     "load_causal_lm",
+    "model_shape",
     "own_columns",
     "read_config",
     "token_keys",

@@ -15,6 +15,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from vcore_ds.errors import UserError, first_line
+from vcore_ds.planning import ModelShape, layer_parameters
 
 _EXPECTED = "expected a decoder-only language model (Qwen3, Llama, ...)"
 
@@ -117,19 +118,23 @@ def vocabulary_size(path: str) -> int:
     return read_config(path).get_text_config().vocab_size
 
 
-def attention_length(path: str) -> float:
-    """Tokens of a sequence whose causal attention costs as much as the linear layers of its decoder.
-
-    A token at position t needs 4 t products per head dimension, on average half of that over a sequence; and 2 per
-    linear parameter of a layer. Architectures whose configuration has other names are taken for dense Llama-like ones.
-    """
-    config = read_config(path).get_text_config()
-    hidden, num_heads = config.hidden_size, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // num_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
-    layer_parameters = hidden * head_dim * (2 * num_heads + 2 * num_kv_heads) + 3 * hidden * intermediate
-    return layer_parameters / (num_heads * head_dim)
+def model_shape(path: str) -> ModelShape:
+    """What the time of a pass depends on. Architectures whose configuration has other names are taken for dense
+    Llama-like ones."""
+    config = read_config(path)
+    text = config.get_text_config()
+    hidden, num_heads = text.hidden_size, text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or hidden // num_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    intermediate = getattr(text, "intermediate_size", None)
+    return ModelShape(
+        text.num_hidden_layers,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        layer_parameters(hidden, num_heads, num_kv_heads, head_dim, intermediate),
+        can_share_rows=can_replace_attention(config),
+    )
 
 
 def check_forward_mode(path: str) -> None:

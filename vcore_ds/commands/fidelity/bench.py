@@ -51,9 +51,7 @@ class Bench:
 
     def take_direction(self, ids: Sequence[int]) -> None:
         """Fills `self.direction` from the probe batch `ids`, as a step of the recipe would."""
-        micro_batch_size = self.feed.plan.probe_micro_batch_size_per_rank
-        batches = self.feed.batches(ids, micro_batch_size, self.feed.probe_dataset)
-        take_direction(self.direction, self.recipe, batches)
+        take_direction(self.direction, self.recipe, self.feed.probe_batches(ids))
 
     def jvp(self, direction: Direction | None = None) -> Tensor:
         return over_ranks(jvp_utilities(self.engine, direction or self.direction, self.batches))

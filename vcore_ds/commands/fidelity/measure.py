@@ -31,7 +31,7 @@ from vcore_ds.commands.fidelity.report import (
     write_report,
 )
 from vcore_ds.commands.fidelity.text import describe, recommendations
-from vcore_ds.config import Recipe, deepspeed_config, plan_batch
+from vcore_ds.config import Recipe, deepspeed_config
 from vcore_ds.config.schema import MethodConfig
 from vcore_ds.data import load_tokenizer
 from vcore_ds.distributed import layout
@@ -40,7 +40,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.feed import build_feed, read_dataset, read_training_data
 from vcore_ds.files.run_folder import environment
 from vcore_ds.models import check_forward_mode, check_model_folder
-from vcore_ds.setup import build_engine, count_steps, describe_engine
+from vcore_ds.setup import build_engine, count_steps, describe_engine, plan_ranks
 from vcore_ds.track.console import Console
 from vcore_ds.utility import Direction
 
@@ -61,7 +61,7 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     weighted = with_utilities(recipe)
     start_process_group(recipe.engine.timeout_minutes)
     console = Console(enabled=layout.is_first())
-    plan = plan_batch(weighted, layout.size("data"))
+    plan = plan_ranks(weighted)
     ds_config = deepspeed_config(weighted, plan)
     ds_config["zero_optimization"]["memory_efficient_linear"] = False  # jvp is measured whatever the recipe uses
     tokenizer = load_tokenizer(recipe.model.path)

@@ -1,6 +1,5 @@
 """The quickstart: a pretrained model learns from real reasoning traces, with everything prepared on the way."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,12 @@ def prepare(overrides: Sequence[str]) -> list[str]:
     folder. A collective."""
     recipe = load_recipe(RECIPE, overrides)
     start_process_group(recipe.engine.timeout_minutes)
-    problem, found = None, fit_batch(recipe, layout.size("job"))
+    problem: str | None = None
+    found: dict[str, Any] = {}
     if layout.is_first():
         try:
             model, training, validation = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
-            found |= {"model.path": model, "data.train_path": training, "data.validation_path": validation}
+            found = {"model.path": model, "data.train_path": training, "data.validation_path": validation}
         except UserError as error:
             problem = str(error)
         found["run.output_dir"] = _free_folder(REPOSITORY / recipe.run.output_dir)
@@ -48,14 +48,6 @@ def without_chosen(found: dict[str, Any], recipe: Recipe, overrides: Sequence[st
     chosen = {override.partition("=")[0] for override in overrides}
     chosen |= {key for key in found if value(recipe, key) != value(shipped, key)}
     return [f"{key}={value}" for key, value in found.items() if key not in chosen]
-
-
-def fit_batch(recipe: Recipe, num_ranks: int) -> dict[str, int]:
-    """The recipe's batch on any number of ranks: at least one sequence each, in equal micro-batches."""
-    per_rank = math.ceil(recipe.batch.global_size / num_ranks)
-    largest = min(per_rank, recipe.batch.micro_batch_size_per_rank)
-    micro = max(size for size in range(1, largest + 1) if per_rank % size == 0)
-    return {"batch.global_size": per_rank * num_ranks, "batch.micro_batch_size_per_rank": micro}
 
 
 def _free_folder(folder: Path) -> Path:

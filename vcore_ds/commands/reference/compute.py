@@ -7,7 +7,7 @@ number per sequence, computed before training, stands for it.
 import time
 from pathlib import Path
 
-from vcore_ds.config import Recipe, deepspeed_config, plan_batch
+from vcore_ds.config import Recipe, deepspeed_config
 from vcore_ds.data import TokenStore, load_tokenizer, write_reference
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import first_rank_first, start_process_group
@@ -15,7 +15,7 @@ from vcore_ds.engine import Engine, log_probabilities
 from vcore_ds.errors import UserError
 from vcore_ds.feed import Feed, build_feed, read_dataset
 from vcore_ds.files.user_paths import check_folder, writing
-from vcore_ds.setup import build_engine, check_model
+from vcore_ds.setup import build_engine, check_model, plan_ranks
 from vcore_ds.track.console import Console
 
 NEW_FILE = "a new file in a folder that can be written"
@@ -38,7 +38,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
     start_process_group(recipe.engine.timeout_minutes)
     first_rank_first(lambda: check_output(output) if layout.is_first() else None)
     console = Console(enabled=layout.is_first())
-    plan = plan_batch(recipe, layout.size("data"))
+    plan = plan_ranks(recipe)
     tokenizer = load_tokenizer(recipe.model.path)
     dataset = read_dataset(recipe, recipe.data.train_path, tokenizer, console)
     feed = build_feed(recipe, plan, dataset, tokenizer)
@@ -47,7 +47,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
     num_sequences = len(dataset)
     # Longest first, in groups that keep every rank equally busy; all ranks see the same groups, so all take part.
     by_length = sorted(range(num_sequences), key=lambda i: -dataset.lengths[i])
-    group_size = layout.size("data") * plan.utility_micro_batch_size_per_rank * 8
+    group_size = plan.num_ranks * plan.utility_micro_batch_size_per_rank * 8
     started = time.perf_counter()
     for start in range(0, num_sequences, group_size):
         found.update(_group_values(feed, dataset, engine, by_length[start : start + group_size]))

@@ -1,0 +1,62 @@
+"""How many ranks share a row, and how long ranks wait for each other: the paper's batch on 8 to 128 GPUs, simulated.
+
+    python -m tests.benchmarks.spread
+
+Qwen3-32B's shape, nodes of 8 H100s, rows of 16,384 tokens a rank, 40 batches of lengths as `simulated_batches` draws
+them: lognormal with a mean of 2,970 tokens, cut at 16,384. Nothing is run: the times are those of `TimeModel`.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from vcore_ds.planning import QWEN3_32B, RowLimit, TimeModel, possible_degrees, simulated_batches, spread
+
+CUTOFF = 16_384
+
+
+@dataclass(frozen=True)
+class Found:
+    """Over the simulated batches of one size."""
+
+    degrees: Counter
+    mean_imbalance: float
+    """Slowest rank over mean rank."""
+    largest_imbalance: float
+    most_idle_ranks: int
+    mean_micro_steps: float
+
+
+def measure(num_ranks: int, batch_size: int, degrees: Sequence[int] | None = None) -> Found:
+    """`degrees`: candidates; None for all that divide ranks and heads."""
+    time_model = TimeModel(QWEN3_32B, num_ranks, min(8, num_ranks))
+    candidates = possible_degrees(num_ranks, QWEN3_32B.num_heads) if degrees is None else degrees
+    passes = [
+        spread(range(batch_size), lengths, degrees=candidates, limit=RowLimit(CUTOFF), time_model=time_model)
+        for lengths in simulated_batches(batch_size, CUTOFF)
+    ]
+    return Found(
+        Counter(found.sequence_parallel for found in passes),
+        mean(found.waste.rank_imbalance for found in passes),
+        max(found.waste.rank_imbalance for found in passes),
+        max(found.waste.num_idle_ranks for found in passes),
+        mean(len(found.micro_steps) for found in passes),
+    )
+
+
+def main() -> None:
+    print("ranks  batch        ranks to a row (times)      slowest / mean  (worst)  idle  micro-steps  k = 1: slowest")
+    for batch, size in (("main or probe, 32", 32), ("probe, 4", 4)):
+        for num_ranks in (8, 16, 32, 64, 128):
+            found, alone = measure(num_ranks, size), measure(num_ranks, size, [1])
+            degrees = ", ".join(f"{k} ({times})" for k, times in sorted(found.degrees.items()))
+            waiting = f"{found.mean_imbalance:10.3f}  ({found.largest_imbalance:.3f})  {found.most_idle_ranks:4}"
+            print(
+                f"{num_ranks:5}  {batch:18}  {degrees:22}  {waiting}  {found.mean_micro_steps:11.1f}"
+                f"  {alone.mean_imbalance:14.2f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

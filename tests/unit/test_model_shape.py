@@ -1,0 +1,77 @@
+"""A model's shape: from its configuration, and from config.json alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import GPT2Config, LlamaConfig, MistralConfig, Phi3Config, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from vcore_ds.models import model_shape
+from vcore_ds.planning import QWEN3_32B, shape_on_disk
+
+SIZES = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, intermediate_size=192, num_hidden_layers=3)
+
+
+def test_the_length_at_which_attention_costs_as_much(tmp_path: Path) -> None:
+    sizes = dict(hidden_size=5120, num_attention_heads=64, num_key_value_heads=8, head_dim=128, intermediate_size=25600)
+    Qwen3Config(num_hidden_layers=64, **sizes).save_pretrained(tmp_path)
+    per_layer = 5120 * 8192 * 2 + 5120 * 1024 * 2 + 3 * 5120 * 25600  # q and o, k and v, the MLP
+    assert model_shape(str(tmp_path)).attention_length == pytest.approx(per_layer / 8192)
+    assert model_shape(str(tmp_path)) == shape_on_disk(str(tmp_path)) == QWEN3_32B
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3Config(**SIZES),
+        Qwen2Config(**SIZES),
+        LlamaConfig(**SIZES),
+        MistralConfig(**SIZES),
+        Phi3Config(**SIZES, pad_token_id=0),
+        GPT2Config(n_embd=64, n_head=4, n_layer=2),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_both_ways_of_reading_agree(config: PretrainedConfig, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    assert shape_on_disk(str(tmp_path)) == model_shape(str(tmp_path))
+
+
+def test_a_language_model_within_another(tmp_path: Path) -> None:
+    text = dict(num_hidden_layers=4, num_attention_heads=8, hidden_size=64)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "any", "hidden_size": 7, "text_config": text}))
+    shape = shape_on_disk(str(tmp_path))
+    assert shape is not None
+    assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim) == (4, 8, 8, 8)
+    assert shape.layer_parameters == 64 * 8 * 32 + 3 * 64 * 256  # four times as wide where nothing is said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"num_hidden_layers": 2, "num_attention_heads": 4}',
+        '{"num_hidden_layers": 2, "num_attention_heads": 0, "hidden_size": 64}',
+        '{"num_hidden_layers": 2, "num_attention_heads": "4", "hidden_size": 64}',
+        '{"num_hidden_layers": true, "num_attention_heads": 4, "hidden_size": 64}',
+        "[" * 100_000,
+    ],
+)
+def test_what_is_no_configuration_gives_no_shape(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert shape_on_disk(str(tmp_path)) is None
+    assert shape_on_disk(str(tmp_path / "nowhere")) is None
+
+
+def test_a_model_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--somebody--a-model"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0123abc")
+    assert shape_on_disk("somebody/a-model") is None  # the file itself is missing
+    (folder / "snapshots" / "0123abc").mkdir(parents=True)
+    Qwen3Config(**SIZES).save_pretrained(folder / "snapshots" / "0123abc")
+    shape = shape_on_disk("somebody/a-model")
+    assert shape is not None and (shape.num_layers, shape.num_heads) == (3, 8)

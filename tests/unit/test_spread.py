@@ -1,0 +1,178 @@
+"""How a batch is spread over ranks that may share a row: complete, the same everywhere, and even."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.benchmarks.spread import measure
+from vcore_ds.planning import (
+    CPU,
+    H100,
+    QWEN3_32B,
+    ModelShape,
+    RowLimit,
+    Spread,
+    TimeModel,
+    degrees_that_hold,
+    possible_degrees,
+    simulated_batches,
+    spread,
+    summarize,
+)
+
+TINY = ModelShape(2, 4, 2, 16, 30_000)
+
+
+def test_degrees_divide_ranks_and_query_heads() -> None:
+    assert possible_degrees(64, 64) == [1, 2, 4, 8, 16, 32, 64]
+    assert possible_degrees(128, 40) == [1, 2, 4, 8]
+    assert possible_degrees(12, 36) == [1, 2, 3, 4, 6, 12]
+    assert possible_degrees(7, 64) == [1]
+    assert possible_degrees(2**31 - 1, 64) == [1]
+    assert all(
+        possible_degrees(ranks, heads) == [k for k in range(1, 129) if ranks % k == heads % k == 0]
+        for ranks in range(1, 40)
+        for heads in range(1, 40)
+    )
+
+
+def test_a_row_has_to_hold_the_longest_sequence() -> None:
+    assert degrees_that_hold(40_000, [1, 2, 4, 8], RowLimit(16_384)) == [4, 8]
+    assert degrees_that_hold(40_000, [1, 2, 4, 8], RowLimit(None, 2)) == [1, 2, 4, 8]
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    num_ranks=st.sampled_from([1, 2, 3, 4, 6, 8, 12, 64, 1000]),
+    num_heads=st.sampled_from([1, 4, 9, 12, 64]),
+    room=st.integers(0, 100),
+    num_rows=st.sampled_from([None, 1, 3]),
+    machine=st.sampled_from([H100, CPU]),
+)
+def test_every_sequence_once_in_rows_that_hold_it(lengths, num_ranks, num_heads, room, num_rows, machine) -> None:
+    degrees = possible_degrees(num_ranks, num_heads)
+    row_tokens = -(-max(lengths) // degrees[-1]) + room
+    limit = RowLimit(row_tokens) if num_rows is None else RowLimit(None, num_rows)
+    shape = ModelShape(2, num_heads, 1, 16, 50_000)
+    time_model = TimeModel(shape, num_ranks, min(8, num_ranks), machine)
+    ids = [100 + i // 2 for i in range(len(lengths))]  # an id may come twice in a batch
+
+    found = spread(ids, lengths, degrees=degrees, limit=limit, time_model=time_model)
+    k = found.sequence_parallel
+    assert k in degrees and found == spread(ids, lengths, degrees=degrees, limit=limit, time_model=time_model)
+    per_group = [found.of_group(group) for group in range(min(num_ranks // k, len(ids) + 2))]
+    assert sorted(i for steps in per_group for row in steps for i in row) == ids
+    assert {len(steps) for steps in per_group} == {len(found.micro_steps)}
+    assert all(len(groups) <= len(ids) for groups in found.micro_steps)
+    if num_rows is None:
+        # By multiset of lengths, since ids repeat: each row's shortest possible sum of its ids' lengths fits.
+        shortest = {i: min(n for j, n in zip(ids, lengths, strict=True) if i == j) for i in ids}
+        assert all(sum(shortest[i] for i in row) <= k * row_tokens for steps in per_group for row in steps)
+    else:
+        assert all(len(row) <= num_rows for steps in per_group for row in steps)
+    waste = found.waste
+    assert waste.rank_imbalance >= 1 - 1e-9 and waste.num_tokens == sum(lengths)
+    busy = sum(any(steps) for steps in per_group)
+    assert waste.num_idle_ranks == num_ranks - k * busy
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30), row_tokens=st.integers(50, 200))
+def test_no_packed_row_is_longer_than_its_ranks_hold(lengths, row_tokens) -> None:
+    for degree in (1, 2, 4):
+        time_model = TimeModel(TINY, 4, 4)
+        found = spread(
+            range(len(lengths)), lengths, degrees=[degree], limit=RowLimit(row_tokens), time_model=time_model
+        )
+        assert found.sequence_parallel == degree
+        rows = [row for groups in found.micro_steps for row in groups]
+        assert max(sum(lengths[i] for i in row) for row in rows) <= degree * row_tokens
+        assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+
+
+def chosen(lengths: list[int], num_ranks: int, **options) -> Spread:
+    time_model = TimeModel(QWEN3_32B, num_ranks, min(8, num_ranks))
+    degrees = possible_degrees(num_ranks, QWEN3_32B.num_heads)
+    fixed = {"degrees": degrees, "limit": RowLimit(16_384), "time_model": time_model}
+    return spread(range(len(lengths)), lengths, **fixed | options)
+
+
+def test_ranks_share_a_row_where_that_is_faster_and_not_where_it_is_equal() -> None:
+    assert chosen([4096] * 64, 8).sequence_parallel == 1  # balanced already: an exchange would only cost
+    assert chosen([16_000] * 4, 8).sequence_parallel == 2
+    assert chosen([16_000, 500, 500, 500], 8).sequence_parallel == 8
+    assert chosen([100_000, 500], 8).sequence_parallel == 8  # no shorter row holds it
+    free = TimeModel(QWEN3_32B, 4, 4, machine=type(H100)(1.0, math.inf, math.inf, 0.0, 0.0))
+    assert chosen([8, 8, 8, 8], 4, time_model=free, degrees=[1, 2, 4]).sequence_parallel == 1  # a tie
+
+
+def test_ranks_beyond_the_sequences_cost_nothing_to_plan() -> None:
+    found = chosen([5000, 3000], 2**31 - 1)
+    assert found.sequence_parallel == 1 and len(found.micro_steps[0]) == 2
+    assert found.of_group(2**31 - 2) == [[]] and found.waste.num_idle_ranks == 2**31 - 3
+
+
+def test_gathers_cost_about_a_thousand_tokens_within_and_between_nodes() -> None:
+    for num_ranks in (8, 16, 128):
+        gather = TimeModel(QWEN3_32B, num_ranks, 8).micro_step - H100.half_speed_tokens
+        assert 900 < gather < 1200
+    assert TimeModel(QWEN3_32B, 1, 1).micro_step == H100.half_speed_tokens
+
+
+def test_exchanges_by_hand() -> None:
+    time_model = TimeModel(QWEN3_32B, 64, 8)
+    seconds_per_token = 2 * QWEN3_32B.layer_parameters / 400e12
+    within = 2 * 128 * (2 * 64 + 2 * 8) * 7 / 8 / 360e9  # bf16, head_dim, heads, all but the own part
+    assert time_model.exchange(8) == pytest.approx(within / seconds_per_token)
+    between = 2 * 128 * (2 * 64 + 2 * 16) * (15 / 16) * (8 / 15) / 42e9  # 8 of the 15 others are on another node
+    assert time_model.exchange(16) == pytest.approx(between / seconds_per_token)
+    # Groups of 6 straddle nodes of 8: the worst rank has one other of its group at its side.
+    straddling = 2 * 128 * (2 * 64 + 2 * 24) / 6 * 4 / 42e9
+    assert TimeModel(QWEN3_32B, 24, 8).exchange(6) == pytest.approx(straddling / seconds_per_token)
+    assert time_model.exchange(1) == time_model.exchanges(1) == 0.0
+
+
+def test_simulated_lengths() -> None:
+    batches = simulated_batches(32, 16_384)
+    assert len(batches) == 40 and batches == simulated_batches(32, 16_384)
+    assert 2_500 < sum(map(sum, batches)) / (40 * 32) < 3_200 and max(map(max, batches)) <= 16_384
+    assert len(simulated_batches(1000, 100)) == 4 and simulated_batches(2**31 - 1, 100) == []
+    assert {n for lengths in simulated_batches(4, 2) for n in lengths} == {2}
+
+
+def test_a_summary_has_the_typical_degree() -> None:
+    passes = [chosen([16_000] * 4, 8), chosen([16_000] * 4, 8), chosen([4096] * 64, 8)]
+    found = summarize(passes)
+    assert found.typical_degree == 2 and found.waste.num_passes == 3 and not found.is_low
+    assert "2 ranks share a row; slowest rank 1.000 x mean, 100% useful work; no idle ranks" in found.describe()
+    idle = summarize([chosen([900], 3)])
+    assert idle.is_low and "each rank its own rows" in idle.describe() and "2 idle ranks" in idle.describe()
+
+
+# ---------------------------------------------------------------- the paper's batch on 8 to 128 GPUs
+
+
+@pytest.mark.parametrize("num_ranks", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize(("part", "size"), [("main", 32), ("probe", 4), ("probe", 32)])
+def test_the_papers_batch_uses_a_cluster(num_ranks: int, part: str, size: int) -> None:
+    found = measure(num_ranks, size)
+    print(f"{part} {size} on {num_ranks}: {found}")
+    assert found.mean_imbalance <= (1.3 if num_ranks == 128 else 1.15)
+    assert found.most_idle_ranks == 0
+
+
+def test_without_shared_rows_it_does_not() -> None:
+    """The numbers that these batches were found with: the simulated lengths are of the same kind."""
+    found = {num_ranks: measure(num_ranks, 32, degrees=[1]).mean_imbalance for num_ranks in (8, 16, 32, 64, 128)}
+    assert found == pytest.approx({8: 1.22, 16: 2.2, 32: 4.4, 64: 8.8, 128: 17.6}, rel=0.05)
+
+
+def test_the_order_of_a_batch_does_not_matter_to_its_time() -> None:
+    drawn = random.Random(3)
+    lengths = simulated_batches(32, 16_384)[0]
+    shuffled = drawn.sample(lengths, len(lengths))
+    assert chosen(lengths, 64).waste.slowest_work == pytest.approx(chosen(shuffled, 64).waste.slowest_work)

@@ -1,0 +1,109 @@
+"""The few numbers of a model on which the time of a batch depends, and reading them without transformers."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")
+"""Where a config.json may keep its language model, as in transformers' `get_text_config`."""
+
+_NAMES = {
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim"),
+}
+"""What architectures call a size in config.json."""
+
+_REQUIRED = ("num_layers", "num_heads", "hidden_size")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder, as far as the time of a pass over it goes."""
+
+    num_layers: int
+    num_heads: int
+    """Query heads, A."""
+    num_kv_heads: int
+    """K; a divisor of A."""
+    head_dim: int
+    """D."""
+    layer_parameters: int
+    """P, parameters of the linear layers of one decoder layer."""
+    can_share_rows: bool = True
+    """Whether ranks may share a row: not where the attention is the model's own code and cannot be replaced."""
+    is_assumed: bool = False
+    """The model was not there to be read, and this is another one's shape."""
+
+    @property
+    def attention_length(self) -> float:
+        """Tokens of a sequence whose causal attention costs as much as its linear layers, P / (A D).
+
+        A token at position t needs 4 t products per head dimension, on average half of that over a sequence; and 2 per
+        linear parameter of a layer.
+        """
+        return self.layer_parameters / (self.num_heads * self.head_dim)
+
+
+def layer_parameters(
+    hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size: int | None
+) -> int:
+    """Linear parameters of a dense, Llama-like layer, for which other architectures are taken."""
+    attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
+    return attention + 3 * hidden_size * (intermediate_size or 4 * hidden_size)
+
+
+QWEN3_32B = ModelShape(64, 64, 8, 128, layer_parameters(5120, 64, 8, 128, 25600))
+"""The model that a plan assumes where it cannot see the real one."""
+
+
+def shape_on_disk(path: str) -> ModelShape | None:
+    """The shape of a model in a folder, or of a hub id in Hugging Face's cache; None where neither can be read."""
+    for file in (Path(path) / "config.json", _cached_config(path)):
+        try:
+            raw = json.loads(file.read_text(encoding="utf-8")) if file is not None else None
+        except (OSError, ValueError, RecursionError):
+            continue
+        shape = _shape(raw) if isinstance(raw, dict) else None
+        if shape is not None:
+            return shape
+    return None
+
+
+def _cached_config(hub_id: str) -> Path | None:
+    """config.json of the newest revision in the cache. `huggingface_hub.try_to_load_from_cache` finds the same file,
+    but takes 0.2 s to import."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
+    try:
+        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    return folder / "snapshots" / revision / "config.json"
+
+
+def _shape(raw: Mapping[str, Any]) -> ModelShape | None:
+    """None where config.json lacks a size, or has one that cannot be meant."""
+    for section in _TEXT_SECTIONS:
+        if isinstance(raw.get(section), dict):
+            raw = raw[section]
+            break
+    sizes: dict[str, int | None] = {}
+    for size, names in _NAMES.items():
+        found = [raw[name] for name in names if raw.get(name) is not None]
+        if any(type(value) is not int or not 1 <= value < 2**31 for value in found):
+            return None
+        sizes[size] = found[0] if found else None
+    num_layers, num_heads, hidden = (sizes[key] for key in _REQUIRED)
+    if num_layers is None or num_heads is None or hidden is None:
+        return None
+    num_kv_heads = sizes["num_kv_heads"] or num_heads
+    head_dim = sizes["head_dim"] or max(1, hidden // num_heads)
+    parameters = layer_parameters(hidden, num_heads, num_kv_heads, head_dim, sizes["intermediate_size"])
+    return ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters)

@@ -1,0 +1,118 @@
+"""Sequences to micro-steps: packed into one row for each group of ranks, of equal cost, or a few in rows of their own.
+
+A group is the ranks that share a row, mostly one. There are never more groups here than sequences: what is beyond is
+idle.
+"""
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import count
+
+_LENGTH_MULTIPLE = 8
+"""Rows are padded to a multiple of this many tokens, which suits matrix units."""
+
+
+def padded_length(num_tokens: int, sequence_parallel: int = 1) -> int:
+    """Length in tokens of all rows of a batch whose longest row has `num_tokens`."""
+    multiple = _LENGTH_MULTIPLE * sequence_parallel
+    return -(-num_tokens // multiple) * multiple
+
+
+def pack_batch(
+    ids: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    num_groups: int,
+    row_tokens: int,
+    attention_length: float,
+    micro_step_cost: float = 0.0,
+) -> list[list[list[int]]]:
+    """Micro-steps of one row per group of the global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens.
+
+    Every group gets the same number of rows, and rows that run at the same time cost about the same: ZeRO-3 gathers the
+    layers together, so the slowest rank of a micro-step is waited for. A row is as long as what it holds, so packing
+    leaves no padding. Rows are empty where sequences run out.
+
+    Args:
+        row_tokens: most tokens of a row; no sequence is longer.
+        attention_length: length at which the attention of a token costs as much as its linear layers.
+        micro_step_cost: what a further micro-step costs whatever it holds, in the time of so many tokens' linear
+            layers; it has to save more.
+
+    Returns:
+        Ids by micro-step and group, the same on every rank; together all ids, each once.
+    """
+    num_groups = min(num_groups, len(ids))
+    costs = [n * (1.0 + n / attention_length) for n in lengths]
+    fewest = max(1, -(-sum(lengths) // (row_tokens * num_groups)))
+    best: list[list[list[int]]] | None = None
+    best_time = float("inf")
+    for num_micro_steps in count(fewest):
+        micro_steps = _fill(lengths, costs, num_groups, row_tokens, num_micro_steps)
+        if micro_steps is not None:
+            time = sum(max(sum(costs[i] for i in row) for row in rows) + micro_step_cost for rows in micro_steps)
+            if time >= best_time:
+                break
+            best, best_time = micro_steps, time
+    assert best is not None
+    return [[[ids[i] for i in row] for row in rows] for rows in best]
+
+
+def split_batch(
+    ids: Sequence[int], lengths: Sequence[int], *, num_groups: int, micro_batch_size: int
+) -> list[list[list[int]]]:
+    """Ids by micro-step and group of the global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens.
+
+    Sorted from long to short, each run of num_groups * micro_batch_size sequences is dealt out to the groups one by
+    one: at any micro-step all ranks have sequences of about the same length and none waits for another. Every group
+    gets the same number of micro-batches; where sequences run out, the last ones may be smaller or empty.
+    """
+    num_groups = min(num_groups, len(ids))
+    order = sorted(range(len(ids)), key=lambda i: -lengths[i])
+    size = num_groups * micro_batch_size
+    runs = [order[start : start + size] for start in range(0, len(order), size)]
+    return [[[ids[i] for i in run[group::num_groups]] for group in range(num_groups)] for run in runs]
+
+
+def _fill(
+    lengths: Sequence[int], costs: Sequence[float], num_rows: int, row_tokens: int, num_micro_steps: int
+) -> list[list[list[int]]] | None:
+    """Positions by micro-step and row, or None where they do not fit that way.
+
+    The longest sequence that is left sets the level of a micro-step, and its rows are filled up to that level with the
+    longest ones that fit, each into the row that costs least so far: so what stands alone in its row is not waited for
+    longer than it takes. The last micro-step takes what is left, levelled as well as that allows.
+    """
+    left = sorted(range(len(lengths)), key=lambda i: -costs[i])
+    micro_steps = []
+    for steps_left in range(num_micro_steps, 0, -1):
+        level = max([costs[i] for i in left[:1]] + [sum(costs[i] for i in left) / (steps_left * num_rows)])
+        rows: list[list[int]] = [[] for _ in range(num_rows)]
+        by_cost = [(0.0, row, 0) for row in range(num_rows)]  # cost, row, tokens
+        later = []
+        place = 0
+        while place < len(left):
+            if steps_left > 1:  # pass over those that are too costly for the cheapest row, and so for any
+                room = level - by_cost[0][0]
+                fits = bisect_left(left, -room, lo=place, key=lambda i: -costs[i])
+                later += left[place:fits]
+                place = fits
+                if place == len(left):
+                    break
+            i = left[place]
+            place += 1
+            too_full = []
+            while by_cost and by_cost[0][2] + lengths[i] > row_tokens:
+                too_full.append(heapq.heappop(by_cost))
+            if by_cost and (steps_left == 1 or by_cost[0][0] + costs[i] <= level):
+                cost, row, tokens = heapq.heappop(by_cost)
+                rows[row].append(i)
+                too_full.append((cost + costs[i], row, tokens + lengths[i]))
+            else:
+                later.append(i)
+            for entry in too_full:
+                heapq.heappush(by_cost, entry)
+        micro_steps.append(rows)
+        left = later
+    return micro_steps if not left else None

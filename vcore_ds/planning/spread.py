@@ -1,0 +1,108 @@
+"""How many ranks share a row in a pass over a batch, and which sequences they have: whatever takes least time."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from vcore_ds.planning.packing import pack_batch, split_batch
+from vcore_ds.planning.time_model import TimeModel
+from vcore_ds.planning.waste import Waste, measure_waste, padded_rows
+
+
+@dataclass(frozen=True)
+class RowLimit:
+    """What a micro-batch holds: one packed row of so many tokens on each rank that shares it, or rows of a sequence."""
+
+    packed_tokens: int | None = None
+    """Most tokens of a packed row on each of the ranks that share it; None where sequences are not packed."""
+    num_sequences: int = 1
+    """Most sequences of a micro-batch, a row each, where they are not packed."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A global batch on all ranks of a job. Each group of `sequence_parallel` neighbouring ranks shares its rows."""
+
+    sequence_parallel: int
+    num_ranks: int
+    micro_steps: list[list[list[int]]]
+    """Ids by micro-step and group. Groups beyond the last one that stands here have nothing to do."""
+    waste: Waste
+
+    def of_group(self, group: int) -> list[list[int]]:
+        """Ids by micro-step of one group, from 0."""
+        return [groups[group] if group < len(groups) else [] for groups in self.micro_steps]
+
+
+def possible_degrees(num_ranks: int, num_heads: int) -> list[int]:
+    """Numbers of ranks that may share a row, in ascending order: they divide the ranks and the query heads.
+
+    Key and value heads set no condition: they are repeated for the exchange where there are too few.
+    """
+    most = math.gcd(num_ranks, num_heads)
+    small = [k for k in range(1, math.isqrt(most) + 1) if most % k == 0]
+    return sorted({*small, *(most // k for k in small)})
+
+
+def degrees_that_hold(longest: int, degrees: Iterable[int], limit: RowLimit) -> list[int]:
+    """Those of the degrees whose rows have room for a sequence of `longest` tokens."""
+    return [k for k in degrees if limit.packed_tokens is None or k * limit.packed_tokens >= longest]
+
+
+def spread(
+    ids: Sequence[int], lengths: Sequence[int], *, degrees: Sequence[int], limit: RowLimit, time_model: TimeModel
+) -> Spread:
+    """The global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens, over the ranks of a job.
+
+    Deterministic: every rank comes to the same result. The degree is the same for all groups of the pass, and the
+    smaller one where two take the same time.
+
+    Args:
+        degrees: candidates in ascending order; the longest sequence fits into the rows of at least the last one.
+    """
+    best: tuple[int, list[list[list[int]]]] | None = None
+    best_time = float("inf")
+    for k in degrees_that_hold(max(lengths), degrees, limit):
+        num_groups = time_model.num_ranks // k
+        if limit.packed_tokens is not None:
+            positions = pack_batch(
+                range(len(ids)),
+                lengths,
+                num_groups=num_groups,
+                row_tokens=k * limit.packed_tokens,
+                attention_length=time_model.shape.attention_length,
+                micro_step_cost=k * (time_model.micro_step + time_model.exchanges(k)),
+            )
+        else:
+            positions = split_batch(
+                range(len(ids)), lengths, num_groups=num_groups, micro_batch_size=limit.num_sequences
+            )
+        time = sum(_micro_step_time(groups, lengths, k, limit, time_model) for groups in positions)
+        if time < best_time:
+            best, best_time = (k, positions), time
+    assert best is not None  # `degrees` hold the longest sequence
+    degree, micro_steps = best
+    waste = measure_waste(
+        micro_steps,
+        lengths,
+        sequence_parallel=degree,
+        num_ranks=time_model.num_ranks,
+        work=time_model.work,
+        is_packed=limit.packed_tokens is not None,
+    )
+    return Spread(
+        degree, time_model.num_ranks, [[[ids[i] for i in row] for row in groups] for groups in micro_steps], waste
+    )
+
+
+def _micro_step_time(
+    groups: Sequence[Sequence[int]], lengths: Sequence[int], k: int, limit: RowLimit, time_model: TimeModel
+) -> float:
+    """In the time of so many tokens' linear layers."""
+    exchange, slowest = time_model.exchange(k), 0.0
+    for positions in groups:
+        own = [lengths[i] for i in positions]
+        if limit.packed_tokens is None:
+            own = padded_rows(own, k)
+        slowest = max(slowest, sum(time_model.work(n) + exchange * n for n in own))
+    return slowest / k + time_model.exchanges(k) + time_model.micro_step

@@ -1,0 +1,95 @@
+"""The time of a micro-step, as far as it depends on how a batch is spread over the ranks.
+
+The unit is the time that one rank takes for one token's linear layers in a pass, "a token" for short, so that what
+counts is the ratio of speeds: of the machine's arithmetic, of the links within a node, and of the network.
+"""
+
+import math
+from dataclasses import dataclass
+
+from vcore_ds.planning.model_shape import ModelShape
+
+_BYTES = 2
+"""Of a bf16 number."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Sustained speeds of one device, the part of the peak that large passes reach."""
+
+    flops: float
+    """FLOP a second of matrix products."""
+    node_bandwidth: float
+    """Bytes a second that a device sends to others of its node."""
+    network_bandwidth: float
+    """Bytes a second that a device sends to other nodes."""
+    exchange_latency: float
+    """Seconds of an exchange without contents."""
+    half_speed_tokens: float
+    """Tokens at which matrix products reach half of `flops`: what a pass of no tokens costs, in tokens."""
+
+
+H100 = Machine(400e12, 360e9, 42e9, 40e-6, 300.0)
+"""An HGX node: 40% of 989 TFLOP/s in bf16, 0.8 of NVLink's 450 GB/s in one direction, 0.85 of one 400 Gb/s adapter a
+GPU. Data sheets and usual shares, not measured here. On a B200 arithmetic and NVLink are both twice as fast."""
+
+CPU = Machine(30e9, 1.5e9, 1.5e9, 3e-4, 8.0)
+"""A core, and gloo over the loopback device: orders of magnitude, for runs and tests without GPUs."""
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """Times of a model's micro-steps on the ranks of a job, in tokens."""
+
+    shape: ModelShape
+    num_ranks: int
+    ranks_per_node: int
+    machine: Machine = H100
+
+    def work(self, num_tokens: int) -> float:
+        """Linear layers and attention of one sequence on one rank."""
+        return num_tokens * (1.0 + num_tokens / self.shape.attention_length)
+
+    @property
+    def micro_step(self) -> float:
+        """What a micro-step costs whatever it holds: it gathers the weights of every layer once, and its kernels start.
+
+        A parameter is `_BYTES` to be gathered, and 2 FLOP for each token; so the gather costs as much as
+        `flops * _BYTES / (2 * bandwidth)` tokens, whatever the model: about 1,000 on H100s, within a node (where all
+        but a rank's own share comes over its link) as between nodes (where the node's adapters bring in one copy
+        together). It is added to the work although a part of it runs behind it: a step with little work has nothing to
+        hide it behind, and in one with much work it is small.
+        """
+        seconds_per_byte = max(
+            (self.ranks_per_node - 1) / self.ranks_per_node / self.machine.node_bandwidth,
+            (1 - self.ranks_per_node / self.num_ranks) / (self.ranks_per_node * self.machine.network_bandwidth),
+        )
+        return self.machine.flops * _BYTES / 2 * seconds_per_byte + self.machine.half_speed_tokens
+
+    def exchange(self, sequence_parallel: int) -> float:
+        """Sending query, key, value and output of one of this rank's tokens to the ranks that share its row.
+
+        Of a token's `2 A + 2 lcm(K, k)` heads of D numbers, all but a k-th leave the rank; key and value heads are
+        repeated until k divides their number. What goes to the ranks of other nodes and what stays in the node are on
+        their way at the same time. The slowest rank counts: of its group at least `gcd(k, ranks per node)` ranks are in
+        its own node.
+        """
+        k, shape = sequence_parallel, self.shape
+        if k == 1:
+            return 0.0
+        heads = 2 * shape.num_heads + 2 * math.lcm(shape.num_kv_heads, k)
+        bytes_to_each = _BYTES * shape.head_dim * heads / k
+        neighbours = math.gcd(k, self.ranks_per_node)
+        seconds = bytes_to_each * max(
+            (neighbours - 1) / self.machine.node_bandwidth, (k - neighbours) / self.machine.network_bandwidth
+        )
+        return seconds / self._seconds_per_token
+
+    def exchanges(self, sequence_parallel: int) -> float:
+        """The latency of a layer's two exchanges, in every micro-step."""
+        return 0.0 if sequence_parallel == 1 else 2 * self.machine.exchange_latency / self._seconds_per_token
+
+    @property
+    def _seconds_per_token(self) -> float:
+        """Of the linear layers of one decoder layer."""
+        return 2 * self.shape.layer_parameters / self.machine.flops

@@ -1,0 +1,70 @@
+"""How much of a cluster a run's batches use, in words."""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vcore_ds.planning.spread import Spread
+from vcore_ds.planning.waste import Waste
+
+LOW_UTILIZATION = 0.8
+"""Share of useful work below which a run warns."""
+
+SIMULATED_MEAN = 2970
+"""Tokens of the mean simulated sequence: reasoning traces as those of the paper."""
+
+_SIMULATED_SIGMA = 0.85
+"""Spread of the logarithms of simulated lengths."""
+
+_SIMULATED_SEQUENCES = 4096
+"""Sequences in all simulated batches together, which bounds the time that they take."""
+
+_SIMULATED_BATCHES = 40
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """How the passes over some batches use the ranks."""
+
+    typical_degree: int
+    """Ranks that share a row in most of the passes."""
+    waste: Waste
+    """Of all passes together."""
+
+    @property
+    def is_low(self) -> bool:
+        return self.waste.utilization < LOW_UTILIZATION
+
+    def describe(self) -> str:
+        """Such as `8 ranks share a row; the slowest rank takes 1.03 x the mean: 97% useful work; no idle ranks`."""
+        shared = f"{self.typical_degree} ranks share a row" if self.typical_degree > 1 else "each rank its own rows"
+        num_idle = round(self.waste.mean_idle_ranks)
+        idle = f"{num_idle:,} idle rank" + ("" if num_idle == 1 else "s") if num_idle else "no idle ranks"
+        return (
+            f"{shared}; slowest rank {self.waste.rank_imbalance:.3f} x mean, {self.waste.utilization:.0%} useful work; "
+            f"{idle}; {self.waste.padding_share:.2%} padding"
+        )
+
+
+def summarize(spreads: Sequence[Spread]) -> Utilization:
+    """The utilization of at least one pass."""
+    total = spreads[0].waste
+    for found in spreads[1:]:
+        total += found.waste
+    degrees = Counter(found.sequence_parallel for found in spreads)
+    return Utilization(min(degrees, key=lambda k: (-degrees[k], k)), total)
+
+
+def simulated_batches(batch_size: int, longest: int, seed: int = 0) -> list[list[int]]:
+    """Lengths in tokens of batches of reasoning traces: lognormal, with those over `longest` cut there. Fewer batches
+    where they are large; none where one alone would take long, or has no sequences."""
+    drawn = random.Random(seed)
+    mu = math.log(SIMULATED_MEAN) - _SIMULATED_SIGMA**2 / 2
+
+    def length() -> int:
+        return max(2, min(longest, int(drawn.lognormvariate(mu, _SIMULATED_SIGMA))))
+
+    num_batches = min(_SIMULATED_BATCHES, _SIMULATED_SEQUENCES // batch_size) if batch_size else 0
+    return [[length() for _ in range(batch_size)] for _ in range(num_batches)]
