@@ -1,0 +1,187 @@
+"""Rows that 4 ranks share: memory of a rank against the length and the degree, and the time of a step.
+
+    python -m tests.benchmarks.sequence_parallel memory
+    python -m tests.benchmarks.sequence_parallel time [--rounds 5]
+    python -m tests.benchmarks.sequence_parallel long
+
+`memory`: what a forward and backward of one row allocate beyond what lives between steps, counted tensor by tensor, for
+rows of 8,192 to 32,768 tokens. Everything that grows with the row should be divided by the number of ranks.
+
+`time`: seconds of a whole step on four sequences of very different lengths, with the degree that the plan chooses and
+with a row for each rank, in turns.
+
+`long`: one step on a sequence of 131,072 tokens that four ranks share.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+
+from tests.helpers import step_runs, tiny
+from tests.helpers.allocations import Allocations
+from tests.helpers.ranks import run_ranks
+from vcore_ds.data import Batch, StepBatches
+from vcore_ds.distributed import layout
+from vcore_ds.planning import CPU, ModelShape, RowLimit, TimeModel, layer_parameters, spread
+from vcore_ds.step import take_direction
+from vcore_ds.utility import jvp_utilities
+
+NUM_RANKS = 4
+DEGREES = (1, 2, 4)
+LENGTHS = (8_192, 16_384, 32_768)
+LONG = 131_072
+SMALL = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+
+SEQUENCES = (3_072, 768, 384, 192)
+MEDIUM = dict(
+    hidden_size=256, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+    num_hidden_layers=4,
+)  # fmt: skip
+
+
+def row(num_tokens: int, sequence_parallel: int) -> Batch:
+    """One sequence, all of whose tokens but the first are targets."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    ids = torch.randint(0, tiny.VOCABULARY, (1, num_tokens), generator=generator)
+    labels = ids.clone()
+    labels[:, 0] = -100
+    return Batch([num_tokens], ids, labels, sequence_parallel=sequence_parallel)
+
+
+def memory_of_rank() -> dict[tuple[str, int, int], int]:
+    """Peak bytes by pass, tokens and degree."""
+    layout.make_sequence_groups(DEGREES, timeout_minutes=30)
+    recipe = step_runs.recipe()
+    engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True, **SMALL), recipe)
+    estimator = step_runs.make_estimator(recipe, engine)
+    take_direction(estimator.direction, recipe, [row(256, 1)])
+    peaks = {}
+    for num_tokens in LENGTHS:
+        for k in DEGREES:
+            batch = row(num_tokens, k)
+            with Allocations() as allocations, engine.accumulation(1):
+                engine.backward(engine.token_losses(batch).mean())
+            peaks["forward and backward", num_tokens, k] = allocations.peak_bytes
+            with Allocations() as allocations:
+                jvp_utilities(engine, estimator.direction, [batch])
+            peaks["forward mode", num_tokens, k] = allocations.peak_bytes
+    engine.close()
+    return peaks
+
+
+def report_memory() -> None:
+    peaks = run_ranks(memory_of_rank, NUM_RANKS, timeout_seconds=3600)[0]
+    for kind in ("forward and backward", "forward mode"):
+        print(f"{kind}: peak MiB of a rank, and KiB for each of its tokens (T / k)")
+        per_token = []
+        for num_tokens in LENGTHS:
+            cells = []
+            for k in DEGREES:
+                peak = peaks[kind, num_tokens, k]
+                per_token.append(peak / (num_tokens / k) / 2**10)
+                cells.append(f"k = {k}: {peak / 2**20:7.1f} MiB {per_token[-1]:6.2f} KiB")
+            print(f"  {num_tokens:6,} tokens   " + "   ".join(cells))
+        middle = (max(per_token) + min(per_token)) / 2
+        print(f"  proportional to T / k within {max(per_token) / middle - 1:.1%}")
+
+
+def rows_of_rank(sequence_parallel: int | None) -> tuple[int, list[Batch]]:
+    """This rank's rows of the four sequences, and their degree; `sequence_parallel` None lets the plan choose."""
+    hidden, heads, kv_heads, head_dim = (
+        MEDIUM[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    parameters = layer_parameters(hidden, heads, kv_heads, head_dim, MEDIUM["intermediate_size"])
+    shape = ModelShape(MEDIUM["num_hidden_layers"], heads, kv_heads, head_dim, parameters)
+    chosen = spread(
+        range(len(SEQUENCES)),
+        SEQUENCES,
+        degrees=DEGREES if sequence_parallel is None else [sequence_parallel],
+        limit=RowLimit(packed_tokens=sum(SEQUENCES)),
+        time_model=TimeModel(shape, NUM_RANKS, NUM_RANKS, CPU),
+    )
+    k, rows = chosen.sequence_parallel, []
+    for ids in chosen.of_group(layout.rank("data", k)):
+        parts = [row(SEQUENCES[i], 1) for i in ids]
+        ids_of_row, labels = (torch.cat([getattr(p, name) for p in parts], 1) for name in ("input_ids", "labels"))
+        lengths = torch.tensor([SEQUENCES[i] for i in ids])
+        segments = torch.repeat_interleave(torch.arange(len(ids)), lengths)[None] if len(ids) > 1 else None
+        rows.append(Batch(list(ids), ids_of_row, labels, segments=segments, sequence_parallel=k))
+    return k, rows
+
+
+def times_of_rank(rounds: int) -> tuple[int, dict[str, list[tuple[float, float]]]]:
+    """The degree that the plan chooses, and by method the seconds of a step with a row a rank and with that degree."""
+    layout.make_sequence_groups(DEGREES, timeout_minutes=30)
+    whole, (degree, shared) = rows_of_rank(1)[1], rows_of_rank(None)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for name, method in {"sft": {"name": "sft"}, "vcore, jvp": {"kl_budget": 0.05}}.items():
+        recipe = step_runs.recipe(method=method)
+        engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True, **MEDIUM), recipe)
+        estimator = step_runs.make_estimator(recipe, engine)
+
+        def seconds(rows: list[Batch], engine=engine, recipe=recipe, estimator=estimator) -> float:
+            batches = StepBatches(rows, rows if estimator.direction is not None else [])
+            layout.sum_over("job", [0.0])  # all begin together
+            started = time.perf_counter()
+            step_runs.train_step(engine, recipe, batches, estimator)
+            return time.perf_counter() - started
+
+        pairs = [(seconds(whole), seconds(shared)) for _ in range(rounds + 1)]
+        found[name] = pairs[1:]  # the first warms up
+        engine.close()
+    return degree, found
+
+
+def report_times(rounds: int) -> None:
+    of_ranks = run_ranks(times_of_rank, NUM_RANKS, rounds, timeout_seconds=3600)
+    print(f"sequences of {SEQUENCES} tokens on {NUM_RANKS} ranks; the plan chooses {of_ranks[0][0]} ranks a row")
+    for name in of_ranks[0][1]:
+        slowest = [
+            tuple(max(of_rank[1][name][i][side] for of_rank in of_ranks) for side in (0, 1)) for i in range(rounds)
+        ]
+        ratios = [alone / shared for alone, shared in slowest]
+        print(
+            f"  {name:<12} {statistics.median(a for a, _ in slowest):.2f} s with a row a rank, "
+            f"{statistics.median(b for _, b in slowest):.2f} s shared: {statistics.median(ratios):.2f} times faster "
+            f"({min(ratios):.2f} to {max(ratios):.2f} in {rounds} rounds)"
+        )
+
+
+def long_step_of_rank() -> tuple[float, int, float]:
+    """Loss, peak bytes and seconds of a step on one very long sequence."""
+    layout.make_sequence_groups([NUM_RANKS], timeout_minutes=30)
+    recipe = step_runs.recipe(method={"name": "sft"})
+    engine = step_runs.make_engine(
+        tiny.token_loss_model(checkpointing=True, **SMALL | {"num_hidden_layers": 1}), recipe
+    )
+    estimator = step_runs.make_estimator(recipe, engine)
+    batches = StepBatches([row(LONG, NUM_RANKS)], [])
+    started = time.perf_counter()
+    with Allocations() as allocations:
+        metrics = step_runs.train_step(engine, recipe, batches, estimator)
+    engine.close()
+    return float(metrics.values["loss"]), allocations.peak_bytes, time.perf_counter() - started
+
+
+def report_long() -> None:
+    for rank, (loss, peak, seconds) in enumerate(run_ranks(long_step_of_rank, NUM_RANKS, timeout_seconds=3600)):
+        print(f"rank {rank}: {LONG:,} tokens, loss {loss:.4f}, peak {peak / 2**20:.0f} MiB, {seconds:.0f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("memory", "time", "long"))
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    if arguments.what == "memory":
+        report_memory()
+    elif arguments.what == "time":
+        report_times(arguments.rounds)
+    else:
+        report_long()
+
+
+if __name__ == "__main__":
+    main()

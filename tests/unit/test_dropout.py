@@ -1,0 +1,78 @@
+"""Dropout whose mask belongs to the token: its statistics, and what it depends on."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers import tiny
+from vcore_ds.models import TokenDropout, token_keys
+from vcore_ds.models.dropout import use_token_dropout
+
+NUM_TOKENS, NUM_FEATURES = 1024, 768
+
+
+def mask(p: float, *, seed: int = 0, number: int = 0, first: int = 0, num_tokens: int = NUM_TOKENS) -> Tensor:
+    """bool `[num_tokens, F]`, what is kept of consecutive tokens of one sequence."""
+    dropout = TokenDropout(p, number)
+    dropout.token_keys = token_keys(seed, torch.full((1, num_tokens), 5), torch.arange(first, first + num_tokens)[None])
+    return dropout(torch.ones(1, num_tokens, NUM_FEATURES))[0] != 0
+
+
+@pytest.mark.parametrize("p", [0.01, 0.05, 0.1, 0.5, 0.9])
+def test_the_share_that_is_kept(p: float) -> None:
+    kept = mask(p)
+    count = kept.numel()
+    assert float(kept.double().mean()) == pytest.approx(1 - p, abs=5 * (p * (1 - p) / count) ** 0.5)
+    for axis, other in ((0, NUM_TOKENS), (1, NUM_FEATURES)):
+        shares = kept.double().mean(axis)
+        # The spread of the shares of single tokens and features is that of independent draws.
+        assert float(shares.std()) == pytest.approx((p * (1 - p) / other) ** 0.5, rel=0.15)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.1, 0.5])
+def test_tokens_and_features_are_independent(p: float) -> None:
+    """Correlation of the masks of neighbours and of random pairs, and of the four corners of rectangles: their keys
+    are related, since `(a b)(c d) = (a d)(c b)`."""
+    x = (mask(p).double() - (1 - p)) / (p * (1 - p)) ** 0.5
+    generator = torch.Generator().manual_seed(1)
+    tokens, features = (
+        torch.randperm(NUM_TOKENS, generator=generator),
+        torch.randperm(NUM_FEATURES, generator=generator),
+    )
+    bound = 5 / (x.numel()) ** 0.5
+    assert abs(float((x[1:] * x[:-1]).mean())) < bound
+    assert abs(float((x[:, 1:] * x[:, :-1]).mean())) < bound
+    assert abs(float((x * x[tokens]).mean())) < bound + 1 / NUM_TOKENS  # a permutation may keep a few
+    assert abs(float((x * x[:, features]).mean())) < bound + 1 / NUM_FEATURES
+    corners = x[::2, ::2] * x[1::2, ::2] * x[::2, 1::2] * x[1::2, 1::2]
+    assert abs(float(corners.mean())) < 5 / corners.numel() ** 0.5
+
+
+def test_a_mask_depends_on_seed_module_sequence_and_position_alone() -> None:
+    kept = mask(0.5)
+    assert torch.equal(mask(0.5), kept)
+    assert torch.equal(mask(0.5, first=100, num_tokens=50), kept[100:150])  # the columns of another rank
+    others = [mask(0.5, seed=1), mask(0.5, seed=2**63 + 1), mask(0.5, number=1), mask(0.5, first=1)]
+    for other in others:
+        assert float((other == kept).double().mean()) == pytest.approx(0.5, abs=0.01)
+
+
+def test_kept_values_are_scaled_and_gradients_masked() -> None:
+    dropout = TokenDropout(0.2, 0)
+    dropout.token_keys = token_keys(0, torch.zeros(2, 8, dtype=torch.int64), torch.arange(8).expand(2, 8))
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    out = dropout(x)
+    kept = out != 0
+    torch.testing.assert_close(out[kept], x[kept] / 0.8)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(gradient, kept / 0.8)
+    assert torch.equal(dropout.eval()(x), x)
+
+
+def test_every_dropout_of_a_model_is_replaced() -> None:
+    model = tiny.with_lora(tiny.qwen3(), dropout=0.1)
+    assert sum(type(module) is nn.Dropout for module in model.modules()) == 14  # of two layers of seven projections
+    use_token_dropout(model)
+    found = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    assert [type(module) for module in found] == [TokenDropout] * 14
+    assert sorted(module.number for module in found) == list(range(14))
