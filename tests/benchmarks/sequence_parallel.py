@@ -153,9 +153,8 @@ def long_step_of_rank() -> tuple[float, int, float]:
     """Loss, peak bytes and seconds of a step on one very long sequence."""
     layout.make_sequence_groups([NUM_RANKS], timeout_minutes=30)
     recipe = step_runs.recipe(method={"name": "sft"})
-    engine = step_runs.make_engine(
-        tiny.token_loss_model(checkpointing=True, **SMALL | {"num_hidden_layers": 1}), recipe
-    )
+    model = tiny.token_loss_model(checkpointing=True, num_hidden_layers=1, **SMALL)
+    engine = step_runs.make_engine(model, recipe)
     estimator = step_runs.make_estimator(recipe, engine)
     batches = StepBatches([row(LONG, NUM_RANKS)], [])
     started = time.perf_counter()

@@ -46,21 +46,28 @@ class Bench:
         self.reference_precision = REFERENCE_PRECISION[recipe.model.precision]
         self.batches = feed.batches(measured, feed.plan.utility_micro_batch_size_per_rank)
         ids = [torch.tensor(b.sequence_ids, dtype=torch.int64)[b.sequence_index()] for b in self.batches]
-        self.index = torch.unique(over_ranks(ids), return_inverse=True)[1]
+        self.index = torch.unique(self.over_ranks(ids), return_inverse=True)[1]
         """`[N]`, the measured sequence of each token, from 0."""
+
+    def over_ranks(self, parts: Sequence[Tensor]) -> Tensor:
+        """The parts of all ranks in one, on the CPU; the same order on each call. Of ranks that share the rows of the
+        measured sequences, the first counts."""
+        is_first = layout.rank("sequence", self.batches[0].sequence_parallel) == 0
+        found = layout.gather_objects("job", torch.cat(list(parts)).cpu() if is_first else None)
+        return torch.cat([of_rank for of_rank in found if of_rank is not None])
 
     def take_direction(self, ids: Sequence[int]) -> None:
         """Fills `self.direction` from the probe batch `ids`, as a step of the recipe would."""
         take_direction(self.direction, self.recipe, self.feed.probe_batches(ids))
 
     def jvp(self, direction: Direction | None = None) -> Tensor:
-        return over_ranks(jvp_utilities(self.engine, direction or self.direction, self.batches))
+        return self.over_ranks(jvp_utilities(self.engine, direction or self.direction, self.batches))
 
     def reference(self) -> tuple[Tensor, Tensor]:
         """Losses and utilities in `reference_precision`."""
         with forward_mode(self.engine, self.direction, _DTYPE[self.reference_precision]):
             found = [losses_and_utilities(self.engine, batch) for batch in self.batches]
-        return over_ranks([losses for losses, _ in found]), over_ranks([utilities for _, utilities in found])
+        return self.over_ranks([losses for losses, _ in found]), self.over_ranks([utilities for _, utilities in found])
 
     def losses(self) -> Tensor:
         """Losses of this rank's tokens only."""
@@ -79,8 +86,8 @@ class Bench:
             for signed in (epsilon, -epsilon)
         )
         below, above = torch.cat(below), torch.cat(above)
-        symmetric = over_ranks([above + below - 2 * base]).double()
-        return over_ranks([(base - below) / epsilon]), Estimate(
+        symmetric = self.over_ranks([above + below - 2 * base]).double()
+        return self.over_ranks([(base - below) / epsilon]), Estimate(
             "finite_difference",
             epsilon,
             agreement=NOTHING,
@@ -126,8 +133,3 @@ class Trainer:
             )
             self.num_done += 1
             say(f"training step {self.num_done}: loss {metrics.values['loss']:.4f}")
-
-
-def over_ranks(parts: Sequence[Tensor]) -> Tensor:
-    """The parts of all ranks in one, on the CPU; the same order on each call. A collective."""
-    return torch.cat(layout.gather_objects("job", torch.cat(list(parts)).cpu()))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from vcore_ds.commands.fidelity.bench import Bench, Trainer, over_ranks
+from vcore_ds.commands.fidelity.bench import Bench, Trainer
 from vcore_ds.commands.fidelity.choice import (
     Choice,
     FidelityOptions,
@@ -165,7 +165,7 @@ def measure_estimators(bench: Bench, report: FidelityReport, epsilons: Sequence[
     reference_losses, reference = bench.reference()
     base = bench.losses()
     report.utility_std = float(reference.std())
-    report.loss_error_nats = float((over_ranks([base]) - reference_losses).double().square().mean().sqrt())
+    report.loss_error_nats = float((bench.over_ranks([base]) - reference_losses).double().square().mean().sqrt())
     report.uniform_weight_overlap = bench.agreement(torch.zeros_like(reference), reference).weight_overlap
     progress.done(f"reference in {report.reference_precision}")
     found = bench.agreement(bench.jvp(), reference)
