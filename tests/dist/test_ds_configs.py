@@ -57,14 +57,23 @@ def make_recipe(model: str, json_file: str, precision: str, estimator: str, lora
     )
 
 
-def train_two_steps(model: str, json_file: str, precision: str, estimator: str, lora: bool) -> Outcome:
+def train_two_steps(
+    model: str,
+    json_file: str,
+    precision: str,
+    estimator: str,
+    lora: bool,
+    degrees: tuple[int, int] = (1, 1),
+) -> Outcome:
+    """`degrees`: ranks that share a row of the main batch and of the probe."""
     recipe = make_recipe(model, json_file, precision, estimator, lora)
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes it once a process, and here are many engines
     engine = build_engine(recipe, deepspeed_config(recipe, plan_batch(recipe, layout.size("shards"), QWEN3_32B)))
     estimator = step_runs.make_estimator(recipe, engine)
     losses, norms, utilities = [], [], []
     for k in range(2):
-        batches = StepBatches(step_runs.deal(tiny.rows(8, seed=k), 2), step_runs.deal(tiny.rows(4, seed=50 + k), 2))
+        main = step_runs.deal(tiny.rows(8, seed=k), 2, degrees[0])
+        batches = StepBatches(main, step_runs.deal(tiny.rows(4, seed=50 + k), 2, degrees[1]))
         recorded = step_runs.Recorder(engine)
         metrics = step_runs.train_step(engine, recipe, batches, estimator, recorded)
         losses.append(metrics.values["loss"])
@@ -168,10 +177,15 @@ def test_offloading_is_in_effect(outcomes, name, optimizer, parameters):
     assert min(found.gradient_norms) > 0.05  # clipped
 
 
-def train_hierarchically(model: str, json_files: dict[str, str]) -> dict[str, Outcome]:
+DEGREES = ((1, 1), (2, 4))
+
+
+def train_hierarchically(model: str, json_files: dict[str, str]) -> dict[tuple[str, tuple[int, int]], Outcome]:
+    layout.make_sequence_groups([2, 4], timeout_minutes=5)
     return {
-        name: train_two_steps(model, json_file, "fp32", "finite_difference", lora=False)
+        (name, degrees): train_two_steps(model, json_file, "fp32", "finite_difference", lora=False, degrees=degrees)
         for name, json_file in json_files.items()
+        for degrees in DEGREES
     }
 
 
@@ -183,5 +197,6 @@ def test_hierarchical_partitioning_over_two_nodes_of_two(model, tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(content))
     files = {"plain": str(FOLDER / "zero3_fp32.json"), "hierarchical": str(tmp_path / "ds.json")}
     for outcomes in run_ranks(train_hierarchically, 4, model, files):
-        assert outcomes["hierarchical"].num_ranks_in_node == 2
-        assert_same(outcomes["hierarchical"], outcomes["plain"], "fp32")
+        for degrees in DEGREES:
+            assert outcomes["hierarchical", degrees].num_ranks_in_node == 2
+            assert_same(outcomes["hierarchical", degrees], outcomes["plain", degrees], "fp32")
