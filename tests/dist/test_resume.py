@@ -29,7 +29,7 @@ from vcore_ds import setup as shared
 from vcore_ds.checkpoints import MARGIN_BYTES, Checkpoints
 from vcore_ds.commands.fidelity.bench import Trainer
 from vcore_ds.commands.reference.compute import write_reference_log_probabilities
-from vcore_ds.config import Recipe, deepspeed_config, plan_batch
+from vcore_ds.config import Recipe, deepspeed_config
 from vcore_ds.data import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.stops import Stops
@@ -37,6 +37,7 @@ from vcore_ds.engine import checkpoint_shards
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed
 from vcore_ds.errors import UserError
 from vcore_ds.feed import build_feed, read_training_data
+from vcore_ds.setup import plan_ranks
 from vcore_ds.track.console import Console
 
 pytestmark = pytest.mark.dist
@@ -301,7 +302,7 @@ def trained_by_the_fidelity_command(folder: Path, name: str) -> list[str]:
     measure_noise_every, shared.MEASURE_NOISE_EVERY = shared.MEASURE_NOISE_EVERY, 8
     try:
         expected = resumed_runs.tensors_of(resumed_runs.to_the_end(own))
-        plan = plan_batch(own, layout.size("data"))
+        plan = plan_ranks(own)
         tokenizer = load_tokenizer(own.model.path)
         feed = build_feed(own, plan, read_training_data(own, tokenizer, Console(enabled=False)), tokenizer, None)
         engine = shared.build_engine(own, deepspeed_config(own, plan))
@@ -324,24 +325,36 @@ def at_two_ranks(folder: Path, disk: Path | None) -> dict[str, Any]:
     }
     found["full_disk"] = None if disk is None else full_disk(folder, disk)
     found["fidelity"] = {name: trained_by_the_fidelity_command(folder, name) for name in DRAWN_IN_STEPS}
-    resumed_runs.to_the_end(recipe(folder, "across_straight", ACROSS_WORLD_SIZES))
-    resumed_runs.until(recipe(folder, "across_2", ACROSS_WORLD_SIZES), 4)
+    resumed_runs.to_the_end(across(folder, "across_straight", 1, 1))
+    resumed_runs.until(across(folder, "across_2"), 4)
     return found
 
 
-def resume_copies(folder: Path, *names: str) -> None:
-    """Resumes, at this world size, copies of runs that were stopped at another."""
-    for name in names:
-        here = f"{name}_to_{layout.size('shards')}"
-        if layout.is_first():
-            shutil.copytree(folder / name, folder / here)
-        layout.gather_objects("job", None)
-        resumed_runs.to_the_end(recipe(folder, here, ACROSS_WORLD_SIZES))
+def across(folder: Path, name: str, main: int | str = "auto", probe: int | str = "auto") -> Recipe:
+    """`main`, `probe`: ranks that share a row of the main batch and of the probe."""
+    degrees = {"batch": main, "probe": probe}
+    sections = {key: ACROSS_WORLD_SIZES[key] | {"sequence_parallel": degree} for key, degree in degrees.items()}
+    return recipe(folder, name, ACROSS_WORLD_SIZES | sections)
+
+
+def resume_copy(folder: Path, name: str, *degrees: int) -> None:
+    """Resumes, at this world size, a copy of a run that was stopped at another."""
+    here = f"{name}_to_{layout.size('shards')}"
+    if layout.is_first():
+        shutil.copytree(folder / name, folder / here)
+    layout.gather_objects("job", None)
+    resumed_runs.to_the_end(across(folder, here, *degrees))
 
 
 def at_four_ranks(folder: Path) -> None:
-    resume_copies(folder, "across_2")
-    resumed_runs.until(recipe(folder, "across_4", ACROSS_WORLD_SIZES), 4)
+    resume_copy(folder, "across_2", 1, 2)
+    resumed_runs.until(across(folder, "across_4", 2, 4), 4)
+    resume_copy(folder, "across_4", 4, 1)
+
+
+def at_one_rank(folder: Path) -> None:
+    for name in ("across_2", "across_4"):
+        resume_copy(folder, name)
 
 
 @pytest.fixture(scope="module")
@@ -445,11 +458,17 @@ def test_the_fidelity_command_trains_as_a_run_does_bit_for_bit(found: dict[str, 
 
 def test_saved_at_two_ranks_and_resumed_at_one_and_four_saved_at_four_and_resumed_at_one(setup: Path, found):
     run_ranks(at_four_ranks, 4, setup)
-    run_ranks(resume_copies, 1, setup, "across_2", "across_4")
+    run_ranks(at_one_rank, 1, setup)
     expected = resumed_runs.timeless_metrics(setup / "across_straight")
     tensors = resumed_runs.tensors_of(setup / "across_straight")
-    for name in ("across_2_to_1", "across_2_to_4", "across_4_to_1"):
+    degrees = {"across_4_to_4": [(2, 4)] * 4 + [(4, 1)] * 6, "across_2_to_4": [(1, 2)] * 6}
+    for name in ("across_2_to_1", "across_2_to_4", "across_4_to_1", "across_4_to_4"):
         lines = resumed_runs.timeless_metrics(setup / name)
+        used = [(line["sequence_parallel"], line["probe_sequence_parallel"]) for line in lines]
+        for found_degrees, wanted in zip(used[::-1], degrees.get(name, [])[::-1], strict=False):
+            assert found_degrees[0] == wanted[0] and found_degrees[1] in (wanted[1], None)
+        if name.endswith("_to_1"):
+            assert all(main == 1 for main, _ in used[4:])
         for key in ("loss", "weighted_loss", "grad_norm", "direction_norm"):
             assert [line[key] for line in lines] == pytest.approx([line[key] for line in expected], rel=1e-5), name
         for tensor, values in resumed_runs.tensors_of(setup / name).items():
