@@ -29,7 +29,7 @@ from vcore_ds import setup as shared
 from vcore_ds.checkpoints import MARGIN_BYTES, Checkpoints
 from vcore_ds.commands.fidelity.bench import Trainer
 from vcore_ds.commands.reference.compute import write_reference_log_probabilities
-from vcore_ds.config import Recipe, deepspeed_config, plan_batch
+from vcore_ds.config import Recipe, deepspeed_config
 from vcore_ds.data import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.stops import Stops
@@ -301,7 +301,7 @@ def trained_by_the_fidelity_command(folder: Path, name: str) -> list[str]:
     measure_noise_every, shared.MEASURE_NOISE_EVERY = shared.MEASURE_NOISE_EVERY, 8
     try:
         expected = resumed_runs.tensors_of(resumed_runs.to_the_end(own))
-        plan = plan_batch(own, layout.size("data"))
+        plan = shared.plan_ranks(own)
         tokenizer = load_tokenizer(own.model.path)
         feed = build_feed(own, plan, read_training_data(own, tokenizer, Console(enabled=False)), tokenizer, None)
         engine = shared.build_engine(own, deepspeed_config(own, plan))
