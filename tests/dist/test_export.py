@@ -74,8 +74,9 @@ def make_recipe(folder: Path, name: str, *, precision: str, tied: bool, lora: di
 
 
 def engine_logits(engine: Engine) -> Tensor:
+    row = RowLayout.of([[PROMPT.shape[1]]] * len(PROMPT), 1, PROMPT.device)
     with engine.without_gradient():
-        hidden = engine.module.decoder(input_ids=PROMPT, use_cache=False).last_hidden_state
+        hidden = engine.module.decoder(input_ids=PROMPT, use_cache=False, row_layout=row).last_hidden_state
         return engine.module.base.get_output_embeddings()(hidden)
 
 

@@ -49,7 +49,7 @@ def test_a_rank_does_not_hold_the_model(tmp_path: Path, monkeypatch: pytest.Monk
     model.save_pretrained(tmp_path, max_shard_size="40MB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 8
     del model
-    for shards, highest in run_ranks(load, 2, str(tmp_path)):
+    for shards, highest in run_ranks(load, 2, str(tmp_path), start="spawn"):
         print(f"model {total / 2**20:.0f} MiB; a rank's shards {shards / 2**20:.0f}, highest {highest / 2**20:.0f} MiB")
         assert shards == pytest.approx(total / 2, rel=0.01)
         assert highest < shards + total / 4

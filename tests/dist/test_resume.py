@@ -37,7 +37,6 @@ from vcore_ds.engine import checkpoint_shards
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed
 from vcore_ds.errors import UserError
 from vcore_ds.feed import build_feed, read_training_data
-from vcore_ds.setup import plan_ranks
 from vcore_ds.track.console import Console
 
 pytestmark = pytest.mark.dist
@@ -302,7 +301,7 @@ def trained_by_the_fidelity_command(folder: Path, name: str) -> list[str]:
     measure_noise_every, shared.MEASURE_NOISE_EVERY = shared.MEASURE_NOISE_EVERY, 8
     try:
         expected = resumed_runs.tensors_of(resumed_runs.to_the_end(own))
-        plan = plan_ranks(own)
+        plan = shared.plan_ranks(own)
         tokenizer = load_tokenizer(own.model.path)
         feed = build_feed(own, plan, read_training_data(own, tokenizer, Console(enabled=False)), tokenizer, None)
         engine = shared.build_engine(own, deepspeed_config(own, plan))

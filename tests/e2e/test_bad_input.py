@@ -95,15 +95,19 @@ def test_missing_recipe(refuses: Refuses):
     assert "qwen3_32b.yaml: found no such file" in message and "qwen3_32b_math_full.yaml" in message
 
 
-def test_impossible_batch_arithmetic(refuses: Refuses):
-    message = refuses("batch.global_size=6", "batch.micro_batch_size_per_rank=4")
-    assert "batch.global_size: found 6 together with batch.micro_batch_size_per_rank 4" in message
-    assert "nearest: 4 or 8" in message
+def test_rows_that_cannot_hold_the_longest_sequence(refuses: Refuses):
+    message = refuses("batch.packed_row_tokens=128")
+    assert (
+        "batch.packed_row_tokens: found 128 together with data.cutoff_length 256, where at most 1 rank of 1" in message
+    )
+    assert "batch.packed_row_tokens 256 or more, or data.cutoff_length 128 or less" in message
 
 
-def test_impossible_batch_arithmetic_on_the_ranks_of_a_check(refuses: Refuses):
-    message = refuses(command=("check", "--ranks", "3"))
-    assert "batch.global_size: found 4 on 3 ranks" in message and "batch.global_size 3 or 6" in message
+def test_ranks_that_cannot_share_a_row_on_the_ranks_of_a_check(refuses: Refuses):
+    message = refuses("probe.sequence_parallel=2", command=("check", "--ranks", "3"))
+    assert (
+        "probe.sequence_parallel: found 2 on 3 ranks; expected auto, or a divisor of the 3 ranks and the 4" in message
+    )
 
 
 def test_contradicting_deepspeed_json(refuses: Refuses, tmp_path: Path):
@@ -118,12 +122,12 @@ def test_contradicting_deepspeed_json(refuses: Refuses, tmp_path: Path):
 
 def test_two_ranks_give_one_message(setup: TinySetup, tmp_path: Path):
     """The arithmetic of two ranks, which only a run on two ranks can refuse."""
-    overrides = setup.overrides(tmp_path / "output", "batch.global_size=3")
+    overrides = setup.overrides(tmp_path / "output", "batch.sequence_parallel=4")
     launcher = f"deepspeed --num_accelerators 2 --master_port {free_port()}"
     done = run_command(f"{launcher} --module vcore_ds.cli train {FULL} {' '.join(overrides)}")
     assert done.returncode == 2, done.stdout
-    assert done.stdout.count("vcore-ds: batch.global_size: found 3 on 2 ranks") == 1
-    assert "batch.global_size 2 or 4" in done.stdout and "data-parallel size 1 or 3" in done.stdout
+    assert done.stdout.count("vcore-ds: batch.sequence_parallel: found 4 on 2 ranks") == 1
+    assert "a divisor of the 2 ranks and the 4 query heads of" in done.stdout
     assert "Traceback" not in done.stdout and not has_control_characters(done.stdout)
     assert not (tmp_path / "output").exists()
 

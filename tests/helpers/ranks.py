@@ -10,13 +10,17 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.multiprocessing as multiprocessing
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 900
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    timeout_seconds: float = 900,
+    start: Literal["forkserver", "spawn"] = "forkserver",
 ) -> list[Any]:
     """Runs `function(*arguments)` once per rank, in new processes with a gloo process group, and returns their results
     by rank.
@@ -29,10 +33,11 @@ def run_ranks(
 
     Args:
         function: at the top level of a module, since each rank imports it.
+        start: `spawn` where a rank is to have memory and a C library of its own from the first instruction.
     """
     folder = Path(tempfile.mkdtemp(prefix="ranks_"))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.helpers.imports"])
+    context = multiprocessing.get_context(start)
+    multiprocessing.set_forkserver_preload(["tests.helpers.imports"])
     processes = [
         context.Process(
             target=_run_rank, args=(function, rank, world_size, str(folder), dict(os.environ), arguments), daemon=True

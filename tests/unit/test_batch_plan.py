@@ -67,6 +67,7 @@ def test_degrees() -> None:
     own_code = replace(QWEN3_32B, can_share_rows=False)
     assert plan(64, own_code).degrees == [1]
     assert plan(64, own_code, batch={"sequence_parallel": 1}).main_degrees == (1,)
+    assert plan(64, model={"path": "m", "attention": "eager"}).degrees == [1]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,14 @@ def test_degrees() -> None:
             replace(QWEN3_32B, can_share_rows=False),
             {"batch": {"sequence_parallel": 2}},
             "batch.sequence_parallel: found 2 together with model.path MODEL, whose attention is its own code; "
-            "expected 1 or auto: ranks share a row through an attention that takes its place",
+            "expected 1 or auto: ranks share a row through an attention that takes the place of the model's",
+        ),
+        (
+            4,
+            QWEN3_32B,
+            {"batch": {"sequence_parallel": 2}, "model": {"path": "m", "attention": "sdpa"}},
+            "batch.sequence_parallel: found 2 together with model.attention sdpa; expected 1 or auto, or "
+            "model.attention auto: ranks share a row through an attention that takes the place of the model's",
         ),
     ],
 )

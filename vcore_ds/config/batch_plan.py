@@ -1,7 +1,7 @@
 """How the global batch, the probe batch and the gradient-free passes are spread over the ranks of a job."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from vcore_ds.config.problems import RecipeError
@@ -135,6 +135,8 @@ def plan_batch(
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    if recipe.model.attention != "auto":
+        shape = replace(shape, can_share_rows=False)  # the kernels of others know no shared rows
     micro, has_probe = recipe.batch.micro_batch_size_per_rank, recipe.method.name == "vcore"
     sections: tuple[Literal["batch", "probe"], ...] = ("batch", "probe") if has_probe else ("batch",)
     degrees = {section: _degrees(recipe, section, num_ranks, shape) for section in sections}
@@ -164,10 +166,14 @@ def _degrees(recipe: Recipe, section: Literal["batch", "probe"], num_ranks: int,
     elif wanted in possible:
         chosen = [wanted]
     elif not shape.can_share_rows:
+        is_replaced = recipe.model.attention == "auto"
+        why = f"model.path {recipe.model.path}, whose attention is its own code"
+        why = why if is_replaced else f"model.attention {recipe.model.attention}"
+        remedy = "1 or auto" if is_replaced else "1 or auto, or model.attention auto"
         raise RecipeError(
             [
-                f"{key}: found {wanted} together with model.path {recipe.model.path}, whose attention is its own code; "
-                "expected 1 or auto: ranks share a row through an attention that takes its place"
+                f"{key}: found {wanted} together with {why}; expected {remedy}: ranks share a row through an attention "
+                "that takes the place of the model's"
             ]
         )
     else:

@@ -1,0 +1,102 @@
+"""Whole runs on rows that ranks share: the same sequences and losses as on one rank, also resumed at another degree."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import resumed_runs, tiny
+from tests.helpers.ranks import run_ranks
+from tests.helpers.resumed_runs import NUM_STEPS
+from tests.helpers.setups import sums, write_conversations
+from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.config import Recipe
+from vcore_ds.distributed import layout
+
+pytestmark = pytest.mark.dist
+
+DEGREES = [(1, 1), (2, 4), (4, 2), ("auto", "auto")]
+"""Ranks that share a row of the main batch and of the probe batch, on 4 ranks."""
+
+
+def recipe(folder: Path, name: str, degrees: tuple[Any, Any], row_tokens: int = 128) -> Recipe:
+    """A run in `folder / name`, with fewer probe sequences than ranks, and validation every other step."""
+    return Recipe(
+        method={"kl_budget": 0.05},
+        probe={"batch_size": 3, "every": 2, "direction": "adam", "sequence_parallel": degrees[1]},
+        batch={"global_size": 6, "packed_row_tokens": row_tokens, "sequence_parallel": degrees[0]},
+        model={"path": str(folder / "model"), "precision": "fp32"},
+        data={
+            "train_path": str(folder / "train.jsonl"),
+            "validation_path": str(folder / "validation.jsonl"),
+            "cache_dir": str(folder / "cache"),
+            "cutoff_length": 128,
+        },
+        optimizer={"learning_rate": 1e-3},
+        schedule={"num_steps": NUM_STEPS},
+        run={"output_dir": str(folder / name), "validate_every": 2},
+        engine={"deepspeed_config": str(folder / "fp32.json")},
+    )
+
+
+def alone(folder: Path) -> None:
+    resumed_runs.to_the_end(recipe(folder, "alone", ("auto", "auto")))
+
+
+def on_two_ranks(folder: Path) -> None:
+    resumed_runs.until(recipe(folder, "resumed", (2, 2)), 3)
+
+
+def on_four_ranks(folder: Path) -> None:
+    for main, probe in DEGREES:
+        resumed_runs.to_the_end(recipe(folder, f"{main}_{probe}", (main, probe)))
+    # A row of a rank holds a quarter of the longest sequence.
+    resumed_runs.to_the_end(recipe(folder, "short_rows", ("auto", "auto"), row_tokens=32))
+    resumed_runs.to_the_end(recipe(folder, "resumed", (4, 4)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shared_rows")
+    tokenizer = make_tokenizer()
+    tiny.qwen3(vocab_size=len(tokenizer)).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    write_conversations(folder / "train.jsonl", sums(range(12)))
+    write_conversations(folder / "validation.jsonl", sums(range(20, 27)))
+    config = tiny.deepspeed_config(persistence_threshold=500)
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+        del config[key]  # the recipe's
+    (folder / "fp32.json").write_text(json.dumps(config))
+    run_ranks(alone, 1, folder)
+    run_ranks(on_two_ranks, 2, folder)
+    run_ranks(on_four_ranks, 4, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", [*(f"{main}_{probe}" for main, probe in DEGREES), "short_rows", "resumed"])
+def test_a_run_is_the_same_on_shared_rows(folder: Path, name: str) -> None:
+    expected, found = (resumed_runs.timeless_metrics(folder / run) for run in ("alone", name))
+    assert len(found) == NUM_STEPS
+    for key in ("loss", "weighted_loss", "grad_norm", "direction_norm", "effective_sample_size"):
+        assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-5), key
+    for key in ("probe_loss", "validation_loss"):  # of every other step
+        here, there = ([line[key] for line in lines if line.get(key) is not None] for lines in (found, expected))
+        assert here == pytest.approx(there, rel=1e-5) and len(here) >= 3, key
+    for key in ("sequences", "supervised_tokens"):
+        assert [line[key] for line in found] == [line[key] for line in expected]
+    tensors = resumed_runs.tensors_of(folder / "alone")
+    for tensor, values in resumed_runs.tensors_of(folder / name).items():
+        # A few updates of 1e-3, whose rounding Adam magnifies where a gradient is about as small as its eps.
+        assert values.allclose(tensors[tensor], rtol=1e-4, atol=1e-5), tensor
+
+
+def test_the_metrics_say_how_many_ranks_share_a_row(folder: Path) -> None:
+    def degrees(name: str) -> list[tuple[Any, Any]]:
+        lines = resumed_runs.timeless_metrics(folder / name)
+        return [(line["sequence_parallel"], line["probe_sequence_parallel"]) for line in lines]
+
+    assert degrees("2_4") == [(2, 4 if k % 2 == 0 else None) for k in range(NUM_STEPS)]
+    assert degrees("resumed") == [(d, d if k % 2 == 0 else None) for k in range(NUM_STEPS) for d in (2 if k < 3 else 4,)]
+    assert all(main == 4 for main, _ in degrees("short_rows"))  # no shorter row holds the longest sequence
