@@ -25,6 +25,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine, save_hugging_face
 from vcore_ds.engine.export_shards import ExportFailed
 from vcore_ds.files import model_folder as files
+from vcore_ds.models import RowLayout
 
 pytestmark = pytest.mark.dist
 
