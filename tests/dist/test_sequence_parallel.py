@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from scipy.stats import spearmanr
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -17,11 +18,12 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.parity import Case, assert_equal, run_case
 from tests.helpers.ranks import run_ranks
 from tests.unit.test_attention import CONFIGS
-from vcore_ds.data import IGNORED_LABEL, StepBatches
+from vcore_ds.data import IGNORED_LABEL, Batch, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.models import RowLayout, TokenLossModel, gather_losses, own_columns
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.step import take_direction
+from vcore_ds.utility import Direction, forward_mode, jvp_utilities, losses_and_utilities
 
 pytestmark = pytest.mark.dist
 
@@ -100,6 +102,36 @@ def model_deviations(name: str) -> dict[int, tuple[float, float]]:
     }
 
 
+# ---- bf16 ------------------------------------------------------------------------------------------------------------
+
+
+def agreement_in_bf16() -> dict[int, float]:
+    """Spearman of utilities in bf16 with those of one rank's rows in fp32, along one direction, by degree."""
+    recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"})
+    engine = step_runs.make_engine(tiny.token_loss_model(dtype=torch.bfloat16), recipe)
+    direction = Direction(engine)
+    direction.take(step_runs.deal(tiny.rows(8, num_tokens=128, seed=5), 2), normalization="sequence", clip=None)
+    found: dict[int, Tensor] = {}
+
+    def in_order(batches: list[Batch], utilities: list[Tensor]) -> Tensor:
+        """Of all ranks' tokens, by sequence."""
+        own = {}
+        for batch, values in zip(batches, utilities, strict=True):
+            for row, sequence_id in enumerate(batch.sequence_ids):
+                own[sequence_id] = values[batch.sequence_index() == row]
+        together = {i: values for of_rank in layout.gather_objects("job", own) for i, values in of_rank.items()}
+        return torch.cat([together[i] for i in sorted(together)])
+
+    for k in (1, 2, 4):
+        batches = step_runs.deal(tiny.rows(16, num_tokens=128), 2, k)
+        found[k] = in_order(batches, jvp_utilities(engine, direction, batches))
+    batches = step_runs.deal(tiny.rows(16, num_tokens=128), 2, 1)
+    with forward_mode(engine, direction, torch.float32):
+        exact = in_order(batches, [losses_and_utilities(engine, batch)[1] for batch in batches])
+    engine.close()
+    return {k: float(spearmanr(values, exact).statistic) for k, values in found.items()}
+
+
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +200,7 @@ def run_all() -> dict[str, Any]:
             f"degree {k}, packed {packed}": losses_with_dropout(k, packed=packed)
             for k, packed in ((1, True), (2, False), (4, True))
         },
+        "bf16": agreement_in_bf16(),
         "exchanges": {k: exchanges(k) for k in (2, 4)},
         "sums": [layout.sum_over("data", [1.0, float(layout.rank("data", k))], k) for k in degrees],
     }
@@ -198,6 +231,14 @@ def test_dropout_is_the_same_at_every_degree_and_number_of_ranks(of_ranks) -> No
     for found in of_ranks:
         for name, losses in found["dropout"].items():
             assert losses == pytest.approx(expected, abs=1e-5), name
+
+
+def test_bf16_is_as_right_as_on_one_rank(of_ranks) -> None:
+    for found in of_ranks:
+        print(found["bf16"])
+        assert found["bf16"][1] > 0.98
+        for k in (2, 4):
+            assert found["bf16"][k] == pytest.approx(found["bf16"][1], abs=0.002)
 
 
 def test_sums_over_data_count_a_row_once(of_ranks) -> None:
