@@ -49,6 +49,8 @@ def pack_batch(
     best: list[list[list[int]]] | None = None
     best_time = float("inf")
     for num_micro_steps in count(fewest):
+        if best_time <= sum(costs) / num_groups + num_micro_steps * micro_step_cost:
+            break  # not even perfectly level rows would take less
         micro_steps = _fill(lengths, costs, num_groups, row_tokens, num_micro_steps)
         if micro_steps is not None:
             time = sum(max(sum(costs[i] for i in row) for row in rows) + micro_step_cost for rows in micro_steps)
@@ -85,9 +87,10 @@ def _fill(
     longer than it takes. The last micro-step takes what is left, levelled as well as that allows.
     """
     left = sorted(range(len(lengths)), key=lambda i: -costs[i])
+    cost_left = sum(costs)
     micro_steps = []
     for steps_left in range(num_micro_steps, 0, -1):
-        level = max([costs[i] for i in left[:1]] + [sum(costs[i] for i in left) / (steps_left * num_rows)])
+        level = max([costs[i] for i in left[:1]] + [cost_left / (steps_left * num_rows)])
         rows: list[list[int]] = [[] for _ in range(num_rows)]
         by_cost = [(0.0, row, 0) for row in range(num_rows)]  # cost, row, tokens
         later = []
@@ -108,9 +111,14 @@ def _fill(
             if by_cost and (steps_left == 1 or by_cost[0][0] + costs[i] <= level):
                 cost, row, tokens = heapq.heappop(by_cost)
                 rows[row].append(i)
+                cost_left -= costs[i]
                 too_full.append((cost + costs[i], row, tokens + lengths[i]))
             else:
                 later.append(i)
+                most_room = row_tokens - min(tokens for _, _, tokens in [*by_cost, *too_full])
+                fits = bisect_left(left, -most_room, lo=place, key=lambda i: -lengths[i])
+                later += left[place:fits]  # too long for any row
+                place = fits
             for entry in too_full:
                 heapq.heappush(by_cost, entry)
         micro_steps.append(rows)

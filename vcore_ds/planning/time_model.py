@@ -33,8 +33,8 @@ H100 = Machine(400e12, 360e9, 42e9, 40e-6, 300.0)
 """An HGX node: 40% of 989 TFLOP/s in bf16, 0.8 of NVLink's 450 GB/s in one direction, 0.85 of one 400 Gb/s adapter a
 GPU. Data sheets and usual shares, not measured here. On a B200 arithmetic and NVLink are both twice as fast."""
 
-CPU = Machine(30e9, 1.5e9, 1.5e9, 3e-4, 8.0)
-"""A core, and gloo over the loopback device: orders of magnitude, for runs and tests without GPUs."""
+CPU = Machine(65e9, 1e9, 1e9, 4e-4, 16.0)
+"""A core of a server and gloo over the loopback device, measured on four cores: for runs and tests without GPUs."""
 
 
 @dataclass(frozen=True)
