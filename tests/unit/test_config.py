@@ -386,7 +386,7 @@ RULES = [
     ),
     (
         ["model.attention=flash_attention_2", "model.precision=fp32"],
-        "model.attention: found flash_attention_2 together with model.precision fp32; expected sdpa or eager",
+        "model.attention: found flash_attention_2 together with model.precision fp32; expected auto, sdpa or eager",
     ),
     (
         ["optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]"],
