@@ -179,10 +179,11 @@ def is_intact(checkpoint: Path) -> bool:
         return False
 
 
-def begin(folder: Path, generator: random.Random) -> Campaign:
+def begin(folder: Path, generator: random.Random, sequence_parallel: str) -> Campaign:
     """Makes the undisturbed run and measures its pace."""
     setup = make_setup(folder, sums(range(32)))
-    run = TinyRun(folder / "undisturbed", setup, NUM_STEPS, changes=("engine.lost_rank_seconds=5",))
+    degrees = [f"{section}.sequence_parallel={sequence_parallel}" for section in ("batch", "probe")]
+    run = TinyRun(folder / "undisturbed", setup, NUM_STEPS, changes=("engine.lost_rank_seconds=5", *degrees))
     with run.start() as job:
         wait_until(lambda: process_of(job, 0) is not None, job)
         ranks_began = time.monotonic()
@@ -197,6 +198,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
+    parser.add_argument(
+        "--sequence-parallel", choices=("auto", "1", "2"), default="auto", help="ranks that share a row"
+    )
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="vcore_ds_chaos_"))
     print(f"{arguments.kills} kills, SEED={arguments.seed}, in {folder}", flush=True)
@@ -206,7 +210,7 @@ def main() -> int:
     generator.shuffle(kinds)
 
     started = time.monotonic()
-    campaign = begin(folder, generator)
+    campaign = begin(folder, generator, arguments.sequence_parallel)
     print(
         f"undisturbed: a start of {campaign.seconds_start_up:.0f} s, {NUM_STEPS} steps of {campaign.seconds_step:.2f} s"
     )

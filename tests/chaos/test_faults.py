@@ -37,7 +37,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     folder = tmp_path_factory.mktemp("undisturbed")
     pairs = sums(range(NUM_SEQUENCES))
     pairs[rare_id()] = (pairs[rare_id()][0] + RARE, pairs[rare_id()][1])
-    run = TinyRun(folder / "run", make_setup(folder, pairs), NUM_STEPS)
+    run = TinyRun(folder / "run", make_setup(folder, pairs), NUM_STEPS, ("batch.sequence_parallel=2",))
     with run.start() as job:
         assert job.wait() == 0, job.output
     return run
@@ -63,7 +63,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def run(undisturbed: TinyRun, disk: Path) -> TinyRun:
-    return TinyRun(disk / "run", undisturbed.setup, NUM_STEPS)
+    return TinyRun(disk / "run", undisturbed.setup, NUM_STEPS, undisturbed.changes)
 
 
 def run_into(run: TinyRun, fault: Fault, *, resumed_after: int | None, **environment: str) -> Job:
