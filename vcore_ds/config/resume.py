@@ -31,6 +31,7 @@ MAY_DIFFER = frozenset(
         "probe.sequence_parallel",
         "probe.micro_batch_size_per_rank",
         "utility.micro_batch_size_per_rank",
+        "utility.fused",
         "model.attention",
         "model.gradient_checkpointing",
         "model.activation_offload",

@@ -36,14 +36,14 @@ def token_loss(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | N
         targets: `[N]`, int64 in `[0, V)`.
         bias: `[V]` or None.
     """
+    tangents: list[Tensor | None] = [None, None, None]
     if forward_ad._current_level >= 0:
-        (hidden, d_hidden), (weight, d_weight) = forward_ad.unpack_dual(hidden), forward_ad.unpack_dual(weight)
-        d_bias = None
+        hidden, tangents[0] = forward_ad.unpack_dual(hidden)
+        weight, tangents[1] = forward_ad.unpack_dual(weight)
         if bias is not None:
-            bias, d_bias = forward_ad.unpack_dual(bias)
-        if d_hidden is not None or d_weight is not None or d_bias is not None:
-            return forward_ad.make_dual(*_loss_and_tangent(hidden, weight, bias, targets, d_hidden, d_weight, d_bias))
-    return _TokenLoss.apply(hidden, weight, bias, targets)
+            bias, tangents[2] = forward_ad.unpack_dual(bias)
+    losses, d_losses = _TokenLoss.apply(hidden, weight, bias, targets, *tangents)
+    return losses if d_losses is None else forward_ad.make_dual(losses, d_losses)
 
 
 def _block_size(weight: Tensor) -> int:
@@ -68,23 +68,49 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _TokenLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-        losses = torch.empty(len(targets), dtype=_accumulation_dtype(hidden), device=hidden.device)
-        log_normalizers = torch.empty_like(losses)
-        for start in range(0, len(targets), size := _block_size(weight)):
-            block = slice(start, start + size)
-            logits = _logits(hidden[block], weight, bias)
-            log_normalizers[block] = torch.logsumexp(logits, dim=-1)
-            losses[block] = log_normalizers[block] - logits.gather(1, targets[block, None]).squeeze(1)
-            del logits  # before the next block's are made
-        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizers)
-        return losses
+    """Losses, and their tangents `dl[t] = sum_j p[t,j] dz[t,j] - dz[t,y[t]]` with `z` the logits, without a gradient;
+    None where no input has a tangent."""
 
     @staticmethod
-    def backward(ctx: Any, d_losses: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        d_hidden: Tensor | None,
+        d_weight: Tensor | None,
+        d_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        losses = torch.empty(len(targets), dtype=_accumulation_dtype(hidden), device=hidden.device)
+        log_normalizers = torch.empty_like(losses)
+        has_tangent = any(tangent is not None for tangent in (d_hidden, d_weight, d_bias))
+        d_losses = torch.empty_like(losses) if has_tangent else None
+        for start in range(0, len(targets), size := _block_size(weight)):
+            block = slice(start, start + size)
+            logits, index = _logits(hidden[block], weight, bias), targets[block, None]
+            log_normalizers[block] = torch.logsumexp(logits, dim=-1)
+            losses[block] = log_normalizers[block] - logits.gather(1, index).squeeze(1)
+            if d_losses is not None:
+                d_logits = _logits_tangent(
+                    hidden[block], weight, None if d_hidden is None else d_hidden[block], d_weight
+                )
+                if d_bias is not None:
+                    d_logits += d_bias
+                target_tangents = d_logits.gather(1, index).squeeze(1)
+                probabilities = logits.sub_(log_normalizers[block, None]).exp_()
+                d_losses[block] = d_logits.mul_(probabilities).sum(-1) - target_tangents
+                del d_logits, probabilities
+            del logits  # before the next block's are made, or two blocks would be whole at a time
+        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizers)
+        if d_losses is not None:
+            ctx.mark_non_differentiable(d_losses)
+        return losses, d_losses
+
+    @staticmethod
+    def backward(ctx: Any, d_losses: Tensor, _: None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normalizers = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         # The sum over blocks is kept in fp32: rounding each block's share to bf16 would bias training.
         d_weight = torch.zeros_like(weight, dtype=_accumulation_dtype(weight)) if needs_weight else None
@@ -106,40 +132,16 @@ class _TokenLoss(torch.autograd.Function):
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
-            None,
+            *(None,) * 4,
         )
 
 
-def _loss_and_tangent(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    d_hidden: Tensor | None,
-    d_weight: Tensor | None,
-    d_bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Losses `[N]` and their tangents `dl[t] = sum_j p[t,j] dz[t,j] - dz[t,y[t]]`, `[N]`, with `z` the logits."""
-    losses = torch.empty(len(targets), dtype=_accumulation_dtype(hidden), device=hidden.device)
-    tangents = torch.empty_like(losses)
-    for start in range(0, len(targets), size := _block_size(weight)):
-        block = slice(start, start + size)
-        logits = _logits(hidden[block], weight, bias)
-        d_logits = _product(d_hidden[block], weight) if d_hidden is not None else None
-        if d_weight is not None:
-            from_weight = _product(hidden[block], d_weight)
-            d_logits = from_weight if d_logits is None else d_logits.add_(from_weight)
-            del from_weight
-        if d_logits is None:
-            d_logits = torch.zeros_like(logits)
-        if d_bias is not None:
-            d_logits += d_bias
-        index = targets[block, None]
-        log_normalizers = torch.logsumexp(logits, dim=-1, keepdim=True)
-        losses[block] = (log_normalizers - logits.gather(1, index)).squeeze(1)
-        target_tangents = d_logits.gather(1, index).squeeze(1)
-        probabilities = logits.sub_(log_normalizers).exp_()
-        tangents[block] = d_logits.mul_(probabilities).sum(-1) - target_tangents
-        # Otherwise they would live until the next block's have been made, and two blocks be whole at a time.
-        del logits, d_logits, probabilities
-    return losses, tangents
+def _logits_tangent(hidden: Tensor, weight: Tensor, d_hidden: Tensor | None, d_weight: Tensor | None) -> Tensor:
+    """`d_hidden W^T + hidden d_weight^T` of a block."""
+    d_logits = _product(d_hidden, weight) if d_hidden is not None else None
+    if d_weight is not None:
+        from_weight = _product(hidden, d_weight)
+        d_logits = from_weight if d_logits is None else d_logits.add_(from_weight)
+    if d_logits is None:
+        d_logits = torch.zeros(len(hidden), len(weight), dtype=_accumulation_dtype(hidden), device=hidden.device)
+    return d_logits

@@ -15,7 +15,7 @@ from torch import Tensor
 from vcore_ds.data import Batch
 from vcore_ds.engine import Engine
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
+from vcore_ds.utility.forward_mode import forward_mode, forward_mode_with_graph, losses_and_utilities
 from vcore_ds.utility.passes import merged_passes
 
 Measured = Mapping[str, float | None]
@@ -48,6 +48,23 @@ class PlainForward:
 
     def __call__(self, k: int) -> tuple[Tensor, Tensor | None]:
         return self.engine.token_losses(self.batches[k]), None if self.utilities is None else self.utilities[k]
+
+
+@dataclass(frozen=True)
+class FusedForward:
+    """Losses and utilities of one forward."""
+
+    engine: Engine
+    batches: Sequence[Batch]
+    direction: Direction
+
+    @property
+    def measured(self) -> Measured:
+        return {}
+
+    def __call__(self, k: int) -> tuple[Tensor, Tensor]:
+        with forward_mode_with_graph(self.engine, self.direction):
+            return losses_and_utilities(self.engine, self.batches[k])
 
 
 class Estimator(Protocol):
@@ -92,14 +109,21 @@ class NoUtilities:
 
 
 class ForwardMode:
-    """Exact utilities, from one forward-mode pass over the batch before the main one."""
+    """Exact utilities: from the main forward itself, or from one forward-mode pass over the batch before it."""
 
-    def __init__(self, engine: Engine, direction: Direction, batches_per_pass: int = 1):
-        """`batches_per_pass`: number of main micro-batches in one gradient-free forward."""
+    def __init__(self, engine: Engine, direction: Direction, batches_per_pass: int = 1, *, fused: bool = False):
+        """Args:
+        batches_per_pass: number of main micro-batches in one gradient-free forward, where that is a pass of its own.
+        fused: take utilities from the main forward, for an engine that `can_fuse`.
+        """
         self.direction = direction
-        self._engine, self._batches_per_pass = engine, batches_per_pass
+        self._engine, self._batches_per_pass, self._fused = engine, batches_per_pass, fused
 
-    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> PlainForward:
+    def begin(
+        self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False
+    ) -> PlainForward | FusedForward:
+        if self._fused:
+            return FusedForward(self._engine, batches, self.direction)
         utilities = jvp_utilities(self._engine, self.direction, batches, self._batches_per_pass)
         return PlainForward(self._engine, batches, utilities)
 
@@ -108,6 +132,14 @@ class ForwardMode:
 
     def load_state(self, state: Mapping[str, float | None]) -> None:
         self.direction.norm = state["norm"]
+
+
+def can_fuse(engine: Engine) -> bool:
+    """Whether the main forward can carry tangents: with activation checkpoints around every layer, and without dropout,
+    since utilities belong to the model without it."""
+    layers = engine.module.layers
+    is_checkpointed = bool(layers) and all(getattr(layer, "gradient_checkpointing", False) for layer in layers)
+    return is_checkpointed and not engine.has_dropout
 
 
 def jvp_utilities(

@@ -1,0 +1,48 @@
+"""An activation checkpoint whose forward carries tangents."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+Layer = Callable[..., Any]
+
+
+def checkpoint_with_tangent(layer: Layer, x: Tensor, *others: Any) -> Any:
+    """`layer(x, *others)` with only `x` kept for the backward, which runs the layer again without tangents.
+
+    Stands in for the function that Hugging Face's layers call when their activations are checkpointed. The forward
+    builds no graph, so the layer's tangents live no longer than the layer.
+
+    Args:
+        x: hidden states `[b, t, H]`, dual where the layers below have tangents.
+        others: what else the layer takes; nothing that needs a gradient.
+    """
+    value, tangent = forward_ad.unpack_dual(x)
+    with torch.no_grad():
+        start = value.detach()
+        result = layer(start if tangent is None else forward_ad.make_dual(start, tangent.detach()), *others)
+        y, d_y = forward_ad.unpack_dual(result)
+    y = _Recomputed.apply(value, y, lambda again: layer(again, *others))
+    return y if d_y is None else forward_ad.make_dual(y, d_y.detach())
+
+
+class _Recomputed(torch.autograd.Function):
+    """`y`, as if `layer` had been differentiated when it was computed from `x`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, layer: Layer) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.layer(x)
+        torch.autograd.backward(y, d_y)
+        return x.grad, None, None
