@@ -46,15 +46,15 @@ def measure(num_ranks: int, batch_size: int, degrees: Sequence[int] | None = Non
 
 
 def main() -> None:
-    print("ranks  batch        ranks to a row (times)      slowest / mean  (worst)  idle  micro-steps  k = 1: slowest")
+    print("ranks  batch        ranks to a row (times)      slowest / mean  (worst)  idle  steps  k = 1: slowest  idle")
     for batch, size in (("main or probe, 32", 32), ("probe, 4", 4)):
         for num_ranks in (8, 16, 32, 64, 128):
             found, alone = measure(num_ranks, size), measure(num_ranks, size, [1])
             degrees = ", ".join(f"{k} ({times})" for k, times in sorted(found.degrees.items()))
             waiting = f"{found.mean_imbalance:10.3f}  ({found.largest_imbalance:.3f})  {found.most_idle_ranks:4}"
             print(
-                f"{num_ranks:5}  {batch:18}  {degrees:22}  {waiting}  {found.mean_micro_steps:11.1f}"
-                f"  {alone.mean_imbalance:14.2f}"
+                f"{num_ranks:5}  {batch:18}  {degrees:22}  {waiting}  {found.mean_micro_steps:5.1f}"
+                f"  {alone.mean_imbalance:14.2f}  {alone.most_idle_ranks:4}"
             )
 
 

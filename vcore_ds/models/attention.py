@@ -96,7 +96,8 @@ def training_attention(
     layout = _check(module, row_layout, softcap, s_aux)
     query, key, value = to_heads([query, key, value], layout.sequence_parallel)
     output = causal_attention(query, key, value, layout, scaling, sliding_window)
-    return to_tokens(output, layout.sequence_parallel).transpose(1, 2).contiguous(), None
+    (output,) = to_tokens([output], layout.sequence_parallel)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def forward_mode_attention(
@@ -118,13 +119,26 @@ def forward_mode_attention(
     k = layout.sequence_parallel
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     primals, tangents = zip(*(forward_ad.unpack_dual(x) for x in (query, key, value)), strict=True)
-    if k > 1 and any(tangent is not None for tangent in tangents):
-        # Values and tangents travel together, so one exchange serves both.
-        zipped = zip(primals, tangents, strict=True)
-        both = [torch.stack([x, torch.zeros_like(x) if dx is None else dx]) for x, dx in zipped]
-        primals, tangents = zip(*(x.unbind() for x in to_heads(both, k)), strict=True)
-    elif k > 1:
-        primals = tuple(to_heads(primals, k))
+    # Values and the tangents that there are travel together, so one exchange serves both.
+    exchanged = iter(to_heads([x for x in (*primals, *tangents) if x is not None], k))
+    primals = [next(exchanged) for _ in primals]
+    tangents = [None if tangent is None else next(exchanged) for tangent in tangents]
+    output, d_output = _block_attention(primals, tangents, layout, scale, sliding_window)
+    found = to_tokens([output] if d_output is None else [output, d_output], k)
+    found = [x.transpose(1, 2).contiguous() for x in found]
+    return found[0] if d_output is None else forward_ad.make_dual(*found), None
+
+
+def _block_attention(
+    primals: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
+    layout: RowLayout,
+    scale: float,
+    sliding_window: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`block_attention` within each sequence, without a graph."""
+    if layout.is_one_sequence_a_row:
+        return block_attention(*primals, tuple(tangents), scale=scale, sliding_window=sliding_window)
     output = torch.empty_like(primals[0])
     d_output = None if all(tangent is None for tangent in tangents) else torch.empty_like(output)
     for rows, columns in layout.sequences():
@@ -134,12 +148,7 @@ def forward_mode_attention(
         output[rows, :, columns] = found
         if d_output is not None:
             d_output[rows, :, columns] = d_found
-    if d_output is None:
-        return to_tokens(output, k).transpose(1, 2).contiguous(), None
-    if k > 1:
-        output, d_output = to_tokens(torch.stack([output, d_output]), k).unbind()
-    output, d_output = (x.transpose(1, 2).contiguous() for x in (output, d_output))
-    return forward_ad.make_dual(output, d_output), None
+    return output, d_output
 
 
 def causal_attention(

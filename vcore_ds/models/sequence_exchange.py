@@ -27,34 +27,36 @@ def to_heads(tensors: Sequence[Tensor], sequence_parallel: int) -> list[Tensor]:
     """All heads of this rank's tokens to all tokens of this rank's heads. A collective, one for all tensors.
 
     Args:
-        tensors: the queries `[..., A, t, D]`, then keys and values `[..., K, t, D]`; A is a multiple of K and of the
-            degree k. Key and value heads that k does not divide are repeated for the exchange, to the least common
-            multiple of K and k, which divides A: each rank gets those that its query heads look at.
+        tensors: queries `[b, A, t, D]`, keys and values `[b, K, t, D]`, and tangents of them; A is a multiple of K and
+            of the degree k. Key and value heads that k does not divide are repeated for the exchange, to the least
+            common multiple of K and k, which divides A: each rank gets those that its query heads look at.
 
     Returns:
-        Queries `[..., A / k, T, D]`, keys and values `[..., lcm(K, k) / k, T, D]`. Differentiable.
+        Queries `[b, A / k, T, D]`, keys and values `[b, lcm(K, k) / k, T, D]`. Differentiable.
     """
     k = sequence_parallel
     if k == 1:
         return list(tensors)
     parts = []
     for tensor in tensors:
-        num_heads = tensor.shape[-3]
-        tensor = tensor.repeat_interleave(math.lcm(num_heads, k) // num_heads, -3)
-        parts.append(tensor.unflatten(-3, (k, -1)))  # [..., k, h, t, D]
-    sent = torch.cat(parts, -3).movedim(-4, 0)  # [k, ..., sum of h, t, D]
-    received: Tensor = _Exchange.apply(sent, k)  # from each rank its tokens, for this rank's heads
-    joined = received.movedim(0, -3).flatten(-3, -2)  # [..., sum of h, k, t, D] -> [..., sum of h, T, D]
-    return list(joined.split([part.shape[-3] for part in parts], -3))
+        num_heads = tensor.shape[1]
+        repeated = tensor.repeat_interleave(math.lcm(num_heads, k) // num_heads, 1)
+        parts.append(repeated.unflatten(1, (k, -1)).movedim(1, 0))  # [k, b, h, t, D]
+    received: Tensor = _Exchange.apply(torch.cat(parts, 2), k)  # from each rank its tokens, for this rank's heads
+    # [k, b, sum of h, t, D] -> [b, sum of h, T, D]
+    return list(received.permute(1, 2, 0, 3, 4).flatten(2, 3).split([part.shape[2] for part in parts], 1))
 
 
-def to_tokens(tensor: Tensor, sequence_parallel: int) -> Tensor:
-    """The way back, `[..., A / k, T, D]` to `[..., A, t, D]`. A collective; differentiable."""
-    if sequence_parallel == 1:
-        return tensor
-    sent = tensor.unflatten(-2, (sequence_parallel, -1)).movedim(-3, 0)  # [k, ..., h, t, D]
-    received: Tensor = _Exchange.apply(sent, sequence_parallel)
-    return received.movedim(0, -4).flatten(-4, -3)  # [..., k, h, t, D] -> [..., A, t, D]
+def to_tokens(tensors: Sequence[Tensor], sequence_parallel: int) -> list[Tensor]:
+    """The way back, each `[b, A / k, T, D]` to `[b, A, t, D]`. A collective, one for all tensors; differentiable."""
+    k = sequence_parallel
+    if k == 1:
+        return list(tensors)
+    num_heads = tensors[0].shape[1]
+    sent = torch.cat([tensor.unflatten(2, (k, -1)).movedim(2, 0) for tensor in tensors], 2)  # [k, b, sum of h, t, D]
+    received: Tensor = _Exchange.apply(sent, k)
+    # Of each tensor [k, b, h, t, D] -> [b, A, t, D].
+    return [part.transpose(0, 1).flatten(1, 2) for part in received.split(num_heads, 2)]
 
 
 def gather_losses(own: Tensor, supervised: Tensor, sequence_parallel: int) -> Tensor:
