@@ -30,10 +30,10 @@ pytestmark = pytest.mark.dist
 FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 5.0}}
 CASES = {
     "2 and 4, full": Case(sequence_parallel=(2, 4)),
-    "4 and 2, packed, tied, fused": Case(sequence_parallel=(4, 2), packed=True, tied=True, checkpointing=True),
-    "4 and 4, lora, packed, fused": Case(sequence_parallel=(4, 4), packed=True, lora=True, checkpointing=True),
-    "2 and 2, lora, packed, checkpointed": Case(
-        sequence_parallel=(2, 2), packed=True, lora=True, checkpointing=True, sections={"utility": {"fused": False}}
+    "4 and 2, packed, tied, checkpointed": Case(sequence_parallel=(4, 2), packed=True, tied=True, checkpointing=True),
+    "4 and 4, lora, packed, checkpointed": Case(sequence_parallel=(4, 4), packed=True, lora=True, checkpointing=True),
+    "2 and 2, packed, fused": Case(
+        sequence_parallel=(2, 2), packed=True, checkpointing=True, sections={"utility": {"fused": True}}
     ),
     "1 and 4, lora": Case(sequence_parallel=(1, 4), lora=True),
     "2 and 1, one kv head, coalesced": Case(sequence_parallel=(2, 1), num_kv_heads=1, coalesce=True),
@@ -173,7 +173,7 @@ def counted() -> Iterator[dict[str, list[int]]]:
 
 def exchanges(sequence_parallel: int) -> dict[str, dict[str, list[int]]]:
     """What one row of 32 tokens exchanges, by pass."""
-    recipe = step_runs.recipe(utility={"fused": False})
+    recipe = step_runs.recipe()
     engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True), recipe)
     estimator = step_runs.make_estimator(recipe, engine)
     row = replace(tiny.take(tiny.rows(1, num_tokens=32), [0]), sequence_parallel=sequence_parallel)

@@ -72,7 +72,7 @@ class UtilityConfig(Section):
     epsilon: Positive | Literal["auto"] | None = None
     """Step eps of the finite difference, in units of the probe direction; `auto` searches for the one that stands
     clearest of rounding and curvature; null with `jvp`."""
-    fused: bool = True
+    fused: bool = False
     """With `jvp`, take utilities from the main forward itself, which saves one forward and one gather of all weights.
     Needs model.gradient_checkpointing and no dropout; without them, or if false, they take a pass of their own."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
