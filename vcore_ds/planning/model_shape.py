@@ -35,8 +35,10 @@ class ModelShape:
     """D."""
     layer_parameters: int
     """P, parameters of the linear layers of one decoder layer."""
-    can_share_rows: bool = True
-    """Whether ranks may share a row: not where the attention is the model's own code and cannot be replaced."""
+    unshareable: str | None = None
+    """Why ranks cannot share a row, such as `whose attention is its own code`; None where they can."""
+    unpackable: str | None = None
+    """Why a row cannot hold several sequences, in the same form; None where it can."""
     is_assumed: bool = False
     """The model was not there to be read, and this is another one's shape."""
 
