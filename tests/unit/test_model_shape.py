@@ -51,6 +51,8 @@ def test_the_length_at_which_attention_costs_as_much(tmp_path: Path) -> None:
         MistralConfig(**SIZES),
         Phi3Config(**SIZES, pad_token_id=0),
         GPT2Config(n_embd=64, n_head=4, n_layer=2),
+        Phi3Config(**SIZES, **LONGROPE, pad_token_id=0),
+        Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]),
     ],
     ids=lambda config: config.model_type,
 )

@@ -16,16 +16,9 @@ from transformers import (
 from transformers.utils import cached_file
 
 from vcore_ds.errors import UserError, first_line
-from vcore_ds.planning import QWEN3_32B, ModelShape, layer_parameters
+from vcore_ds.planning import ATTENTION_LAYERS, OTHER_LAYERS, QWEN3_32B, ModelShape, layer_parameters, row_obstacles
 
 _EXPECTED = "expected a decoder-only language model (Qwen3, Llama, ...)"
-
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "moe", "dense", "sparse"}
-"""Kinds of layers (`layer_types`) in which tokens see each other through attention that can be replaced, and no other
-way. The last three say what follows the attention."""
-
-_OTHER_LAYERS = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
-"""Kinds in which they also, or only, do so through code of the model's own: convolutions, recurrences."""
 
 _MAX_SIZES = {"num_hidden_layers": 10_000, "num_layers": 10_000, "n_layer": 10_000, "vocab_size": 2**31 - 1}
 """Largest values that can be meant: an architecture builds lists of its layers, and token ids are int32."""
@@ -138,14 +131,9 @@ def model_shape(path: str) -> ModelShape:
     head_dim = _size(config, "head_dim") or max(1, hidden // num_heads)
     num_kv_heads = _size(config, "num_key_value_heads") or num_heads
     parameters = layer_parameters(hidden, num_heads, num_kv_heads, head_dim, _size(config, "intermediate_size"))
-    unpackable = None
-    if others := sorted(_layer_types(config) & _OTHER_LAYERS):
-        unpackable = f"whose layers ({', '.join(others)}) are not all attention"
-    unshareable = unpackable
+    unshareable, unpackable = row_obstacles(config.get_text_config().to_dict())
     if not can_replace_attention(config):
         unshareable = "whose attention is its own code"
-    elif rope := _rope_of_the_row(config):
-        unshareable = f"whose rotary embedding ({rope}) depends on the last position that a rank has"
     return ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, unshareable, unpackable)
 
 
@@ -156,18 +144,6 @@ def _size(config: PretrainedConfig, name: str) -> int | None:
     except RuntimeError:  # transformers' own word for the latter
         return None
     return value if isinstance(value, int) else None
-
-
-def _layer_types(config: PretrainedConfig) -> set[str]:
-    return set(getattr(config.get_text_config(), "layer_types", None) or ())
-
-
-def _rope_of_the_row(config: PretrainedConfig) -> str | None:
-    """The kind of rotary embedding, where its frequencies depend on the largest position that it is given."""
-    found = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    # Of the model, or of each kind of layer.
-    kinds = [part.get("rope_type") for part in (found, *found.values()) if isinstance(part, dict)]
-    return next((kind for kind in kinds if kind in ("longrope", "dynamic")), None)
 
 
 def check_forward_mode(path: str) -> None:
@@ -190,4 +166,5 @@ def can_replace_attention(config: PretrainedConfig) -> bool:
     """Whether the architecture finds its attention function by name, so that one of our own can serve: one that knows
     causality and sliding windows, and none of the masks that chunked or sparse attention makes for itself."""
     finds_by_name = bool(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend)
-    return finds_by_name and _layer_types(config) <= _ATTENTION_LAYERS | _OTHER_LAYERS
+    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
+    return finds_by_name and ATTENTION_LAYERS | OTHER_LAYERS >= set(layer_types)
