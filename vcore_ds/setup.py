@@ -8,6 +8,7 @@ import torch
 from vcore_ds.config import BatchPlan, Recipe, plan_batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
+from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.engine import Engine, build_optimizer, sharded_loading
 from vcore_ds.models import (
     TokenLossModel,
@@ -35,9 +36,11 @@ def check_model(recipe: Recipe) -> None:
 def plan_ranks(recipe: Recipe) -> BatchPlan:
     """How the recipe's batches are spread over the ranks of this job, with the groups that this needs. A collective.
 
-    Raises RecipeError as `plan_batch` does, on all ranks alike.
+    Raises UserError where a rank cannot read the model's configuration, and RecipeError as `plan_batch` does, on all
+    ranks alike.
     """
-    here = model_shape(recipe.model.path), int(os.environ.get("LOCAL_WORLD_SIZE", layout.size("job")))
+    shape = first_rank_first(lambda: model_shape(recipe.model.path))
+    here = shape, int(os.environ.get("LOCAL_WORLD_SIZE", layout.size("job")))
     # Of the first rank: where nodes differ, all ranks still have to come to the same spread.
     shape, ranks_per_node = layout.gather_objects("job", here)[0]
     plan = plan_batch(

@@ -205,7 +205,7 @@ def run_all() -> dict[str, Any]:
         },
         "bf16": agreement_in_bf16(),
         "exchanges": {k: exchanges(k) for k in (2, 4)},
-        "sums": [layout.sum_over("data", [1.0, float(layout.rank("data", k))], k) for k in degrees],
+        "sums": [layout.sum_over("data", [1.0, float(layout.rank("data", k)), math.inf], k) for k in degrees],
     }
 
 
@@ -246,7 +246,7 @@ def test_bf16_is_as_right_as_on_one_rank(of_ranks) -> None:
 
 def test_sums_over_data_count_a_row_once(of_ranks) -> None:
     for found in of_ranks:
-        assert found["sums"] == [[4.0, 6.0], [2.0, 1.0], [1.0, 0.0]]
+        assert found["sums"] == [[4.0, 6.0, math.inf], [2.0, 1.0, math.inf], [1.0, 0.0, math.inf]]
 
 
 @pytest.mark.parametrize("k", [2, 4])

@@ -110,7 +110,7 @@ def test_packed_rows_on_two_ranks_are_the_same_run(setup: TinySetup, bash_run: R
     folder = tmp_path / "run"
     overrides = setup.overrides(folder, "batch.packed_row_tokens=300", model=setup.tied)
     run = train("torchrun --nproc_per_node 2 launch_scripts/train_32b.sh", overrides, folder)
-    assert "4 sequences a step, packed into rows of at most 300 tokens on 2 ranks" in run.output
+    assert "4 sequences a step on 2 ranks, packed into rows of at most 300 tokens" in run.output
     assert check_folder(run, load_recipe_of(run)) == 2
     check_model(run, setup, setup.tied)
     assert run.losses == pytest.approx(bash_run.losses, rel=1e-5)

@@ -6,6 +6,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -192,6 +193,23 @@ def test_the_flash_kernel_on_a_gpu(name: str, sliding_window: int | None) -> Non
         torch.testing.assert_close(found.cpu().double(), reference, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("attend", [training_attention, forward_mode_attention])
+def test_values_may_have_fewer_dimensions_than_keys(attend) -> None:
+    (query, key, value), (d_query, d_key, d_value) = inputs(60)
+    primals, tangents = (query, key, value[..., :5]), (d_query, d_key, d_value[..., :5])
+    options = dict(scaling=SCALE, row_layout=RowLayout.of(LAYOUTS["short ones"], 1, CPU))
+    seen = visible(60, None, LAYOUTS["short ones"])
+    expected = torch.func.jvp(lambda q, k, v: unfused(q, k, v, seen), primals, tangents)
+    with torch.no_grad(), forward_ad.dual_level():
+        carries_tangents = attend is forward_mode_attention
+        duals = [forward_ad.make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
+        found, _ = attend(torch.nn.Module(), *(duals if carries_tangents else primals), None, **options)
+        found = forward_ad.unpack_dual(found)
+        torch.testing.assert_close(found.primal.transpose(1, 2), expected[0], rtol=1e-12, atol=1e-12)
+        if carries_tangents:
+            torch.testing.assert_close(found.tangent.transpose(1, 2), expected[1], rtol=1e-12, atol=1e-12)
+
+
 def test_score_caps_sinks_and_lost_layouts_are_refused() -> None:
     primals, _ = inputs(4)
     layout = RowLayout.of([[4], [4]], 1, CPU)
@@ -199,10 +217,11 @@ def test_score_caps_sinks_and_lost_layouts_are_refused() -> None:
         for extra, words in (
             (dict(softcap=30.0, row_layout=layout), "caps its attention scores"),
             (dict(s_aux=torch.zeros(4), row_layout=layout), "uses attention sinks"),
+            (dict(mask=visible(4), row_layout=layout), "makes an attention mask of its own"),
             ({}, "does not hand keyword arguments"),
         ):
             with pytest.raises(UserError, match=words):
-                attend(torch.nn.Module(), *primals, None, **extra)
+                attend(torch.nn.Module(), *primals, extra.pop("mask", None), **extra)
 
 
 # ---- inside Hugging Face models -------------------------------------------------------------------------------------
@@ -218,6 +237,20 @@ CONFIGS = {
     ),
     "mistral, sliding window": lambda: MistralConfig(**SIZES, **HEADS | {"num_key_value_heads": 1}, sliding_window=6),
     "phi3": lambda: Phi3Config(**SIZES, **HEADS, pad_token_id=0),
+    "qwen2, a window in the second layer": lambda: Qwen2Config(
+        **SIZES, **HEADS, use_sliding_window=True, sliding_window=6, layer_types=["full_attention", "sliding_attention"]
+    ),
+    "deepseek, values of 6 dimensions": lambda: DeepseekV3Config(
+        **SIZES,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        first_k_dense_replace=2,  # so that no layer has experts
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=6,
+    ),
 }
 
 

@@ -64,7 +64,7 @@ def test_degrees() -> None:
     assert plan(64).main_degrees == (1, 2, 4, 8, 16, 32, 64)
     fixed = plan(64, batch={"sequence_parallel": 4}, probe={"sequence_parallel": 16})
     assert (fixed.main_degrees, fixed.probe_degrees, fixed.degrees) == ((4,), (16,), [4, 16])
-    own_code = replace(QWEN3_32B, can_share_rows=False)
+    own_code = replace(QWEN3_32B, unshareable="whose attention is its own code")
     assert plan(64, own_code).degrees == [1]
     assert plan(64, own_code, batch={"sequence_parallel": 1}).main_degrees == (1,)
     assert plan(64, model={"path": "m", "attention": "eager"}).degrees == [1]
@@ -95,17 +95,19 @@ def test_degrees() -> None:
         ),
         (
             4,
-            replace(QWEN3_32B, can_share_rows=False),
+            replace(QWEN3_32B, unshareable="whose attention is its own code"),
             {"batch": {"sequence_parallel": 2}},
             "batch.sequence_parallel: found 2 together with model.path MODEL, whose attention is its own code; "
-            "expected 1 or auto: ranks share a row through an attention that takes the place of the model's",
+            "expected 1 or auto: ranks share a row through an attention that takes the place of the model's, and all "
+            "else is computed token by token",
         ),
         (
             4,
             QWEN3_32B,
             {"batch": {"sequence_parallel": 2}, "model": {"path": "m", "attention": "sdpa"}},
             "batch.sequence_parallel: found 2 together with model.attention sdpa; expected 1 or auto, or "
-            "model.attention auto: ranks share a row through an attention that takes the place of the model's",
+            "model.attention auto: ranks share a row through an attention that takes the place of the model's, and all "
+            "else is computed token by token",
         ),
     ],
 )
@@ -113,6 +115,13 @@ def test_a_degree_that_does_not_fit(ranks: int, shape: ModelShape, sections: dic
     with pytest.raises(RecipeError) as error:
         plan(ranks, shape, **sections)
     assert str(error.value) == words.replace("MODEL", smallest_recipe()["model"]["path"])
+
+
+def test_rows_of_a_model_that_cannot_be_packed() -> None:
+    shape = replace(QWEN3_32B, unpackable="whose layers (conv) are not all attention")
+    assert plan(4, shape, batch={"packed_row_tokens": None}).packed_row_tokens is None
+    with pytest.raises(RecipeError, match=r"packed_row_tokens: found 16384 .* \(conv\) .* expected null: packed seq"):
+        plan(4, shape, batch={"packed_row_tokens": 16384})
 
 
 def test_a_model_that_cannot_be_seen_may_have_any_number_of_heads() -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers import tiny
+from vcore_ds.errors import UserError
 from vcore_ds.models import TokenDropout, token_keys
 from vcore_ds.models.dropout import use_token_dropout
 
@@ -67,6 +68,20 @@ def test_kept_values_are_scaled_and_gradients_masked() -> None:
     (gradient,) = torch.autograd.grad(out.sum(), x)
     torch.testing.assert_close(gradient, kept / 0.8)
     assert torch.equal(dropout.eval()(x), x)
+
+
+def test_flattened_tokens_have_the_same_masks() -> None:
+    dropout = TokenDropout(0.5, 0)
+    # The columns of a rank, a part of a larger tensor.
+    dropout.token_keys = token_keys(0, torch.zeros(2, 8, dtype=torch.int64), torch.arange(8).expand(2, 8))[:, 2:6]
+    x = torch.randn(2, 4, 16)
+    assert torch.equal(dropout(x.flatten(0, 1)), dropout(x).flatten(0, 1))
+    with pytest.raises(UserError, match=r"found a dropout on \[2, 3, 4, 4\]"):
+        dropout(torch.ones(2, 3, 4, 4))
+
+
+def test_a_probability_below_the_resolution_drops_next_to_nothing() -> None:
+    assert float(mask(1e-12).double().mean()) > 0.9999
 
 
 def test_every_dropout_of_a_model_is_replaced() -> None:

@@ -4,12 +4,34 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Phi3Config, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma4TextConfig,
+    GPT2Config,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from vcore_ds.models import model_shape
 from vcore_ds.planning import QWEN3_32B, shape_on_disk
 
 SIZES = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, intermediate_size=192, num_hidden_layers=3)
+LONGROPE = dict(
+    max_position_embeddings=128,
+    original_max_position_embeddings=64,
+    rope_parameters={
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+    },
+)
 
 
 def test_the_length_at_which_attention_costs_as_much(tmp_path: Path) -> None:
@@ -29,12 +51,39 @@ def test_the_length_at_which_attention_costs_as_much(tmp_path: Path) -> None:
         MistralConfig(**SIZES),
         Phi3Config(**SIZES, pad_token_id=0),
         GPT2Config(n_embd=64, n_head=4, n_layer=2),
+        Phi3Config(**SIZES, **LONGROPE, pad_token_id=0),
+        Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]),
     ],
     ids=lambda config: config.model_type,
 )
 def test_both_ways_of_reading_agree(config: PretrainedConfig, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     assert shape_on_disk(str(tmp_path)) == model_shape(str(tmp_path))
+
+
+CONV = "whose layers (conv) are not all attention"
+
+
+@pytest.mark.parametrize(
+    "config, unshareable, unpackable",
+    [
+        (Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]), CONV, CONV),
+        (Phi3Config(**SIZES, **LONGROPE, pad_token_id=0), "whose rotary embedding (longrope) depends on ", None),
+        (LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "whose rotary ", None),
+        (LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "factor": 2.0}), None, None),
+        (Gemma4TextConfig(), None, None),  # as many query heads in each layer, of two sizes
+        (Llama4TextConfig(), "whose attention is its own code", None),  # chunked
+        (MambaConfig(), "whose configuration has no single num_attention_heads", "whose configuration has no "),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_rows_that_cannot_be_shared_or_packed(
+    config: PretrainedConfig, unshareable: str | None, unpackable: str | None, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    shape = model_shape(str(tmp_path))
+    for found, expected in ((shape.unshareable, unshareable), (shape.unpackable, unpackable)):
+        assert found == expected if expected is None else found is not None and found.startswith(expected)
 
 
 def test_a_language_model_within_another(tmp_path: Path) -> None:

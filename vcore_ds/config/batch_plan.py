@@ -100,7 +100,7 @@ class BatchPlan:
         if part == "probe":
             key, size, degrees = "probe.batch_size", self.probe_batch_size_global, self.probe_degrees
         shape = self.time_model.shape
-        if shape.can_share_rows and list(degrees) != possible_degrees(self.num_ranks, shape.num_heads):
+        if shape.unshareable is None and list(degrees) != possible_degrees(self.num_ranks, shape.num_heads):
             return f"set {_SECTIONS[part]}.sequence_parallel to auto"
         enough = _SEQUENCES_PER_GROUP * self.num_ranks // degrees[-1]
         if size >= enough and self.packed_row_tokens is None:
@@ -135,8 +135,15 @@ def plan_batch(
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    if recipe.batch.packed_row_tokens is not None and shape.unpackable is not None:
+        raise RecipeError(
+            [
+                f"batch.packed_row_tokens: found {recipe.batch.packed_row_tokens} together with model.path "
+                f"{recipe.model.path}, {shape.unpackable}; expected null: packed sequences would see each other"
+            ]
+        )
     if recipe.model.attention != "auto":
-        shape = replace(shape, can_share_rows=False)  # the kernels of others know no shared rows
+        shape = replace(shape, unshareable="whose attention is not replaced")  # others' kernels know no shared rows
     micro, has_probe = recipe.batch.micro_batch_size_per_rank, recipe.method.name == "vcore"
     sections: tuple[Literal["batch", "probe"], ...] = ("batch", "probe") if has_probe else ("batch",)
     degrees = {section: _degrees(recipe, section, num_ranks, shape) for section in sections}
@@ -160,20 +167,20 @@ def _degrees(recipe: Recipe, section: Literal["batch", "probe"], num_ranks: int,
     on = f"on {_count(num_ranks, 'rank')}"
     # Any number of heads may be that of a model that cannot be seen.
     heads = num_ranks if shape.is_assumed and wanted != "auto" else shape.num_heads
-    possible = possible_degrees(num_ranks, heads) if shape.can_share_rows else [1]
+    possible = possible_degrees(num_ranks, heads) if shape.unshareable is None else [1]
     if wanted == "auto":
         chosen = possible
     elif wanted in possible:
         chosen = [wanted]
-    elif not shape.can_share_rows:
+    elif shape.unshareable is not None:
         is_replaced = recipe.model.attention == "auto"
-        why = f"model.path {recipe.model.path}, whose attention is its own code"
+        why = f"model.path {recipe.model.path}, {shape.unshareable}"
         why = why if is_replaced else f"model.attention {recipe.model.attention}"
         remedy = "1 or auto" if is_replaced else "1 or auto, or model.attention auto"
         raise RecipeError(
             [
                 f"{key}: found {wanted} together with {why}; expected {remedy}: ranks share a row through an attention "
-                "that takes the place of the model's"
+                "that takes the place of the model's, and all else is computed token by token"
             ]
         )
     else:

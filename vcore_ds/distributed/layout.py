@@ -107,7 +107,8 @@ def sum_over(axis: Axis, values: list[float], sequence_parallel: int = 1) -> lis
     """
     total = torch.tensor(values, dtype=torch.float64, device=device())
     if axis == "data":
-        total *= float(rank("sequence", sequence_parallel) == 0)
+        if rank("sequence", sequence_parallel) != 0:
+            total.zero_()  # not times 0: values may be inf
         axis = "shards"
     dist.all_reduce(total, group=group(axis))
     return total.tolist()

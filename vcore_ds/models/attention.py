@@ -84,18 +84,21 @@ def training_attention(
 
     Args:
         query: `[b, A, t, D]`.
-        key, value: `[b, K, t, D]`.
+        key, value: `[b, K, t, D]`; the values of some architectures have fewer dimensions.
+        attention_mask: None.
         scaling: factor on the scores; None for `1 / sqrt(D)`.
         sliding_window: a query sees this many last keys, itself included; None for all.
 
     Returns the output `[b, t, A, D]`, and None for the attention weights.
 
     Raises:
-        UserError: the model caps its scores, uses attention sinks, or does not hand the layout through.
+        UserError: the model caps its scores, uses attention sinks or a mask of its own, or does not hand the layout
+            through.
     """
-    layout = _check(module, row_layout, softcap, s_aux)
-    query, key, value = to_heads([query, key, value], layout.sequence_parallel)
-    output = causal_attention(query, key, value, layout, scaling, sliding_window)
+    layout = _check(module, attention_mask, row_layout, softcap, s_aux)
+    value_dim = value.shape[-1]
+    query, key, value = to_heads([query, key, _as_wide(value, key)], layout.sequence_parallel)
+    output = causal_attention(query, key, value, layout, scaling, sliding_window)[..., :value_dim]
     (output,) = to_tokens([output], layout.sequence_parallel)
     return output.transpose(1, 2).contiguous(), None
 
@@ -115,16 +118,16 @@ def forward_mode_attention(
 ) -> tuple[Tensor, None]:
     """The same around `block_attention`, for passes without a gradient; inputs may be dual tensors, and the output is
     one where an input is."""
-    layout = _check(module, row_layout, softcap, s_aux)
-    k = layout.sequence_parallel
+    layout = _check(module, attention_mask, row_layout, softcap, s_aux)
+    k, value_dim = layout.sequence_parallel, value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    primals, tangents = zip(*(forward_ad.unpack_dual(x) for x in (query, key, value)), strict=True)
+    primals, tangents = zip(*(forward_ad.unpack_dual(x) for x in (query, key, _as_wide(value, key))), strict=True)
     # Values and the tangents that there are travel together, so one exchange serves both.
     exchanged = iter(to_heads([x for x in (*primals, *tangents) if x is not None], k))
     primals = [next(exchanged) for _ in primals]
     tangents = [None if tangent is None else next(exchanged) for tangent in tangents]
     output, d_output = _block_attention(primals, tangents, layout, scale, sliding_window)
-    found = to_tokens([output] if d_output is None else [output, d_output], k)
+    found = to_tokens([x[..., :value_dim] for x in (output, d_output) if x is not None], k)
     found = [x.transpose(1, 2).contiguous() for x in found]
     return found[0] if d_output is None else forward_ad.make_dual(*found), None
 
@@ -196,19 +199,33 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, slid
     return torch.cat(outputs, 2)
 
 
-def _check(module: nn.Module, row_layout: RowLayout | None, softcap: float | None, s_aux: Tensor | None) -> RowLayout:
-    name = type(module).__name__
-    if softcap is not None or s_aux is not None:
-        what = "caps its attention scores" if s_aux is None else "uses attention sinks"
+def _as_wide(value: Tensor, key: Tensor) -> Tensor:
+    """Values with as many dimensions as keys, filled up with zeros: latent attention (DeepSeek) has fewer. So all three
+    travel together, and the flash kernel takes them."""
+    missing = key.shape[-1] - value.shape[-1]
+    return nn.functional.pad(value, (0, missing)) if missing else value
+
+
+def _check(
+    module: nn.Module,
+    attention_mask: Tensor | None,
+    row_layout: RowLayout | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> RowLayout:
+    what = {
+        "caps its attention scores": softcap is not None,
+        "uses attention sinks": s_aux is not None,
+        "makes an attention mask of its own": attention_mask is not None,
+        "does not hand keyword arguments from the decoder to its attention": row_layout is None,
+    }
+    found = next((words for words, is_so in what.items() if is_so), None)
+    if found is not None:
         raise UserError(
-            f"model.path: {name} {what}, which attention here does not; expected another architecture, or "
-            "model.attention eager with a method or estimator other than vcore by jvp"
+            f"model.path: {type(module).__name__} {found}, so attention here cannot take its place; expected another "
+            "architecture, or model.attention eager with a method or estimator other than vcore by jvp"
         )
-    if row_layout is None:
-        raise UserError(
-            f"model.path: {name} does not hand keyword arguments from the decoder to its attention, so the sequences "
-            "of a row cannot be told apart; expected another architecture, or model.attention sdpa"
-        )
+    assert row_layout is not None
     return row_layout
 
 

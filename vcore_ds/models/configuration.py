@@ -1,6 +1,7 @@
 """A model's configuration: reading it, and what follows from it before any weights are read."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from vcore_ds.errors import UserError, first_line
-from vcore_ds.planning import ModelShape, layer_parameters
+from vcore_ds.planning import ATTENTION_LAYERS, OTHER_LAYERS, QWEN3_32B, ModelShape, layer_parameters, row_obstacles
 
 _EXPECTED = "expected a decoder-only language model (Qwen3, Llama, ...)"
 
@@ -96,12 +97,11 @@ def _check_kind(path: str, config: PretrainedConfig) -> None:
 
 
 def _check_heads(path: str, config: PretrainedConfig) -> None:
-    text = config.get_text_config()
-    num_heads, num_kv_heads = (getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    num_heads, num_kv_heads = (_size(config, key) for key in ("num_attention_heads", "num_key_value_heads"))
     for key, value in (("num_attention_heads", num_heads), ("num_key_value_heads", num_kv_heads)):
-        if isinstance(value, int) and value < 1:
+        if value is not None and value < 1:
             raise UserError(f"model.path: {path}: config.json: {key}: found {value}, expected at least 1")
-    if isinstance(num_heads, int) and isinstance(num_kv_heads, int) and num_heads % num_kv_heads:
+    if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
         raise UserError(
             f"model.path: {path}: config.json: found num_attention_heads {num_heads} together with "
             f"num_key_value_heads {num_kv_heads}; expected a multiple of it"
@@ -120,21 +120,30 @@ def vocabulary_size(path: str) -> int:
 
 def model_shape(path: str) -> ModelShape:
     """What the time of a pass depends on. Architectures whose configuration has other names are taken for dense
-    Llama-like ones."""
+    Llama-like ones, those without heads for a model of the usual sizes whose rows cannot be shared or packed."""
     config = read_config(path)
-    text = config.get_text_config()
-    hidden, num_heads = text.hidden_size, text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or hidden // num_heads
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-    intermediate = getattr(text, "intermediate_size", None)
-    return ModelShape(
-        text.num_hidden_layers,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        layer_parameters(hidden, num_heads, num_kv_heads, head_dim, intermediate),
-        can_share_rows=can_replace_attention(config),
-    )
+    sizes = {key: _size(config, key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")}
+    num_layers, num_heads, hidden = sizes.values()
+    if num_layers is None or num_heads is None or hidden is None:
+        missing = next(key for key, value in sizes.items() if value is None)
+        why = f"whose configuration has no single {missing}"
+        return replace(QWEN3_32B, unshareable=why, unpackable=why)
+    head_dim = _size(config, "head_dim") or max(1, hidden // num_heads)
+    num_kv_heads = _size(config, "num_key_value_heads") or num_heads
+    parameters = layer_parameters(hidden, num_heads, num_kv_heads, head_dim, _size(config, "intermediate_size"))
+    unshareable, unpackable = row_obstacles(config.get_text_config().to_dict())
+    if not can_replace_attention(config):
+        unshareable = "whose attention is its own code"
+    return ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, unshareable, unpackable)
+
+
+def _size(config: PretrainedConfig, name: str) -> int | None:
+    """None where the architecture has no such size, or one for each layer."""
+    try:
+        value = getattr(config.get_text_config(), name, None)
+    except RuntimeError:  # transformers' own word for the latter
+        return None
+    return value if isinstance(value, int) else None
 
 
 def check_forward_mode(path: str) -> None:
@@ -154,5 +163,8 @@ def check_forward_mode(path: str) -> None:
 
 
 def can_replace_attention(config: PretrainedConfig) -> bool:
-    """Whether the architecture finds its attention function by name, so that one of our own can serve."""
-    return bool(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend)
+    """Whether the architecture finds its attention function by name, so that one of our own can serve: one that knows
+    causality and sliding windows, and none of the masks that chunked or sparse attention makes for itself."""
+    finds_by_name = bool(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend)
+    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
+    return finds_by_name and ATTENTION_LAYERS | OTHER_LAYERS >= set(layer_types)

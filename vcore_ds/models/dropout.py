@@ -8,11 +8,13 @@ same batch computes the same losses. A recomputed layer draws the same mask agai
 import torch
 from torch import Tensor, nn
 
+from vcore_ds.errors import UserError
+
 _WORD = 1 << 32
 
 
 class TokenDropout(nn.Dropout):
-    """`torch.nn.Dropout` on `[b, t, F]`, with a mask for each token.
+    """`torch.nn.Dropout` on `[b, t, F]` or `[b * t, F]`, with a mask for each token.
 
     Attributes:
         token_keys: int32 `[b, t]` of the tokens that come next, from `token_keys`; set by the engine for each forward.
@@ -31,11 +33,17 @@ class TokenDropout(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        assert self.token_keys is not None and self.token_keys.shape == x.shape[:2]
+        keys = self.token_keys
+        if keys is None or keys.numel() != x.shape[:-1].numel():
+            raise UserError(
+                f"model.path: found a dropout on {list(x.shape)}; expected dropout on the features of each token only. "
+                "Set lora.dropout, or the dropout in the model's config.json, to 0"
+            )
         features = torch.arange(x.shape[-1], dtype=torch.int64, device=x.device)
         feature_keys = _odd_words(_mix(features + (self.number + 1) * _WORD))
-        threshold = round((1 - self.p) * _WORD) - _WORD // 2  # products are signed
-        kept = self.token_keys[:, :, None] * feature_keys < threshold
+        # Products are signed, and a threshold of 2^31 would wrap too.
+        threshold = min(round((1 - self.p) * _WORD) - _WORD // 2, _WORD // 2 - 1)
+        kept = keys.reshape(*x.shape[:-1], 1) * feature_keys < threshold
         return x * kept * (1 / (1 - self.p))
 
 

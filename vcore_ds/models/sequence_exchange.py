@@ -77,8 +77,8 @@ def gather_losses(own: Tensor, supervised: Tensor, sequence_parallel: int) -> Te
     if k == 1:
         return own
     # Positions are found on the host: a boolean mask on the device would be waited for.
-    mine = own_columns(supervised, k).flatten().nonzero()[:, 0].to(own.device)
-    all_of_them = supervised.flatten().nonzero()[:, 0].to(own.device)
+    mine = own_columns(supervised, k).flatten().nonzero()[:, 0].to(own.device, non_blocking=True)
+    all_of_them = supervised.flatten().nonzero()[:, 0].to(own.device, non_blocking=True)
     num_rows, num_columns = supervised.shape
     spread = own.new_zeros(num_rows * num_columns // k).index_copy(0, mine, own)
     whole: Tensor = _GatherColumns.apply(spread.view(num_rows, -1), k)

@@ -1,6 +1,14 @@
 """The arithmetic of a batch on many ranks: which share a row, what runs together, how long that takes. Pure Python."""
 
-from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, layer_parameters, shape_on_disk
+from vcore_ds.planning.model_shape import (
+    ATTENTION_LAYERS,
+    OTHER_LAYERS,
+    QWEN3_32B,
+    ModelShape,
+    layer_parameters,
+    row_obstacles,
+    shape_on_disk,
+)
 from vcore_ds.planning.packing import pack_batch, padded_length, split_batch
 from vcore_ds.planning.spread import RowLimit, Spread, degrees_that_hold, possible_degrees, spread
 from vcore_ds.planning.time_model import CPU, H100, Machine, TimeModel
@@ -8,8 +16,10 @@ from vcore_ds.planning.utilization import SIMULATED_MEAN, Utilization, simulated
 from vcore_ds.planning.waste import Waste, measure_waste
 
 __all__ = [
+    "ATTENTION_LAYERS",
     "CPU",
     "H100",
+    "OTHER_LAYERS",
     "QWEN3_32B",
     "SIMULATED_MEAN",
     "Machine",
@@ -25,6 +35,7 @@ __all__ = [
     "pack_batch",
     "padded_length",
     "possible_degrees",
+    "row_obstacles",
     "shape_on_disk",
     "simulated_batches",
     "split_batch",

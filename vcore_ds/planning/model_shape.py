@@ -19,6 +19,16 @@ _NAMES = {
 }
 """What architectures call a size in config.json."""
 
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "moe", "dense", "sparse"})
+"""Kinds of layers (`layer_types`) in which tokens see each other through attention that can be replaced, and no other
+way. The last three say what follows the attention."""
+
+OTHER_LAYERS = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
+"""Kinds in which they also, or only, do so through code of the model's own: convolutions, recurrences."""
+
+_ROPE_OF_THE_ROW = frozenset({"longrope", "dynamic"})
+"""Kinds of rotary embedding whose frequencies depend on the largest position that they are given."""
+
 _REQUIRED = ("num_layers", "num_heads", "hidden_size")
 
 
@@ -35,8 +45,10 @@ class ModelShape:
     """D."""
     layer_parameters: int
     """P, parameters of the linear layers of one decoder layer."""
-    can_share_rows: bool = True
-    """Whether ranks may share a row: not where the attention is the model's own code and cannot be replaced."""
+    unshareable: str | None = None
+    """Why ranks cannot share a row, such as `whose attention is its own code`; None where they can."""
+    unpackable: str | None = None
+    """Why a row cannot hold several sequences, in the same form; None where it can."""
     is_assumed: bool = False
     """The model was not there to be read, and this is another one's shape."""
 
@@ -56,6 +68,26 @@ def layer_parameters(
     """Linear parameters of a dense, Llama-like layer, for which other architectures are taken."""
     attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
     return attention + 3 * hidden_size * (intermediate_size or 4 * hidden_size)
+
+
+def row_obstacles(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """`unshareable` and `unpackable` of a configuration, as far as its layers and positions go.
+
+    Args:
+        config: of the language model, as in config.json; what is malformed is passed over.
+    """
+    layers = config.get("layer_types")
+    layers = [kind for kind in layers if isinstance(kind, str)] if isinstance(layers, list | tuple) else []
+    unpackable = None
+    if others := sorted(OTHER_LAYERS.intersection(layers)):
+        unpackable = f"whose layers ({', '.join(others)}) are not all attention"
+    # Of the model, or of each kind of layer; under another name before transformers 5.
+    found = [part for part in (config.get("rope_parameters"), config.get("rope_scaling")) if isinstance(part, dict)]
+    found += [part for whole in found for part in whole.values() if isinstance(part, dict)]
+    ropes = [kind for part in found if isinstance(kind := part.get("rope_type", part.get("type")), str)]
+    if rope := sorted(_ROPE_OF_THE_ROW.intersection(ropes)):
+        return f"whose rotary embedding ({rope[0]}) depends on the last position that a rank has", unpackable
+    return unpackable, unpackable
 
 
 QWEN3_32B = ModelShape(64, 64, 8, 128, layer_parameters(5120, 64, 8, 128, 25600))
@@ -106,4 +138,4 @@ def _shape(raw: Mapping[str, Any]) -> ModelShape | None:
     num_kv_heads = sizes["num_kv_heads"] or num_heads
     head_dim = sizes["head_dim"] or max(1, hidden // num_heads)
     parameters = layer_parameters(hidden, num_heads, num_kv_heads, head_dim, sizes["intermediate_size"])
-    return ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters)
+    return ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, *row_obstacles(raw))
