@@ -138,7 +138,7 @@ def test_truncated_file_then_kill_before_the_rename_without_a_wandb_server(run: 
     size = path.stat().st_size
     os.truncate(path, size - 100)
     fault = Fault("before the rename", rank=0, step=6, phase="checkpoint")
-    job = run_into(replace(run, changes=(WITH_WANDB,)), fault, resumed_after=2, **NO_SERVER)
+    job = run_into(replace(run, changes=(*run.changes, WITH_WANDB)), fault, resumed_after=2, **NO_SERVER)
     check_offline(run, job)
     skipped = f"step_00000004: state/{path.name}: found {size - 100:,} bytes; manifest.json says {size:,}"
     assert job.output.count(f"skipped checkpoint {skipped}") == 1, job.output
@@ -202,7 +202,7 @@ def test_corrupt_mark_then_a_weight_that_is_not_finite(run: TinyRun):
 
 
 def test_the_finished_run_equals_the_undisturbed_one(run: TinyRun, undisturbed: TinyRun):
-    with replace(run, changes=(WITH_WANDB,)).start(**NO_SERVER) as job:
+    with replace(run, changes=(*run.changes, WITH_WANDB)).start(**NO_SERVER) as job:
         assert job.wait() == 0, job.output
     check_resumed(run, job, 6)
     check_offline(run, job)
