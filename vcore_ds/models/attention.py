@@ -9,6 +9,9 @@ No mask is made. A row of packed sequences under Hugging Face's own attention ha
 Shapes: b rows, A query heads, K key/value heads, t tokens of a rank, T of a row, D head dimension.
 """
 
+import functools
+import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +31,9 @@ TRAINING_ATTENTION = "vcore_training"
 
 FORWARD_MODE_ATTENTION = "vcore_forward_mode"
 """Name under which Hugging Face models find `forward_mode_attention`."""
+
+MAX_KERNEL_HEAD_DIM = 256
+"""Beyond it, the sums of a block of queries and of its tangent do not fit the registers of the kernel."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +118,8 @@ def forward_mode_attention(
     row_layout: RowLayout | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The same around `block_attention`, for passes without a gradient; inputs may be dual tensors, and the output is
-    one where an input is."""
+    """The same around attention with tangents, for passes without a gradient; inputs may be dual tensors, and the
+    output is one where an input is."""
     layout = _check(module, row_layout, softcap, s_aux)
     k = layout.sequence_parallel
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -125,15 +131,7 @@ def forward_mode_attention(
         primals, tangents = zip(*(x.unbind() for x in to_heads(both, k)), strict=True)
     elif k > 1:
         primals = tuple(to_heads(primals, k))
-    output = torch.empty_like(primals[0])
-    d_output = None if all(tangent is None for tangent in tangents) else torch.empty_like(output)
-    for rows, columns in layout.sequences():
-        parts = [x[rows, :, columns] for x in primals]
-        d_parts = tuple(None if dx is None else dx[rows, :, columns] for dx in tangents)
-        found, d_found = block_attention(*parts, d_parts, scale=scale, sliding_window=sliding_window)
-        output[rows, :, columns] = found
-        if d_output is not None:
-            d_output[rows, :, columns] = d_found
+    output, d_output = _attend_with_tangents(primals, tangents, layout, scale, sliding_window)
     if d_output is None:
         return to_tokens(output, k).transpose(1, 2).contiguous(), None
     if k > 1:
@@ -185,6 +183,51 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, slid
         band = (query[:, :, start:end], key[:, :, first:end], value[:, :, first:end])
         outputs.append(scaled_dot_product_attention(*band, attn_mask=seen, **options))
     return torch.cat(outputs, 2)
+
+
+def _attend_with_tangents(
+    primals: tuple[Tensor, Tensor, Tensor],
+    tangents: tuple[Tensor | None, Tensor | None, Tensor | None],
+    layout: RowLayout,
+    scale: float,
+    sliding_window: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`[b, A, T, D]` and its tangent: one kernel for all rows where there is one, else in blocks by sequence."""
+    if _kernel_serves(primals[0]):
+        from vcore_ds.models.flash_tangent import flash_tangent  # here alone, as it needs Triton
+
+        output, d_output, _ = flash_tangent(
+            *primals,
+            tangents,
+            ends=layout.ends,
+            longest=layout.longest,
+            scale=scale,
+            sliding_window=sliding_window,
+        )
+        return output, d_output
+    output = torch.empty_like(primals[0])
+    d_output = None if all(tangent is None for tangent in tangents) else torch.empty_like(output)
+    for rows, columns in layout.sequences():
+        parts = [x[rows, :, columns] for x in primals]
+        d_parts = tuple(None if dx is None else dx[rows, :, columns] for dx in tangents)
+        found, d_found = block_attention(*parts, d_parts, scale=scale, sliding_window=sliding_window)
+        output[rows, :, columns] = found
+        if d_output is not None:
+            d_output[rows, :, columns] = d_found
+    return output, d_output
+
+
+def _kernel_serves(query: Tensor) -> bool:
+    """Whether `flash_tangent` can take it, and should: products in fp32 are faster and as precise in blocks."""
+    runs_kernels = query.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter, on CPUs
+    is_served = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= MAX_KERNEL_HEAD_DIM
+    return runs_kernels and is_served and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """PyTorch's CUDA wheels bring it, its CPU wheels do not."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def _check(module: nn.Module, row_layout: RowLayout | None, softcap: float | None, s_aux: Tensor | None) -> RowLayout:
