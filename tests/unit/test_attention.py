@@ -53,7 +53,7 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
 
 def check(
     num_tokens: int,
-    block_tokens: int = 16,
+    block_tokens: tuple[int, int] = (16, 16),
     *,
     sliding_window: int | None = None,
     moving: str = "qkv",
@@ -67,6 +67,8 @@ def check(
         *primals, given, scale=SCALE, sliding_window=sliding_window, block_tokens=block_tokens
     )
     assert (output.dtype, output.shape) == (dtype, primals[0].shape)
+    without, _ = block_attention(*primals, scale=SCALE, sliding_window=sliding_window, block_tokens=block_tokens)
+    assert torch.equal(output, without)  # the losses of a pass do not depend on whether it carries tangents
 
     seen = visible(num_tokens, sliding_window)
     exact = tuple(tensor.double() for tensor in primals)
@@ -95,9 +97,10 @@ def test_groups_of_heads_and_odd_head_dimensions(heads: int, kv_heads: int, head
     check(37, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
 
-@pytest.mark.parametrize("sliding_window", [1, 5, 15, 16, 20, 31, 40, 100])
-def test_sliding_windows(sliding_window: int) -> None:
-    check(60, sliding_window=sliding_window)
+@pytest.mark.parametrize("block_tokens", [(16, 16), (8, 32), (32, 8)], ids=str)
+@pytest.mark.parametrize("sliding_window", [None, 1, 5, 15, 16, 20, 31, 40, 100])
+def test_sliding_windows(sliding_window: int | None, block_tokens: tuple[int, int]) -> None:
+    check(60, block_tokens, sliding_window=sliding_window)
 
 
 @pytest.mark.parametrize("moving", ["", "q", "k", "v", "qk", "qv", "kv"])
@@ -111,7 +114,7 @@ def test_scores_far_beyond_the_range_of_exp(growing: bool) -> None:
     (query, key, value), tangents = inputs(40)
     steps = torch.arange(40.0, dtype=torch.float64)[:, None]
     query, key = query.abs() + 1, (key.abs() + 1) * (steps if growing else 40 - steps) * 10
-    output, d_output = block_attention(query, key, value, tangents, scale=SCALE, block_tokens=16)
+    output, d_output = block_attention(query, key, value, tangents, scale=SCALE, block_tokens=(16, 16))
     seen = visible(40)
     expected = torch.func.jvp(lambda q, k, v: unfused(q, k, v, seen), (query, key, value), tangents)
     torch.testing.assert_close((output, d_output), expected, rtol=1e-9, atol=1e-9)
@@ -122,8 +125,8 @@ def test_a_token_does_not_depend_on_later_ones() -> None:
     later = [tensor.clone() for tensor in (*primals, *tangents)]
     for tensor in later:
         tensor[:, :, 20:] = torch.nan
-    before = block_attention(*primals, tangents, scale=SCALE, block_tokens=20)
-    after = block_attention(*later[:3], tuple(later[3:]), scale=SCALE, block_tokens=20)
+    before = block_attention(*primals, tangents, scale=SCALE, block_tokens=(20, 20))
+    after = block_attention(*later[:3], tuple(later[3:]), scale=SCALE, block_tokens=(20, 20))
     for x, y in zip(before, after, strict=True):
         assert torch.equal(x[:, :, :20], y[:, :, :20])
 

@@ -9,6 +9,9 @@ No mask is made. A row of packed sequences under Hugging Face's own attention ha
 Shapes: b rows, A query heads, K key/value heads, t tokens of a rank, T of a row, D head dimension.
 """
 
+import functools
+import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +31,9 @@ TRAINING_ATTENTION = "vcore_training"
 
 FORWARD_MODE_ATTENTION = "vcore_forward_mode"
 """Name under which Hugging Face models find `forward_mode_attention`."""
+
+MAX_KERNEL_HEAD_DIM = 256
+"""Beyond it, the sums of a block of queries and of its tangent do not fit the registers of the kernel."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +122,8 @@ def forward_mode_attention(
     row_layout: RowLayout | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The same around `block_attention`, for passes without a gradient; inputs may be dual tensors, and the output is
-    one where an input is."""
+    """The same around attention with tangents, for passes without a gradient; inputs may be dual tensors, and the
+    output is one where an input is."""
     layout = _check(module, attention_mask, row_layout, softcap, s_aux)
     k, value_dim = layout.sequence_parallel, value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -126,32 +132,10 @@ def forward_mode_attention(
     exchanged = iter(to_heads([x for x in (*primals, *tangents) if x is not None], k))
     primals = [next(exchanged) for _ in primals]
     tangents = [None if tangent is None else next(exchanged) for tangent in tangents]
-    output, d_output = _block_attention(primals, tangents, layout, scale, sliding_window)
+    output, d_output = _attend_with_tangents(primals, tangents, layout, scale, sliding_window)
     found = to_tokens([x[..., :value_dim] for x in (output, d_output) if x is not None], k)
     found = [x.transpose(1, 2).contiguous() for x in found]
     return found[0] if d_output is None else forward_ad.make_dual(*found), None
-
-
-def _block_attention(
-    primals: Sequence[Tensor],
-    tangents: Sequence[Tensor | None],
-    layout: RowLayout,
-    scale: float,
-    sliding_window: int | None,
-) -> tuple[Tensor, Tensor | None]:
-    """`block_attention` within each sequence, without a graph."""
-    if layout.is_one_sequence_a_row:
-        return block_attention(*primals, tuple(tangents), scale=scale, sliding_window=sliding_window)
-    output = torch.empty_like(primals[0])
-    d_output = None if all(tangent is None for tangent in tangents) else torch.empty_like(output)
-    for rows, columns in layout.sequences():
-        parts = [x[rows, :, columns] for x in primals]
-        d_parts = tuple(None if dx is None else dx[rows, :, columns] for dx in tangents)
-        found, d_found = block_attention(*parts, d_parts, scale=scale, sliding_window=sliding_window)
-        output[rows, :, columns] = found
-        if d_output is not None:
-            d_output[rows, :, columns] = d_found
-    return output, d_output
 
 
 def causal_attention(
@@ -197,6 +181,53 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, slid
         band = (query[:, :, start:end], key[:, :, first:end], value[:, :, first:end])
         outputs.append(scaled_dot_product_attention(*band, attn_mask=seen, **options))
     return torch.cat(outputs, 2)
+
+
+def _attend_with_tangents(
+    primals: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
+    layout: RowLayout,
+    scale: float,
+    sliding_window: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`[b, A, T, D]` and its tangent: one kernel for all rows where there is one, else in blocks by sequence."""
+    if _kernel_serves(primals[0]):
+        from vcore_ds.models.flash_tangent import flash_tangent  # here alone, as it needs Triton
+
+        output, d_output, _ = flash_tangent(
+            *primals,
+            tuple(tangents),
+            ends=layout.ends,
+            longest=layout.longest,
+            scale=scale,
+            sliding_window=sliding_window,
+        )
+        return output, d_output
+    if layout.is_one_sequence_a_row:
+        return block_attention(*primals, tuple(tangents), scale=scale, sliding_window=sliding_window)
+    output = torch.empty_like(primals[0])
+    d_output = None if all(tangent is None for tangent in tangents) else torch.empty_like(output)
+    for rows, columns in layout.sequences():
+        parts = [x[rows, :, columns] for x in primals]
+        d_parts = tuple(None if dx is None else dx[rows, :, columns] for dx in tangents)
+        found, d_found = block_attention(*parts, d_parts, scale=scale, sliding_window=sliding_window)
+        output[rows, :, columns] = found
+        if d_output is not None:
+            d_output[rows, :, columns] = d_found
+    return output, d_output
+
+
+def _kernel_serves(query: Tensor) -> bool:
+    """Whether `flash_tangent` can take it, and should: products in fp32 are faster and as precise in blocks."""
+    runs_kernels = query.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter, on CPUs
+    is_served = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= MAX_KERNEL_HEAD_DIM
+    return runs_kernels and is_served and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """PyTorch's CUDA wheels bring it, its CPU wheels do not."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def _as_wide(value: Tensor, key: Tensor) -> Tensor:

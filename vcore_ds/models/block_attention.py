@@ -16,11 +16,14 @@ several are taken apart before (`vcore_ds.models.attention`).
 Shapes: B batch, A query heads, K key/value heads, G = A / K, T tokens, D head dimension.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-BLOCK_TOKENS = {"cpu": 128, "cuda": 512}
-"""Side of a score block. Small blocks skip more of what causality hides; on GPUs each block costs kernel launches."""
+BLOCK_TOKENS = {"cpu": (64, 256), "cuda": (512, 512)}
+"""Queries and keys of a score block. Blocks of few queries compute less of what causality hides, and those of many keys
+keep the products large; on GPUs each block costs kernel launches."""
 
 
 def block_attention(
@@ -31,7 +34,7 @@ def block_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
-    block_tokens: int | None = None,
+    block_tokens: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Causal attention output and its tangent.
 
@@ -41,75 +44,84 @@ def block_attention(
         tangents: of query, key and value, each shaped like it or None for zero.
         scale: factor on the scores.
         sliding_window: a query sees this many last keys, itself included; None for all.
-        block_tokens: side of a score block; None takes that of the device.
+        block_tokens: queries and keys of a score block; None takes those of the device.
 
     Returns:
         output `[B, A, T, D]` in the dtype of `query`, and its tangent, None where all tangents are None.
     """
     batch, num_heads, num_tokens, head_dim = query.shape
-    block_tokens = block_tokens or BLOCK_TOKENS[query.device.type]
-    num_kv_heads = key.shape[1]
-    with_tangent = any(tangent is not None for tangent in tangents)
+    query_tokens, key_tokens = block_tokens or BLOCK_TOKENS[query.device.type]
+    num_groups = batch * key.shape[1]
     d_query, d_key, d_value = tangents
+    with_tangent = any(tangent is not None for tangent in tangents)
+    scores_move = d_query is not None or d_key is not None
     accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
-
-    # [B, A, T, D] -> [B*K, G*t, D]: one product serves a group of heads
-    def rows(tensor: Tensor, block: slice) -> Tensor:
-        return tensor[:, :, block].reshape(batch * num_kv_heads, -1, head_dim)
+    # Tensor cores multiply halves and accumulate in fp32; a CPU multiplies in fp32.
+    factor = query.dtype if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else accumulate
 
     key, value, d_key, d_value = (
-        None if tensor is None else tensor.reshape(batch * num_kv_heads, num_tokens, head_dim)
+        None if tensor is None else tensor.reshape(num_groups, num_tokens, head_dim).to(factor)
         for tensor in (key, value, d_key, d_value)
     )
+    # [dQ, Q] [K, dK]^T is one product, of those columns that there are. The products of the values have no part in it,
+    # nor are P V and P dV one: they would be rounded in another way than in a pass without tangents.
+    moving_keys = _joined(None if d_query is None else key, d_key) if scores_move else None
+
     output = torch.empty_like(query)
     d_output = torch.empty_like(query) if with_tangent else None
     positions = torch.arange(num_tokens, device=query.device)
+    # All score blocks use the same memory: a CPU takes a quarter of a product's time to get it afresh.
+    num_scores = batch * num_heads * min(query_tokens, num_tokens) * min(key_tokens, num_tokens)
+    scores_memory = torch.empty(num_scores, dtype=accumulate, device=query.device)
+    d_scores_memory = torch.empty_like(scores_memory) if scores_move else None
 
-    for query_start in range(0, num_tokens, block_tokens):
-        query_block = slice(query_start, min(query_start + block_tokens, num_tokens))
+    for query_start in range(0, num_tokens, query_tokens):
+        query_block = slice(query_start, min(query_start + query_tokens, num_tokens))
         num_queries = query_block.stop - query_block.start
-        q = rows(query, query_block)
-        dq = None if d_query is None else rows(d_query, query_block)
+
+        def rows(tensor: Tensor, block: slice = query_block) -> Tensor:  # [B, A, T, D] -> [B*K, G*t, D]
+            return tensor[:, :, block].reshape(num_groups, -1, tensor.shape[-1]).to(factor)
+
+        q = rows(query)
+        if scores_move:
+            moving_queries = _joined(None if d_query is None else rows(d_query), None if d_key is None else q)
         row_max = q.new_full((*q.shape[:2], 1), -torch.inf, dtype=accumulate)
         row_sum = torch.zeros_like(row_max)
-        weighted_value = torch.zeros(q.shape, dtype=accumulate, device=q.device)
+        weighted_value = q.new_zeros(q.shape, dtype=accumulate)
         d_row_sum = torch.zeros_like(row_max)  # sum of exp(S - m) * dS
         d_weighted_value = torch.zeros_like(weighted_value) if with_tangent else None
 
         first_key = 0 if sliding_window is None else max(0, query_start - sliding_window + 1)
-        for key_start in range(first_key // block_tokens * block_tokens, query_block.stop, block_tokens):
-            key_block = slice(key_start, min(key_start + block_tokens, query_block.stop))
-            k, v = key[:, key_block], value[:, key_block]
-            scores = _product(q, k.transpose(1, 2), accumulate).mul_(scale)
+        for key_start in range(first_key // key_tokens * key_tokens, query_block.stop, key_tokens):
+            key_block = slice(key_start, min(key_start + key_tokens, query_block.stop))
+            scores = _product(q, key[:, key_block].transpose(1, 2), scores_memory, scale)
             hidden = _hidden(query_block, key_block, positions, sliding_window)
             if hidden is not None:  # [t, s], the same for all rows and heads
                 scores.view(batch, num_heads, num_queries, -1).masked_fill_(hidden, -torch.inf)
             new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
-            # A row that has seen no key yet has maximum -inf; -inf - -inf would be nan.
-            safe_max = new_max.masked_fill(new_max == -torch.inf, 0.0)
+            safe_max = new_max
+            if sliding_window is not None:  # a row that has seen no key yet: -inf - -inf would be nan
+                safe_max = new_max.masked_fill(new_max == -torch.inf, 0.0)
             exp_scores = scores.sub_(safe_max).exp_()
-            rescale = (row_max - safe_max).exp_()
+            rescale = row_max.sub_(safe_max).exp_()
             row_max = new_max
             row_sum.mul_(rescale).add_(exp_scores.sum(-1, keepdim=True))
-            weighted_value.mul_(rescale).add_(_product(exp_scores, v, accumulate))
+            v = value[:, key_block]
+            _add_product(weighted_value.mul_(rescale), exp_scores, v)
             if d_weighted_value is None:
                 continue
             d_weighted_value.mul_(rescale)
-            d_row_sum.mul_(rescale)
             if d_value is not None:
-                d_weighted_value.add_(_product(exp_scores, d_value[:, key_block], accumulate))
-            if dq is None and d_key is None:
+                _add_product(d_weighted_value, exp_scores, d_value[:, key_block])
+            if moving_keys is None:
                 continue
-            d_scores = None if dq is None else _product(dq, k.transpose(1, 2), accumulate)
-            if d_key is not None:
-                from_key = _product(q, d_key[:, key_block].transpose(1, 2), accumulate)
-                d_scores = from_key if d_scores is None else d_scores.add_(from_key)
-            weighted_d_scores = exp_scores.mul_(d_scores).mul_(scale)
-            d_row_sum.add_(weighted_d_scores.sum(-1, keepdim=True))
-            d_weighted_value.add_(_product(weighted_d_scores, v, accumulate))
+            d_scores = _product(moving_queries, moving_keys[:, key_block].transpose(1, 2), d_scores_memory, scale)
+            weighted_d_scores = d_scores.mul_(exp_scores)
+            d_row_sum.mul_(rescale).add_(weighted_d_scores.sum(-1, keepdim=True))
+            _add_product(d_weighted_value, weighted_d_scores, v)
 
-        normalizer = row_sum.masked_fill(row_sum == 0, 1.0)
-        out = weighted_value / normalizer
+        normalizer = row_sum.masked_fill_(row_sum == 0, 1.0)
+        out = weighted_value.div_(normalizer)
         output[:, :, query_block] = out.view(batch, num_heads, num_queries, head_dim)
         if d_output is not None:
             d_out = d_weighted_value.sub_(d_row_sum * out).div_(normalizer)
@@ -117,20 +129,36 @@ def block_attention(
     return output, d_output
 
 
-def _product(left: Tensor, right: Tensor, accumulate: torch.dtype) -> Tensor:
-    """Batched product in `accumulate` precision, on tensor cores where there are some."""
-    if left.is_cuda and right.dtype in (torch.bfloat16, torch.float16):
-        return torch.bmm(left.to(right.dtype), right, out_dtype=accumulate)
-    return torch.bmm(left.to(accumulate), right.to(accumulate))
+def _joined(first: Tensor | None, second: Tensor | None) -> Tensor:
+    """Side by side in the last dimension, those that there are."""
+    there = [tensor for tensor in (first, second) if tensor is not None]
+    return there[0] if len(there) == 1 else torch.cat(there, -1)
+
+
+def _product(left: Tensor, right: Tensor, memory: Tensor, scale: float) -> Tensor:
+    """Batched product times `scale`, in `memory` and its precision."""
+    shape = (*left.shape[:2], right.shape[2])
+    product = memory[: math.prod(shape)].view(shape)
+    if left.dtype == memory.dtype:
+        return torch.baddbmm(product, left, right, beta=0, alpha=scale, out=product)
+    return torch.mul(torch.bmm(left, right, out_dtype=memory.dtype), scale, out=product)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds the batched product to `total`, in its precision."""
+    if right.dtype == total.dtype:
+        total.baddbmm_(left, right)
+    else:
+        total.add_(torch.bmm(left.to(right.dtype), right, out_dtype=total.dtype))
 
 
 def _hidden(queries: slice, keys: slice, positions: Tensor, sliding_window: int | None) -> Tensor | None:
     """`[t, s]` bool, True where a query may not see a key; None where all may."""
-    hidden = None
+    after = keys.stop - 1 > queries.start
+    too_far = sliding_window is not None and queries.stop - 1 - keys.start >= sliding_window
+    if not after and not too_far:
+        return None
     distance = positions[queries, None] - positions[None, keys]
-    if keys.stop - 1 > queries.start:
-        hidden = distance < 0
-    if sliding_window is not None and queries.stop - 1 - keys.start >= sliding_window:
-        too_far = distance >= sliding_window
-        hidden = too_far if hidden is None else hidden | too_far
-    return hidden
+    if not too_far:
+        return distance < 0
+    return (distance >= sliding_window) | (distance < 0)

@@ -1,0 +1,257 @@
+"""The kernel in Triton's interpreter against `torch.func.jvp` of unfused attention in fp64.
+
+`test_flash_tangent.py` runs this file by itself: Triton decides when it is imported whether to interpret. The tensors
+lie in larger ones: of nan, which an input read beyond its edge brings into the result, and of a number that a result
+written beyond its edge would change.
+"""
+
+import itertools
+import math
+import os
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vcore_ds.models import RowLayout, block_attention
+from vcore_ds.models.attention import forward_mode_attention
+from vcore_ds.models.flash_tangent import _tiles_to_try, flash_tangent, launch
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/unit/test_flash_tangent.py, which sets TRITON_INTERPRET"
+
+SCALE = 0.21
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+"""Relative to the norm of what is exact for inputs that are rounded already."""
+UNTOUCHED = 777.0
+NAMES = ("value", "tangent", "log-sum-exp")
+
+
+def drawn(num_rows: int, heads: int, kv_heads: int, num_tokens: int, head_dim: int, dtype=torch.float32, seed: int = 0):
+    """(query, key, value) and their tangents."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(num_rows, num_heads, num_tokens, head_dim) for num_heads in (heads, kv_heads, kv_heads)]
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes * 2]
+    return tuple(tensors[:3]), tuple(tensors[3:])
+
+
+def embedded(tensor: Tensor, around: float, order, step: int, margin: int) -> tuple[Tensor, Tensor]:
+    """A view with the tensor's content inside a larger tensor of `around`, and that larger tensor.
+
+    order: the dimensions from the outermost in memory to the innermost. step: elements from one to the next.
+    """
+    order = [dimension for dimension in order if dimension < tensor.dim()]
+    sizes = [tensor.shape[dimension] + 2 * margin for dimension in order]
+    buffer = torch.full((*sizes[:-1], sizes[-1] * step), around, dtype=tensor.dtype)
+    inside = buffer[..., ::step][tuple(slice(margin, -margin) for _ in sizes)]
+    view = inside.permute([order.index(dimension) for dimension in range(tensor.dim())])
+    view.copy_(tensor)
+    return view, buffer
+
+
+def expected(primals, tangents, lengths, sliding_window: int | None) -> tuple[list[Tensor], Tensor]:
+    """In fp64, with the scores of whole rows in memory: value, tangent and log-sum-exp; and the tangent's terms, in
+    absolute values: they may cancel nearly completely, and what they are rounded by does not."""
+    num_tokens = primals[0].shape[2]
+    seen = torch.ones(num_tokens, num_tokens).tril().bool()
+    if sliding_window is not None:
+        seen &= ~torch.ones(num_tokens, num_tokens).tril(-sliding_window).bool()
+    number = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
+    seen = (seen & (number[:, :, None] == number[:, None, :]))[:, None]
+    group = primals[0].shape[1] // primals[1].shape[1]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+        scores = SCALE * query @ key.transpose(2, 3)
+        hidden = scores.masked_fill(~seen, -torch.inf)
+        return hidden.softmax(-1) @ value, hidden.logsumexp(-1), hidden.softmax(-1), scores
+
+    exact = tuple(x.double() for x in primals)
+    moving = tuple(torch.zeros_like(x) if dx is None else dx.double() for x, dx in zip(exact, tangents, strict=True))
+    (output, log_sum_exp, weights, _), (d_output, _, _, d_scores) = torch.func.jvp(attend, exact, moving)
+    value, d_value = (x.repeat_interleave(group, 1).abs() for x in (exact[2], moving[2]))
+    return [output, d_output, log_sum_exp], weights @ d_value + (weights * d_scores.abs()) @ value
+
+
+def errors(found, exact, tangent_terms: Tensor | None = None) -> list[float]:
+    """Norms of the differences by those of the exact ones; of the tangent by that of its terms where they are given."""
+    assert all(x is None or x.isfinite().all() for x in found)
+    sizes = [exact[0], exact[1] if tangent_terms is None else tangent_terms, exact[2]]
+    triples = [(x, y, size) for x, y, size in zip(found, exact, sizes, strict=True) if x is not None]
+    return [float((x.double() - y).norm() / (size.norm() + 1e-12)) for x, y, size in triples]
+
+
+def ends_of(lengths) -> Tensor:
+    return RowLayout.of(lengths, 1, CPU).ends
+
+
+def check(lengths, heads: int, kv_heads: int, head_dim: int, dtype, moving: str = "qkv", tiles=None) -> list[float]:
+    """The errors of value, tangent and log-sum-exp, each within the tolerance of the dtype."""
+    num_tokens = sum(lengths[0])
+    primals, tangents = drawn(len(lengths), heads, kv_heads, num_tokens, head_dim, dtype)
+    tangents = tuple(dx if name in moving else None for name, dx in zip("qkv", tangents, strict=True))
+    found = flash_tangent(*primals, tangents, ends=ends_of(lengths), longest=num_tokens, scale=SCALE, tiles=tiles)
+    exact, _ = expected(primals, tangents, lengths, None)
+    assert (found[1] is None) == (not moving)
+    assert all(x is None or x.shape == y.shape for x, y in zip(found, exact, strict=True)) and found[0].dtype == dtype
+    result = errors(found, exact)
+    assert max(result) <= TOLERANCE[dtype], result
+    return result
+
+
+# ---- precision -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_precision(dtype: torch.dtype) -> None:
+    found = check([[40, 33]], 4, 2, 64, dtype)
+    print(f"{dtype}:", ", ".join(f"{name} {error:.1e}" for name, error in zip(NAMES, found, strict=True)))
+
+
+@pytest.mark.parametrize("head_dim", [5, 80, 128, 192, 256])
+def test_head_dimensions(head_dim: int) -> None:
+    check([[19]], 2, 1, head_dim, torch.float32, tiles=(16, 16))
+
+
+@pytest.mark.parametrize("moving", ["".join(x) for n in range(3) for x in itertools.combinations("qkv", n)])
+def test_tangents_of_some_inputs_only(moving: str) -> None:
+    check([[9, 20]], 2, 1, 16, torch.float32, moving, tiles=(16, 16))
+
+
+def test_the_block_version_agrees() -> None:
+    primals, tangents = drawn(2, 4, 2, 37, 16)
+    found = flash_tangent(*primals, tangents, ends=ends_of([[37], [37]]), longest=37, scale=SCALE, sliding_window=11)
+    blocks = block_attention(*primals, tangents, scale=SCALE, sliding_window=11, block_tokens=(16, 16))
+    torch.testing.assert_close(found[:2], blocks, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("growing", [True, False])
+def test_scores_far_beyond_the_range_of_exp(growing: bool) -> None:
+    # Later keys raise (or do not raise) the running maximum by hundreds: the sums so far are rescaled to nothing.
+    (query, key, value), tangents = drawn(1, 1, 1, 40, 16)
+    steps = torch.arange(40.0)[:, None]
+    primals = (query.abs() + 1, (key.abs() + 1) * (steps if growing else 40 - steps) * 10, value)
+    found = flash_tangent(*primals, tangents, ends=ends_of([[40]]), longest=40, scale=SCALE, tiles=(16, 16))
+    assert max(errors(found, expected(primals, tangents, [[40]], None)[0])) < 1e-4  # scores of 1e4 in fp32
+
+
+# ---- shapes, sequences, windows and strides, with nothing read or written out of bounds ------------------------------
+
+
+def check_within_bounds(primals, tangents, layouts, lengths, sliding_window, tiles) -> None:
+    """Right results from tensors inside of nan, and nothing written around results. layouts: those of `embedded`."""
+    shape = primals[0].shape
+    output = torch.zeros(shape, dtype=primals[0].dtype)
+    results = [output, None if all(dx is None for dx in tangents) else output, torch.zeros(shape[:3])]
+    fills = [math.nan] * 6 + [UNTOUCHED] * 3
+    inside = [
+        (None, None) if x is None else embedded(x, fill, *layout)
+        for x, fill, layout in zip((*primals, *tangents, *results), fills, layouts, strict=True)
+    ]
+    views = [view for view, _ in inside]
+    launch(
+        tuple(views[:3]), tuple(views[3:6]), tuple(views[6:]),
+        ends=ends_of(lengths), is_long=False, scale=SCALE, sliding_window=sliding_window, tiles=tiles,
+    )  # fmt: skip
+    exact, terms = expected(primals, tangents, lengths, sliding_window)
+    assert max(errors(views[6:], exact, terms)) <= TOLERANCE[primals[0].dtype]
+    for view, buffer in inside[6:]:
+        if view is not None:
+            view.fill_(UNTOUCHED)
+            assert (buffer == UNTOUCHED).all()
+
+
+@st.composite
+def rows_of_sequences(draw) -> list[list[int]]:
+    """Lengths of the sequences of one or two rows of equally many tokens."""
+    num_tokens = draw(st.integers(1, 44))
+    rows = []
+    for _ in range(draw(st.integers(1, 2))):
+        cuts = sorted(draw(st.sets(st.integers(1, num_tokens - 1), max_size=3))) if num_tokens > 1 else []
+        rows.append([end - start for start, end in zip([0, *cuts], [*cuts, num_tokens], strict=True)])
+    return rows
+
+
+@settings(deadline=None, max_examples=20, derandomize=True)
+@given(
+    lengths=rows_of_sequences(),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    head_dim=st.sampled_from([16, 24, 3]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    sliding_window=st.none() | st.integers(1, 46),
+    tiles=st.sampled_from([(16, 16), (32, 16), (16, 32)]),
+    moving=st.sampled_from(["qkv", "q", "kv", "v", ""]),
+    layouts=st.lists(
+        st.tuples(st.permutations(range(4)), st.integers(1, 2), st.integers(1, 3)), min_size=9, max_size=9
+    ),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_and_strides(
+    lengths, kv_heads, group, head_dim, dtype, sliding_window, tiles, moving, layouts, seed
+) -> None:
+    primals, tangents = drawn(len(lengths), kv_heads * group, kv_heads, sum(lengths[0]), head_dim, dtype, seed)
+    tangents = tuple(dx if name in moving else None for name, dx in zip("qkv", tangents, strict=True))
+    check_within_bounds(primals, tangents, layouts, lengths, sliding_window, tiles)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 1, 7, 16, 20, 33])
+@pytest.mark.parametrize("tiles", [(16, 16), (32, 16), (16, 32)], ids=str)
+def test_windows_over_many_blocks(sliding_window: int | None, tiles: tuple[int, int]) -> None:
+    lengths = [[75, 5]]
+    check_within_bounds(*drawn(1, 1, 1, 80, 24), [((0, 1, 2, 3), 1, 1)] * 9, lengths, sliding_window, tiles)
+
+
+def test_a_sequence_sees_no_other() -> None:
+    lengths, primals_and_tangents = [[13, 20, 7]], drawn(1, 2, 1, 40, 16)
+    poisoned = [[x.clone() for x in tensors] for tensors in primals_and_tangents]
+    for tensor in (*poisoned[0], *poisoned[1]):
+        tensor[:, :, :13] = tensor[:, :, 33:] = math.nan
+    options = dict(ends=ends_of(lengths), longest=20, scale=SCALE, tiles=(16, 16))
+    clean = flash_tangent(*primals_and_tangents[0], primals_and_tangents[1], **options)
+    found = flash_tangent(*poisoned[0], tuple(poisoned[1]), **options)
+    for x, y in zip(found, clean, strict=True):
+        assert torch.equal(x[:, :, 13:33], y[:, :, 13:33]) and not x[:, :, :13].isfinite().any()
+
+
+def test_tokens_beyond_the_last_end_are_left_alone() -> None:
+    primals, tangents = drawn(1, 2, 1, 40, 16)
+    results = tuple(torch.full(shape, UNTOUCHED) for shape in ((1, 2, 40, 16), (1, 2, 40, 16), (1, 2, 40)))
+    options = dict(is_long=False, scale=SCALE, sliding_window=None, tiles=(16, 16))
+    launch(primals, tangents, results, ends=torch.tensor([0, 20, 20, 23], dtype=torch.int32), **options)
+    for result in results:
+        assert (result[:, :, 23:] == UNTOUCHED).all() and (result[:, :, :23] != UNTOUCHED).all()
+
+
+def test_more_sequences_than_are_searched_at_once() -> None:
+    check([[1] * 120, [2] * 60], 1, 1, 16, torch.float32, tiles=(16, 16))
+
+
+# ---- the way from the models ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_forward_mode_attention_launches_the_kernel_in_half_precision(dtype: torch.dtype) -> None:
+    lengths, (primals, tangents) = [[13, 20], [33]], drawn(2, 2, 1, 33, 16, dtype)
+    layout = RowLayout.of(lengths, 1, CPU)
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
+        output, _ = forward_mode_attention(torch.nn.Module(), *duals, None, scaling=SCALE, row_layout=layout)
+        found = forward_ad.unpack_dual(output)
+    kernel = flash_tangent(*primals, tangents, ends=layout.ends, longest=33, scale=SCALE)
+    for x, y in zip(found, kernel[:2], strict=True):
+        assert torch.equal(x.transpose(1, 2), y) == (dtype == torch.bfloat16)
+        torch.testing.assert_close(x.transpose(1, 2), y, rtol=0.02, atol=0.02)
+
+
+def test_deterministic_runs_do_not_time_tiles() -> None:
+    arguments, sizes = {"query": torch.zeros(1, dtype=torch.bfloat16)}, dict(DIM=128)
+    assert len(_tiles_to_try([], arguments, **sizes)) > 1
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert len(_tiles_to_try([], arguments, **sizes)) == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
