@@ -11,9 +11,10 @@ from vcore_ds.config import Recipe
 from vcore_ds.data import Dataset, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.positions import mark
+from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.distributed.stops import Stops
 from vcore_ds.engine import Engine, NonFiniteGradient, NonFiniteLoss, sequences_by_rank
-from vcore_ds.errors import RunStopped, UserError
+from vcore_ds.errors import RunStopped
 from vcore_ds.feed import Feed
 from vcore_ds.setup import learning_rate_at, measures_noise, step_seed
 from vcore_ds.step import train_step
@@ -76,7 +77,8 @@ def run_steps(training: Training, num_done: int) -> StepMetrics | None:
         reason = stops.agreed_reason()
         if reason is not None or training.checkpoints.due(done, num_steps):
             mark("checkpoint")
-            flush_metrics(training.metrics_log)
+            # No checkpoint without the lines of its steps; the log is on rank 0, and where it fails all ranks fail.
+            first_rank_first(lambda: None if training.metrics_log is None else training.metrics_log.flush())
             saved = training.checkpoints.save(done, training.engine, training.estimator, training.feed)
             of_checkpoint = saved.metrics  # its cost stands in the next line
             stops.record_save(saved.seconds)
@@ -88,23 +90,6 @@ def run_steps(training: Training, num_done: int) -> StepMetrics | None:
                 )
     console.end_steps()
     return metrics
-
-
-def flush_metrics(log: MetricsLog | None) -> None:
-    """Puts the lines of the steps on the disk before their checkpoint. A collective, with the log on rank 0.
-
-    Raises:
-        UserError: on all ranks alike.
-    """
-    message = None
-    try:
-        if log is not None:
-            log.flush()
-    except UserError as error:  # the others would wait for a rank that has left
-        message = str(error)
-    for found in layout.gather_objects("job", message):
-        if found is not None:
-            raise UserError(found)
 
 
 def take_step(training: Training, k: int, batches: StepBatches) -> StepMetrics:

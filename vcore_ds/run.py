@@ -177,7 +177,7 @@ def say_utilization(training: Training, num_done: int) -> None:
     for part, found in feed.utilization(num_done, training.num_steps).items():
         console.say(f"Ranks in the {part} batch of the next steps: {found.describe()}")
         if found.is_low:
-            console.warn(f"the {part} batch leaves much of the ranks' time unused: {feed.plan.remedy(part)}")
+            console.warn(feed.plan.warning(part))
 
 
 def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -22,6 +22,7 @@ from vcore_ds.data import IGNORED_LABEL, Batch, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.models import RowLayout, TokenLossModel, gather_losses, own_columns
 from vcore_ds.models.attention import TRAINING_ATTENTION
+from vcore_ds.planning import possible_degrees
 from vcore_ds.step import take_direction
 from vcore_ds.utility import Direction, forward_mode, jvp_utilities, losses_and_utilities
 
@@ -82,8 +83,7 @@ def model_deviations(name: str) -> dict[int, tuple[float, float]]:
     trained = list(model.parameters())
     losses: dict[int, Tensor] = {}
     gradients: dict[int, Tensor] = {}
-    num_heads = model.base.config.num_attention_heads
-    for k in (k for k in (1, 2, 4) if num_heads % k == 0):
+    for k in possible_degrees(layout.size("shards"), model.base.config.num_attention_heads):
         batch = tiny.packed(tiny.rows(3), [0, 1, 2], k)
         targets = batch.targets()
         own = model(
@@ -190,6 +190,11 @@ def exchanges(sequence_parallel: int) -> dict[str, dict[str, list[int]]]:
     return found
 
 
+def on_three_ranks(name: str) -> dict[int, tuple[float, float]]:
+    layout.make_sequence_groups([3], timeout_minutes=5)
+    return model_deviations(name)
+
+
 def run_all() -> dict[str, Any]:
     degrees = [k for k in (1, 2, 4, 8) if layout.size("shards") % k == 0]
     layout.make_sequence_groups(degrees, timeout_minutes=5)
@@ -221,9 +226,13 @@ def test_a_step_on_4_ranks_equals_the_reference(of_ranks, name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_models(of_ranks, name: str) -> None:
-    for rank, found in enumerate(of_ranks):
-        print(f"rank {rank}: {found['models'][name]}")
-        for losses, gradients in found["models"][name].values():
+    every_rank = [found["models"][name] for found in of_ranks]
+    if not every_rank[0]:  # no number of heads that 4 ranks can share out, but 3 can
+        every_rank = run_ranks(on_three_ranks, 3, name)
+    for rank, deviations in enumerate(every_rank):
+        print(f"rank {rank}: {deviations}")
+        assert deviations
+        for losses, gradients in deviations.values():
             assert losses < 1e-6 * 5  # nats, of losses near 5
             assert gradients < 1e-5
 

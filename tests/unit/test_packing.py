@@ -24,7 +24,7 @@ def all_rows(
         lengths,
         num_groups=num_ranks,
         row_tokens=row_tokens,
-        attention_length=attention,
+        work=lambda n: n * (1.0 + n / attention),
         micro_step_cost=micro_step_cost,
     )
     return [list(rows) for rows in zip(*micro_steps, strict=True)]

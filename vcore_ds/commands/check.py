@@ -45,7 +45,7 @@ def describe_ranks(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
     for part, utilization in found.items():
         yield f"Ranks in the {part} batch: {utilization.describe()}"
         if utilization.is_low:
-            yield f"Warning: the {part} batch leaves much of the ranks' time unused: {plan.remedy(part)}"
+            yield f"Warning: {plan.warning(part)}"
     if plan.longest_sequence is not None:
         share = f"{plan.main_degrees[-1]} ranks" if plan.main_degrees[-1] > 1 else "one rank"
         yield f"Longest sequence that fits: {plan.longest_sequence:,} tokens, on {share}"

@@ -94,6 +94,10 @@ class BatchPlan:
             found["probe"] = summarize([self.spread_probe(range(len(lengths)), lengths) for lengths in batches])
         return found
 
+    def warning(self, part: Part) -> str:
+        """What to say where a part's batches leave many ranks waiting."""
+        return f"the {part} batch leaves much of the ranks' time unused: {self.remedy(part)}"
+
     def remedy(self, part: Part) -> str:
         """What to set where a part's batches leave many ranks waiting."""
         key, size, degrees = "batch.global_size", self.global_batch_size, self.main_degrees

@@ -6,7 +6,7 @@ idle.
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 _LENGTH_MULTIPLE = 8
@@ -25,7 +25,7 @@ def pack_batch(
     *,
     num_groups: int,
     row_tokens: int,
-    attention_length: float,
+    work: Callable[[int], float],
     micro_step_cost: float = 0.0,
 ) -> list[list[list[int]]]:
     """Micro-steps of one row per group of the global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens.
@@ -36,7 +36,7 @@ def pack_batch(
 
     Args:
         row_tokens: most tokens of a row; no sequence is longer.
-        attention_length: length at which the attention of a token costs as much as its linear layers.
+        work: of a sequence of so many tokens, as in `TimeModel.work`.
         micro_step_cost: what a further micro-step costs whatever it holds, in the time of so many tokens' linear
             layers; it has to save more.
 
@@ -44,7 +44,7 @@ def pack_batch(
         Ids by micro-step and group, the same on every rank; together all ids, each once.
     """
     num_groups = min(num_groups, len(ids))
-    costs = [n * (1.0 + n / attention_length) for n in lengths]
+    costs = [work(n) for n in lengths]
     fewest = max(1, -(-sum(lengths) // (row_tokens * num_groups)))
     best: list[list[list[int]]] | None = None
     best_time = float("inf")

@@ -70,7 +70,7 @@ def spread(
                 lengths,
                 num_groups=num_groups,
                 row_tokens=k * limit.packed_tokens,
-                attention_length=time_model.shape.attention_length,
+                work=time_model.work,
                 micro_step_cost=k * (time_model.micro_step + time_model.exchanges(k)),
             )
         else:

@@ -37,19 +37,10 @@ def forward_mode(engine: Engine, direction: Direction, precision: torch.dtype | 
             training forward computes, without its rounding. Each module's copy lives while that module runs. Hugging
             Face's norms compute in fp32 whatever their input is, so fp64 is exact to fp32's rounding in those.
     """
-    config = engine.module.base.config
-    attention_before = config._attn_implementation
-    _give_hooks_a_tangent_rule(engine.module)
-    tangents = _TangentGatherer(direction, precision)
     # peft would cast an adapter's input to the dtype that the adapter has outside its forward.
-    with engine.without_gradient(), disable_input_dtype_casting(engine.module, active=precision is not None):
-        config._attn_implementation = FORWARD_MODE_ATTENTION
-        try:
-            tangents.attach(engine)
-            yield
-        finally:
-            tangents.detach()
-            config._attn_implementation = attention_before
+    without_casting = disable_input_dtype_casting(engine.module, active=precision is not None)
+    with engine.without_gradient(), without_casting, _dual_parameters(engine, _TangentGatherer(direction, precision)):
+        yield
 
 
 @contextmanager
@@ -62,21 +53,30 @@ def forward_mode_with_graph(engine: Engine, direction: Direction) -> Iterator[No
 
     Leave the context before the backward.
     """
-    config, layers = engine.module.base.config, engine.module.layers
-    attention_before = config._attn_implementation
+    layers = engine.module.layers
     checkpoints_before = [layer._gradient_checkpointing_func for layer in layers]
+    for layer in layers:
+        layer._gradient_checkpointing_func = checkpoint_with_tangent
+    try:
+        with _dual_parameters(engine, _TangentGatherer(direction, None, with_graph=True)):
+            yield
+    finally:
+        for layer, checkpoint in zip(layers, checkpoints_before, strict=True):
+            layer._gradient_checkpointing_func = checkpoint
+
+
+@contextmanager
+def _dual_parameters(engine: Engine, tangents: "_TangentGatherer") -> Iterator[None]:
+    """A context in which parameters are dual as the forward reaches them, under attention that carries tangents."""
+    config = engine.module.base.config
+    attention_before = config._attn_implementation
     _give_hooks_a_tangent_rule(engine.module)
-    tangents = _TangentGatherer(direction, None, with_graph=True)
     config._attn_implementation = FORWARD_MODE_ATTENTION
     try:
         tangents.attach(engine)
-        for layer in layers:
-            layer._gradient_checkpointing_func = checkpoint_with_tangent
         yield
     finally:
         tangents.detach()
-        for layer, checkpoint in zip(layers, checkpoints_before, strict=True):
-            layer._gradient_checkpointing_func = checkpoint
         config._attn_implementation = attention_before
 
 
