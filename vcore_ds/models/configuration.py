@@ -16,7 +16,15 @@ from transformers import (
 from transformers.utils import cached_file
 
 from vcore_ds.errors import UserError, first_line
-from vcore_ds.planning import ATTENTION_LAYERS, OTHER_LAYERS, QWEN3_32B, ModelShape, layer_parameters, row_obstacles
+from vcore_ds.planning import (
+    ATTENTION_LAYERS,
+    OTHER_LAYERS,
+    QWEN3_32B,
+    ModelShape,
+    layer_parameters,
+    memory_sizes,
+    row_obstacles,
+)
 
 _EXPECTED = "expected a decoder-only language model (Qwen3, Llama, ...)"
 
@@ -119,7 +127,7 @@ def vocabulary_size(path: str) -> int:
 
 
 def model_shape(path: str) -> ModelShape:
-    """What the time of a pass depends on. Architectures whose configuration has other names are taken for dense
+    """What time and memory of a pass depend on. Architectures whose configuration has other names are taken for dense
     Llama-like ones, those without heads for a model of the usual sizes whose rows cannot be shared or packed."""
     config = read_config(path)
     sizes = {key: _size(config, key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")}
@@ -127,14 +135,28 @@ def model_shape(path: str) -> ModelShape:
     if num_layers is None or num_heads is None or hidden is None:
         missing = next(key for key, value in sizes.items() if value is None)
         why = f"whose configuration has no single {missing}"
-        return replace(QWEN3_32B, unshareable=why, unpackable=why)
+        return replace(QWEN3_32B, unshareable=why, unpackable=why, hidden_size=0)
     head_dim = _size(config, "head_dim") or max(1, hidden // num_heads)
     num_kv_heads = _size(config, "num_key_value_heads") or num_heads
     parameters = layer_parameters(hidden, num_heads, num_kv_heads, head_dim, _size(config, "intermediate_size"))
     unshareable, unpackable = row_obstacles(config.get_text_config().to_dict())
     if not can_replace_attention(config):
         unshareable = "whose attention is its own code"
-    return ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, unshareable, unpackable)
+    memory = {
+        "hidden_size": hidden,
+        "intermediate_size": _size(config, "intermediate_size"),
+        "vocabulary_size": _size(config, "vocab_size"),
+    }
+    return ModelShape(
+        num_layers,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        parameters,
+        unshareable,
+        unpackable,
+        **memory_sizes(config.get_text_config().to_dict(), memory),
+    )
 
 
 def _size(config: PretrainedConfig, name: str) -> int | None:

@@ -1,11 +1,20 @@
 """The arithmetic of a batch on many ranks: which share a row, what runs together, how long that takes. Pure Python."""
 
+from vcore_ds.planning.memory import (
+    AdapterShape,
+    MemoryEstimate,
+    MemorySettings,
+    ParameterCounts,
+    memory_of,
+    parameter_counts,
+)
 from vcore_ds.planning.model_shape import (
     ATTENTION_LAYERS,
     OTHER_LAYERS,
     QWEN3_32B,
     ModelShape,
     layer_parameters,
+    memory_sizes,
     row_obstacles,
     shape_on_disk,
 )
@@ -22,8 +31,12 @@ __all__ = [
     "OTHER_LAYERS",
     "QWEN3_32B",
     "SIMULATED_MEAN",
+    "AdapterShape",
     "Machine",
+    "MemoryEstimate",
+    "MemorySettings",
     "ModelShape",
+    "ParameterCounts",
     "RowLimit",
     "Spread",
     "TimeModel",
@@ -32,8 +45,11 @@ __all__ = [
     "degrees_that_hold",
     "layer_parameters",
     "measure_waste",
+    "memory_of",
+    "memory_sizes",
     "pack_batch",
     "padded_length",
+    "parameter_counts",
     "possible_degrees",
     "row_obstacles",
     "shape_on_disk",

@@ -1,4 +1,4 @@
-"""The few numbers of a model on which the time of a batch depends, and reading them without transformers."""
+"""The few numbers of a model on which time and memory of a batch depend, and reading them without transformers."""
 
 import json
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ _NAMES = {
     "num_kv_heads": ("num_key_value_heads",),
     "head_dim": ("head_dim",),
     "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim"),
+    "vocabulary_size": ("vocab_size",),
 }
 """What architectures call a size in config.json."""
 
@@ -29,12 +30,15 @@ OTHER_LAYERS = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"
 _ROPE_OF_THE_ROW = frozenset({"longrope", "dynamic"})
 """Kinds of rotary embedding whose frequencies depend on the largest position that they are given."""
 
+_NORMALIZED_HEADS = ("qwen3", "olmo2", "olmo3", "gemma3")
+"""How the names of architectures begin whose queries and keys have norms of their own."""
+
 _REQUIRED = ("num_layers", "num_heads", "hidden_size")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder, as far as the time of a pass over it goes."""
+    """A decoder, as far as the time and the memory of a pass over it go."""
 
     num_layers: int
     num_heads: int
@@ -51,6 +55,16 @@ class ModelShape:
     """Why a row cannot hold several sequences, in the same form; None where it can."""
     is_assumed: bool = False
     """The model was not there to be read, and this is another one's shape."""
+    hidden_size: int = 0
+    """H; 0 where the sizes that memory depends on are unknown."""
+    intermediate_size: int = 0
+    """F, width of the MLP."""
+    vocabulary_size: int = 0
+    """V, rows of the embeddings."""
+    is_tied: bool = False
+    """Whether input and output embedding are one parameter."""
+    normalizes_heads: bool = False
+    """Whether queries and keys have norms of their own, as in Qwen3."""
 
     @property
     def attention_length(self) -> float:
@@ -60,6 +74,25 @@ class ModelShape:
         linear parameter of a layer.
         """
         return self.layer_parameters / (self.num_heads * self.head_dim)
+
+
+def memory_sizes(config: Mapping[str, Any], sizes: Mapping[str, int | None]) -> dict[str, Any]:
+    """The fields of `ModelShape` that memory depends on; none where a size is missing.
+
+    Args:
+        config: of the language model, as in config.json.
+        sizes: `hidden_size`, `intermediate_size` and `vocabulary_size`, as far as they are known.
+    """
+    hidden, vocabulary = sizes["hidden_size"], sizes["vocabulary_size"]
+    if hidden is None or vocabulary is None:
+        return {}
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": sizes["intermediate_size"] or 4 * hidden,
+        "vocabulary_size": vocabulary,
+        "is_tied": bool(config.get("tie_word_embeddings", False)),
+        "normalizes_heads": str(config.get("model_type", "")).startswith(_NORMALIZED_HEADS),
+    }
 
 
 def layer_parameters(
@@ -90,7 +123,10 @@ def row_obstacles(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
     return unpackable, unpackable
 
 
-QWEN3_32B = ModelShape(64, 64, 8, 128, layer_parameters(5120, 64, 8, 128, 25600))
+QWEN3_32B = ModelShape(
+    64, 64, 8, 128, layer_parameters(5120, 64, 8, 128, 25600),
+    hidden_size=5120, intermediate_size=25600, vocabulary_size=151936, normalizes_heads=True,
+)  # fmt: skip
 """The model that a plan assumes where it cannot see the real one."""
 
 
@@ -138,4 +174,5 @@ def _shape(raw: Mapping[str, Any]) -> ModelShape | None:
     num_kv_heads = sizes["num_kv_heads"] or num_heads
     head_dim = sizes["head_dim"] or max(1, hidden // num_heads)
     parameters = layer_parameters(hidden, num_heads, num_kv_heads, head_dim, sizes["intermediate_size"])
-    return ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, *row_obstacles(raw))
+    obstacles = row_obstacles(raw)
+    return ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, *obstacles, **memory_sizes(raw, sizes))

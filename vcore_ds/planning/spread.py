@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vcore_ds.planning.packing import pack_batch, split_batch
 from vcore_ds.planning.time_model import TimeModel
-from vcore_ds.planning.waste import Waste, measure_waste, padded_rows
+from vcore_ds.planning.waste import Waste, measure_waste, most_tokens, padded_rows
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Spread:
     micro_steps: list[list[list[int]]]
     """Ids by micro-step and group. Groups beyond the last one that stands here have nothing to do."""
     waste: Waste
+    most_tokens: int
+    """Tokens of the largest micro-batch on one rank, padding included."""
 
     def of_group(self, group: int) -> list[list[int]]:
         """Ids by micro-step of one group, from 0."""
@@ -90,9 +92,9 @@ def spread(
         work=time_model.work,
         is_packed=limit.packed_tokens is not None,
     )
-    return Spread(
-        degree, time_model.num_ranks, [[[ids[i] for i in row] for row in groups] for groups in micro_steps], waste
-    )
+    most = most_tokens(micro_steps, lengths, sequence_parallel=degree, is_packed=limit.packed_tokens is not None)
+    in_ids = [[[ids[i] for i in row] for row in groups] for groups in micro_steps]
+    return Spread(degree, time_model.num_ranks, in_ids, waste, most)
 
 
 def _micro_step_time(

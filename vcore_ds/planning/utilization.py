@@ -32,6 +32,8 @@ class Utilization:
     """Ranks that share a row in most of the passes."""
     waste: Waste
     """Of all passes together."""
+    most_tokens: int
+    """Tokens of the largest micro-batch on one rank, padding included."""
 
     @property
     def is_low(self) -> bool:
@@ -54,7 +56,7 @@ def summarize(spreads: Sequence[Spread]) -> Utilization:
     for found in spreads[1:]:
         total += found.waste
     degrees = Counter(found.sequence_parallel for found in spreads)
-    return Utilization(min(degrees, key=lambda k: (-degrees[k], k)), total)
+    return Utilization(min(degrees, key=lambda k: (-degrees[k], k)), total, max(found.most_tokens for found in spreads))
 
 
 def simulated_batches(batch_size: int, longest: int, seed: int = 0) -> list[list[int]]:

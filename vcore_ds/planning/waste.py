@@ -84,6 +84,19 @@ def measure_waste(
     return Waste(num_tokens, num_computed, total / num_ranks, slowest / sequence_parallel, num_idle)
 
 
+def most_tokens(
+    micro_steps: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], *, sequence_parallel: int, is_packed: bool
+) -> int:
+    """Tokens of the largest micro-batch on one rank, padding included; arguments as in `measure_waste`."""
+    most = 0
+    for groups in micro_steps:
+        for positions in groups:
+            own = [lengths[i] for i in positions]
+            rows = [padded_length(sum(own), sequence_parallel)] if is_packed else padded_rows(own, sequence_parallel)
+            most = max(most, sum(rows) // sequence_parallel)
+    return most
+
+
 def padded_rows(lengths: Sequence[int], sequence_parallel: int) -> list[int]:
     """Lengths of the rows of a micro-batch of one sequence in each: that of the longest one, padded."""
     return [padded_length(max(lengths), sequence_parallel)] * len(lengths) if lengths else []
