@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.checkpoints import Checkpoints
-from vcore_ds.config import BatchPlan, Recipe, deepspeed_config
+from vcore_ds.config import BatchPlan, Recipe, deepspeed_config, plan_memory
 from vcore_ds.data import Dataset, load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.positions import mark
@@ -20,7 +20,16 @@ from vcore_ds.files import run_folder
 from vcore_ds.files.run_lock import RunLock
 from vcore_ds.files.user_paths import writing
 from vcore_ds.loop import Training, run_steps, validate
-from vcore_ds.setup import build_engine, build_estimator, check_model, count_steps, describe_engine, plan_ranks
+from vcore_ds.memory_check import check_memory
+from vcore_ds.setup import (
+    build_engine,
+    build_estimator,
+    check_model,
+    count_parameters,
+    count_steps,
+    describe_engine,
+    plan_ranks,
+)
 from vcore_ds.track.console import Console, describe_example
 from vcore_ds.track.metrics_log import MetricsLog
 from vcore_ds.track.step_metrics import StepMetrics
@@ -79,6 +88,9 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     num_steps = count_steps(recipe, len(feed.dataset))
     if found is not None:
         checkpoints.check_data(found, feed)
+
+    passes = feed.utilization(found[1].step if found is not None else 0, num_steps)
+    check_memory(plan_memory(recipe, plan, ds_config, passes, count_parameters(recipe)), console)
 
     mark("loading the model")
     engine = build_engine(recipe, ds_config)

@@ -4,12 +4,14 @@ import math
 import os
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from vcore_ds.config import BatchPlan, Recipe, plan_batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.engine import Engine, build_optimizer, sharded_loading
+from vcore_ds.errors import UserError
 from vcore_ds.models import (
     TokenLossModel,
     add_lora,
@@ -17,8 +19,9 @@ from vcore_ds.models import (
     check_model_folder,
     load_causal_lm,
     model_shape,
+    read_config,
 )
-from vcore_ds.planning import CPU, H100
+from vcore_ds.planning import CPU, H100, ParameterCounts
 from vcore_ds.random_streams import Stream, torch_seed
 from vcore_ds.utility import Direction, Estimator, FiniteDifference, ForwardMode, NoUtilities, can_fuse
 
@@ -52,6 +55,20 @@ def plan_ranks(recipe: Recipe) -> BatchPlan:
     )
     layout.make_sequence_groups(plan.degrees, recipe.engine.timeout_minutes)
     return plan
+
+
+def count_parameters(recipe: Recipe) -> ParameterCounts:
+    """The model's parameters, from one without weights; zeros where the model cannot be read, which is said
+    elsewhere."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(read_config(recipe.model.path))
+            if recipe.lora is not None:
+                model = add_lora(model, recipe.lora)
+    except (UserError, OSError, ValueError):
+        return ParameterCounts(0, 0)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained))
 
 
 def build_engine(recipe: Recipe, ds_config: dict) -> Engine:

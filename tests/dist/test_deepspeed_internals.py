@@ -15,7 +15,7 @@ from torch import nn
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine, build_optimizer, checkpoint_shards
+from vcore_ds.engine import Engine, build_optimizer
 
 pytestmark = pytest.mark.dist
 
@@ -115,7 +115,7 @@ def cast_of_the_master_is_the_shard(e: Engine) -> bool:
 
 
 def the_optimizer_counts_its_steps_and_keeps_local_moments(e: Engine) -> bool:
-    none_yet = e.num_updates == 0 and not e.optimizer.optimizer.state
+    none_yet = e.num_updates == 0
     counts, moment = [], torch.zeros_like(safe_get_local_grad(weight(e)))
     for k in range(2):
         with e.accumulation(1):
@@ -206,15 +206,29 @@ def the_optimizers_own_shards_are_reached_without_a_copy(e: Engine) -> bool:
     )
 
 
-def a_step_without_gradient_and_rate_makes_the_state_and_moves_nothing(e: Engine) -> bool:
-    before = [flat.detach().clone() for flat in e.optimizer.fp32_partitioned_groups_flat]
-    checkpoint_shards._make_optimizer_state(e)
-    states = [e.optimizer.optimizer.state[flat] for flat in e.optimizer.fp32_partitioned_groups_flat]
+def moments_made_at_the_start_are_those_of_the_first_step(e: Engine) -> bool:
+    made = {master: dict(state) for master, state in e.optimizer.optimizer.state.items()}
+    zeros = not any(state[key].any() for state in made.values() for key in ("exp_avg", "exp_avg_sq"))
+    states = []
+    for keep in (True, False):
+        other = engine()
+        if not keep:
+            other.optimizer.optimizer.state.clear()  # as DeepSpeed leaves it
+        with other.accumulation(1):
+            other.backward(loss_on(other))
+        other.step(1e-2)
+        of_step = list(other.optimizer.optimizer.state.values())
+        states.append([{k: (v.dtype, v.device, v.clone()) for k, v in state.items()} for state in of_step])
+        states[-1].append({"": (None, None, torch.cat([master.clone() for master in other.shards.masters()]))})
+        other.close()
     return (
-        all(torch.equal(a, b) for a, b in zip(before, e.optimizer.fp32_partitioned_groups_flat, strict=True))
-        and all(set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in states)
-        and not any(state[key].any() for state in states for key in ("exp_avg", "exp_avg_sq"))
-        and e.num_updates == 1  # which is why the count is set afterwards
+        e.num_updates == 0
+        and len(made) == len(e.optimizer.fp32_partitioned_groups_flat)
+        and zeros
+        and all(
+            a.keys() == b.keys() and all(a[k][:2] == b[k][:2] and torch.equal(a[k][2], b[k][2]) for k in a)
+            for a, b in zip(*states, strict=True)
+        )
     )
 
 
@@ -243,7 +257,7 @@ CHECKS: list[Callable[[Engine], bool]] = [
     a_layer_is_a_leaf_with_identity_functions,
     a_later_hook_sees_the_gathered_parameter,
     the_optimizers_own_shards_are_reached_without_a_copy,
-    a_step_without_gradient_and_rate_makes_the_state_and_moves_nothing,
+    moments_made_at_the_start_are_those_of_the_first_step,
     a_shard_is_a_chunk_of_the_flat_parameter,
 ]
 

@@ -34,7 +34,9 @@ def main_pass(lora: bool, precision: str, fused: bool) -> dict[str, Any]:
         found |= {"losses": losses.detach(), "utilities": utilities}
         found["gradient"] = torch.cat([g.flatten().float() for g in engine.shards.gradients()])
     # What follows is as before: nothing of the dual forward stays.
-    assert all("weight" not in module.__dict__ and "forward" not in module.__dict__ for module in engine.module.modules())
+    assert all(
+        "weight" not in module.__dict__ and "forward" not in module.__dict__ for module in engine.module.modules()
+    )
     metrics = step_runs.train_step(engine, recipe, StepBatches([batch], []), estimator)
     found["loss"] = metrics.values["loss"]
     engine.close()

@@ -68,7 +68,9 @@ CASES = {
         sequence_parallel=(2, 1), packed=True, sections={"method": {"name": "sft", "normalization": "token"}}
     ),
     "dft": Case(sequence_parallel=(4, 1), packed=True, sections={"method": {"name": "dft"}}),
-    "iw_sft, lora": Case(sequence_parallel=(2, 1), lora=True, sections={"method": {"name": "iw_sft"}, "lora": {"rank": 4, "alpha": 8}}),
+    "iw_sft, lora": Case(
+        sequence_parallel=(2, 1), lora=True, sections={"method": {"name": "iw_sft"}, "lora": {"rank": 4, "alpha": 8}}
+    ),
     "random": Case(sequence_parallel=(2, 1), packed=True, sections={"method": {"name": "random", "keep_share": 0.4}}),
 }
 
@@ -146,7 +148,9 @@ def losses_with_dropout(sequence_parallel: int, *, packed: bool) -> list[float]:
     estimator, found = step_runs.make_estimator(recipe, engine), []
     for k in range(3):
         main = step_runs.deal(tiny.rows(8, seed=10 + k), 2, sequence_parallel, packed=packed)
-        metrics = step_runs.train_step(engine, recipe, StepBatches(main, []), estimator, learning_rate=1e-3, seed=100 + k)
+        metrics = step_runs.train_step(
+            engine, recipe, StepBatches(main, []), estimator, learning_rate=1e-3, seed=100 + k
+        )
         found.append(metrics.values["loss"])
     engine.close()
     return found

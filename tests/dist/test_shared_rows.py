@@ -98,5 +98,7 @@ def test_the_metrics_say_how_many_ranks_share_a_row(folder: Path) -> None:
         return [(line["sequence_parallel"], line["probe_sequence_parallel"]) for line in lines]
 
     assert degrees("2_4") == [(2, 4 if k % 2 == 0 else None) for k in range(NUM_STEPS)]
-    assert degrees("resumed") == [(d, d if k % 2 == 0 else None) for k in range(NUM_STEPS) for d in (2 if k < 3 else 4,)]
+    assert degrees("resumed") == [
+        (d, d if k % 2 == 0 else None) for k in range(NUM_STEPS) for d in (2 if k < 3 else 4,)
+    ]
     assert all(main == 4 for main, _ in degrees("short_rows"))  # no shorter row holds the longest sequence

@@ -17,17 +17,11 @@ CASES = {
     "full, tied": Case(tied=True, persistence_threshold=100_000),
     "full, fused": Case(checkpointing=True, coalesce=True, sections=FUSED),
     "full, checkpointed": Case(checkpointing=True, coalesce=True),
-    "full, tied, checkpointed, merged passes": Case(
-        tied=True, checkpointing=True, batches_per_utility_pass=2
-    ),
+    "full, tied, checkpointed, merged passes": Case(tied=True, checkpointing=True, batches_per_utility_pass=2),
     "lora": Case(lora=True, coalesce=True),
-    "lora, tied, fused": Case(
-        lora=True, tied=True, checkpointing=True, persistence_threshold=100_000, sections=FUSED
-    ),
+    "lora, tied, fused": Case(lora=True, tied=True, checkpointing=True, persistence_threshold=100_000, sections=FUSED),
     "lora, tied, checkpointed": Case(lora=True, tied=True, checkpointing=True, persistence_threshold=100_000),
-    "lora, checkpointed, merged passes": Case(
-        lora=True, checkpointing=True, batches_per_utility_pass=2
-    ),
+    "lora, checkpointed, merged passes": Case(lora=True, checkpointing=True, batches_per_utility_pass=2),
     "finite difference": Case(sections=FINITE_DIFFERENCE),
     "finite difference, lora, checkpointed": Case(lora=True, checkpointing=True, sections=FINITE_DIFFERENCE),
     "token normalization, fixed temperature": Case(

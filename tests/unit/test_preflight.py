@@ -8,10 +8,12 @@ import pytest
 
 from tests.helpers import tiny
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.commands.preflight.inspection import count_parameters, output_bytes
+from vcore_ds.commands.preflight.inspection import output_bytes
 from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems
 from vcore_ds.config import Recipe
 from vcore_ds.distributed.interconnect import network_of_nccl
+from vcore_ds.planning import ParameterCounts
+from vcore_ds.setup import count_parameters
 
 GOOD = Node(
     host="n1",
@@ -95,7 +97,7 @@ def recipe(model: Path, output: Path, **sections) -> Recipe:
 def test_space_is_that_of_the_states(model: Path, tmp_path: Path) -> None:
     num_all = sum(parameter.numel() for parameter in tiny.qwen3().parameters())
     full = recipe(model, tmp_path / "run", checkpoint={"keep_last": 2})
-    assert count_parameters(full) == (num_all, num_all)
+    assert count_parameters(full) == ParameterCounts(num_all, num_all)
     # Three checkpoints of master, two moments and direction, then the result.
     assert output_bytes(full) == 3 * num_all * (12 + 4) + num_all * 4
     for step in (1, 2):
@@ -106,7 +108,7 @@ def test_space_is_that_of_the_states(model: Path, tmp_path: Path) -> None:
 
     adapters = recipe(model, tmp_path / "other", lora={"rank": 4, "alpha": 8})
     num_trained = sum(p.numel() for p in tiny.with_lora(tiny.qwen3()).parameters() if p.requires_grad)
-    assert count_parameters(adapters)[0] == num_trained
+    assert count_parameters(adapters).trained == num_trained
 
 
 def test_nccl_log() -> None:

@@ -3,13 +3,23 @@
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from vcore_ds.commands.arguments import add_recipe, positive
-from vcore_ds.config import BatchPlan, Recipe, deepspeed_config, dump_recipe, load_recipe, plan_batch
+from vcore_ds.config import (
+    BatchPlan,
+    Recipe,
+    deepspeed_config,
+    dump_recipe,
+    load_recipe,
+    plan_batch,
+    plan_memory,
+)
 from vcore_ds.files.run_folder import can_resume, check_output_folder
 from vcore_ds.planning import QWEN3_32B, SIMULATED_MEAN, shape_on_disk
 
 HELP = "validate a recipe without a GPU"
+GIB = 2**30
 DESCRIPTION = (
     "Resolve and validate a recipe; print it with all its defaults, and how its batch is spread over the ranks. Needs "
     "no GPU, model or data, and writes nothing: how well the ranks are used is calculated for simulated lengths."
@@ -32,14 +42,18 @@ def main(arguments: argparse.Namespace) -> None:
     used or cannot be written."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     plan = plan_batch(recipe, arguments.ranks, shape_on_disk(recipe.model.path) or replace(QWEN3_32B, is_assumed=True))
-    deepspeed_config(recipe, plan)
+    ds_config = deepspeed_config(recipe, plan)
     can_resume(recipe)
     check_output_folder(recipe)
-    print(f"{dump_recipe(recipe).rstrip()}\n\nBatch: {plan.describe()}", *describe_ranks(recipe, plan), sep="\n")
+    print(
+        f"{dump_recipe(recipe).rstrip()}\n\nBatch: {plan.describe()}",
+        *describe_ranks(recipe, plan, ds_config),
+        sep="\n",
+    )
 
 
-def describe_ranks(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
-    """Lines on how well the ranks are used, and what would use them better."""
+def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any]) -> Iterator[str]:
+    """Lines on how well the ranks are used, what would use them better, and how much memory each needs."""
     longest = recipe.data.cutoff_length
     found = plan.simulate(longest)
     for part, utilization in found.items():
@@ -49,6 +63,14 @@ def describe_ranks(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
     if plan.longest_sequence is not None:
         share = f"{plan.main_degrees[-1]} ranks" if plan.main_degrees[-1] > 1 else "one rank"
         yield f"Longest sequence that fits: {plan.longest_sequence:,} tokens, on {share}"
+    memory = plan_memory(recipe, plan, ds_config, found)
+    if memory is not None:
+        estimate = memory.estimate
+        host = f", {estimate.host_bytes / GIB:.1f} GiB in host memory" if estimate.host else ""
+        yield (
+            f"Memory of each rank, estimated: {estimate.persistent_bytes / GIB:.1f} GiB for the whole run, "
+            f"{estimate.peak_bytes / GIB:.1f} GiB at the peak ({estimate.peak_phase}){host}"
+        )
     if found:
         yield (
             f"Assumed: lengths as of reasoning traces (lognormal, mean {SIMULATED_MEAN:,} tokens, cut at {longest:,}), "

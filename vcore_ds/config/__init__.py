@@ -3,12 +3,15 @@
 from vcore_ds.config.batch_plan import BatchPlan, Part, plan_batch
 from vcore_ds.config.deepspeed_json import deepspeed_config
 from vcore_ds.config.load import dump_recipe, load_recipe
+from vcore_ds.config.memory import Available, MemoryPlan, plan_memory
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.resume import differing_keys, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
 
 __all__ = [
+    "Available",
     "BatchPlan",
+    "MemoryPlan",
     "Part",
     "Recipe",
     "RecipeError",
@@ -17,5 +20,6 @@ __all__ = [
     "dump_recipe",
     "load_recipe",
     "plan_batch",
+    "plan_memory",
     "read_resolved_recipe",
 ]

@@ -245,6 +245,9 @@ class EngineConfig(Section):
     shipped ones. In a resolved recipe the name of a shipped one, `ds_configs/NAME.json`, or an absolute path."""
     coalesce_gradient_reduction: bool = False
     """Reduce gradients once a step instead of once a micro-batch; costs one unsharded gradient buffer per rank."""
+    memory_check: bool = True
+    """Stop before the model is loaded where it cannot fit into memory, by an estimate that says what it counts; false
+    starts anyway."""
     timeout_minutes: Minutes = 30.0
     """Minutes that a collective may wait for the slowest rank before the run fails."""
     lost_rank_seconds: Annotated[float, Field(ge=5, le=60 * LARGEST_MINUTES)] = 60.0

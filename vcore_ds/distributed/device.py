@@ -1,9 +1,15 @@
-"""The device of this rank, and how much memory it has used."""
+"""The device of this rank, how much memory it has, and how much of it was used."""
 
 import os
 import resource
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import torch
+
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+"""Limits of the container that the process runs in (version 2)."""
 
 
 def uses_gpu() -> bool:
@@ -21,3 +27,24 @@ def peak_memory_bytes() -> int:
     if uses_gpu():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def available_memory_bytes() -> int:
+    """What this rank may use of its device: what other processes leave of a GPU, or its share of the host's memory."""
+    if not uses_gpu():
+        return available_host_bytes()
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved()
+
+
+def available_host_bytes() -> int:
+    """This rank's share of the memory that the machine, or the container's limit, has left."""
+    num_bytes = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # no control group, or none with a limit
+        limit = int((CONTROL_GROUP / "memory.max").read_text())
+        used = int((CONTROL_GROUP / "memory.current").read_text())
+        for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines():
+            if line.startswith("inactive_file "):
+                used -= int(line.split()[1])  # given back where memory is short
+        num_bytes = min(num_bytes, max(0, limit - used))
+    return num_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))

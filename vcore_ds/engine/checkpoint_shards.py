@@ -100,8 +100,6 @@ def read_state(engine: Engine, direction: ShardedVector | None, folder: Path, nu
     Raises:
         CheckpointFailed: on all ranks alike.
     """
-    if num_updates > 0:
-        _make_optimizer_state(engine)
     tensors = _state_tensors(engine, direction)
     reader = dcp.FileSystemReader(folder)
     _dcp_on_all_ranks(folder, lambda: dcp.load(tensors, storage_reader=reader, process_group=cpu_group()))
@@ -167,23 +165,6 @@ def _buffer_names(engine: Engine, parameter: nn.Parameter) -> list[str]:
     flat = engine.optimizer.fp32_partitioned_groups_flat[group]
     state = engine.optimizer.optimizer.state.get(flat, {})
     return sorted(key for key, value in state.items() if isinstance(value, Tensor) and value.shape == flat.shape)
-
-
-def _make_optimizer_state(engine: Engine) -> None:
-    """The optimizer's buffers and counters as it makes them in its first step, which is where ZeRO-3 leaves it to.
-
-    That step is taken here with zero gradients and learning rate 0; what it counted is set afterwards.
-    """
-    zero = engine.optimizer
-    for group in zero.param_groups:
-        group["lr"] = 0.0
-    for i, master in enumerate(zero.fp32_partitioned_groups_flat):
-        own_gradient = master.grad  # an offloaded optimizer keeps one, zero until the first backward
-        if own_gradient is None:
-            master.grad = torch.zeros_like(master)
-        zero._optimizer_step(i)
-        if own_gradient is None:
-            master.grad = None
 
 
 def _dcp_on_all_ranks(folder: Path, action: Callable[[], object]) -> None:

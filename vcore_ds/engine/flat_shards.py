@@ -78,7 +78,7 @@ class FlatShards:
         return list(self._zero.grad_partitions_flat_buffer.split(self._numels))
 
     def optimizer_state(self, key: str) -> list[Tensor]:
-        """A buffer of the optimizer (`exp_avg`, `exp_avg_sq`) in fp32; only after its first step."""
+        """A buffer of AdamW (`exp_avg`, `exp_avg_sq`) in fp32, zero before its first step."""
         return [self._zero.optimizer.state[master][key] for master in self._zero.fp32_partitioned_groups_flat]
 
     def scale_gradient(self, factor: float) -> None:

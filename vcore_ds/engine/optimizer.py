@@ -1,7 +1,9 @@
 """The optimizer over the trainable parameters, built before DeepSpeed shards them."""
 
+from collections.abc import Sequence
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vcore_ds.config.schema import OptimizerConfig
 
@@ -24,6 +26,24 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+
+
+def make_moments(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> None:
+    """AdamW's moments of zeros and counters at 0, as its first step makes them where there are none.
+
+    Made at the start, so that a run for which they are too large fails there and not after its first backward.
+
+    Args:
+        masters: the fp32 shards that the optimizer will update, each on the device where its moments are to be.
+    """
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return  # SGD without momentum keeps nothing
+    for master in masters:
+        optimizer.state[master] = {
+            "step": torch.zeros((), dtype=torch.float32, device=master.device),
+            "exp_avg": torch.zeros_like(master, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
+        }
 
 
 def _num_axes(parameter: nn.Parameter) -> int:

@@ -21,6 +21,7 @@ from vcore_ds.distributed.device import device
 from vcore_ds.engine.deepspeed_start import start_deepspeed
 from vcore_ds.engine.flat_shards import FlatShards
 from vcore_ds.engine.non_finite import NonFiniteGradient
+from vcore_ds.engine.optimizer import make_moments
 from vcore_ds.models import RowLayout, TokenDropout, TokenLossModel, gather_losses, own_columns, token_keys
 from vcore_ds.random_streams import Stream, torch_seed
 
@@ -57,6 +58,7 @@ class Engine:
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=deepspeed_config, dist_init_required=False
         )
+        make_moments(self.optimizer.optimizer, self.optimizer.fp32_partitioned_groups_flat)
         self.module: TokenLossModel = model
         self.trainable: list[tuple[str, nn.Parameter]] = [
             (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad

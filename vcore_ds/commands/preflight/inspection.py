@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems
 from vcore_ds.config import Recipe
 from vcore_ds.distributed import interconnect
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import environment
-from vcore_ds.models import add_lora, check_model_folder, read_config
+from vcore_ds.models import check_model_folder, read_config
+from vcore_ds.setup import count_parameters
 
 MEET_SECONDS = 120.0
 """Until all ranks are in one process group, and for the all-reduce: both take seconds where the network is sound."""
@@ -98,26 +98,13 @@ def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
 def output_bytes(recipe: Recipe) -> int:
     """Free space that the run's folder will still take: checkpoints, one more than are kept while one is written, and
     the result."""
-    num_trainable, num_all = count_parameters(recipe)
+    counts = count_parameters(recipe)
     num_fp32_states = 3 if recipe.optimizer.name == "adamw" else 1  # the master, and AdamW's two moments
     parameter_bytes = 2 if recipe.model.precision == "bf16" else 4
-    checkpoint = num_trainable * (4 * num_fp32_states + parameter_bytes)  # a kept probe direction too
+    checkpoint = counts.trained * (4 * num_fp32_states + parameter_bytes)  # a kept probe direction too
     written = len(list(Path(recipe.run.output_dir).glob("checkpoints/step_*/COMPLETE")))
-    result = (num_all if recipe.lora is None else num_trainable) * parameter_bytes
+    result = (counts.all if recipe.lora is None else counts.trained) * parameter_bytes
     return max(1, recipe.checkpoint.keep_last + 1 - written) * checkpoint + result
-
-
-def count_parameters(recipe: Recipe) -> tuple[int, int]:
-    """(trained, all), from a model without weights; zeros where the model cannot be read, which is said elsewhere."""
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(read_config(recipe.model.path))
-            if recipe.lora is not None:
-                model = add_lora(model, recipe.lora)
-    except (UserError, OSError, ValueError):
-        return 0, 0
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
 
 
 def find_unreadable(recipe: Recipe) -> dict[str, str]:

@@ -1,0 +1,174 @@
+"""The estimate of a rank's memory against the tensors of a real engine, counted one by one."""
+
+import gc
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import step_runs, tiny
+from tests.helpers.allocations import Allocations
+from tests.helpers.ranks import run_ranks
+from vcore_ds.data import Batch
+from vcore_ds.distributed import layout
+from vcore_ds.method.token_loss import BLOCK_LOGITS_BYTES
+from vcore_ds.models import model_shape
+from vcore_ds.planning import AdapterShape, MemoryEstimate, MemorySettings, memory_of
+from vcore_ds.planning.memory import LOSS_BLOCK_BYTES
+from vcore_ds.setup import build_engine
+from vcore_ds.step import take_direction
+from vcore_ds.utility import jvp_utilities
+
+pytestmark = pytest.mark.dist
+
+SIZES = dict(
+    hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    num_hidden_layers=4, vocab_size=512,
+)  # fmt: skip
+NUM_TOKENS = 1024
+CASES = [  # precision, adapters, activation checkpoints
+    ("fp32", False, True),
+    ("fp32", True, False),
+    ("bf16", False, False),
+    ("bf16", False, True),
+    ("bf16", True, False),
+    ("bf16", True, True),
+]
+TRANSIENT_BOUND = 0.25
+"""Of the estimate, both ways. PyTorch's own temporaries are counted by tensors here, and by formulas there."""
+
+
+def settings_of(precision: str, lora: bool, is_checkpointed: bool) -> MemorySettings:
+    return MemorySettings(
+        num_ranks=2,
+        main_tokens=NUM_TOKENS,
+        probe_tokens=NUM_TOKENS,
+        utility_tokens=NUM_TOKENS,
+        estimator="jvp",
+        number_bytes=2 if precision == "bf16" else 4,
+        adapters=AdapterShape(rank=4) if lora else None,
+        is_checkpointed=is_checkpointed,
+        bucket_numel=tiny.deepspeed_config()["zero_optimization"]["reduce_bucket_size"],
+    )
+
+
+def row() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, SIZES["vocab_size"], (1, NUM_TOKENS), generator=generator)
+    labels = ids.clone()
+    labels[:, 0] = -100
+    return Batch([0], ids, labels)
+
+
+def kept_bytes(engine, direction) -> dict[str, int]:
+    """What the engine and the direction keep, by kind."""
+
+    def total(tensors) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    zero = engine.optimizer
+    states = zero.optimizer.state.values()
+    return {
+        "parameters": total(parameter.ds_tensor for parameter in engine.module.parameters()),
+        "gradients": total(engine.shards.gradients()),
+        "master weights": total(engine.shards.masters()),
+        "moments": total(state[key] for state in states for key in ("exp_avg", "exp_avg_sq")),
+        "direction": 0 if direction is None else direction.persistent_bytes,
+        "reduction buffer": total(bucket.buffer for bucket in zero.ipg_buckets.values()),
+    }
+
+
+def measure(folder: str, precision: str, lora: bool, is_checkpointed: bool) -> dict[str, Any]:
+    """Bytes kept, by kind, for vcore and for sft, and the peaks of its passes beyond that."""
+    recipe = step_runs.recipe(
+        model={"path": folder, "precision": precision, "gradient_checkpointing": is_checkpointed},
+        lora={"rank": 4, "alpha": 8} if lora else None,
+    )
+    engine = build_engine(recipe, tiny.deepspeed_config(bf16=precision == "bf16"))
+    estimator, batch = step_runs.make_estimator(recipe, engine), row()
+    found: dict[str, Any] = {"sft": kept_bytes(engine, None), "vcore": kept_bytes(engine, estimator.direction)}
+    take_direction(estimator.direction, recipe, [batch])  # DeepSpeed's traces and hooks are made here
+
+    def main() -> None:
+        with engine.accumulation(1):
+            engine.backward(engine.token_losses(batch).mean())
+
+    def plain() -> None:
+        with engine.without_gradient():
+            engine.token_losses(batch)
+
+    passes = {
+        "main": main,
+        "utility": lambda: jvp_utilities(engine, estimator.direction, [batch]),
+        "finite_difference": plain,
+    }
+    for name, run in passes.items():
+        engine.forget_gathered_parameters()
+        gc.collect()
+        with Allocations() as allocations:
+            run()
+        found[name] = allocations.peak_bytes
+    main()
+    with Allocations() as allocations:
+        engine.step(1e-3)
+    found["step"] = allocations.peak_bytes
+    engine.close()
+    return found
+
+
+def measure_all(folder: str) -> list[dict[str, Any]]:
+    assert layout.size("shards") == 2
+    return [measure(folder, *case) for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    path = tmp_path_factory.mktemp("memory") / "model"
+    tiny.qwen3(**SIZES).save_pretrained(path)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path) -> list[list[dict[str, Any]]]:
+    return run_ranks(measure_all, 2, str(folder))
+
+
+def estimates(folder: Path, case: tuple[str, bool, bool]) -> dict[str, MemoryEstimate]:
+    shape, settings = model_shape(str(folder)), settings_of(*case)
+    without = replace(settings, estimator=None, probe_tokens=0, utility_tokens=0)
+    return {
+        "vcore": memory_of(shape, settings),
+        "sft": memory_of(shape, without),
+        "finite_difference": memory_of(shape, replace(settings, estimator="finite_difference")),
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("method", ["sft", "vcore"])
+def test_what_is_kept_is_estimated_within_two_percent(measured, folder: Path, case, method: str) -> None:
+    estimate = estimates(folder, case)[method]
+    for of_rank in measured:
+        kept = of_rank[CASES.index(case)][method]
+        assert set(estimate.persistent) == {kind for kind, num_bytes in kept.items() if num_bytes}
+        for kind, num_bytes in estimate.persistent.items():
+            assert num_bytes == pytest.approx(kept[kind], rel=0.02), kind
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_peaks_are_estimated(measured, folder: Path, case) -> None:
+    found = estimates(folder, case)
+    expected = {phase: found["vcore"].transient_bytes(phase) for phase in ("main", "utility", "step")}
+    expected["finite_difference"] = found["finite_difference"].transient_bytes("utility")
+    for of_rank in measured:
+        peaks = of_rank[CASES.index(case)]
+        for phase, num_bytes in expected.items():
+            print(f"{case} {phase}: measured {peaks[phase]:,}, estimated {num_bytes:,}")
+            assert num_bytes == pytest.approx(peaks[phase], rel=TRANSIENT_BOUND), phase
+
+
+def test_the_block_of_the_loss_is_the_one_that_is_estimated() -> None:
+    assert LOSS_BLOCK_BYTES == BLOCK_LOGITS_BYTES

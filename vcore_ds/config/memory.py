@@ -1,0 +1,211 @@
+"""The memory of a recipe on the ranks of a job, and what would make it smaller."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vcore_ds.config.batch_plan import BatchPlan, Part
+from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
+from vcore_ds.config.schema import Recipe
+from vcore_ds.planning import (
+    AdapterShape,
+    MemoryEstimate,
+    MemorySettings,
+    ParameterCounts,
+    Utilization,
+    memory_of,
+    possible_degrees,
+)
+
+_FEWEST_ROW_TOKENS = 1024
+"""Shortest packed row that is offered as a remedy: below it passes consist of gathers."""
+
+_MOST_RANKS = 1024
+"""Largest job that is offered as a remedy."""
+
+
+@dataclass(frozen=True)
+class Available:
+    """Bytes that one rank may use."""
+
+    device: int
+    host: int
+    is_cpu: bool = False
+    """Whether the device is the host: what is offloaded takes the same memory."""
+
+    def holds(self, estimate: MemoryEstimate) -> bool:
+        """Whether there is room for what is estimated, without a margin."""
+        return self._fits(estimate, 0)
+
+    def holds_with_margin(self, estimate: MemoryEstimate) -> bool:
+        return self._fits(estimate, estimate.margin_bytes)
+
+    def _fits(self, estimate: MemoryEstimate, margin: int) -> bool:
+        if self.is_cpu:
+            return estimate.peak_bytes + estimate.host_bytes + margin <= self.device
+        return estimate.peak_bytes + margin <= self.device and estimate.host_bytes <= self.host
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that takes less memory."""
+
+    change: str
+    """Overrides, a number of ranks, or both."""
+    estimate: MemoryEstimate
+
+
+@dataclass(frozen=True)
+class _Change:
+    overrides: Mapping[str, str]
+    settings: Mapping[str, Any]
+    """What they change in `MemorySettings`."""
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.overrides.items())
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A recipe's memory, and how it depends on what can be changed."""
+
+    recipe: Recipe
+    plan: BatchPlan
+    settings: MemorySettings
+    degree: int
+    """Ranks that share a row in most passes over the main batch."""
+    counts: ParameterCounts | None = None
+    """Of the model itself; None for those of its shape."""
+
+    @property
+    def estimate(self) -> MemoryEstimate:
+        return self._with({})
+
+    def remedies(self, available: Available) -> list[Remedy]:
+        """Changes by themselves, from the cheapest on; and together, where none of them is enough."""
+        changes = [*self._changes(available)]
+        found = [Remedy(str(change), self._with(change.settings)) for change in changes]
+        found += self._more_ranks(available)
+        if len(changes) > 1 and not any(available.holds(remedy.estimate) for remedy in found):
+            overrides = {key: value for change in changes for key, value in change.overrides.items()}
+            settings = {key: value for change in changes for key, value in change.settings.items()}
+            together = _Change(overrides, settings)
+            found.append(Remedy(str(together), self._with(settings)))
+            if not available.holds(found[-1].estimate):
+                found += self._more_ranks(available, together)
+        return found
+
+    def _changes(self, available: Available) -> Iterator[_Change]:
+        settings = self.settings
+        if not settings.is_checkpointed:
+            yield _Change({"model.gradient_checkpointing": "true"}, {"is_checkpointed": True})
+        yield from self._smaller_rows()
+        if available.is_cpu:  # offloading moves nothing there
+            return
+        if self.recipe.model.precision == "bf16":
+            for name, all_of_it in (("offload_optimizer", False), ("offload_all", True)):
+                if settings.offloads_optimizer and (settings.offloads_parameters or not all_of_it):
+                    continue
+                file = f"{SHIPPED_DEEPSPEED_CONFIGS.name}/zero3_bf16_{name}.json"
+                offloaded = {"offloads_optimizer": True, "offloads_parameters": all_of_it, "ranks_of_second_copy": 1}
+                yield _Change({"engine.deepspeed_config": file}, offloaded)
+        if not settings.offloads_checkpoints:
+            key = {} if settings.is_checkpointed else {"model.gradient_checkpointing": "true"}
+            overrides = {**key, "model.activation_offload": "true"}
+            yield _Change(overrides, {"is_checkpointed": True, "offloads_checkpoints": True})
+
+    def _smaller_rows(self) -> Iterator[_Change]:
+        """Fewer tokens in a micro-batch: half of a packed row, one sequence, or a row that more ranks share."""
+        recipe, plan, row = self.recipe, self.plan, self.recipe.batch.packed_row_tokens
+        if row is not None:
+            half = row // 2
+            if half >= _FEWEST_ROW_TOKENS and plan.main_degrees[-1] * half >= recipe.data.cutoff_length:
+                yield _Change({"batch.packed_row_tokens": str(half)}, self._fewer_tokens(half / row))
+            return
+        if recipe.batch.micro_batch_size_per_rank > 1:
+            share = 1 / recipe.batch.micro_batch_size_per_rank
+            yield _Change({"batch.micro_batch_size_per_rank": "1"}, self._fewer_tokens(share))
+        shape = plan.time_model.shape
+        larger = [k for k in possible_degrees(plan.num_ranks, shape.num_heads) if k > self.degree]
+        if larger and shape.unshareable is None and recipe.model.attention == "auto":
+            overrides = {"batch.sequence_parallel": str(larger[0])}
+            if plan.probe_batch_size_global:
+                overrides["probe.sequence_parallel"] = str(larger[0])
+            yield _Change(overrides, self._fewer_tokens(self.degree / larger[0]))
+
+    def _fewer_tokens(self, share: float) -> dict[str, int]:
+        keys = ("main_tokens", "probe_tokens", "utility_tokens")
+        return {key: round(getattr(self.settings, key) * share) for key in keys}
+
+    def _more_ranks(self, available: Available, change: _Change | None = None) -> Iterator[Remedy]:
+        """The fewest ranks, twice as many at a time, on which the run fits."""
+        num_ranks = 2 * self.settings.num_ranks
+        while num_ranks <= _MOST_RANKS:
+            settings = {**(change.settings if change is not None else {}), "num_ranks": num_ranks}
+            estimate = self._with(settings)
+            if available.holds(estimate):
+                words = f"{num_ranks} ranks" if change is None else f"{num_ranks} ranks and {change}"
+                yield Remedy(words, estimate)
+                return
+            num_ranks *= 2
+
+    def _with(self, changed: Mapping[str, Any]) -> MemoryEstimate:
+        return memory_of(self.plan.time_model.shape, replace(self.settings, **changed), self.counts)
+
+
+def plan_memory(
+    recipe: Recipe,
+    plan: BatchPlan,
+    deepspeed_config: Mapping[str, Any],
+    passes: Mapping[Part, Utilization],
+    counts: ParameterCounts | None = None,
+) -> MemoryPlan | None:
+    """None for a model whose sizes are unknown.
+
+    Args:
+        deepspeed_config: complete, as `vcore_ds.config.deepspeed_config` makes it.
+        passes: how the passes over the main and the probe batch use the ranks. Where one is missing, its rows are as
+            long as the recipe allows.
+        counts: of the model itself; None, or zeros, for those of its shape.
+    """
+    shape = plan.time_model.shape
+    if shape.hidden_size == 0:
+        return None
+    zero = deepspeed_config["zero_optimization"]
+    counts = counts if counts is not None and counts.all > 0 else None
+    hpz = zero.get("zero_hpz_partition_size", 1)
+    longest = plan.packed_row_tokens or recipe.data.cutoff_length * plan.micro_batch_size_per_rank
+    tokens = {part: found.most_tokens for part, found in passes.items()}
+    main_tokens = tokens.get("main", longest)
+    is_vcore, lora = recipe.method.name == "vcore", recipe.lora
+    estimator = recipe.utility.estimator if is_vcore else None
+    is_checkpointed = recipe.model.gradient_checkpointing
+    is_fused = is_vcore and recipe.utility.fused and is_checkpointed and (lora is None or lora.dropout == 0.0)
+    settings = MemorySettings(
+        num_ranks=plan.num_ranks,
+        main_tokens=main_tokens,
+        probe_tokens=tokens.get("probe", longest) if is_vcore else 0,
+        utility_tokens=main_tokens * plan.batches_per_utility_pass if is_vcore and not is_fused else 0,
+        estimator=estimator,
+        is_fused=is_fused,
+        number_bytes=2 if recipe.model.precision == "bf16" else 4,
+        adapters=None if lora is None else AdapterShape(lora.rank, lora.dropout > 0.0),
+        has_moments=recipe.optimizer.name == "adamw",
+        is_checkpointed=is_checkpointed,
+        offloads_checkpoints=recipe.model.activation_offload,
+        offloads_parameters=_is_offloaded(zero, "offload_param"),
+        offloads_optimizer=_is_offloaded(zero, "offload_optimizer"),
+        coalesces_gradients=recipe.engine.coalesce_gradient_reduction,
+        ranks_of_second_copy=min(hpz, plan.num_ranks) if isinstance(hpz, int) else 1,
+        **{field: int(zero[key]) for key, field in _SIZES.items() if isinstance(zero.get(key), int | float)},
+    )
+    return MemoryPlan(recipe, plan, settings, passes["main"].typical_degree if "main" in passes else 1, counts)
+
+
+_SIZES = {"stage3_max_live_parameters": "max_live_parameters", "reduce_bucket_size": "bucket_numel"}
+"""DeepSpeed's keys for sizes in elements, and their fields in `MemorySettings`."""
+
+
+def _is_offloaded(zero: Mapping[str, Any], key: str) -> bool:
+    section = zero.get(key)
+    return isinstance(section, Mapping) and section.get("device") == "cpu"
