@@ -16,6 +16,9 @@ exec deepspeed --master_port "$port" "$repository/launch_scripts/train_32b.sh" "
 import os
 import sys
 
+# Before torch is imported: memory freed by one phase of a step serves the next, whatever the sizes.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name that torch 2.8 knows
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 repository = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, repository)
 from vcore_ds.cli import launch  # noqa: E402

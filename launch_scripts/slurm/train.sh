@@ -9,6 +9,8 @@ attempt=${SLURM_RESTART_COUNT:-0}
 logs=runs/slurm/$SLURM_JOB_ID/attempt_$attempt
 mkdir -p "$logs"
 export PATH="$PWD/.venv/bin:$PATH"
+# Memory freed by one phase of a step serves the next, whatever the sizes. Under either name the user's own setting stays.
+if [[ -z ${PYTORCH_CUDA_ALLOC_CONF+set} ]]; then export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}; fi
 
 # SLURM also requeues by itself (a preempted job, a failed node), without any limit of its own.
 if ((attempt > max_restarts)); then

@@ -97,8 +97,8 @@ def timeless_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = [json.loads(text) for text in path.read_text().splitlines() if text.endswith("}")]
-    machine = ("tokens_per_second", "peak_memory_bytes", "checkpoint_bytes")
-    return [{k: v for k, v in line.items() if k not in machine and not k.startswith("seconds")} for line in lines]
+    machine = ("seconds", "tokens_per_second", "peak_memory_bytes", "checkpoint_bytes")
+    return [{k: v for k, v in line.items() if not k.startswith(machine)} for line in lines]
 
 
 def make_setup(folder: Path, pairs: list[tuple[str, str]]) -> TinySetup:

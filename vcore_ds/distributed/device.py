@@ -11,6 +11,10 @@ import torch
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 """Limits of the container that the process runs in (version 2)."""
 
+CLEAR_REFS = Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+"""What Linux takes there to count a process's peak from now on (proc_pid_clear_refs(5))."""
+
 
 def uses_gpu() -> bool:
     """Whether ranks compute on GPUs; DS_ACCELERATOR=cpu, DeepSpeed's own variable, keeps them on the CPU."""
@@ -22,8 +26,39 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if uses_gpu() else torch.device("cpu")
 
 
-def peak_memory_bytes() -> int:
-    """Highest memory this rank has used: allocated on the GPU, or resident on a CPU-only machine."""
+class PeakMemory:
+    """The highest memory that this rank has used, of the process and of a phase: allocated on the GPU, or resident on a
+    machine without one. Asking waits for nothing."""
+
+    def __init__(self) -> None:
+        self._before = 0
+        self._counts_phases = True
+
+    def start_phase(self) -> None:
+        """Makes `of_phase` count from here."""
+        self._before = max(self._before, _peak_bytes())
+        if uses_gpu():
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            try:
+                CLEAR_REFS.write_text(RESET_PEAK)
+            except OSError:
+                self._counts_phases = False
+
+    def of_phase(self) -> int | None:
+        """Bytes since `start_phase`; None where the kernel cannot count a part of a process's life."""
+        return _peak_bytes() if self._counts_phases else None
+
+    def of_process(self) -> int:
+        """Bytes since the first use."""
+        return max(self._before, _peak_bytes())
+
+
+peak_memory = PeakMemory()
+"""That of this process: the device counts once for all who ask."""
+
+
+def _peak_bytes() -> int:
     if uses_gpu():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

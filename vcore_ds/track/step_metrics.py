@@ -12,7 +12,7 @@ from torch import Tensor
 from vcore_ds.config.schema import MethodConfig
 from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.device import peak_memory_bytes
+from vcore_ds.distributed.device import peak_memory
 from vcore_ds.distributed.positions import mark
 from vcore_ds.method import (
     GibbsWeights,
@@ -116,6 +116,7 @@ class StepRecorder:
         self._example: ExampleTrace | None = None
         self._started = self._now()
         self._seconds = {"probe": 0.0, "utility": 0.0, "main": 0.0, "step": 0.0}
+        self._peak_bytes: dict[str, int | None] = dict.fromkeys(self._seconds)
         self._sums: Tensor | None = None
         self._finite: list[tuple[list[int], Tensor]] = []
 
@@ -129,7 +130,9 @@ class StepRecorder:
         for its own kernels."""
         mark(name)
         started = self._now()
+        peak_memory.start_phase()
         yield
+        self._peak_bytes[name] = peak_memory.of_phase()
         self._seconds[name] += self._now() - started
 
     def add(self, result: MicroBatchResult) -> None:
@@ -221,7 +224,8 @@ class StepRecorder:
             "seconds": seconds,
             **{f"seconds_{name}": value for name, value in self._seconds.items()},
             "tokens_per_second": counts.num_supervised_tokens_global / seconds,
-            "peak_memory_bytes": peak_memory_bytes(),
+            "peak_memory_bytes": peak_memory.of_process(),
+            **{f"peak_memory_bytes_{name}": value for name, value in self._peak_bytes.items()},
         }
         return StepMetrics(values, self._example)
 

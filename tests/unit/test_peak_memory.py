@@ -1,0 +1,30 @@
+"""The peak memory of a phase, as the metrics have it."""
+
+import torch
+
+from vcore_ds.distributed.device import PeakMemory
+
+MIB = 2**20
+
+
+def test_a_phase_counts_its_own_peak_and_the_process_the_highest() -> None:
+    memory = PeakMemory()
+    large = torch.ones(100 * MIB)  # 400 MiB, resident because they are written to
+    del large
+    highest = memory.of_process()
+    memory.start_phase()
+    small = torch.ones(25 * MIB)
+    first = memory.of_phase()
+    del small
+    memory.start_phase()
+    second = memory.of_phase()
+    assert first is not None and second is not None
+    assert highest - first > 200 * MIB and 50 * MIB < first - second < 150 * MIB
+    assert memory.of_process() >= highest
+
+
+def test_a_phase_is_not_counted_where_the_kernel_does_not_offer_it(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("vcore_ds.distributed.device.CLEAR_REFS", tmp_path / "absent" / "clear_refs")
+    memory = PeakMemory()
+    memory.start_phase()
+    assert memory.of_phase() is None and memory.of_process() > 0
