@@ -52,6 +52,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line on what was not tested for want of a GPU."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if report.nodeid.startswith("tests/gpu/")]
+    if skipped:
+        terminalreporter.write_line(
+            f"{len(skipped)} tests need a GPU and did not run: `python -m pytest tests/gpu` on a machine with one",
+            yellow=True,
+            bold=True,
+        )
+
+
 def _control_group(name: str) -> str:
     path = Path("/sys/fs/cgroup") / name
     return path.read_text().strip() if path.is_file() else ""

@@ -178,24 +178,6 @@ def test_rows_by_their_lengths() -> None:
     assert list(RowLayout.of([[8], [8]], 1, CPU).sequences()) == [(slice(None), slice(None))]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the flash kernel over variable lengths needs a GPU")
-@pytest.mark.parametrize("sliding_window", [None, 7, 60])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_flash_kernel_on_a_gpu(name: str, sliding_window: int | None) -> None:
-    primals, _ = inputs(60, head_dim=64)
-    layout = RowLayout.of(LAYOUTS[name], 1, torch.device("cuda"))
-    options = dict(scaling=SCALE, sliding_window=sliding_window, row_layout=layout)
-    rounded = [x.bfloat16() for x in primals]
-    leaves = [x.cuda().requires_grad_() for x in rounded]
-    output, _ = training_attention(torch.nn.Module(), *leaves, None, **options)
-    exact = [x.double().requires_grad_() for x in rounded]
-    expected = unfused(*exact, visible(60, sliding_window, LAYOUTS[name])).transpose(1, 2)
-    gradients = [torch.autograd.grad(y.double().square().sum(), x) for y, x in ((output, leaves), (expected, exact))]
-    torch.testing.assert_close(output.cpu().double(), expected, rtol=0.02, atol=0.02)
-    for found, reference in zip(*gradients, strict=True):
-        torch.testing.assert_close(found.cpu().double(), reference, rtol=0.05, atol=0.05)
-
-
 @pytest.mark.parametrize("attend", [training_attention, forward_mode_attention])
 def test_values_may_have_fewer_dimensions_than_keys(attend) -> None:
     (query, key, value), (d_query, d_key, d_value) = inputs(60)

@@ -56,7 +56,7 @@ def flash_tangent(
     longest: int,
     scale: float,
     sliding_window: int | None = None,
-    tiles: tuple[int, int] | None = None,
+    tiles: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Causal attention within each sequence, and its tangent.
 
@@ -69,7 +69,8 @@ def flash_tangent(
         longest: tokens of the longest sequence; only the choice of tiles depends on it.
         scale: factor on the scores.
         sliding_window: a query sees this many last keys, itself included; None for all.
-        tiles: tokens of a query block and of a key block, powers of two from 16; None times `TILES` once a shape.
+        tiles: tokens of a query block and of a key block, powers of two from 16, and optionally warps and pipeline
+            stages; None times `TILES` once a shape.
 
     Returns:
         output `[b, A, T, D]` in the dtype of `query`, a view of a contiguous `[b, T, A, D]`; its tangent, laid out
@@ -103,7 +104,7 @@ def launch(
     is_long: bool,
     scale: float,
     sliding_window: int | None,
-    tiles: tuple[int, int] | None,
+    tiles: tuple[int, ...] | None,
 ) -> None:
     """The kernel alone: `flash_tangent` into given tensors. Tokens beyond the last end are left as they are."""
     query, key, _ = primals
@@ -140,7 +141,8 @@ def launch(
         if tiles is None:
             _tuned[grid](*arguments, **constants)
         else:
-            _attend[grid](*arguments, **constants, QUERY_BLOCK=tiles[0], KEY_BLOCK=tiles[1])
+            names = ("QUERY_BLOCK", "KEY_BLOCK", "num_warps", "num_stages")
+            _attend[grid](*arguments, **constants, **dict(zip(names, tiles, strict=False)))
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """The arithmetic of a batch on many ranks: which share a row, what runs together, how long that takes. Pure Python."""
 
+from vcore_ds.planning.flops import forward_flops, peak_flops, step_flops
 from vcore_ds.planning.memory import (
     AdapterShape,
     MemoryEstimate,
@@ -43,6 +44,7 @@ __all__ = [
     "Utilization",
     "Waste",
     "degrees_that_hold",
+    "forward_flops",
     "layer_parameters",
     "measure_waste",
     "memory_of",
@@ -50,11 +52,13 @@ __all__ = [
     "pack_batch",
     "padded_length",
     "parameter_counts",
+    "peak_flops",
     "possible_degrees",
     "row_obstacles",
     "shape_on_disk",
     "simulated_batches",
     "split_batch",
     "spread",
+    "step_flops",
     "summarize",
 ]

@@ -1,0 +1,307 @@
+"""Steps of SFT and VCORE on one device or several: speed, memory, phases, attention alone, and fidelity in bf16.
+
+    python -m tests.benchmarks.gpu --shape 1.7b [--layers N] [--rounds 5] [--output FOLDER]
+    torchrun --nproc_per_node 8 -m tests.benchmarks.gpu --shape 8b --output FOLDER
+
+Random weights of the shape of a Qwen3, all parameters trained, bf16, activation checkpoints, rows of packed sequences.
+The methods take turns on one engine, step by step over the same batches, so that ratios meet the same state of the
+machine. A shape that the device has no room for is said so, and cut with `--layers`. With `--output`, gpu.md and
+gpu.json are written there. The tiny shape runs on a CPU, which only shows that this file works.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.stats import spearmanr
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from tests.benchmarks.gpu_attention import measure_attention
+from tests.benchmarks.gpu_report import markdown
+from tests.helpers import step_runs, tiny
+from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
+from vcore_ds.data import Batch, StepBatches, TokenizedSequence, pack
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import available_memory_bytes, device
+from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.engine import Engine, build_optimizer
+from vcore_ds.files.run_folder import environment
+from vcore_ds.models import TokenLossModel
+from vcore_ds.models.attention import TRAINING_ATTENTION
+from vcore_ds.planning import (
+    MemorySettings,
+    ModelShape,
+    forward_flops,
+    layer_parameters,
+    memory_of,
+    peak_flops,
+    step_flops,
+)
+from vcore_ds.step import take_direction
+from vcore_ds.utility import (
+    Direction,
+    Estimator,
+    FiniteDifference,
+    ForwardMode,
+    NoUtilities,
+    forward_mode,
+    losses_and_utilities,
+)
+
+GIB = 2**30
+HEADS = dict(num_key_value_heads=8, head_dim=128, vocab_size=151936)
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6b": dict(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        tie_word_embeddings=True, **HEADS,
+    ),
+    "1.7b": dict(
+        hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
+        tie_word_embeddings=True, **HEADS,
+    ),
+    "8b": dict(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        tie_word_embeddings=False, **HEADS,
+    ),
+    "tiny": dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=128, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+PARTS_OF_A_ROW = (8, 4, 3, 1)
+"""Lengths of a row's sequences, in sixteenths."""
+
+METHODS: dict[str, dict[str, Any]] = {
+    "sft": dict(method={"name": "sft"}),
+    "jvp": dict(method={"kl_budget": 0.05}),
+    "jvp, fused": dict(method={"kl_budget": 0.05}, utility={"fused": True}),
+    "finite difference": dict(
+        method={"kl_budget": 0.05}, utility={"estimator": "finite_difference", "epsilon": 1e-2}
+    ),
+}  # fmt: skip
+FORWARDS_OF_UTILITIES = {"sft": 0.0, "jvp": 3.0, "jvp, fused": 2.0, "finite difference": 1.0}
+
+
+def shape_of(sizes: dict[str, Any]) -> ModelShape:
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    hidden, heads, kv_heads, head_dim, width = (sizes[name] for name in names)
+    return ModelShape(
+        sizes["num_hidden_layers"], heads, kv_heads, head_dim,
+        layer_parameters(hidden, heads, kv_heads, head_dim, width), hidden_size=hidden, intermediate_size=width,
+        vocabulary_size=sizes["vocab_size"], is_tied=sizes["tie_word_embeddings"], normalizes_heads=True,
+    )  # fmt: skip
+
+
+def lengths_of_row(num_tokens: int) -> list[int]:
+    return [num_tokens * part // 16 for part in PARTS_OF_A_ROW]
+
+
+def row(num_tokens: int, vocabulary: int, seed: int) -> Batch:
+    """A packed row of four sequences; an eighth of each is its prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for i, length in enumerate(lengths_of_row(num_tokens)):
+        ids = torch.randint(0, vocabulary, (length,), generator=generator).int().numpy()
+        made.append(TokenizedSequence(i, ids, torch.arange(length).ge(length // 8).numpy()))
+    return pack([made], pad_token_id=0)
+
+
+def build_engine(sizes: dict[str, Any]) -> Engine:
+    torch.manual_seed(0)
+    with torch.device(device()):
+        config = Qwen3Config(**sizes, use_cache=False, max_position_embeddings=131072)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.set_attn_implementation(TRAINING_ATTENTION)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    wrapped = TokenLossModel(model)
+    wrapped.train()
+    config = tiny.deepspeed_config(bf16=True, gradient_clipping=1.0)
+    shipped = json.loads((SHIPPED_DEEPSPEED_CONFIGS / "zero3_bf16.json").read_text())
+    config["zero_optimization"] = shipped["zero_optimization"]
+    return Engine(wrapped, build_optimizer(wrapped, recipe_of("sft").optimizer), config)
+
+
+def recipe_of(method: str):
+    return step_runs.recipe(model={"path": "none", "precision": "bf16"}, **METHODS[method])
+
+
+def estimator_of(method: str, engine: Engine, direction: Direction) -> Estimator:
+    """All of a method's passes look along one direction, of which there is then one copy."""
+    if method == "sft":
+        return NoUtilities(engine)
+    if method == "finite difference":
+        return FiniteDifference(engine, direction, epsilon=METHODS[method]["utility"]["epsilon"])
+    return ForwardMode(engine, direction, fused=method == "jvp, fused")
+
+
+def estimated(method: str, sizes: dict[str, Any], num_tokens: int) -> int:
+    """Bytes at the peak of a step, as the check before a run estimates them."""
+    zero = json.loads((SHIPPED_DEEPSPEED_CONFIGS / "zero3_bf16.json").read_text())["zero_optimization"]
+    is_vcore, is_fused = method != "sft", method == "jvp, fused"
+    settings = MemorySettings(
+        num_ranks=layout.size("shards"),
+        main_tokens=num_tokens,
+        probe_tokens=num_tokens if is_vcore else 0,
+        utility_tokens=num_tokens if is_vcore and not is_fused else 0,
+        estimator=("finite_difference" if method == "finite difference" else "jvp") if is_vcore else None,
+        is_fused=is_fused,
+        is_checkpointed=True,
+        bucket_numel=zero["reduce_bucket_size"],
+        max_live_parameters=zero["stage3_max_live_parameters"],
+    )
+    return memory_of(shape_of(sizes), settings).peak_bytes
+
+
+def measure_steps(sizes: dict[str, Any], num_tokens: int, num_rounds: int, rows: int) -> tuple[dict, dict]:
+    """Steps by method, and fidelity."""
+    room, needed = available_memory_bytes(), {name: estimated(name, sizes, num_tokens) for name in METHODS}
+    found: dict[str, Any] = {
+        name: {"skipped": f"needs {num_bytes / GIB:.1f} GiB by the estimate, {room / GIB:.1f} are there"}
+        for name, num_bytes in needed.items()
+        if num_bytes > room
+    }
+    methods = [name for name in METHODS if name not in found]
+    if not methods:
+        return found, {"skipped": "no method has room"}
+    engine = build_engine(sizes)
+    direction = Direction(engine)
+    estimators = {name: estimator_of(name, engine, direction) for name in methods}
+    lines: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
+    for k in range(num_rounds + 1):
+        # Rows of the ranks differ, those of the methods do not.
+        seed = 1000 * k + 10 * layout.rank("shards")
+        main = [row(num_tokens, sizes["vocab_size"], seed + i) for i in range(rows)]
+        probe = [row(num_tokens, sizes["vocab_size"], seed + 9)]
+        for name in methods[k % len(methods) :] + methods[: k % len(methods)]:
+            if "skipped" in found.get(name, {}):
+                continue
+            batches = StepBatches(main, probe if name != "sft" else [])
+            try:
+                values = step_runs.train_step(engine, recipe_of(name), batches, estimators[name]).values
+            except torch.OutOfMemoryError as error:  # of this method alone: the others may have room
+                found[name] = {"skipped": f"out of memory: {str(error).splitlines()[0]}"}
+                gc.collect()
+                torch.cuda.empty_cache()
+                continue
+            if k > 0:  # the first round allocates, compiles, and records ZeRO-3's trace
+                lines[name].append(dict(values))
+    sequences = lengths_of_row(num_tokens)
+    forward = forward_flops(shape_of(sizes), sequences * rows)
+    probe_forward = forward_flops(shape_of(sizes), sequences)
+    for name in methods:
+        if lines[name] and name not in found:
+            flops = step_flops(
+                forward, 0.0 if name == "sft" else probe_forward, forwards_of_utilities=FORWARDS_OF_UTILITIES[name]
+            )
+            kept = direction.persistent_bytes if name == "sft" else 0
+            found[name] = summary(lines[name], sum(sequences) * rows, flops, needed[name], kept)
+            if "sft" in methods and len(lines["sft"]) == len(lines[name]):
+                pairs = zip(lines[name], lines["sft"], strict=True)
+                found[name]["over_sft"] = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
+    fidelity = fidelity_in_bf16(engine, direction, row(min(num_tokens, 4096), sizes["vocab_size"], 7))
+    engine.close()
+    return {name: found[name] for name in METHODS}, fidelity
+
+
+def summary(lines: list[dict], num_tokens: int, flops: float, estimate: int, not_needed: int) -> dict[str, Any]:
+    """Medians over rounds; `not_needed`: bytes that are there for the other methods only."""
+    seconds = statistics.median(line["seconds"] for line in lines)
+    peak = peak_flops(torch.cuda.get_device_name()) if device().type == "cuda" else None
+    phases = ("probe", "utility", "main", "step")
+    peaks = [line[f"peak_memory_bytes_{phase}"] for line in lines for phase in phases]
+    return {
+        "seconds": seconds,
+        "tokens_per_second_per_rank": num_tokens / seconds,
+        "mfu": None if peak is None else flops / seconds / peak,
+        "peak_memory_bytes": max([peak for peak in peaks if peak is not None], default=not_needed) - not_needed,
+        "estimated_peak_memory_bytes": estimate,
+        **{f"seconds_{part}": statistics.median(line[f"seconds_{part}"] for line in lines) for part in phases},
+    }
+
+
+def fidelity_in_bf16(engine: Engine, direction: Direction, batch: Batch) -> dict[str, Any]:
+    """Utilities of the training precision against those of the same weights and direction in fp32."""
+    try:
+        take_direction(direction, recipe_of("jvp"), [batch])
+        utilities = []
+        for precision in (None, torch.float32):
+            with forward_mode(engine, direction, precision):
+                utilities.append(losses_and_utilities(engine, batch)[1].double().cpu())
+    except torch.OutOfMemoryError as error:
+        return {"skipped": f"out of memory: {str(error).splitlines()[0]}"}
+    found, exact = utilities
+    return {
+        "num_tokens": len(exact),
+        "spearman": float(spearmanr(found, exact).statistic),
+        "relative_error": float((found - exact).norm() / exact.norm()),
+    }
+
+
+def timed(work: Callable[[], object], repeats: int) -> float:
+    """Median seconds of one call."""
+
+    def now() -> float:
+        if device().type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    work()
+    seconds = []
+    for _ in range(repeats):
+        start = now()
+        work()
+        seconds.append(now() - start)
+    return statistics.median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="0.6b")
+    parser.add_argument("--layers", type=int, help="fewer decoder layers, for what fits")
+    parser.add_argument("--tokens", type=int, help="tokens of a row (default 16,384; 64 for tiny), a multiple of 128")
+    parser.add_argument("--rows", type=int, default=2, help="main rows of a rank in a step")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds of all methods")
+    parser.add_argument("--output", type=Path, help="folder for gpu.md and gpu.json")
+    arguments = parser.parse_args()
+    start_process_group(timeout_minutes=30)
+    sizes = dict(SHAPES[arguments.shape])
+    if arguments.layers is not None:
+        sizes["num_hidden_layers"] = min(arguments.layers, sizes["num_hidden_layers"])
+    num_tokens = arguments.tokens or (128 if arguments.shape == "tiny" else 16_384)
+    where = environment(layout.size("job"))
+    steps, fidelity = measure_steps(sizes, num_tokens, arguments.rounds, arguments.rows)
+    gc.collect()
+    found = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "device": where["devices"][0],
+        "ranks": where["world_size"],
+        "versions": {"python": where["python"], "CUDA": torch.version.cuda, **where["packages"]},
+        "commit": where["git_commit"],
+        "shape": arguments.shape,
+        "sizes": sizes,
+        "tokens_of_a_row": num_tokens,
+        "rows": arguments.rows,
+        "rounds": arguments.rounds,
+        "steps": steps,
+        "fidelity_in_bf16": fidelity,
+        "attention": measure_attention(sizes, lengths_of_row(num_tokens), timed),
+    }
+    if not layout.is_first():
+        return
+    text = markdown(found)
+    print(text)
+    if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "gpu.md").write_text(text)
+        (arguments.output / "gpu.json").write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Attention alone, for tests/benchmarks/gpu.py: with tangents by kernel and in blocks, beside the plain forward."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vcore_ds.distributed.device import device
+from vcore_ds.models import RowLayout, block_attention
+from vcore_ds.models.attention import MAX_KERNEL_HEAD_DIM, causal_attention
+
+Timed = Callable[[Callable[[], object], int], float]
+"""Median seconds of a call, from the call and the number of repeats."""
+
+
+def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Timed) -> dict[str, Any]:
+    """Seconds of one layer's attention on a packed row, by way; and of every tile, where there is the kernel."""
+    heads, kv_heads, head_dim = (sizes[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    num_tokens, on, scale = sum(lengths), device(), head_dim**-0.5
+    torch.manual_seed(0)
+
+    def drawn(num_heads: int) -> Tensor:  # in memory as the projections of a model give it
+        made = torch.randn(1, num_tokens, num_heads, head_dim, device=on, dtype=torch.bfloat16)
+        return made.transpose(1, 2)
+
+    primals = [drawn(number) for number in (heads, kv_heads, kv_heads)]
+    tangents = tuple(drawn(number) for number in (heads, kv_heads, kv_heads))
+    layout = RowLayout.of([list(lengths)], 1, on)
+
+    def in_blocks() -> None:
+        for _, columns in layout.sequences():
+            parts = [x[:, :, columns] for x in primals]
+            block_attention(*parts, tuple(x[:, :, columns] for x in tangents), scale=scale)
+
+    ways: dict[str, Callable[[], object]] = {
+        "plain forward": lambda: causal_attention(*primals, layout, scale, None),
+        "with tangents, in blocks": in_blocks,
+    }
+    found: dict[str, Any] = {}
+    if on.type == "cuda" and head_dim <= MAX_KERNEL_HEAD_DIM:
+        from vcore_ds.models.flash_tangent import TILES, flash_tangent
+
+        def kernel(tiles: tuple[int, ...] | None = None) -> object:
+            options = dict(ends=layout.ends, longest=layout.longest, scale=scale, tiles=tiles)
+            return flash_tangent(*primals, tangents, **options)
+
+        ways["with tangents, kernel"] = kernel
+        padded = max(64, 1 << (head_dim - 1).bit_length())
+        for tiles in TILES[padded]:
+            ways["kernel, tiles " + " ".join(map(str, tiles))] = lambda tiles=tiles: kernel(tiles)
+    for name, work in ways.items():
+        try:
+            found[name] = timed(work, 5)
+        except Exception as error:  # a tile may not fit this device, and the others are still of interest
+            found[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return found

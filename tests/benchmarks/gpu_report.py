@@ -1,0 +1,53 @@
+"""The numbers of tests/benchmarks/gpu.py as Markdown."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+GIB = 2**30
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """A heading with what was measured where, and a table for each kind of number."""
+    return "\n".join(_lines(found)) + "\n"
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    sizes = found["sizes"]
+    yield f"## Qwen3-{found['shape']}, {sizes['num_hidden_layers']} layers, on {found['ranks']} x {found['device']}"
+    yield ""
+    yield (
+        f"{found['date']}; {versions}; commit {found['commit']}. Random weights, all parameters trained, bf16, "
+        f"activation checkpoints, {found['rows']} packed row(s) of {found['tokens_of_a_row']:,} tokens a rank and "
+        f"step; medians of {found['rounds']} round(s) in turns."
+    )
+    yield ""
+    yield (
+        "| method | s a step | over SFT | tokens/s a rank | MFU | peak GiB (estimated) | probe s | utility s | main s "
+        "| update s |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for name, row in found["steps"].items():
+        if "skipped" in row:
+            yield f"| {name} | skipped: {row['skipped']} |" + " |" * 8
+            continue
+        parts = " | ".join(f"{row[f'seconds_{part}']:.3f}" for part in ("probe", "utility", "main", "step"))
+        mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        over = f"{row['over_sft']:.2f}" if "over_sft" in row else "-"
+        memory = f"{row['peak_memory_bytes'] / GIB:.2f} ({row['estimated_peak_memory_bytes'] / GIB:.2f})"
+        speed = f"{row['tokens_per_second_per_rank']:,.0f}"
+        yield f"| {name} | {row['seconds']:.3f} | {over} | {speed} | {mfu} | {memory} | {parts} |"
+    yield ""
+    yield "| attention of one layer, one row | ms |"
+    yield "|---|---|"
+    for name, seconds in found["attention"].items():
+        yield f"| {name} | {seconds if isinstance(seconds, str) else f'{1e3 * seconds:.3f}'} |"
+    yield ""
+    fidelity = found["fidelity_in_bf16"]
+    if "skipped" in fidelity:
+        yield f"Fidelity in bf16 skipped: {fidelity['skipped']}."
+        return
+    yield (
+        f"Utilities in bf16 against fp32, same weights and direction, {fidelity['num_tokens']:,} tokens: Spearman "
+        f"{fidelity['spearman']:.4f}, relative error {fidelity['relative_error']:.2g}."
+    )

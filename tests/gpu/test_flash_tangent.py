@@ -1,0 +1,60 @@
+"""The compiled kernel with tangents against `torch.func.jvp` of unfused attention in fp64.
+
+In Triton's interpreter, with many more shapes and strides: tests/unit/flash_tangent_cases.py.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.test_attention import SCALE, inputs, unfused, visible
+from vcore_ds.models import RowLayout
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+"""Relative to the norm of what is exact for inputs that are rounded already, as in the interpreter."""
+
+LENGTHS = [[150, 107, 3], [260]]
+TILES_OF_64 = range(4)
+TILES_OF_128 = range(4)
+TILES_OF_256 = range(3)
+
+
+def errors(
+    dtype: torch.dtype, head_dim: int, tiles: tuple[int, ...] | None, sliding_window: int | None = None
+) -> list[float]:
+    from vcore_ds.models.flash_tangent import flash_tangent
+
+    primals, tangents = inputs(260, head_dim=head_dim, dtype=dtype)
+    layout = RowLayout.of(LENGTHS, 1, torch.device("cuda"))
+    found = flash_tangent(
+        *(x.cuda() for x in primals), tuple(x.cuda() for x in tangents), ends=layout.ends, longest=layout.longest,
+        scale=SCALE, sliding_window=sliding_window, tiles=tiles,
+    )  # fmt: skip
+    seen = visible(260, sliding_window, LENGTHS)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return unfused(query, key, value, seen)
+
+    exact, moving = (tuple(x.double() for x in tensors) for tensors in (primals, tangents))
+    expected = torch.func.jvp(attend, exact, moving)
+    return [float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip(found[:2], expected, strict=True)]
+
+
+@pytest.mark.parametrize("sliding_window", [None, 33])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_compiled_kernel_against_fp64(dtype: torch.dtype, head_dim: int, sliding_window: int | None) -> None:
+    found = errors(dtype, head_dim, None, sliding_window)
+    print(f"{dtype}, head dimension {head_dim}, window {sliding_window}: value {found[0]:.1e}, tangent {found[1]:.1e}")
+    assert max(found) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "number"),
+    [(64, i) for i in TILES_OF_64] + [(128, i) for i in TILES_OF_128] + [(256, i) for i in TILES_OF_256],
+)
+def test_every_tile_that_a_run_may_choose(head_dim: int, number: int) -> None:
+    from vcore_ds.models.flash_tangent import TILES
+
+    assert [len(TILES[dim]) for dim in (64, 128, 256)] == [len(TILES_OF_64), len(TILES_OF_128), len(TILES_OF_256)]
+    assert max(errors(torch.bfloat16, head_dim, TILES[head_dim][number])) <= TOLERANCE[torch.bfloat16]

@@ -1,0 +1,35 @@
+"""The estimate of a rank's memory against the allocator of a GPU."""
+
+import gc
+
+import pytest
+import torch
+
+from tests.benchmarks import gpu as benchmark
+from tests.helpers import step_runs
+from vcore_ds.data import StepBatches
+from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.utility import Direction, NoUtilities
+
+SIZES = benchmark.SHAPES["0.6b"] | {"num_hidden_layers": 12}
+NUM_TOKENS = 8192
+
+
+@pytest.mark.parametrize("method", benchmark.METHODS)
+def test_a_step_takes_what_is_estimated(method: str) -> None:
+    start_process_group(timeout_minutes=10)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    engine = benchmark.build_engine(SIZES)
+    estimator = NoUtilities(engine) if method == "sft" else benchmark.estimator_of(method, engine, Direction(engine))
+    row = benchmark.row(NUM_TOKENS, SIZES["vocab_size"], 0)
+    batches = StepBatches([row], [] if method == "sft" else [row])
+    for _ in range(3):  # the first compiles kernels and records ZeRO-3's trace
+        values = step_runs.train_step(engine, benchmark.recipe_of(method), batches, estimator).values
+    phases = [values[f"peak_memory_bytes_{phase}"] for phase in ("probe", "utility", "main", "step")]
+    measured = max(peak for peak in phases if peak is not None) - before
+    estimate = benchmark.estimated(method, SIZES, NUM_TOKENS)
+    engine.close()
+    print(f"{method}: measured {measured / 2**30:.2f} GiB, estimated {estimate / 2**30:.2f}")
+    assert estimate == pytest.approx(measured, rel=0.1)

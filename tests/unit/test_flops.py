@@ -1,0 +1,32 @@
+"""The arithmetic of a pass, and the devices whose speed is known."""
+
+import pytest
+
+from vcore_ds.planning import QWEN3_32B, forward_flops, peak_flops, step_flops
+
+
+def test_a_forward_counts_two_flop_for_each_weight_and_the_causal_half_of_attention() -> None:
+    weights = 64 * QWEN3_32B.layer_parameters + 151936 * 5120
+    attention = 64 * 64 * (2 * 128 + 2 * 128) / 2  # layers, heads, scores and values
+    assert forward_flops(QWEN3_32B, [1000, 24]) == pytest.approx(
+        2 * weights * 1024 + attention * (1000**2 + 24**2), rel=1e-12
+    )
+
+
+def test_a_step() -> None:
+    assert step_flops(10.0, 0.0) == 30.0
+    assert step_flops(10.0, 2.0, forwards_of_utilities=3.0) == 66.0
+
+
+@pytest.mark.parametrize(
+    "name, flops",
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA B200", 2250e12),
+        ("x86_64", None),
+    ],
+)
+def test_the_peak_of_a_device(name: str, flops: float | None) -> None:
+    assert peak_flops(name) == flops
