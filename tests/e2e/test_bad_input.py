@@ -238,6 +238,15 @@ def test_missing_model_folder(refuses: Refuses, tmp_path: Path):
     assert f"model.path: {tmp_path}/model: no such folder" in refuses(model=tmp_path / "model")
 
 
+# Memory
+
+
+def test_adapters_that_no_machine_has_memory_for(refuses: Refuses):
+    message = refuses("lora.rank=2000000000", "lora.alpha=8", recipe=RECIPES / "qwen3_32b_math_lora.yaml")
+    assert "memory: found " in message and "GiB of host memory for each rank; expected " in message
+    assert "  moments\n" in message and "engine.memory_check=false starts anyway" in message
+
+
 # The output folder
 
 

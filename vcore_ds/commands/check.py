@@ -69,7 +69,8 @@ def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any]) -
         host = f", {estimate.host_bytes / GIB:.1f} GiB in host memory" if estimate.host else ""
         yield (
             f"Memory of each rank, estimated: {estimate.persistent_bytes / GIB:.1f} GiB for the whole run, "
-            f"{estimate.peak_bytes / GIB:.1f} GiB at the peak ({estimate.peak_phase}){host}"
+            f"{estimate.peak_bytes / GIB:.1f} GiB at the peak ({estimate.peak_phase}, "
+            f"{memory.settings.main_tokens:,} tokens in a micro-batch){host}"
         )
     if found:
         yield (
