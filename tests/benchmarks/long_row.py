@@ -50,7 +50,7 @@ def main() -> None:
         engine = Engine(model, build_optimizer(model, recipe.optimizer), tiny.deepspeed_config())
         estimator = step_runs.make_estimator(recipe, engine)
         batches = StepBatches([batch], [batch] if estimator.direction is not None else [])
-        step_runs.train_step(engine, recipe, batches, estimator)  # optimizer state comes with the first step
+        step_runs.train_step(engine, recipe, batches, estimator)  # ZeRO-3 records its trace
         gc.collect()
         started = time.perf_counter()
         with Allocations() as allocations:

@@ -36,8 +36,8 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def count(sections: dict[str, Any], num_layers: int) -> tuple[dict[str, int], int]:
-    """(Synchronisations of the third step by kind, number of trained parameters). The first step makes the optimizer's
-    state, and DeepSpeed compares its order of parameters between ranks in the first two."""
+    """(Synchronisations of the third step by kind, number of trained parameters). In the first two, DeepSpeed compares
+    its order of parameters between ranks."""
     recipe = step_runs.recipe(**sections)
     engine = step_runs.make_engine(tiny.token_loss_model(num_hidden_layers=num_layers), recipe)
     estimator = step_runs.make_estimator(recipe, engine)
