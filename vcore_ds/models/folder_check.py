@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from vcore_ds.errors import UserError
-from vcore_ds.files.safetensors_ranges import BadSafetensors, read_header
+from vcore_ds.files.safetensors_ranges import BadSafetensors, StoredTensor, read_header
 from vcore_ds.files.user_paths import reading
 from vcore_ds.models.configuration import last_line, read_config
 
@@ -65,7 +65,7 @@ def _read_shapes(folder: Path) -> Shapes | None:
     """Shapes of all weights, by name; None where there are no safetensors files."""
     single, index = folder / "model.safetensors", folder / WEIGHTS_INDEX
     if single.is_file():
-        return _read_header(folder, single.name)
+        return _read_shapes_of(folder, single.name)
     if not index.is_file():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
@@ -79,7 +79,7 @@ def _read_shapes(folder: Path) -> Shapes | None:
     for name in sorted(set(file_of.values())):
         if not (folder / name).is_file():
             raise UserError(f"model.path: {folder}: {WEIGHTS_INDEX} names {name}, which is missing; {_REMEDY}")
-        found |= _read_header(folder, name)
+        found |= _read_shapes_of(folder, name)
     missing = sorted(file_of.keys() - found.keys())
     if missing:
         raise UserError(
@@ -104,12 +104,19 @@ def _read_index(folder: Path, path: Path) -> dict[str, str]:
     return file_of
 
 
-def _read_header(folder: Path, name: str) -> Shapes:
-    """Shapes by name, after the size of the file has been held against them."""
+def stored_tensors(path: str | Path, file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one of the model's safetensors files, by name, after its size has been held against them.
+
+    Raises UserError where the file is not whole.
+    """
     try:
-        return {key: stored.shape for key, stored in read_header(folder / name).items()}
+        return read_header(file)
     except BadSafetensors as error:
-        raise UserError(f"model.path: {folder}: {name}: {error}; {_REMEDY}") from None
+        raise UserError(f"model.path: {path}: {file.name}: {error}; {_REMEDY}") from None
+
+
+def _read_shapes_of(folder: Path, name: str) -> Shapes:
+    return {key: stored.shape for key, stored in stored_tensors(folder, folder / name).items()}
 
 
 def _check_number_of_layers(path: str, config: PretrainedConfig, shapes: Shapes) -> None:

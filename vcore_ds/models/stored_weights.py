@@ -15,8 +15,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from vcore_ds.errors import UserError, first_line
-from vcore_ds.files.safetensors_ranges import DTYPES, StoredTensor, read_header
-from vcore_ds.models.folder_check import check_shapes, empty_model
+from vcore_ds.files.safetensors_ranges import DTYPES, StoredTensor
+from vcore_ds.models.folder_check import check_shapes, empty_model, stored_tensors
 
 
 class StoredWeights(NamedTuple):
@@ -45,7 +45,7 @@ def find_stored_weights(path: str, config: PretrainedConfig) -> StoredWeights:
         obstacle = _unusual_format(path, config)
         if obstacle is not None:
             return StoredWeights({}, set(), obstacle)
-        stored = {name: one for file in _safetensors_files(path) for name, one in read_header(file).items()}
+        stored = {name: one for file in _safetensors_files(path) for name, one in stored_tensors(path, file).items()}
     if not stored:
         return StoredWeights({}, set(), "they are not in safetensors files")
     model = empty_model(path, config)
