@@ -6,7 +6,7 @@ The two ways take turns, each load in new processes and from a cold page cache (
 Models have random weights and are written to a temporary folder in `--folder`, which needs room for 4.6 GB:
 
 - small: the shape of SmolLM2-135M, an fp32 file of 538 MB, loaded in bf16, so that every value is cast
-- large: a Qwen3 of 2.0 billion parameters with tied embeddings, bf16 files of at most 1 GB, 4.0 GB together, loaded in bf16
+- large: a Qwen3 of 2.0 billion parameters, tied embeddings, bf16 files of at most 1 GB, 4.0 GB together, loaded in bf16
 
 Counted on each rank while it loads: bytes fetched from the disk for it (`read_bytes` of /proc/self/io: reads and mapped
 pages alike), bytes asked for in reads (`rchar`, which knows nothing of mapped pages), elements of broadcasts in bytes,
