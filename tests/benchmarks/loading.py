@@ -1,6 +1,6 @@
 """Bytes read, host memory and seconds of loading into shards, against transformers' own way, on four ranks.
 
-    python -m tests.benchmarks.loading [--rounds 3] [--folder DIR]
+    python -m tests.benchmarks.loading [--rounds 3] [--models small large] [--folder DIR]
 
 The two ways take turns, each load in new processes and from a cold page cache (the model's files are dropped from it).
 Models have random weights and are written to a temporary folder in `--folder`, which needs room for 4.6 GB:
@@ -10,7 +10,8 @@ Models have random weights and are written to a temporary folder in `--folder`, 
 
 Counted on each rank while it loads: bytes fetched from the disk for it (`read_bytes` of /proc/self/io: reads and mapped
 pages alike), bytes asked for in reads (`rchar`, which knows nothing of mapped pages), elements of broadcasts in bytes,
-and private memory (RssAnon, sampled every 2 ms) beyond that before.
+and private memory (RssAnon, sampled every 2 ms) beyond that before. glibc is told to return freed memory: by default it
+keeps, by chance, up to a whole model's.
 """
 
 import argparse
@@ -47,10 +48,10 @@ MODELS: dict[str, tuple[PretrainedConfig, torch.dtype]] = {
     ),
     "large": (
         Qwen3Config(
-            vocab_size=151936,
+            vocab_size=32000,
             hidden_size=2048,
             intermediate_size=6144,
-            num_hidden_layers=34,
+            num_hidden_layers=39,
             num_attention_heads=16,
             num_key_value_heads=8,
             head_dim=128,
@@ -119,12 +120,12 @@ def io_bytes() -> dict[str, int]:
     }
 
 
-def write(name: str, folder: Path) -> int:
-    """Bytes of the files."""
+def write(name: str, folder: str) -> int:
+    """Makes the model; returns the bytes of its files."""
     config, dtype = MODELS[name]
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder, max_shard_size="1GB")
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
 
 
 def drop_from_cache(folder: Path) -> None:
@@ -143,11 +144,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     arguments = parser.parse_args()
-    for name in MODELS:
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    for name in arguments.models:
         with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="loading_") as temporary:
             folder = Path(temporary)
-            num_bytes = write(name, folder)
+            # In a process of its own, whose memory goes with it.
+            (num_bytes,) = run_ranks(write, 1, name, str(folder))
             loads: dict[str, list[list[Measured]]] = {way: [] for way in WAYS}
             for k in range(arguments.rounds):
                 for way in list(WAYS)[:: 1 if k % 2 == 0 else -1]:

@@ -218,6 +218,23 @@ def test_adapters_are_still_broadcast(folders: dict[str, str]) -> None:
         assert torch.equal(torch.cat([a, b]), whole.flatten()), name
 
 
+# ---- progress ------------------------------------------------------------------------------------------------------
+
+
+def progress(folder: str) -> list[str]:
+    loading.PROGRESS_SECONDS = 0.0
+    said: list[str] = []
+    load_sharded(folder, tiny.deepspeed_config(), **options(), say=said.append)
+    return said
+
+
+def test_the_first_rank_says_how_far_it_is(folders: dict[str, str]) -> None:
+    said, others = run_ranks(progress, 2, folders["qwen3, parts"])
+    shares = [int(line.removeprefix(f"Loading {folders['qwen3, parts']}: ").split("%")[0]) for line in said]
+    assert shares == sorted(shares) and shares[0] < 50 and shares[-1] == 100
+    assert others == []
+
+
 # ---- names of the hub ----------------------------------------------------------------------------------------------
 
 
