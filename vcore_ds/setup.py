@@ -2,6 +2,7 @@
 
 import math
 import os
+from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -10,14 +11,13 @@ from vcore_ds.config import BatchPlan, Recipe, plan_batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import first_rank_first
-from vcore_ds.engine import Engine, build_optimizer, sharded_loading
+from vcore_ds.engine import Engine, build_optimizer, load_sharded
 from vcore_ds.errors import UserError
 from vcore_ds.models import (
     TokenLossModel,
     add_lora,
     check_forward_mode,
     check_model_folder,
-    load_causal_lm,
     model_shape,
     read_config,
 )
@@ -75,13 +75,14 @@ def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
     """Model, adapters, optimizer and ZeRO-3, from the recipe. A collective."""
     # The same on every rank: adapters are initialised before they are sharded.
     torch.manual_seed(recipe.run.seed)
-    with sharded_loading(ds_config):
-        causal_lm = load_causal_lm(
-            recipe.model.path,
-            dtype=torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32,
-            attention=recipe.model.attention,
-            gradient_checkpointing=recipe.model.gradient_checkpointing,
-        )
+    causal_lm = load_sharded(
+        recipe.model.path,
+        ds_config,
+        dtype=torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32,
+        attention=recipe.model.attention,
+        gradient_checkpointing=recipe.model.gradient_checkpointing,
+        say=partial(print, flush=True),
+    )
     if recipe.lora is not None:
         causal_lm = add_lora(causal_lm, recipe.lora)
     model = TokenLossModel(causal_lm, activation_offload=recipe.model.activation_offload)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.utils import (
@@ -244,6 +245,22 @@ def a_shard_is_a_chunk_of_the_flat_parameter(e: Engine) -> bool:
     )
 
 
+def zero_init_divides_by_one_method_and_parameters_keep_it(e: Engine) -> bool:
+    init = deepspeed.zero.Init(config_dict_or_path=tiny.deepspeed_config())
+    divided, divide = [], init._zero_init_param
+
+    def divide_and_note(parameter: nn.Parameter) -> None:
+        divided.append(tuple(parameter.shape))
+        divide(parameter)
+
+    init._zero_init_param = divide_and_note
+    with init:
+        layer = nn.Linear(3, 5)
+    later = nn.Parameter(torch.ones(7))
+    layer.weight.convert_to_zero_parameters(param_list=[later])
+    return divided == [(5, 3), (5,), (7,)] and later.ds_tensor.numel() == -(-7 // layout.size("shards"))
+
+
 CHECKS: list[Callable[[Engine], bool]] = [
     the_flat_gradient_is_the_rank_average_and_stays,
     flat_tensors_hold_every_shard_where_grad_position_says,
@@ -259,6 +276,7 @@ CHECKS: list[Callable[[Engine], bool]] = [
     the_optimizers_own_shards_are_reached_without_a_copy,
     moments_made_at_the_start_are_those_of_the_first_step,
     a_shard_is_a_chunk_of_the_flat_parameter,
+    zero_init_divides_by_one_method_and_parameters_keep_it,
 ]
 
 

@@ -22,6 +22,8 @@ from vcore_ds.cli import main
 from vcore_ds.data import TokenStore, check_contents
 from vcore_ds.errors import UserError
 from vcore_ds.models import check_model_folder, load_causal_lm
+from vcore_ds.models.loading import training_config
+from vcore_ds.models.stored_weights import find_stored_weights
 
 pytestmark = pytest.mark.e2e
 
@@ -254,6 +256,7 @@ def load_all(folder: Path) -> None:
 
     check_model_folder(str(folder))
     load_tokenizer(str(folder))
+    find_stored_weights(str(folder), training_config(str(folder)))
     load_causal_lm(str(folder), dtype=torch.float32, attention="sdpa", gradient_checkpointing=False)
 
 

@@ -7,7 +7,7 @@ from vcore_ds.engine.deepspeed_start import start_deepspeed  # before any module
 from vcore_ds.engine.counts import count_globally
 from vcore_ds.engine.export_shards import ExportFailed, save_hugging_face
 from vcore_ds.engine.flat_shards import chunks
-from vcore_ds.engine.loading import sharded_loading
+from vcore_ds.engine.loading import load_sharded
 from vcore_ds.engine.log_probabilities import log_probabilities, with_reference_of_adapters
 from vcore_ds.engine.non_finite import NonFiniteGradient, NonFiniteLoss, sequences_by_rank
 from vcore_ds.engine.optimizer import build_optimizer
@@ -21,10 +21,10 @@ __all__ = [
     "build_optimizer",
     "chunks",
     "count_globally",
+    "load_sharded",
     "log_probabilities",
     "save_hugging_face",
     "sequences_by_rank",
-    "sharded_loading",
     "start_deepspeed",
     "with_reference_of_adapters",
 ]

@@ -5,23 +5,19 @@ Reads a few kilobytes a file and no weights, so that a mistake is found before a
 
 import json
 import re
-import struct
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from vcore_ds.errors import UserError
+from vcore_ds.files.safetensors_ranges import BadSafetensors, StoredTensor, read_header
 from vcore_ds.files.user_paths import reading
 from vcore_ds.models.configuration import last_line, read_config
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
 _REMEDY = "is the download complete?"
-
-_MAX_HEADER_BYTES = 100_000_000
-"""As in the safetensors library."""
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 """Name of a weight in a decoder layer; layers of a vision or audio tower have other prefixes."""
@@ -47,7 +43,7 @@ def check_model_folder(path: str) -> None:
             raise UserError(f"model.path: {path}: found a config.json but no weights (*.safetensors); {_REMEDY}")
         return
     _check_number_of_layers(path, config, shapes)
-    _check_shapes(path, empty_model(path, config), shapes)
+    check_shapes(path, empty_model(path, config), shapes)
 
 
 def empty_model(path: str, config: PretrainedConfig) -> PreTrainedModel:
@@ -69,7 +65,7 @@ def _read_shapes(folder: Path) -> Shapes | None:
     """Shapes of all weights, by name; None where there are no safetensors files."""
     single, index = folder / "model.safetensors", folder / WEIGHTS_INDEX
     if single.is_file():
-        return _read_header(folder, single.name)
+        return _read_shapes_of(folder, single.name)
     if not index.is_file():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
@@ -83,7 +79,7 @@ def _read_shapes(folder: Path) -> Shapes | None:
     for name in sorted(set(file_of.values())):
         if not (folder / name).is_file():
             raise UserError(f"model.path: {folder}: {WEIGHTS_INDEX} names {name}, which is missing; {_REMEDY}")
-        found |= _read_header(folder, name)
+        found |= _read_shapes_of(folder, name)
     missing = sorted(file_of.keys() - found.keys())
     if missing:
         raise UserError(
@@ -108,34 +104,19 @@ def _read_index(folder: Path, path: Path) -> dict[str, str]:
     return file_of
 
 
-def _read_header(folder: Path, name: str) -> Shapes:
-    """Shapes by name, after the size of the file has been held against them."""
-    path = folder / name
-    num_bytes = path.stat().st_size
+def stored_tensors(path: str | Path, file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one of the model's safetensors files, by name, after its size has been held against them.
+
+    Raises UserError where the file is not whole.
+    """
     try:
-        with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
-            if header_bytes > min(_MAX_HEADER_BYTES, num_bytes - 8):
-                raise ValueError(f"a header of {header_bytes:,} bytes in a file of {num_bytes:,}")
-            header = json.loads(file.read(header_bytes))
-        header.pop("__metadata__", None)
-        shapes = {key: _shape(value) for key, value in header.items()}
-        expected = 8 + header_bytes + max((int(value["data_offsets"][1]) for value in header.values()), default=0)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise UserError(
-            f"model.path: {folder}: {name}: not a readable safetensors file ({type(error).__name__}: "
-            f"{last_line(error)}); {_REMEDY}"
-        ) from None
-    if num_bytes != expected:
-        state = "truncated" if num_bytes < expected else "longer than its header says"
-        raise UserError(
-            f"model.path: {folder}: {name}: {state}: found {num_bytes:,} bytes, expected {expected:,}; {_REMEDY}"
-        )
-    return shapes
+        return read_header(file)
+    except BadSafetensors as error:
+        raise UserError(f"model.path: {path}: {file.name}: {error}; {_REMEDY}") from None
 
 
-def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(int(size) for size in entry["shape"])
+def _read_shapes_of(folder: Path, name: str) -> Shapes:
+    return {key: stored.shape for key, stored in stored_tensors(folder, folder / name).items()}
 
 
 def _check_number_of_layers(path: str, config: PretrainedConfig, shapes: Shapes) -> None:
@@ -153,8 +134,11 @@ def _check_number_of_layers(path: str, config: PretrainedConfig, shapes: Shapes)
         )
 
 
-def _check_shapes(path: str, model: PreTrainedModel, shapes: Shapes) -> None:
-    """Names that only one of both has are judged when the weights are loaded: transformers renames and joins many."""
+def check_shapes(path: str, model: PreTrainedModel, shapes: Shapes) -> None:
+    """Raises UserError where weights of the same name have other shapes in the model than in the files.
+
+    Names that only one of both has are judged when the weights are loaded: transformers renames and joins many.
+    """
     wrong = [
         f"{name} {list(shapes[name])}, expected {list(tensor.shape)}"
         for name, tensor in model.state_dict().items()

@@ -1,18 +1,16 @@
 """A pretrained causal language model, read from its folder or the hub."""
 
-from pickle import UnpicklingError
-
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.configuration import can_replace_attention, read_config
+from vcore_ds.models.stored_weights import check_nothing_is_missing, unreadable_model
 
 
 def load_causal_lm(path: str, *, dtype: torch.dtype, attention: str, gradient_checkpointing: bool) -> PreTrainedModel:
-    """The pretrained model, ready to train. Under ZeRO-3 loading each rank keeps its shards only.
+    """The pretrained model, ready to train, by transformers' own `from_pretrained`.
 
     What `check_model_folder` says cheaply of a local folder is not asked again.
 
@@ -23,34 +21,43 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, attention: str, gradient_ch
     Raises:
         UserError: there is no model that can be used, or not all of its weights.
     """
-    config = read_config(path)
-    if getattr(config, "attention_dropout", 0.0):
-        # Utilities are those of the model without dropout, and attention reads its rate where no hook can reach it.
-        config.attention_dropout = 0.0
-    if attention == "auto":
-        attention = TRAINING_ATTENTION if can_replace_attention(config) else "sdpa"
+    config = training_config(path)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, TypeError, KeyError, ImportError, SafetensorError, UnpicklingError) as error:
-        raise UserError(f"model.path: {path}: no causal language model can be loaded: {first_line(error)}") from None
+        with unreadable_model(path):
+            model, found = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention_name(config, attention),
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
     except RuntimeError as error:
         if "mismatch" not in str(error):
             raise
         raise UserError(f"model.path: {path}: the weights do not fit config.json: {first_line(error)}") from None
-    missing = sorted(found["missing_keys"])
-    if missing:
-        more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
-        raise UserError(
-            f"model.path: {path}: found no weights for {missing[0]}{more}, which would be random numbers; expected all "
-            "weights of a causal language model (not a classifier, a bare decoder, or an adapter)"
-        )
+    check_nothing_is_missing(path, found["missing_keys"])
+    return prepare_for_training(model, gradient_checkpointing)
+
+
+def training_config(path: str) -> PretrainedConfig:
+    """The model's configuration, with what training changes in it. Raises UserError as `read_config` does."""
+    config = read_config(path)
+    if getattr(config, "attention_dropout", 0.0):
+        # Utilities are those of the model without dropout, and attention reads its rate where no hook can reach it.
+        config.attention_dropout = 0.0
+    return config
+
+
+def attention_name(config: PretrainedConfig, attention: str) -> str:
+    """The kernel that `auto` stands for; other names are kept."""
+    if attention != "auto":
+        return attention
+    return TRAINING_ATTENTION if can_replace_attention(config) else "sdpa"
+
+
+def prepare_for_training(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrainedModel:
+    """The loaded model without cache, with activation checkpointing where it is asked for; in place."""
     model.config.use_cache = False
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,0 +1,92 @@
+"""Safetensors files by byte range: against the library's own reading, and headers that do not describe their file."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from vcore_ds.files import safetensors_ranges
+from vcore_ds.files.safetensors_ranges import DTYPES, BadSafetensors, Wanted, read_header, read_ranges
+
+TENSORS = {
+    "a": torch.randn(7, 5, generator=torch.Generator().manual_seed(0)),
+    "b": torch.randn(64, generator=torch.Generator().manual_seed(1)).bfloat16(),
+    "empty": torch.zeros(0, 3),
+    "scalar": torch.tensor(3.5, dtype=torch.float64),
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def test_every_dtype_is_the_librarys(tmp_path: Path) -> None:
+    tensors = {name: torch.ones(3, 2).to(dtype) for name, dtype in DTYPES.items()}
+    save_file(tensors, tmp_path / "all.safetensors")
+    for name, stored in read_header(tmp_path / "all.safetensors").items():
+        assert (stored.dtype, stored.shape) == (name, (3, 2))
+        target = torch.empty(6, dtype=DTYPES[name])
+        read_ranges([Wanted(stored, 0, target)])
+        assert torch.equal(target, tensors[name].flatten())
+
+
+@pytest.mark.parametrize("window_bytes", [8, 24, 2**20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranges_are_those_of_the_whole_tensor(
+    file: Path, monkeypatch: pytest.MonkeyPatch, window_bytes: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(safetensors_ranges, "WINDOW_BYTES", window_bytes)
+    stored, wanted, expected, windows = read_header(file), [], [], []
+    for name, start, numel in [("b", 3, 50), ("a", 0, 35), ("a", 11, 13), ("scalar", 0, 1), ("empty", 0, 0)]:
+        wanted.append(Wanted(stored[name], start, torch.full((numel,), torch.nan, dtype=dtype)))
+        expected.append(TENSORS[name].flatten()[start : start + numel].to(dtype))
+    read_ranges(wanted, windows.append)
+    assert all(torch.equal(one.target, values) for one, values in zip(wanted, expected, strict=True))
+    assert sum(windows) == sum(one.num_bytes for one in wanted) == 50 * 2 + 48 * 4 + 8
+    assert max(windows) <= window_bytes
+
+
+def test_a_file_that_has_become_shorter(file: Path) -> None:
+    stored = read_header(file)
+    file.write_bytes(file.read_bytes()[:-16])
+    with pytest.raises(OSError, match="ended at byte"):
+        for one in stored.values():
+            read_ranges([Wanted(one, 0, torch.empty(int(torch.tensor(one.shape).prod())))])
+
+
+def change_entry(**changes: Any) -> Callable[[dict], None]:
+    return lambda header: header["a"].update(changes)
+
+
+HEADERS = {
+    "a gap": (change_entry(data_offsets=[500, 640]), "data at"),
+    "an overlap": (change_entry(data_offsets=[4, 144]), "data at"),
+    "too few bytes": (change_entry(shape=[7, 6]), r"140 bytes for F32 \[7, 6\]"),
+    "another dtype": (change_entry(dtype="BF16"), "140 bytes for BF16"),
+    "a negative size": (change_entry(shape=[-7, -5]), "shape"),
+    "a size in quotes": (change_entry(shape=["7", 5]), "shape"),
+    "one offset": (change_entry(data_offsets=[0]), "ValueError"),
+    "no offsets": (lambda header: header["a"].pop("data_offsets"), "KeyError"),
+}
+
+
+@pytest.mark.parametrize(("change", "found"), HEADERS.values(), ids=HEADERS.keys())
+def test_a_header_that_the_library_refuses_too(file: Path, change: Callable, found: str) -> None:
+    content = file.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + size])
+    change(header)
+    encoded = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + content[8 + size :])
+    with pytest.raises(BadSafetensors, match=found):
+        read_header(file)
+    with pytest.raises(SafetensorError), safe_open(file, framework="pt") as opened:
+        opened.keys()
