@@ -1,4 +1,4 @@
-"""How often the host would wait for the GPU in one step, by method and number of layers, on one CPU rank.
+"""How often the host would wait for the GPU in one step, by method and number of layers, on two CPU ranks.
 
     python -m tests.benchmarks.synchronisations
 
@@ -7,10 +7,12 @@
 
 from typing import NamedTuple
 
+from tests.helpers.ranks import run_ranks
 from tests.helpers.step_cases import CASES, steps
 from tests.helpers.streams import accelerator_with_streams
 from tests.helpers.synchronisations import Synchronisations
-from vcore_ds.distributed.process_group import start_process_group
+
+NUM_LAYERS = (2, 6)
 
 
 class Counted(NamedTuple):
@@ -36,16 +38,18 @@ def count(case: str, num_layers: int, overlap: bool) -> Counted:
         )
 
 
+def count_all(overlap: bool) -> dict[str, list[Counted]]:
+    return {case: [count(case, num_layers, overlap) for num_layers in NUM_LAYERS] for case in CASES}
+
+
 def main() -> None:
-    start_process_group(timeout_minutes=30)
-    print(f"{'':<54}{'2 layers':>12}{'6 layers':>12}")
-    for case in CASES:
-        found = [count(case, num_layers, overlap=True) for num_layers in (2, 6)]
+    print(f"{'':<54}" + "".join(f"{num_layers:>5} layers" for num_layers in NUM_LAYERS))
+    for case, found in run_ranks(count_all, 2, True)[0].items():
         print(f"{case:<54}" + "".join(f"{sum(counted.counts.values()):>12}" for counted in found))
         for kind in sorted({kind for counted in found for kind in counted.counts}):
             print(f"    {kind:<50}" + "".join(f"{counted.counts.get(kind, 0):>12}" for counted in found))
         print(f"    {'(DeepSpeed bounding its memory, at most)':<50}" + "".join(f"{c.brakes:>12}" for c in found))
-        print(f"    {'(parameters)':<50}" + "".join(f"{c.num_parameters:>12}" for c in found), flush=True)
+        print(f"    {'(parameters)':<50}" + "".join(f"{c.num_parameters:>12}" for c in found))
 
 
 if __name__ == "__main__":

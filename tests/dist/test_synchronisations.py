@@ -2,17 +2,11 @@
 
 import pytest
 
-from tests.benchmarks.synchronisations import Counted, count
+from tests.benchmarks.synchronisations import Counted, count_all
 from tests.helpers.ranks import run_ranks
 from tests.helpers.step_cases import CASES
 
 pytestmark = pytest.mark.dist
-
-NUM_LAYERS = (2, 6)
-
-
-def count_all(overlap: bool) -> dict[str, list[Counted]]:
-    return {case: [count(case, num_layers, overlap) for num_layers in NUM_LAYERS] for case in CASES}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["overlap", "one stream"])
