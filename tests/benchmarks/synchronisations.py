@@ -33,9 +33,7 @@ def count(case: str, num_layers: int, overlap: bool) -> Counted:
             run.take()
         with Synchronisations(accelerator) as synchronisations:
             run.take()
-        return Counted(
-            dict(synchronisations.counts), sum(synchronisations.brakes.values()), len(run.engine.trainable)
-        )
+        return Counted(dict(synchronisations.counts), sum(synchronisations.brakes.values()), len(run.engine.trainable))
 
 
 def count_all(overlap: bool) -> dict[str, list[Counted]]:
