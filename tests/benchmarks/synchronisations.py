@@ -1,66 +1,52 @@
-"""How often the host would wait for the GPU in one step, by method and number of layers, on one CPU rank.
+"""How often the host would wait for the GPU in one step, by method and number of layers, on two CPU ranks.
 
     python -m tests.benchmarks.synchronisations
 
 `tests/dist/test_synchronisations.py` asserts that the numbers do not grow with the number of layers.
 """
 
-from typing import Any
+from typing import NamedTuple
 
-from tests.helpers import step_runs, tiny
+from tests.helpers.ranks import run_ranks
+from tests.helpers.step_cases import CASES, steps
+from tests.helpers.streams import accelerator_with_streams
 from tests.helpers.synchronisations import Synchronisations
-from vcore_ds.data import StepBatches
-from vcore_ds.distributed.process_group import start_process_group
 
-VARIANCE = {"temperature": 0.1, "alpha": "variance", "alpha_cap": None}
-"""A temperature takes one pass, where the search for a KL budget takes as many as the utilities need."""
-
-METHODS: dict[str, dict[str, Any]] = {
-    "sft": dict(method={"name": "sft"}),
-    "dft": dict(method={"name": "dft"}),
-    "vcore, jvp": dict(method=VARIANCE, probe={"direction": "sgd", "clip": None}),
-    "vcore, jvp, Adam's direction, clipped": dict(method=VARIANCE, probe={"direction": "adam", "clip": 0.01}),
-    "vcore, finite difference": dict(
-        method=VARIANCE,
-        utility={"estimator": "finite_difference", "epsilon": 0.1},
-        probe={"direction": "sgd", "clip": None},
-    ),
-    "vcore, finite difference, stochastic rounding, bf16": dict(
-        model={"path": "none", "precision": "bf16"},
-        method=VARIANCE,
-        utility={"estimator": "finite_difference", "epsilon": 0.1, "rounding": "stochastic"},
-        probe={"direction": "adam", "clip": 0.01},
-    ),
-}
-"""The methods of a step that read or write shards, each by its sections of a recipe."""
+NUM_LAYERS = (2, 6)
 
 
-def count(sections: dict[str, Any], num_layers: int) -> tuple[dict[str, int], int]:
-    """(Synchronisations of the third step by kind, number of trained parameters). In the first two, DeepSpeed compares
-    its order of parameters between ranks."""
-    recipe = step_runs.recipe(**sections)
-    engine = step_runs.make_engine(tiny.token_loss_model(num_hidden_layers=num_layers), recipe)
-    estimator = step_runs.make_estimator(recipe, engine)
-    probe = step_runs.deal(tiny.rows(4, seed=100), 2) if estimator.direction is not None else []
-    batches = StepBatches(step_runs.deal(tiny.rows(4), 2), probe)
-    for _ in range(2):
-        step_runs.train_step(engine, recipe, batches, estimator)
-    with Synchronisations() as synchronisations:
-        step_runs.train_step(engine, recipe, batches, estimator)
-    num_parameters = len(engine.trainable)
-    engine.close()
-    return dict(synchronisations.counts), num_parameters
+class Counted(NamedTuple):
+    """Of the third step. In the first two, DeepSpeed compares its order of parameters between ranks."""
+
+    counts: dict[str, int]
+    """Synchronisations by kind."""
+    brakes: int
+    """Those by which DeepSpeed bounds its memory, at most."""
+    num_parameters: int
+
+
+def count(case: str, num_layers: int, overlap: bool) -> Counted:
+    """`overlap`: DeepSpeed's `overlap_comm`."""
+    with accelerator_with_streams() as accelerator, steps(case, num_layers=num_layers, overlap=overlap) as run:
+        for _ in range(2):
+            run.take()
+        with Synchronisations(accelerator) as synchronisations:
+            run.take()
+        return Counted(dict(synchronisations.counts), sum(synchronisations.brakes.values()), len(run.engine.trainable))
+
+
+def count_all(overlap: bool) -> dict[str, list[Counted]]:
+    return {case: [count(case, num_layers, overlap) for num_layers in NUM_LAYERS] for case in CASES}
 
 
 def main() -> None:
-    start_process_group(timeout_minutes=30)
-    print(f"{'':<54}{'2 layers':>12}{'6 layers':>12}")
-    for name, sections in METHODS.items():
-        found = [count(sections, num_layers) for num_layers in (2, 6)]
-        print(f"{name:<54}" + "".join(f"{sum(counts.values()):>12}" for counts, _ in found))
-        for kind in sorted({kind for counts, _ in found for kind in counts}):
-            print(f"    {kind:<50}" + "".join(f"{counts.get(kind, 0):>12}" for counts, _ in found))
-        print(f"    {'parameters':<50}" + "".join(f"{num_parameters:>12}" for _, num_parameters in found), flush=True)
+    print(f"{'':<54}" + "".join(f"{num_layers:>5} layers" for num_layers in NUM_LAYERS))
+    for case, found in run_ranks(count_all, 2, True)[0].items():
+        print(f"{case:<54}" + "".join(f"{sum(counted.counts.values()):>12}" for counted in found))
+        for kind in sorted({kind for counted in found for kind in counted.counts}):
+            print(f"    {kind:<50}" + "".join(f"{counted.counts.get(kind, 0):>12}" for counted in found))
+        print(f"    {'(DeepSpeed bounding its memory, at most)':<50}" + "".join(f"{c.brakes:>12}" for c in found))
+        print(f"    {'(parameters)':<50}" + "".join(f"{c.num_parameters:>12}" for c in found))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
+from tests.helpers.streams import accelerator_with_streams
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine, build_optimizer
 
@@ -143,7 +144,7 @@ def a_changed_shard_is_read_only_after_the_cache_is_emptied(e: Engine) -> bool:
         shard.copy_(kept)
         e.optimizer.empty_partition_cache()
         after = loss_on(e)
-    # Stale reads are the only reason for `forget_gathered_parameters`.
+    # Stale reads are the only reason why `changing_shards` empties the cache.
     return torch.equal(stale, before) and not torch.equal(fresh, before) and torch.equal(after, before)
 
 
@@ -174,6 +175,23 @@ def a_layer_is_a_leaf_with_identity_functions(e: Engine) -> bool:
     wrappers = [layer.__dict__.get(name) for name in ("pre_bwd_fn", "post_bwd_fn")]
     x = torch.randn(3)
     return z3_leaf_module(layer) and all(torch.equal(f.apply(x), x) for f in wrappers)
+
+
+def gathers_and_reductions_have_the_streams_that_are_waited_for(e: Engine) -> bool:
+    """With `overlap_comm`, on an accelerator that has streams; which stream a gather runs on: dist/test_overlap.py."""
+    with accelerator_with_streams() as accelerator:
+        model = tiny.token_loss_model()
+        config = tiny.deepspeed_config()
+        config["zero_optimization"]["overlap_comm"] = True
+        other = Engine(model, build_optimizer(model, step_runs.recipe().optimizer), config)
+        offload = other.optimizer.parameter_offload
+        streams = [
+            offload._DeepSpeedZeRoOffload__allgather_stream,
+            offload.get_param_coordinator()._PartitionedParameterCoordinator__allgather_stream,
+            other.optimizer.reduce_and_partition_stream,
+        ]
+        other.close()
+        return streams[0] is streams[1] and len({*streams, accelerator.default_stream()}) == 3
 
 
 def a_later_hook_sees_the_gathered_parameter(e: Engine) -> bool:
@@ -272,6 +290,7 @@ CHECKS: list[Callable[[Engine], bool]] = [
     zero_grad_resets_overwrite_or_add,
     a_non_finite_gradient_is_not_applied_and_said_so,
     a_layer_is_a_leaf_with_identity_functions,
+    gathers_and_reductions_have_the_streams_that_are_waited_for,
     a_later_hook_sees_the_gathered_parameter,
     the_optimizers_own_shards_are_reached_without_a_copy,
     moments_made_at_the_start_are_those_of_the_first_step,

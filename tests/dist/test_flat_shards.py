@@ -113,11 +113,11 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
     direction, errors = Direction(engine), {}
     for name in ("sgd", "adam") if optimizer == "adamw" else ("sgd",):
         direction.take(probe, normalization="sequence", clip=CLIP, optimizer=name)
-        errors[f"direction, {name}"] = error(shards.without_padding(direction.buffers), one_by_one.direction(name))
+        errors[f"direction, {name}"] = error(step_runs.without_padding(engine, direction.buffers), one_by_one.direction(name))
         expected = one_by_one.norm(one_by_one.direction(name))
         errors[f"direction's norm, {name}"] = abs(direction.norm / expected - 1)
 
-    before, v = one_by_one.shards(), shards.without_padding(direction.buffers)
+    before, v = one_by_one.shards(), step_runs.without_padding(engine, direction.buffers)
     masters = one_by_one.of(safe_get_local_fp32_param)
     epsilon = 0.3 * one_by_one.norm(masters) / direction.norm
     with perturbed(engine, direction, epsilon) as perturbation:
@@ -130,7 +130,7 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
 
     accumulate(engine, seed=1)
     gradients = one_by_one.of(safe_get_local_grad)
-    errors["gradient"] = error(shards.without_padding(shards.gradients()), gradients)
+    errors["gradient"] = error(step_runs.without_padding(engine, shards.gradients()), gradients)
     errors["gradient's norm"] = abs(engine.gradient_norm() / one_by_one.norm(gradients) - 1)
     errors["parameters' norm"] = abs(engine.parameter_norm() / one_by_one.norm(masters) - 1)
     expected_gradients = [gradient * 0.7 for gradient in gradients]
@@ -140,7 +140,7 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
     if optimizer == "adamw":
         vectors += [shards.optimizer_state(key) for key in ("exp_avg", "exp_avg_sq")]
     whole = [sum(map(torch.count_nonzero, vector)) for vector in vectors]
-    without_padding = [sum(map(torch.count_nonzero, shards.without_padding(vector))) for vector in vectors]
+    without_padding = [sum(map(torch.count_nonzero, step_runs.without_padding(engine, vector))) for vector in vectors]
     norm_clipped_with = engine.step(1e-2)
     result = dict(
         errors=errors,

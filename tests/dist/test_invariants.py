@@ -155,7 +155,7 @@ def check_gathers_by_module() -> dict[str, float]:
         direction = Direction(engine)
         batch = step_runs.deal(tiny.rows(4), 2)[0]
         direction.take([batch], normalization="sequence", clip=None)
-        gradient = torch.cat(engine.shards.without_padding(engine.shards.gradients()))
+        gradient = torch.cat(step_runs.without_padding(engine, engine.shards.gradients()))
         (utilities,) = jvp_utilities(engine, direction, [batch])
         with engine.without_gradient():
             losses = engine.token_losses(batch)

@@ -2,27 +2,30 @@
 
 import pytest
 
-from tests.benchmarks.synchronisations import METHODS, count
+from tests.benchmarks.synchronisations import Counted, count_all
 from tests.helpers.ranks import run_ranks
+from tests.helpers.step_cases import CASES
 
 pytestmark = pytest.mark.dist
 
-NUM_LAYERS = (2, 6)
+
+@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "one stream"])
+def counted(request: pytest.FixtureRequest) -> list[dict[str, list[Counted]]]:
+    return run_ranks(count_all, 2, request.param)
 
 
-def count_all() -> dict[str, list[tuple[dict[str, int], int]]]:
-    return {name: [count(sections, layers) for layers in NUM_LAYERS] for name, sections in METHODS.items()}
-
-
-@pytest.fixture(scope="module")
-def counted() -> list[dict[str, list[tuple[dict[str, int], int]]]]:
-    return run_ranks(count_all, 2)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_more_layers_take_no_more_synchronisations(counted, method: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_more_layers_take_no_more_synchronisations(counted, case: str) -> None:
     for of_rank in counted:
-        (few, num_parameters_few), (many, num_parameters_many) = of_rank[method]
-        assert (num_parameters_few, num_parameters_many) == (25, 69)
-        assert sum(few.values()) > 0
-        assert few == many
+        few, many = of_rank[case]
+        assert many.num_parameters - few.num_parameters == 4 * (14 if "LoRA" in case else 11)
+        assert sum(few.counts.values()) > 0
+        assert few.counts == many.counts
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_packages_own_code_waits_for_no_stream(counted, case: str) -> None:
+    """It reads numbers. Waits for a stream or for the device are DeepSpeed's, once for each backward and step."""
+    for of_rank in counted:
+        waits = {kind for kind in of_rank[case][0].counts if "." in kind}
+        assert waits == {"stage3.independent_gradient_partition_epilogue"}

@@ -120,6 +120,11 @@ def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     }
 
 
+def without_padding(engine: Engine, vector: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of a vector over this rank's shards that belong to parameters, one for each; views."""
+    return [engine.shards.shard(vector, p)[: engine.local_numel(p)] for _, p in engine.trainable]
+
+
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
 

@@ -1,47 +1,51 @@
 """Points at which the host would wait for a GPU, counted on the CPU."""
 
-import sys
 from collections import Counter
-from types import FrameType
 from typing import Any, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.streams import AcceleratorWithStreams
+
 READS = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select"}
 """Operations whose result the host needs: a number, or a shape that depends on values."""
 
-WAITING_NAMES = {"reduce_and_partition_stream", "synchronize"}
-"""A function that uses both names waits for DeepSpeed's stream of gradient reductions, where there is one."""
+BRAKES = {
+    "partitioned_param_coordinator._fetch_sub_module_impl",
+    "stage3.__reduce_and_partition_ipg_grads",
+}
+"""Functions of DeepSpeed that keep the host from running too far ahead of the device, so that gathered parameters and
+gradients do not fill its memory: with more than two gathers under way the host waits for the oldest."""
 
 
 class Synchronisations:
-    """Counts inside a `with` block. Reads of tensors that would be in host memory on a GPU machine too (a batch's
-    labels) are counted as well: the numbers are upper bounds.
+    """Counts inside a `with` block, for engines made with an `AcceleratorWithStreams`. Reads of tensors that would be
+    in host memory on a GPU machine too (a batch's labels) are counted as well: the numbers are upper bounds.
 
     Attributes:
-        counts: by operation, or by `module.function` for waits for DeepSpeed's stream.
+        counts: by operation, or by `module.function` for waits for a stream, an event or the device.
+        brakes: the same, for those that DeepSpeed makes on purpose and whose number grows with the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator: AcceleratorWithStreams) -> None:
         self.counts: Counter[str] = Counter()
+        self.brakes: Counter[str] = Counter()
+        self._accelerator = accelerator
         self._modes = (_CountsReads(self.counts), _CountsLists(self.counts))
 
     def __enter__(self) -> Self:
+        self._accelerator.host_waits.clear()
         for mode in self._modes:
             mode.__enter__()
-        sys.setprofile(self._count_waits)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        sys.setprofile(None)
         for mode in reversed(self._modes):
             mode.__exit__(*error)
-
-    def _count_waits(self, frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and WAITING_NAMES <= set(frame.f_code.co_names):
-            self.counts[f"{frame.f_globals['__name__'].rpartition('.')[2]}.{frame.f_code.co_name}"] += 1
+        for function, number in self._accelerator.host_waits.items():
+            (self.brakes if function in BRAKES else self.counts)[function] += number
 
 
 class _CountsReads(TorchDispatchMode):

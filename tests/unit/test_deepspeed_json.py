@@ -38,6 +38,7 @@ def test_merge(tmp_path: Path) -> None:
         "gradient_clipping": 0.5,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "timers": {"throughput": {"enabled": False}},
     }
     unclipped = {"learning_rate": 0.1, "gradient_clipping": None}
     fp32 = merged(tmp_path, DEEPSPEED, model={"path": "m", "precision": "fp32"}, optimizer=unclipped)
@@ -67,6 +68,11 @@ CONTRADICTIONS = [
     ({"optimizer": {"type": "AdamW"}}, 'optimizer: found {"type": "AdamW"}, but the recipe has its own sec'),
     ({"scheduler": {}}, "scheduler: found {}, but the recipe has its own section schedule;"),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, 'data_types.grad_accum_dtype: found "bf16"; expected fp32'),
+    ({"communication_data_type": "fp16"}, 'communication_data_type: found "fp16"; expected fp32, or no such key for '
+     "the parameters' own dtype, bf16 (in another 16-bit format"),
+    ({"communication_data_type": 16}, "communication_data_type: found 16; expected fp32"),
+    ({"timers": True}, "timers: found true; expected an object"),
+    ({"timers": {"throughput": 1}}, "timers.throughput: found 1; expected an object"),
     (zero(stage=2), "zero_optimization.stage: found 2; expected 3"),
     (zero(memory_efficient_linear=True), "zero_optimization.memory_efficient_linear: found true together with the "
      "recipe's utility.estimator jvp; expected false"),
@@ -86,6 +92,17 @@ def test_contradiction(tmp_path: Path, changes: dict[str, Any], words: str) -> N
         merged(tmp_path, DEEPSPEED | changes)
     assert len(error.value.problems) == 1, error.value.problems
     assert error.value.problems[0].startswith(f"{tmp_path / 'ds.json'}: {words}")
+
+
+def test_gradients_are_summed_in_the_parameters_dtype_or_in_fp32(tmp_path: Path) -> None:
+    for precision, dtype in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")):
+        config = merged(
+            tmp_path, DEEPSPEED | {"communication_data_type": dtype}, model={"path": "m", "precision": precision}
+        )
+        assert config["communication_data_type"] == dtype
+    words = 'communication_data_type: found "bf16"; expected fp32, or no such key for the parameters\' own dtype, fp32'
+    with pytest.raises(RecipeError, match=words):
+        merged(tmp_path, DEEPSPEED | {"communication_data_type": "bf16"}, model={"path": "m", "precision": "fp32"})
 
 
 def test_hierarchical_partitioning_needs_whole_nodes(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
         *_owned_problems(config, owned),
         *_accumulation_problems(config),
         *_zero_problems(config, recipe),
+        *_communication_problems(config, recipe),
         *_placement_problems(config, plan),
     ]
     if problems:
@@ -45,6 +46,9 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
     _set(config, "data_types.grad_accum_dtype", "fp32")
     # DeepSpeed keeps a list of optimizers it has tried under ZeRO, and torch's SGD is not on it. Ours are tested.
     _set(config, "zero_allow_untested_optimizer", True)
+    # DeepSpeed's own timer of throughput would hold the host until the device has finished, before every training
+    # forward and after every step.
+    _set(config, "timers.throughput.enabled", False)
     # With an offloaded optimizer it insists on its own Adam, compiled at first use; PyTorch's fused one updates on the
     # CPU as well.
     _set(config, "zero_force_ds_cpu_optimizer", False)
@@ -67,9 +71,10 @@ def _owned_by_recipe(recipe: Recipe) -> dict[str, tuple[Any, str]]:
 
 
 def _shape_problems(config: dict[str, Any]) -> Iterator[str]:
-    for section in ("zero_optimization", "data_types", "bf16", "fp16"):
-        if section in config and not isinstance(config[section], dict):
-            yield f"{section}: found {show(config[section])}; expected an object"
+    for section in ("zero_optimization", "data_types", "bf16", "fp16", "timers", "timers.throughput"):
+        found = _get(config, section)
+        if found is not _MISSING and not isinstance(found, dict):
+            yield f"{section}: found {show(found)}; expected an object"
 
 
 def _owned_problems(config: dict[str, Any], owned: dict[str, tuple[Any, str]]) -> Iterator[str]:
@@ -116,6 +121,17 @@ def _zero_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
             f"data_types.grad_accum_dtype: {_found(accumulation)}; expected fp32 "
             "(16-bit accumulation rounds the gradients of late micro-batches away)"
         )
+
+
+def _communication_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+    """Problems with the dtype in which ranks sum their gradients; DeepSpeed's default is that of the parameters."""
+    found, precision = _get(config, "communication_data_type"), recipe.model.precision
+    if found in (_MISSING, None, "fp32", "auto") or found == precision:
+        return
+    yield (
+        f"communication_data_type: {_found(found)}; expected fp32, or no such key for the parameters' own dtype, "
+        f"{precision} (in another 16-bit format sums of gradients overflow, or lose digits)"
+    )
 
 
 def _placement_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str]:

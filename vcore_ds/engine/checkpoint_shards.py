@@ -108,13 +108,13 @@ def read_state(engine: Engine, direction: ShardedVector | None, folder: Path, nu
             state["step"].fill_(num_updates)
         elif "step" in state:
             state["step"] = num_updates
-    for _, parameter in engine.trainable:
-        numel = engine.local_numel(parameter)
-        for key in (None, *_buffer_names(engine, parameter)):
-            _padded_shard(engine, parameter, key)[numel:].zero_()
-        shard = parameter.ds_tensor.data.view(-1)
-        shard.copy_(_padded_shard(engine, parameter, None))
-    engine.forget_gathered_parameters()
+    with engine.changing_shards():
+        for _, parameter in engine.trainable:
+            numel = engine.local_numel(parameter)
+            for key in (None, *_buffer_names(engine, parameter)):
+                _padded_shard(engine, parameter, key)[numel:].zero_()
+            shard = parameter.ds_tensor.data.view(-1)
+            shard.copy_(_padded_shard(engine, parameter, None))
 
 
 def state_bytes(engine: Engine, direction: ShardedVector | None) -> int:

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
 from vcore_ds.distributed import layout
+from vcore_ds.engine.streams import Streams
 
 CHUNK_NUMEL = 1 << 24
 """Elements that elementwise work processes at a time, so that temporary tensors stay small (64 MiB each in fp32)."""
@@ -38,23 +38,29 @@ class FlatShards:
     DeepSpeed never writes to that of gradients and moments; that of parameters is uninitialised and cleared here.
 
     The methods return DeepSpeed's own tensors on the device where they are kept: writing to them changes the engine.
+
+    Attributes:
+        num_elements: elements of all trained parameters that are this rank's, without padding.
     """
 
-    def __init__(self, zero: DeepSpeedZeroOptimizer_Stage3, trainable: Sequence[nn.Parameter]):
+    def __init__(self, zero: DeepSpeedZeroOptimizer_Stage3, streams: Streams, trainable: Sequence[nn.Parameter]):
         """Args:
         zero: DeepSpeed's optimizer.
-        trainable: the trained parameters, in the order in which `without_padding` returns their parts.
+        streams: order reads of gradients behind their reduction.
+        trainable: the trained parameters.
         """
-        self._zero = zero
+        self._zero, self._streams = zero, streams
         self._numels: list[int] = zero.fp16_partitioned_groups_flat_numel
         self._places = {}
         for parameter in trainable:
             sub_group, offset, shard_numel = zero.grad_position[zero.get_param_id(parameter)]
             left = parameter.ds_numel - layout.rank("shards") * shard_numel
             self._places[id(parameter)] = Place(sub_group, offset, shard_numel, max(0, min(shard_numel, left)))
+        self.num_elements = sum(place.numel for place in self._places.values())
         for vector in (self.parameters(), self.masters()):
             for sub_group, offset, shard_numel, numel in self._places.values():
                 vector[sub_group][offset + numel : offset + shard_numel].zero_()
+        streams.let_gathers_wait()
 
     @property
     def optimizer_is_offloaded(self) -> bool:
@@ -71,10 +77,10 @@ class FlatShards:
 
     def gradients(self) -> list[Tensor]:
         """The reduced gradient in fp32, from the end of an accumulation until the optimizer's step."""
-        if not get_accelerator().resolves_data_dependency():
-            self._zero.reduce_and_partition_stream.synchronize()
         if self.optimizer_is_offloaded:
+            self._streams.hold_host_for_reductions()
             return [master.grad for master in self._zero.fp32_partitioned_groups_flat]
+        self._streams.wait_for_reductions()
         return list(self._zero.grad_partitions_flat_buffer.split(self._numels))
 
     def optimizer_state(self, key: str) -> list[Tensor]:
@@ -102,9 +108,9 @@ class FlatShards:
         place = self._places[id(parameter)]
         return vector[place.sub_group][place.offset : place.offset + place.shard_numel]
 
-    def without_padding(self, vector: Sequence[Tensor]) -> list[Tensor]:
-        """The parts of all parameters, without padding; views."""
-        return [vector[sub_group].narrow(0, offset, numel) for sub_group, offset, _, numel in self._places.values()]
+    def norm(self, vector: Sequence[Tensor]) -> float:
+        """Global L2 norm of a vector; its padding is zero. A collective."""
+        return layout.norm_over("shards", [part for (part,) in chunks(vector)])
 
 
 def chunks(*vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:

@@ -22,6 +22,7 @@ from vcore_ds.engine.deepspeed_start import start_deepspeed
 from vcore_ds.engine.flat_shards import FlatShards
 from vcore_ds.engine.non_finite import NonFiniteGradient
 from vcore_ds.engine.optimizer import make_moments
+from vcore_ds.engine.streams import Streams
 from vcore_ds.models import RowLayout, TokenDropout, TokenLossModel, gather_losses, own_columns, token_keys
 from vcore_ds.random_streams import Stream, torch_seed
 
@@ -63,7 +64,8 @@ class Engine:
         self.trainable: list[tuple[str, nn.Parameter]] = [
             (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
-        self.shards = FlatShards(self.optimizer, [parameter for _, parameter in self.trainable])
+        self._streams = Streams(self.optimizer)
+        self.shards = FlatShards(self.optimizer, self._streams, [parameter for _, parameter in self.trainable])
         self.device = device()
         self._coalesce = coalesce_gradient_reduction
         self._num_backwards_left = 0
@@ -167,28 +169,35 @@ class Engine:
 
     def gradient_norm(self) -> float:
         """Global L2 norm of the gradient in the shards. A collective."""
-        return layout.norm_over("shards", self.shards.without_padding(self.shards.gradients()))
+        return self.shards.norm(self.shards.gradients())
 
     def parameter_norm(self) -> float:
         """Global L2 norm of the trained parameters, in fp32. A collective."""
-        return layout.norm_over("shards", self.shards.without_padding(self.shards.masters()))
+        return self.shards.norm(self.shards.masters())
 
     def scale_gradient(self, factor: float) -> None:
         """Multiplies the reduced gradient in the shards, before it is clipped."""
         self.shards.scale_gradient(factor)
 
-    def forget_gathered_parameters(self) -> None:
-        """Drops gathered parameters; required after every change of a shard.
+    @contextmanager
+    def changing_shards(self) -> Iterator[None]:
+        """The context of every change of a parameter's shard outside `step`: the next forward computes with it.
 
         ZeRO-3 keeps gathered parameters alive between passes (small ones always, others within the reuse distance), and
-        a forward would silently read the old values. DeepSpeed's own `engine.empty_partition_cache()` would also run
-        Python's garbage collector (half a second) and empty the accelerator's memory cache, twice a step.
+        a forward would silently read the old values, so they are dropped. Gathers on a stream of their own are ordered
+        around the change. DeepSpeed's own `engine.empty_partition_cache()` would also run Python's garbage collector
+        (half a second) and empty the accelerator's memory cache, twice a step.
         """
-        self.optimizer.empty_partition_cache()
-        # Hierarchical partitioning (zero_hpz_partition_size) gathers from a second copy of the shards that lives until
-        # the next step: a changed shard would not be seen, and utilities would be exactly 0. Emptying the cache makes
-        # such copies of the gathered parameters, so they are dropped last.
-        self.optimizer.invalidate_secondary_tensor()
+        self._streams.wait_for_gathers()
+        try:
+            yield
+        finally:
+            self.optimizer.empty_partition_cache()
+            # Hierarchical partitioning (zero_hpz_partition_size) gathers from a second copy of the shards that lives
+            # until the next step: a changed shard would not be seen, and utilities would be exactly 0. Emptying the
+            # cache makes such copies of the gathered parameters, so they are dropped last.
+            self.optimizer.invalidate_secondary_tensor()
+            self._streams.let_gathers_wait()
 
     # ---- the update ------------------------------------------------------------------------------------------------
 
@@ -201,6 +210,7 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.deepspeed.step()
+        self._streams.let_gathers_wait()
         # DeepSpeed skips an update whose global norm is not finite, in fp32 and bf16 without a message.
         if self.optimizer.overflow:
             raise NonFiniteGradient("the gradient is not finite")

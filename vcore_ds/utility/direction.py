@@ -74,7 +74,7 @@ class Direction:
         norm = engine.gradient_norm()
         factor = 1.0 if clip is None or norm <= clip else clip / norm
         self._store(factor, with_adam=optimizer == "adam" and engine.num_updates > 0)
-        self.norm = layout.norm_over("shards", engine.shards.without_padding(self.buffers))
+        self.norm = engine.shards.norm(self.buffers)
         loss = layout.sum_over("data", [loss], batches[0].sequence_parallel)[0]
         if not (math.isfinite(loss) and math.isfinite(norm)):
             what = "gradient" if math.isfinite(loss) else "loss"

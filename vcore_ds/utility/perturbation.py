@@ -42,23 +42,22 @@ def perturbed(
     kept = [shard.clone() for shard in shards.parameters()] if shards.optimizer_is_offloaded else shards.masters()
     try:
         num_changed = torch.zeros((), dtype=torch.int64, device=engine.device)
-        for shard, master, v in chunks(shards.parameters(), shards.masters(), direction.buffers):
-            before = shard.to(engine.device)  # from host memory where parameters are offloaded
-            start = master.to(engine.device) if generator is None else before.float()
-            shifted = start.sub(v.float(), alpha=epsilon)
-            if generator is not None and shard.dtype == torch.bfloat16:
-                shifted = round_stochastically(shifted, generator)
-            shifted = shifted.to(shard.dtype)
-            num_changed += (shifted != before).sum()
-            shard.copy_(shifted)
-        engine.forget_gathered_parameters()
-        num_total = sum(engine.local_numel(parameter) for _, parameter in engine.trainable)
-        changed, total = layout.sum_over("shards", [int(num_changed), num_total])
+        with engine.changing_shards():
+            for shard, master, v in chunks(shards.parameters(), shards.masters(), direction.buffers):
+                before = shard.to(engine.device)  # from host memory where parameters are offloaded
+                start = master.to(engine.device) if generator is None else before.float()
+                shifted = start.sub(v.float(), alpha=epsilon)
+                if generator is not None and shard.dtype == torch.bfloat16:
+                    shifted = round_stochastically(shifted, generator)
+                shifted = shifted.to(shard.dtype)
+                num_changed += (shifted != before).sum()
+                shard.copy_(shifted)
+        changed, total = layout.sum_over("shards", [int(num_changed), shards.num_elements])
         yield Perturbation(changed_fraction=changed / max(total, 1))
     finally:
-        for shard, before in zip(shards.parameters(), kept, strict=True):
-            shard.copy_(before)
-        engine.forget_gathered_parameters()
+        with engine.changing_shards():
+            for shard, before in zip(shards.parameters(), kept, strict=True):
+                shard.copy_(before)
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
