@@ -1,6 +1,6 @@
 """One rank of TRL's SFTTrainer on the fixture of `peers.py`, at its best settings; imports nothing of ours but that.
 
-    RANK=.. WORLD_SIZE=.. python -m tests.benchmarks.peer_trl FOLDER STEPS OUTPUT
+RANK=.. WORLD_SIZE=.. python -m tests.benchmarks.peer_trl FOLDER STEPS OUTPUT
 """
 
 import json

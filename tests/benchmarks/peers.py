@@ -213,7 +213,8 @@ def main() -> None:
         line = f"{loop:<38} {per_cpu[0]:7,.0f} {statistics.median(per_cpu):7,.0f} {per_cpu[-1]:7,.0f} per CPU second"
         if best is not None:
             ratios = sorted(theirs / ours for (theirs, _), (ours, _) in zip(found[best], times, strict=True))
-            line += f" ({per_wall:,.0f} wall); {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) x {best}"
+            spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            line += f" ({per_wall:,.0f} wall); {spread} x {best}"
         print(line)
 
 

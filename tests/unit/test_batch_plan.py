@@ -31,7 +31,8 @@ def test_plan() -> None:
         time_model=TimeModel(QWEN3_32B, 2, 2, H100),
     )
     assert plan(2, probe={"micro_batch_size_per_rank": 1}).probe_micro_batch_size_per_rank == 1
-    assert plan(2, utility={"micro_batch_size_per_rank": 7}).utility_micro_batch_size_per_rank == 7
+    both = plan(2, batch={"micro_batch_size_per_rank": 2}, utility={"micro_batch_size_per_rank": 7})
+    assert (both.utility_micro_batch_size_per_rank, both.batches_per_utility_pass) == (7, 3)
     recipe = Recipe.model_validate(smallest_recipe())
     on_four_a_node = plan_batch(recipe, 16, QWEN3_32B, ranks_per_node=4, machine=CPU)
     assert on_four_a_node.time_model == TimeModel(QWEN3_32B, 16, 4, CPU)
