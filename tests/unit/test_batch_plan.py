@@ -38,6 +38,17 @@ def test_plan() -> None:
     assert on_four_a_node.time_model == TimeModel(QWEN3_32B, 16, 4, CPU)
 
 
+def test_the_size_of_a_micro_batch_is_left_to_the_time_model_unless_it_changes_the_result() -> None:
+    chosen = plan(2)
+    sizes = chosen.micro_batch_size_per_rank, chosen.probe_micro_batch_size_per_rank
+    assert (*sizes, chosen.utility_micro_batch_size_per_rank, chosen.batches_per_utility_pass) == (None, None, None, 1)
+    assert "short ones together in a micro-batch" in chosen.describe()
+    assert plan(2, probe={"micro_batch_size_per_rank": 3}).probe_micro_batch_size_per_rank == 3
+    assert plan(2, batch={"packed_row_tokens": 16384}).micro_batch_size_per_rank == 1
+    of_micro_batch = {"kl_budget": 0.05, "alpha_scope": "micro_batch"}
+    assert plan(2, method=of_micro_batch).micro_batch_size_per_rank == 1
+
+
 def test_plan_in_words() -> None:
     line = plan(2, batch={"micro_batch_size_per_rank": 2}).describe()
     assert line == "32 sequences a step on 2 ranks, 2 in a micro-batch; probe 4"
