@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from vcore_ds.planning.packing import group_batch, pack_batch, padded_length, split_batch
 from vcore_ds.planning.time_model import TimeModel
@@ -89,7 +90,7 @@ def spread(
                 num_groups=num_groups,
                 sequence_parallel=k,
                 most_tokens=max(k * FREE_TOKENS, padded_length(max(lengths), k)),
-                row_time=lambda n, k=k: _row_time(n, k, time_model),
+                row_time=partial(_row_time, k=k, time_model=time_model),
                 micro_step_time=time_model.exchanges(k) + time_model.micro_step,
             )
         time = sum(_micro_step_time(groups, lengths, k, limit, time_model) for groups in positions)
