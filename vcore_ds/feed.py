@@ -58,11 +58,12 @@ class Feed:
         probe_batches = [] if probe is None else self._of_rank(probe, self.probe_dataset)
         return StepBatches(self._of_rank(main, self.dataset), probe_batches, measured)
 
-    def batches(self, ids: Sequence[int], micro_batch_size: int, dataset: Dataset | None = None) -> list[Batch]:
+    def batches(self, ids: Sequence[int], micro_batch_size: int | None, dataset: Dataset | None = None) -> list[Batch]:
         """This rank's micro-batches of the global batch `ids`, as many as every other rank has.
 
         Args:
             ids: positions in `dataset`, which is the training data unless another is given.
+            micro_batch_size: sequences per rank in one forward; None for as in the main batch.
         """
         sequences = self.dataset if dataset is None else dataset
         return self._of_rank(self.plan.spread_main(ids, _lengths(ids, sequences), micro_batch_size), sequences)

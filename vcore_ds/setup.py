@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from vcore_ds.config import BatchPlan, Recipe, plan_batch
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.device import device
+from vcore_ds.distributed.device import device, total_memory_bytes
 from vcore_ds.distributed.process_group import first_rank_first
-from vcore_ds.engine import Engine, build_optimizer, load_sharded
+from vcore_ds.engine import Engine, build_optimizer, load_sharded, unsharded_gradient_bytes
 from vcore_ds.errors import UserError
 from vcore_ds.models import (
     TokenLossModel,
@@ -27,6 +27,9 @@ from vcore_ds.utility import Direction, Estimator, FiniteDifference, ForwardMode
 
 MEASURE_NOISE_EVERY = 100
 """Optimizer steps between two measurements of a finite difference's noise (and searches for `epsilon: auto`)."""
+
+COALESCING_SHARE = 0.05
+"""Share of a rank's memory that unsharded gradients may take with `engine.coalesce_gradient_reduction: auto`."""
 
 
 def check_model(recipe: Recipe) -> None:
@@ -91,8 +94,16 @@ def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
         model,
         build_optimizer(model, recipe.optimizer),
         ds_config,
-        coalesce_gradient_reduction=recipe.engine.coalesce_gradient_reduction,
+        coalesce_gradient_reduction=coalesces(recipe, model),
     )
+
+
+def coalesces(recipe: Recipe, model: torch.nn.Module) -> bool:
+    """Whether gradients are reduced once a step. A collective: ranks whose memory differs come to the same answer."""
+    if recipe.engine.coalesce_gradient_reduction != "auto":
+        return recipe.engine.coalesce_gradient_reduction
+    room = COALESCING_SHARE * min(layout.gather_objects("job", total_memory_bytes()))
+    return unsharded_gradient_bytes(p for p in model.parameters() if p.requires_grad) <= room
 
 
 def build_estimator(recipe: Recipe, engine: Engine, *, batches_per_pass: int = 1) -> Estimator:
@@ -146,7 +157,7 @@ def step_seed(recipe: Recipe, k: int) -> int:
 
 
 def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None) -> str:
-    """Two or three lines for the start of a run: model, method, and what the method keeps in memory."""
+    """A few lines for the start of a run: model, method, and what the method keeps in memory."""
     num_all = sum(parameter.ds_numel for parameter in engine.module.parameters())
     num_trainable = sum(parameter.ds_numel for _, parameter in engine.trainable)
     kind = f"LoRA rank {recipe.lora.rank}" if recipe.lora is not None else "full-parameter"
@@ -154,6 +165,11 @@ def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None)
         f"Model: {recipe.model.path}: {num_all:,} parameters, {num_trainable:,} trained ({kind}), "
         f"{recipe.model.precision}, ZeRO-3 over {layout.size('shards')} rank(s) on {engine.device.type}"
     ]
+    size = unsharded_gradient_bytes(parameter for _, parameter in engine.trainable) / 2**20
+    is_auto = recipe.engine.coalesce_gradient_reduction == "auto"
+    limit = f", {'at most' if engine.coalesces else 'above'} {COALESCING_SHARE:.0%} of its memory" if is_auto else ""
+    often = "step" if engine.coalesces else "micro-batch"
+    lines.append(f"Gradients: reduced once a {often}; unsharded they take {size:,.1f} MiB a rank{limit}")
     if direction is None:
         return "\n".join([*lines, f"Method: {recipe.method.name}, normalization {recipe.method.normalization}"])
     strength = (

@@ -74,7 +74,7 @@ def steps(case: str, *, num_layers: int, overlap: bool) -> Iterator[Steps]:
     }
     config["timers"] = {"throughput": {"enabled": False}}  # as vcore_ds.config.deepspeed_config does
     model = tiny.token_loss_model(lora=recipe.lora is not None, checkpointing=True, num_hidden_layers=num_layers)
-    coalesce = recipe.engine.coalesce_gradient_reduction
+    coalesce = recipe.engine.coalesce_gradient_reduction is True
     engine = Engine(model, build_optimizer(model, recipe.optimizer), config, coalesce_gradient_reduction=coalesce)
     try:
         yield Steps(recipe, engine, step_runs.make_estimator(recipe, engine))

@@ -31,10 +31,22 @@ def test_plan() -> None:
         time_model=TimeModel(QWEN3_32B, 2, 2, H100),
     )
     assert plan(2, probe={"micro_batch_size_per_rank": 1}).probe_micro_batch_size_per_rank == 1
-    assert plan(2, utility={"micro_batch_size_per_rank": 7}).utility_micro_batch_size_per_rank == 7
+    both = plan(2, batch={"micro_batch_size_per_rank": 2}, utility={"micro_batch_size_per_rank": 7})
+    assert (both.utility_micro_batch_size_per_rank, both.batches_per_utility_pass) == (7, 3)
     recipe = Recipe.model_validate(smallest_recipe())
     on_four_a_node = plan_batch(recipe, 16, QWEN3_32B, ranks_per_node=4, machine=CPU)
     assert on_four_a_node.time_model == TimeModel(QWEN3_32B, 16, 4, CPU)
+
+
+def test_the_size_of_a_micro_batch_is_left_to_the_time_model_unless_it_changes_the_result() -> None:
+    chosen = plan(2)
+    sizes = chosen.micro_batch_size_per_rank, chosen.probe_micro_batch_size_per_rank
+    assert (*sizes, chosen.utility_micro_batch_size_per_rank, chosen.batches_per_utility_pass) == (None, None, None, 1)
+    assert "short ones together in a micro-batch" in chosen.describe()
+    assert plan(2, probe={"micro_batch_size_per_rank": 3}).probe_micro_batch_size_per_rank == 3
+    assert plan(2, batch={"packed_row_tokens": 16384}).micro_batch_size_per_rank == 1
+    of_micro_batch = {"kl_budget": 0.05, "alpha_scope": "micro_batch"}
+    assert plan(2, method=of_micro_batch).micro_batch_size_per_rank == 1
 
 
 def test_plan_in_words() -> None:

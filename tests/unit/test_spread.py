@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 from tests.benchmarks.spread import measure
 from vcore_ds.planning import (
     CPU,
+    FREE_TOKENS,
     H100,
     QWEN3_32B,
+    Machine,
     ModelShape,
     RowLimit,
     Spread,
     TimeModel,
     degrees_that_hold,
+    padded_length,
     possible_degrees,
     simulated_batches,
     spread,
@@ -92,6 +95,46 @@ def test_no_packed_row_is_longer_than_its_ranks_hold(lengths, row_tokens) -> Non
         rows = [row for groups in found.micro_steps for row in groups]
         assert max(sum(lengths[i] for i in row) for row in rows) <= degree * row_tokens
         assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+
+
+def sizes_of_micro_batches(lengths: list[int], machine: Machine) -> list[int]:
+    found = spread(
+        range(len(lengths)),
+        lengths,
+        degrees=[1],
+        limit=RowLimit(None, None),
+        time_model=TimeModel(QWEN3_32B, 2, 2, machine),
+    )
+    return [len(groups[0]) for groups in found.micro_steps]
+
+
+def test_short_sequences_share_a_micro_batch_where_a_pass_costs_more_than_padding() -> None:
+    assert sizes_of_micro_batches([128] * 16, H100) == [8]
+    assert sizes_of_micro_batches([4096] * 2 + [64] * 32, H100) == [1, 16]
+    assert sizes_of_micro_batches([3000] * 2 + [1000] * 2 + [500] * 2, CPU) == [1, 1, 1]  # a pass costs 48 tokens there
+    assert sizes_of_micro_batches([3000] * 2 + [1000] * 2 + [976] * 2, CPU) == [1, 2]
+    free = Machine(1.0, math.inf, math.inf, 0.0, 0.0)
+    assert sizes_of_micro_batches([500, 500, 492, 492], free) == [1, 1]
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
+    num_ranks=st.sampled_from([1, 2, 8]),
+    machine=st.sampled_from([H100, CPU]),
+)
+def test_a_chosen_micro_batch_needs_no_more_memory_than_the_longest_sequence(lengths, num_ranks, machine) -> None:
+    time_model = TimeModel(TINY, num_ranks, num_ranks, machine)
+    for degree in possible_degrees(num_ranks, TINY.num_heads):
+        found = spread(
+            range(len(lengths)), lengths, degrees=[degree], limit=RowLimit(None, None), time_model=time_model
+        ).micro_steps
+        assert sorted(i for groups in found for row in groups for i in row) == list(range(len(lengths)))
+        bound = max(FREE_TOKENS * degree, padded_length(max(lengths), degree))
+        for groups in found:
+            for row in groups:
+                longest = max((lengths[i] for i in row), default=0)
+                assert len(row) * padded_length(longest, degree) <= bound
 
 
 def chosen(lengths: list[int], num_ranks: int, **options) -> Spread:

@@ -37,16 +37,17 @@ class BatchPlan:
     num_ranks: int
     global_batch_size: int
     """|B|, over all ranks and micro-batches."""
-    micro_batch_size_per_rank: int
+    micro_batch_size_per_rank: int | None
+    """None where the time model chooses it for each micro-batch."""
     packed_row_tokens: int | None
     """Most tokens of a row that holds several sequences, on each of the ranks that share it; None where each sequence
     has a row of its own."""
     probe_batch_size_global: int
     """|B'|, over all ranks; 0 for a method without a probe."""
-    probe_micro_batch_size_per_rank: int
-    """Sequences of B' per rank in one forward and backward."""
-    utility_micro_batch_size_per_rank: int
-    """Sequences per rank in one gradient-free forward."""
+    probe_micro_batch_size_per_rank: int | None
+    """Sequences of B' per rank in one forward and backward; None as above."""
+    utility_micro_batch_size_per_rank: int | None
+    """Sequences per rank in one gradient-free forward; None as above."""
     main_degrees: tuple[int, ...]
     """Numbers of ranks that may share a row of the main batch, ascending; also in validation."""
     probe_degrees: tuple[int, ...]
@@ -56,6 +57,8 @@ class BatchPlan:
     @property
     def batches_per_utility_pass(self) -> int:
         """Main micro-batches in one gradient-free forward."""
+        if self.utility_micro_batch_size_per_rank is None or self.micro_batch_size_per_rank is None:
+            return 1
         return max(1, self.utility_micro_batch_size_per_rank // self.micro_batch_size_per_rank)
 
     @property
@@ -72,7 +75,7 @@ class BatchPlan:
         """The sequences `ids`, of `lengths` tokens, over all ranks.
 
         Args:
-            micro_batch_size: sequences per rank in one forward; None for that of the main batch.
+            micro_batch_size: sequences per rank in one forward; None for as in the main batch.
         """
         limit = RowLimit(self.packed_row_tokens, micro_batch_size or self.micro_batch_size_per_rank)
         return spread(ids, lengths, degrees=self.main_degrees, limit=limit, time_model=self.time_model)
@@ -115,11 +118,13 @@ class BatchPlan:
 
     def describe(self) -> str:
         """One line, such as `32 sequences a step on 8 ranks, 2 in a micro-batch; probe 4`."""
-        held = (
-            f"{self.micro_batch_size_per_rank} in a micro-batch"
-            if self.packed_row_tokens is None
-            else f"packed into rows of at most {self.packed_row_tokens:,} tokens for each rank that shares one"
-        )
+        if self.packed_row_tokens is not None:
+            held = f"packed into rows of at most {self.packed_row_tokens:,} tokens for each rank that shares one"
+        elif self.micro_batch_size_per_rank is None:
+            cost = round(self.time_model.micro_step)
+            held = f"short ones together in a micro-batch (a pass of its own costs as much as {_count(cost, 'token')})"
+        else:
+            held = f"{self.micro_batch_size_per_rank} in a micro-batch"
         probe = f"; probe {self.probe_batch_size_global}" if self.probe_batch_size_global else ""
         return f"{_count(self.global_batch_size, 'sequence')} a step on {_count(self.num_ranks, 'rank')}, {held}{probe}"
 
@@ -148,7 +153,12 @@ def plan_batch(
         )
     if recipe.model.attention != "auto":
         shape = replace(shape, unshareable="whose attention is not replaced")  # others' kernels know no shared rows
-    micro, has_probe = recipe.batch.micro_batch_size_per_rank, recipe.method.name == "vcore"
+    has_probe = recipe.method.name == "vcore"
+    micro: int | None = None
+    if recipe.batch.micro_batch_size_per_rank != "auto":
+        micro = recipe.batch.micro_batch_size_per_rank
+    elif recipe.batch.packed_row_tokens is not None or recipe.method.alpha_scope == "micro_batch":
+        micro = 1  # a row, and in the latter case what shares a micro-batch would change alpha
     sections: tuple[Literal["batch", "probe"], ...] = ("batch", "probe") if has_probe else ("batch",)
     degrees = {section: _degrees(recipe, section, num_ranks, shape) for section in sections}
     return BatchPlan(

@@ -42,7 +42,7 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
     # DeepSpeed requires batch sizes that multiply, and does not use them here: the engine counts micro-batches itself,
     # and their number differs from step to step.
     _set(config, "gradient_accumulation_steps", 1)
-    _set(config, "train_batch_size", plan.micro_batch_size_per_rank * plan.num_ranks)
+    _set(config, "train_batch_size", config["train_micro_batch_size_per_gpu"] * plan.num_ranks)
     _set(config, "data_types.grad_accum_dtype", "fp32")
     # DeepSpeed keeps a list of optimizers it has tried under ZeRO, and torch's SGD is not on it. Ours are tested.
     _set(config, "zero_allow_untested_optimizer", True)
@@ -60,7 +60,7 @@ def _owned_by_recipe(recipe: Recipe) -> dict[str, tuple[Any, str]]:
     is_bf16 = recipe.model.precision == "bf16"
     return {
         "train_micro_batch_size_per_gpu": (
-            recipe.batch.micro_batch_size_per_rank,
+            1 if recipe.batch.micro_batch_size_per_rank == "auto" else recipe.batch.micro_batch_size_per_rank,
             "batch.micro_batch_size_per_rank",
         ),
         "train_batch_size": (recipe.batch.global_size, "batch.global_size"),

@@ -122,8 +122,8 @@ class MemoryPlan:
             if half >= _FEWEST_ROW_TOKENS and plan.main_degrees[-1] * half >= recipe.data.cutoff_length:
                 yield _Change({"batch.packed_row_tokens": str(half)}, self._fewer_tokens(half / row))
             return
-        if recipe.batch.micro_batch_size_per_rank > 1:
-            share = 1 / recipe.batch.micro_batch_size_per_rank
+        if plan.micro_batch_size_per_rank is not None and plan.micro_batch_size_per_rank > 1:
+            share = 1 / plan.micro_batch_size_per_rank
             yield _Change({"batch.micro_batch_size_per_rank": "1"}, self._fewer_tokens(share))
         shape = plan.time_model.shape
         larger = [k for k in possible_degrees(plan.num_ranks, shape.num_heads) if k > self.degree]
@@ -174,7 +174,7 @@ def plan_memory(
     zero = deepspeed_config["zero_optimization"]
     counts = counts if counts is not None and counts.all > 0 else None
     hpz = zero.get("zero_hpz_partition_size", 1)
-    longest = plan.packed_row_tokens or recipe.data.cutoff_length * plan.micro_batch_size_per_rank
+    longest = plan.packed_row_tokens or recipe.data.cutoff_length * (plan.micro_batch_size_per_rank or 1)
     tokens = {part: found.most_tokens for part, found in passes.items()}
     main_tokens = tokens.get("main", longest)
     is_vcore, lora = recipe.method.name == "vcore", recipe.lora
@@ -195,7 +195,8 @@ def plan_memory(
         offloads_checkpoints=recipe.model.activation_offload,
         offloads_parameters=_is_offloaded(zero, "offload_param"),
         offloads_optimizer=_is_offloaded(zero, "offload_optimizer"),
-        coalesces_gradients=recipe.engine.coalesce_gradient_reduction,
+        # `auto` takes no more of a rank's memory than the margin holds.
+        coalesces_gradients=recipe.engine.coalesce_gradient_reduction is True,
         ranks_of_second_copy=min(hpz, plan.num_ranks) if isinstance(hpz, int) else 1,
         **{field: int(zero[key]) for key, field in _SIZES.items() if isinstance(zero.get(key), int | float)},
     )

@@ -86,7 +86,8 @@ def _alpha_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
         )
     size, key = batch.global_size, "batch.global_size"
     if method.alpha_scope == "micro_batch" and batch.packed_row_tokens is None:
-        size, key = batch.micro_batch_size_per_rank, "batch.micro_batch_size_per_rank"
+        micro, key = batch.micro_batch_size_per_rank, "batch.micro_batch_size_per_rank"
+        size = 1 if micro == "auto" else micro
     if method.alpha == "variance" and size == 1:
         yield BrokenRule(
             ("method.alpha", "method.alpha_scope", key),
@@ -99,6 +100,13 @@ def _alpha_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
 def _packing_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     tokens = recipe.batch.packed_row_tokens
     if tokens is None:
+        measured = recipe.utility.micro_batch_size_per_rank
+        if measured is not None and recipe.batch.micro_batch_size_per_rank == "auto":
+            yield BrokenRule(
+                ("utility.micro_batch_size_per_rank", "batch.micro_batch_size_per_rank"),
+                f"{measured} together with batch.micro_batch_size_per_rank auto",
+                "null, or a number in both: a gradient-free forward holds whole micro-batches of the main batch",
+            )
         return
     sizes = {
         "batch": recipe.batch.micro_batch_size_per_rank,
@@ -106,7 +114,7 @@ def _packing_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
         "utility": recipe.utility.micro_batch_size_per_rank,
     }
     for section, size in sizes.items():
-        if size not in (None, 1):
+        if size not in (None, 1, "auto"):
             yield BrokenRule(
                 (f"{section}.micro_batch_size_per_rank", "batch.packed_row_tokens"),
                 f"{size} together with batch.packed_row_tokens {tokens}",

@@ -79,7 +79,8 @@ class UtilityConfig(Section):
     """How the perturbed parameters of a finite difference become bf16: to the nearest value, or to either neighbour
     with the probability that makes it unbiased."""
     micro_batch_size_per_rank: Count | None = None
-    """Sequences per rank in one gradient-free forward; null takes batch.micro_batch_size_per_rank."""
+    """Sequences per rank in one gradient-free forward, a multiple of a number in batch.micro_batch_size_per_rank; null
+    takes that key's value."""
 
 
 class ProbeConfig(Section):
@@ -161,8 +162,10 @@ class BatchConfig(Section):
 
     global_size: Count = 32
     """|B|, sequences per optimizer step over all ranks and micro-batches."""
-    micro_batch_size_per_rank: Count = 1
-    """Sequences per rank in one forward and backward."""
+    micro_batch_size_per_rank: Literal["auto"] | Count = "auto"
+    """Sequences per rank in one forward and backward. `auto` sorts each batch by length and lets short sequences share
+    a micro-batch where the predicted step is shorter for it, within the tokens of the batch's longest sequence (or
+    1,024); with packed rows, or method.alpha_scope micro_batch, it is 1."""
     packed_row_tokens: NumTokens | None = None
     """Pack sequences into rows of about equal cost, a row in one forward and backward, without padding: most tokens of
     a row on each of the ranks that share it; null gives every sequence a row of its own."""
@@ -243,8 +246,9 @@ class EngineConfig(Section):
     deepspeed_config: Text
     """DeepSpeed JSON (ZeRO-3), looked up in the folder of the file that names it, the working directory, and among the
     shipped ones. In a resolved recipe the name of a shipped one, `ds_configs/NAME.json`, or an absolute path."""
-    coalesce_gradient_reduction: bool = False
-    """Reduce gradients once a step instead of once a micro-batch; costs one unsharded gradient buffer per rank."""
+    coalesce_gradient_reduction: Literal["auto"] | bool = "auto"
+    """Reduce gradients once a step instead of once a micro-batch, at the cost of unsharded gradients on every rank: 4
+    bytes for each trained parameter, 6 in bf16. `auto` does so where they take at most 5% of a rank's memory."""
     memory_check: bool = True
     """Stop before the model is loaded where it cannot fit into memory, by an estimate that says what it counts; false
     starts anyway."""

@@ -64,6 +64,13 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def total_memory_bytes() -> int:
+    """The memory of this rank's GPU, or on a CPU-only machine its share of the host's: the same in every attempt."""
+    if uses_gpu():
+        return torch.cuda.mem_get_info()[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def available_memory_bytes() -> int:
     """What this rank may use of its device: what other processes leave of a GPU, or its share of the host's memory."""
     if not uses_gpu():

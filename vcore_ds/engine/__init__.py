@@ -7,6 +7,7 @@ from vcore_ds.engine.deepspeed_start import start_deepspeed  # before any module
 from vcore_ds.engine.counts import count_globally
 from vcore_ds.engine.export_shards import ExportFailed, save_hugging_face
 from vcore_ds.engine.flat_shards import chunks
+from vcore_ds.engine.gradient_sum import unsharded_gradient_bytes
 from vcore_ds.engine.loading import load_sharded
 from vcore_ds.engine.log_probabilities import log_probabilities, with_reference_of_adapters
 from vcore_ds.engine.non_finite import NonFiniteGradient, NonFiniteLoss, sequences_by_rank
@@ -26,5 +27,6 @@ __all__ = [
     "save_hugging_face",
     "sequences_by_rank",
     "start_deepspeed",
+    "unsharded_gradient_bytes",
     "with_reference_of_adapters",
 ]

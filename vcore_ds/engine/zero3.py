@@ -20,6 +20,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.engine.deepspeed_start import start_deepspeed
 from vcore_ds.engine.flat_shards import FlatShards
+from vcore_ds.engine.gradient_sum import GradientSum
 from vcore_ds.engine.non_finite import NonFiniteGradient
 from vcore_ds.engine.optimizer import make_moments
 from vcore_ds.engine.streams import Streams
@@ -34,6 +35,7 @@ class Engine:
         module: the wrapped `TokenLossModel`.
         trainable: names and trained parameters, in the model's order, which is the same on every rank.
         shards: this rank's part of the trained parameters, their gradient and the optimizer's state.
+        coalesces: whether gradients are reduced once a step.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Engine:
         optimizer: over the model's trainable parameters; DeepSpeed replaces its tensors by fp32 shards.
         deepspeed_config: the complete configuration, from `vcore_ds.config.deepspeed_config`.
         coalesce_gradient_reduction: reduce gradients once per optimizer step instead of once per micro-batch, at
-            the cost of one unsharded gradient buffer per rank.
+            the cost of unsharded gradients on each rank (`unsharded_gradient_bytes`).
         """
         start_deepspeed()
         layers = model.layers
@@ -67,7 +69,8 @@ class Engine:
         self._streams = Streams(self.optimizer)
         self.shards = FlatShards(self.optimizer, self._streams, [parameter for _, parameter in self.trainable])
         self.device = device()
-        self._coalesce = coalesce_gradient_reduction
+        self.coalesces = coalesce_gradient_reduction
+        self._gradient_sum = GradientSum([p for _, p in self.trainable if p.dtype != torch.float32])
         self._num_backwards_left = 0
         self._dropouts = [m for m in model.modules() if isinstance(m, TokenDropout)]
         self._dropout_seed = 0
@@ -110,8 +113,9 @@ class Engine:
         """
         self.optimizer.zero_grad()
         self._num_backwards_left = num_backwards
-        with self.deepspeed.coalesce_grad_reduction() if self._coalesce else nullcontext():
+        with self.deepspeed.coalesce_grad_reduction() if self.coalesces else nullcontext():
             yield
+            self._gradient_sum.give_back()
         self.deepspeed.set_gradient_accumulation_boundary(True)
 
     def backward(self, loss: Tensor) -> None:
@@ -122,6 +126,8 @@ class Engine:
         self._num_backwards_left -= 1
         self.deepspeed.set_gradient_accumulation_boundary(self._num_backwards_left == 0)
         self.deepspeed.backward(loss * layout.size("shards"), scale_wrt_gas=False)
+        if self.coalesces and self._num_backwards_left > 0:
+            self._gradient_sum.take()
 
     @contextmanager
     def without_gradient(self) -> Iterator[None]:

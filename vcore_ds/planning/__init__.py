@@ -20,7 +20,7 @@ from vcore_ds.planning.model_shape import (
     shape_on_disk,
 )
 from vcore_ds.planning.packing import pack_batch, padded_length, split_batch
-from vcore_ds.planning.spread import RowLimit, Spread, degrees_that_hold, possible_degrees, spread
+from vcore_ds.planning.spread import FREE_TOKENS, RowLimit, Spread, degrees_that_hold, possible_degrees, spread
 from vcore_ds.planning.time_model import CPU, H100, Machine, TimeModel
 from vcore_ds.planning.utilization import SIMULATED_MEAN, Utilization, simulated_batches, summarize
 from vcore_ds.planning.waste import Waste, measure_waste
@@ -28,6 +28,7 @@ from vcore_ds.planning.waste import Waste, measure_waste
 __all__ = [
     "ATTENTION_LAYERS",
     "CPU",
+    "FREE_TOKENS",
     "H100",
     "OTHER_LAYERS",
     "QWEN3_32B",

@@ -206,7 +206,8 @@ class _Model:
         found["activation checkpoints" if settings.is_checkpointed else "activations"] = (
             0 if settings.offloads_checkpoints else self.kept_activations(num_tokens)
         )
-        coalesced = b * self.counts.trained if settings.coalesces_gradients else 0
+        # In 16 bits with an fp32 sum beside them.
+        coalesced = (4 if b == 4 else b + 4) * self.counts.trained if settings.coalesces_gradients else 0
         gradients = b * (self.trained_layer + min(settings.bucket_numel, self.trained_layer))
         layer = self._layer_backward(num_tokens)
         loss = self._loss(num_tokens, has_gradient=True)

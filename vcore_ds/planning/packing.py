@@ -77,6 +77,45 @@ def split_batch(
     return [[[ids[i] for i in run[group::num_groups]] for group in range(num_groups)] for run in runs]
 
 
+def group_batch(
+    ids: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    num_groups: int,
+    sequence_parallel: int,
+    most_tokens: int,
+    row_time: Callable[[int], float],
+    micro_step_time: float,
+) -> list[list[list[int]]]:
+    """As `split_batch`, with as many sequences in each micro-batch as make the whole batch take least time.
+
+    Sequences that share one save a micro-step and cost padding, since all rows are as long as the longest.
+
+    Args:
+        most_tokens: of a group's rows in a micro-step, with padding; a single row may have more.
+        row_time: of a row of so many tokens, padding included.
+        micro_step_time: what a further micro-step costs whatever it holds, in the same unit.
+    """
+    num_groups = min(num_groups, len(ids))
+    order = sorted(range(len(ids)), key=lambda i: -lengths[i])
+    starts = range(0, len(ids), num_groups)  # of a row for each group
+    # From the end, for each place: the shortest time of the sequences from there on, and the rows of its micro-batch.
+    best: list[tuple[float, int]] = [(0.0, 0)] * (len(starts) + 1)
+    for place in reversed(range(len(starts))):
+        longest = padded_length(lengths[order[starts[place]]], sequence_parallel)
+        most_rows = min(max(1, most_tokens // longest), len(starts) - place)
+        one_row = row_time(longest)
+        best[place] = min(
+            (rows * one_row + micro_step_time + best[place + rows][0], rows) for rows in range(1, most_rows + 1)
+        )
+    found, place = [], 0
+    while place < len(starts):
+        run = order[place * num_groups : (place + best[place][1]) * num_groups]
+        found.append([[ids[i] for i in run[group::num_groups]] for group in range(num_groups)])
+        place += best[place][1]
+    return found
+
+
 def _fill(
     lengths: Sequence[int], costs: Sequence[float], num_rows: int, row_tokens: int, num_micro_steps: int
 ) -> list[list[list[int]]] | None:

@@ -3,10 +3,15 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from vcore_ds.planning.packing import pack_batch, split_batch
+from vcore_ds.planning.packing import group_batch, pack_batch, padded_length, split_batch
 from vcore_ds.planning.time_model import TimeModel
 from vcore_ds.planning.waste import Waste, measure_waste, most_tokens, padded_rows
+
+FREE_TOKENS = 1024
+"""Tokens of a rank that sequences may always share, however short the longest one is: any model that trains at all has
+memory for them."""
 
 
 @dataclass(frozen=True)
@@ -15,8 +20,9 @@ class RowLimit:
 
     packed_tokens: int | None = None
     """Most tokens of a packed row on each of the ranks that share it; None where sequences are not packed."""
-    num_sequences: int = 1
-    """Most sequences of a micro-batch, a row each, where they are not packed."""
+    num_sequences: int | None = 1
+    """Most sequences of a micro-batch, a row each, where they are not packed; None for whatever takes least time
+    without more tokens than the longest sequence has (or `FREE_TOKENS`)."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +81,19 @@ def spread(
                 work=time_model.work,
                 micro_step_cost=k * (time_model.micro_step + time_model.exchanges(k)),
             )
-        else:
+        elif limit.num_sequences is not None:
             positions = split_batch(
                 range(len(ids)), lengths, num_groups=num_groups, micro_batch_size=limit.num_sequences
+            )
+        else:
+            positions = group_batch(
+                range(len(ids)),
+                lengths,
+                num_groups=num_groups,
+                sequence_parallel=k,
+                most_tokens=max(k * FREE_TOKENS, padded_length(max(lengths), k)),
+                row_time=partial(_row_time, k=k, time_model=time_model),
+                micro_step_time=time_model.exchanges(k) + time_model.micro_step,
             )
         time = sum(_micro_step_time(groups, lengths, k, limit, time_model) for groups in positions)
         if time < best_time:
@@ -101,10 +117,15 @@ def _micro_step_time(
     groups: Sequence[Sequence[int]], lengths: Sequence[int], k: int, limit: RowLimit, time_model: TimeModel
 ) -> float:
     """In the time of so many tokens' linear layers."""
-    exchange, slowest = time_model.exchange(k), 0.0
+    slowest = 0.0
     for positions in groups:
         own = [lengths[i] for i in positions]
         if limit.packed_tokens is None:
             own = padded_rows(own, k)
-        slowest = max(slowest, sum(time_model.work(n) + exchange * n for n in own))
-    return slowest / k + time_model.exchanges(k) + time_model.micro_step
+        slowest = max(slowest, sum(_row_time(n, k, time_model) for n in own))
+    return slowest + time_model.exchanges(k) + time_model.micro_step
+
+
+def _row_time(num_tokens: int, k: int, time_model: TimeModel) -> float:
+    """Of one sequence that k ranks share, in the time of so many tokens' linear layers."""
+    return (time_model.work(num_tokens) + time_model.exchange(k) * num_tokens) / k

@@ -47,7 +47,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
     num_sequences = len(dataset)
     # Longest first, in groups that keep every rank equally busy; all ranks see the same groups, so all take part.
     by_length = sorted(range(num_sequences), key=lambda i: -dataset.lengths[i])
-    group_size = plan.num_ranks * plan.utility_micro_batch_size_per_rank * 8
+    group_size = plan.num_ranks * (plan.utility_micro_batch_size_per_rank or 1) * 8
     started = time.perf_counter()
     for start in range(0, num_sequences, group_size):
         found.update(_group_values(feed, dataset, engine, by_length[start : start + group_size]))
