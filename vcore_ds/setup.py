@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from vcore_ds.config import BatchPlan, Recipe, plan_batch
+from vcore_ds.config import BatchPlan, Recipe, num_trusted, plan_batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import first_rank_first
@@ -99,7 +99,8 @@ def count_steps(recipe: Recipe, num_sequences: int) -> int:
     if recipe.schedule.num_steps is not None:
         return recipe.schedule.num_steps
     assert recipe.schedule.num_epochs is not None  # the recipe's rules
-    return max(1, math.ceil(recipe.schedule.num_epochs * num_sequences / recipe.batch.global_size))
+    per_step = recipe.batch.global_size - num_trusted(recipe)
+    return max(1, math.ceil(recipe.schedule.num_epochs * num_sequences / per_step))
 
 
 def learning_rate_at(recipe: Recipe, k: int, num_steps: int) -> float:
