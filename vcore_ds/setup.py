@@ -128,6 +128,18 @@ def step_seed(recipe: Recipe, k: int) -> int:
     return torch_seed(Stream.STOCHASTIC_ROUNDING, recipe.run.seed, k)
 
 
+def describe_direction(recipe: Recipe) -> str:
+    """What utilities look along, in words."""
+    probe = recipe.probe
+    of = "the gradient of the previous step" if probe.source == "previous_step" else f"probes of {probe.batch_size}"
+    if recipe.data.probe_path is not None and probe.source == "batch":
+        of += f" from {recipe.data.probe_path}"
+    of += ", weighted by probability" if probe.loss == "dft" else ""
+    of += f", every {probe.every} steps" if probe.every > 1 else ""
+    of += f", mean with decay {probe.decay:g}" if probe.decay else ""
+    return f"the {probe.direction} direction ({of})"
+
+
 def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None) -> str:
     """Two or three lines for the start of a run: model, method, and what the method keeps in memory."""
     num_all = sum(parameter.ds_numel for parameter in engine.module.parameters())
@@ -144,10 +156,14 @@ def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None)
         if recipe.method.kl_budget is not None
         else f"temperature {recipe.method.temperature:g}"
     )
+    if recipe.method.base_measure != "uniform":
+        strength += f" from {recipe.method.base_measure}"
+    if recipe.method.scope == "sequence_and_batch":
+        strength += f" and batch_kl_budget {recipe.method.batch_kl_budget:g} nats over sequences"
     epsilon = f", epsilon {recipe.utility.epsilon}" if recipe.utility.epsilon is not None else ""
     lines.append(
         f"Method: vcore, {strength}, alpha {recipe.method.alpha}, utilities by {recipe.utility.estimator}{epsilon} "
-        f"along the {recipe.probe.direction} direction, which keeps {direction.persistent_bytes / 2**20:.1f} MiB a rank"
+        f"along {describe_direction(recipe)}, which keeps {direction.persistent_bytes / 2**20:.1f} MiB a rank"
     )
     if recipe.utility.estimator == "jvp" and can_fuse(engine) and recipe.utility.fused:
         lines.append("Utilities come from the main forward itself")

@@ -18,7 +18,7 @@ from vcore_ds.engine import (
 from vcore_ds.method import segment_sum, sequence_shares, token_coefficients
 from vcore_ds.track.step_metrics import MicroBatchResult, StepMetrics, StepRecorder
 from vcore_ds.utility import Direction, Estimator, Probe
-from vcore_ds.weighting import alpha_of_global_batch, alpha_of_micro_batch, token_weights
+from vcore_ds.weighting import alpha_of_global_batch, alpha_of_micro_batch, has_batch_scope, token_weights
 
 
 def train_step(
@@ -59,11 +59,11 @@ def train_step(
 
     # Line 4: the utility of every token of B.
     with recorder.part("utility"):
-        of_batch = method.scope == "sequence_and_batch"
-        forward = estimator.begin(main, seed=seed, measure_noise=measure_noise, ahead=of_batch)
+        weights_sequences = has_batch_scope(method)
+        forward = estimator.begin(main, seed=seed, measure_noise=measure_noise, ahead=weights_sequences)
         measured |= forward.measured
         factors = None
-        if of_batch:
+        if weights_sequences:
             factors, tilt = sequence_factors(method, counts, main, forward.known)
             measured |= tilt
         if method.name == "iw_sft" and recipe.lora is not None:

@@ -54,6 +54,11 @@ def token_weights(method: MethodConfig, tokens: Tokens) -> GibbsWeights:
     return GibbsWeights(weights, temperature=nothing, kl=nothing, saturated=nothing.bool())
 
 
+def has_batch_scope(method: MethodConfig) -> bool:
+    """Whether the sequences of a batch are weighted too, which takes all utilities before the first backward."""
+    return method.name == "vcore" and method.scope == "sequence_and_batch"
+
+
 def sequence_weights(method: MethodConfig, utilities: Tensor, shares: Tensor) -> GibbsWeights:
     """Weights of the sequences of a global batch, tilted by their utility within `method.batch_kl_budget` nats of their
     shares.

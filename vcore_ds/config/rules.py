@@ -99,14 +99,9 @@ def _alpha_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
 
 def _scope_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     method = recipe.method
+    if method.name != "vcore":
+        return
     is_batch_wide = method.scope == "sequence_and_batch"
-    if method.name != "vcore" and (is_batch_wide or method.base_measure != "uniform"):
-        key = "scope" if is_batch_wide else "base_measure"
-        yield BrokenRule(
-            (f"method.{key}", "method.name"),
-            f"{getattr(method, key)} together with method.name {method.name}",
-            "no such key: only vcore weights by utility (remove it, or set method.name to vcore)",
-        )
     if is_batch_wide != (method.batch_kl_budget is not None):
         yield BrokenRule(
             ("method.batch_kl_budget", "method.scope"),
