@@ -411,7 +411,7 @@ RULES = [
         [*BATCH_WIDE, "batch.global_size=1"],
         "batch.global_size: found 1 together with method.scope sequence_and_batch; expected at least 2 sequences",
     ),
-    (["probe.batch_size=all"], "probe.batch_size: found all without data.probe_path; expected a number: without a pool"),
+    (["probe.batch_size=all"], "probe.batch_size: found all without data.probe_path; expected a number: without a"),
     (
         ["probe.source=previous_step", "probe.every=2"],
         "probe.every: found 2 together with probe.source previous_step; expected 1: that gradient costs nothing",
