@@ -10,8 +10,9 @@ from vcore_ds.config import BatchPlan, Part, Recipe
 from vcore_ds.data import (
     Batch,
     Dataset,
+    JoinedDataset,
     MainOrder,
-    ProbeStream,
+    RandomDraws,
     StepBatches,
     TokenStore,
     cache_root,
@@ -28,6 +29,7 @@ from vcore_ds.distributed.process_group import first_rank_first, local_rank
 from vcore_ds.files.user_paths import reading
 from vcore_ds.models import vocabulary_size
 from vcore_ds.planning import Spread, Utilization, summarize
+from vcore_ds.random_streams import Stream
 from vcore_ds.track.console import Console
 
 
@@ -38,9 +40,13 @@ class Feed:
     dataset: Dataset
     plan: BatchPlan
     main_order: MainOrder
-    probe_stream: ProbeStream | None
+    probe_stream: RandomDraws | None
     probe_dataset: Dataset
-    """What `probe_stream` draws from; the same as `dataset` unless the recipe names another."""
+    """What `probe_stream` draws from, the pool; the same as `dataset` unless the recipe names another."""
+    trusted_stream: RandomDraws | None
+    """Draws from `probe_dataset` what each main batch holds of it beside the training data; None for nothing."""
+    main_dataset: Dataset
+    """The training data, followed by the pool where main batches hold some of it."""
     pad_token_id: int
     probe_every: int
     """Optimizer steps that share one probe batch."""
@@ -56,7 +62,7 @@ class Feed:
             "probe_sequence_parallel": None if probe is None else probe.sequence_parallel,
         }
         probe_batches = [] if probe is None else self._of_rank(probe, self.probe_dataset)
-        return StepBatches(self._of_rank(main, self.dataset), probe_batches, measured)
+        return StepBatches(self._of_rank(main, self.main_dataset), probe_batches, measured)
 
     def batches(self, ids: Sequence[int], micro_batch_size: int | None, dataset: Dataset | None = None) -> list[Batch]:
         """This rank's micro-batches of the global batch `ids`, as many as every other rank has.
@@ -74,7 +80,7 @@ class Feed:
 
     def epoch(self, num_done: int) -> float:
         """Passes over the training data after `num_done` steps."""
-        return num_done * self.plan.global_batch_size / len(self.dataset)
+        return num_done * self.main_order.batch_size / len(self.dataset)
 
     def utilization(self, num_done: int, num_steps: int) -> dict[Part, Utilization]:
         """How the next steps, 50 at most, use the ranks."""
@@ -85,7 +91,9 @@ class Feed:
 
     def _spread_main(self, k: int) -> Spread:
         ids = self.main_order.step(k)
-        return self.plan.spread_main(ids, _lengths(ids, self.dataset))
+        if self.trusted_stream is not None:
+            ids += [len(self.dataset) + i for i in self.trusted_stream.step(k)]
+        return self.plan.spread_main(ids, _lengths(ids, self.main_dataset))
 
     def _spread_probe(self, k: int) -> Spread | None:
         """None where step k takes no direction."""
@@ -159,21 +167,28 @@ def build_feed(
     tokenizer: PreTrainedTokenizerBase,
     probe_dataset: Dataset | None = None,
 ) -> Feed:
-    """`probe_dataset`: what the probe batch is drawn from, None for the training data."""
-    seed, of_probe = recipe.run.seed, dataset if probe_dataset is None else probe_dataset
-    probe_stream = None
-    if recipe.method.name == "vcore":
-        probe_stream = ProbeStream(len(of_probe), plan.probe_batch_size_global, seed)
+    """`probe_dataset`: what the probe batch and the trusted part of main batches are drawn from, None for the training
+    data."""
+    seed, num_trusted = recipe.run.seed, plan.num_trusted_global
+    of_probe = dataset if probe_dataset is None else probe_dataset
+    probe_stream = trusted_stream = None
+    if recipe.method.name == "vcore" and recipe.probe.source == "batch":
+        size = len(of_probe) if plan.probe_batch_size_global is None else plan.probe_batch_size_global
+        probe_stream = RandomDraws(len(of_probe), size, seed, Stream.PROBE)
+    if num_trusted:
+        trusted_stream = RandomDraws(len(of_probe), num_trusted, seed, Stream.TRUSTED)
     pad_token_id = tokenizer.pad_token_id
     if pad_token_id is None or pad_token_id >= vocabulary_size(recipe.model.path):
         pad_token_id = 0  # any token of the model will do: no real token sees it, and no loss is taken there
-    main_order = MainOrder(len(dataset), plan.global_batch_size, seed)
+    main_order = MainOrder(len(dataset), plan.global_batch_size - num_trusted, seed)
     return Feed(
         dataset,
         plan,
         main_order,
         probe_stream,
         of_probe,
+        trusted_stream,
+        JoinedDataset(dataset, of_probe) if num_trusted else dataset,
         pad_token_id,
         probe_every=recipe.probe.every,
     )

@@ -24,6 +24,8 @@ class Stream(IntEnum):
     """Place: the seed of the step; then the token, see `vcore_ds.models.dropout`."""
     STOCHASTIC_ROUNDING = 5
     """Place: optimizer step, which gives the seed of the step; then rank on the `shards` axis."""
+    TRUSTED = 6
+    """Trusted sequences of the main batch. Place: optimizer step."""
 
 
 def generator(stream: Stream, seed: int, *place: int) -> np.random.Generator:

@@ -149,7 +149,7 @@ def read_data(
     validation = probe = None
     if recipe.data.validation_path is not None:
         validation = read_dataset(recipe, recipe.data.validation_path, tokenizer, console)
-    if recipe.method.name == "vcore" and recipe.data.probe_path is not None:
+    if recipe.data.probe_path is not None and (recipe.method.name == "vcore" or recipe.data.trusted_share > 0):
         probe = read_dataset(recipe, recipe.data.probe_path, tokenizer, console)
     return build_feed(recipe, plan, training, tokenizer, probe), validation
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from transformers import AutoModelForCausalLM
 
-from vcore_ds.config import BatchPlan, Recipe, plan_batch
+from vcore_ds.config import BatchPlan, Recipe, num_trusted, plan_batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, total_memory_bytes
 from vcore_ds.distributed.process_group import first_rank_first
@@ -128,7 +128,8 @@ def count_steps(recipe: Recipe, num_sequences: int) -> int:
     if recipe.schedule.num_steps is not None:
         return recipe.schedule.num_steps
     assert recipe.schedule.num_epochs is not None  # the recipe's rules
-    return max(1, math.ceil(recipe.schedule.num_epochs * num_sequences / recipe.batch.global_size))
+    per_step = recipe.batch.global_size - num_trusted(recipe)
+    return max(1, math.ceil(recipe.schedule.num_epochs * num_sequences / per_step))
 
 
 def learning_rate_at(recipe: Recipe, k: int, num_steps: int) -> float:
@@ -156,6 +157,18 @@ def step_seed(recipe: Recipe, k: int) -> int:
     return torch_seed(Stream.STOCHASTIC_ROUNDING, recipe.run.seed, k)
 
 
+def describe_direction(recipe: Recipe) -> str:
+    """What utilities look along, in words."""
+    probe = recipe.probe
+    of = "the gradient of the previous step" if probe.source == "previous_step" else f"probes of {probe.batch_size}"
+    if recipe.data.probe_path is not None and probe.source == "batch":
+        of += f" from {recipe.data.probe_path}"
+    of += ", weighted by probability" if probe.loss == "dft" else ""
+    of += f", every {probe.every} steps" if probe.every > 1 else ""
+    of += f", mean with decay {probe.decay:g}" if probe.decay else ""
+    return f"the {probe.direction} direction ({of})"
+
+
 def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None) -> str:
     """A few lines for the start of a run: model, method, and what the method keeps in memory."""
     num_all = sum(parameter.ds_numel for parameter in engine.module.parameters())
@@ -177,10 +190,14 @@ def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None)
         if recipe.method.kl_budget is not None
         else f"temperature {recipe.method.temperature:g}"
     )
+    if recipe.method.base_measure != "uniform":
+        strength += f" from {recipe.method.base_measure}"
+    if recipe.method.scope == "sequence_and_batch":
+        strength += f" and batch_kl_budget {recipe.method.batch_kl_budget:g} nats over sequences"
     epsilon = f", epsilon {recipe.utility.epsilon}" if recipe.utility.epsilon is not None else ""
     lines.append(
         f"Method: vcore, {strength}, alpha {recipe.method.alpha}, utilities by {recipe.utility.estimator}{epsilon} "
-        f"along the {recipe.probe.direction} direction, which keeps {direction.persistent_bytes / 2**20:.1f} MiB a rank"
+        f"along {describe_direction(recipe)}, which keeps {direction.persistent_bytes / 2**20:.1f} MiB a rank"
     )
     if recipe.utility.estimator == "jvp" and can_fuse(engine) and recipe.utility.fused:
         lines.append("Utilities come from the main forward itself")

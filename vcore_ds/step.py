@@ -5,6 +5,7 @@ What follows what stands here. Everything sharded happens in `engine/` and `util
 
 from collections.abc import Sequence
 
+from vcore_ds.batch_scope import sequence_factors
 from vcore_ds.config import Recipe
 from vcore_ds.data import Batch, StepBatches
 from vcore_ds.engine import (
@@ -17,7 +18,7 @@ from vcore_ds.engine import (
 from vcore_ds.method import segment_sum, sequence_shares, token_coefficients
 from vcore_ds.track.step_metrics import MicroBatchResult, StepMetrics, StepRecorder
 from vcore_ds.utility import Direction, Estimator, Probe
-from vcore_ds.weighting import alpha_of_global_batch, alpha_of_micro_batch, token_weights
+from vcore_ds.weighting import alpha_of_global_batch, alpha_of_micro_batch, has_batch_scope, token_weights
 
 
 def train_step(
@@ -54,11 +55,17 @@ def train_step(
     if estimator.direction is not None and batches.probe:
         with recorder.part("probe"):
             measured |= take_direction(estimator.direction, recipe, batches.probe).as_metrics()
+    measured["direction_norm"] = None if estimator.direction is None else estimator.direction.norm
 
     # Line 4: the utility of every token of B.
     with recorder.part("utility"):
-        forward = estimator.begin(main, seed=seed, measure_noise=measure_noise)
+        weights_sequences = has_batch_scope(method)
+        forward = estimator.begin(main, seed=seed, measure_noise=measure_noise, ahead=weights_sequences)
         measured |= forward.measured
+        factors = None
+        if weights_sequences:
+            factors, tilt = sequence_factors(method, counts, main, forward.known)
+            measured |= tilt
         if method.name == "iw_sft" and recipe.lora is not None:
             main = with_reference_of_adapters(engine, main)
 
@@ -69,6 +76,7 @@ def train_step(
             # Line 5: weights.
             q = token_weights(method, tokens)
             shares = sequence_shares(tokens.num_kept(), counts_kept, method.normalization)
+            shares = shares if factors is None else shares * factors[k]
             # Line 6: alpha, where a sequence or a micro-batch has its own.
             alpha = alpha_of_micro_batch(method, tokens, q.weights, shares)
             # Line 7, first half: the gradient of the reweighted loss.
@@ -90,9 +98,11 @@ def train_step(
 
     # Line 7, second half: the update.
     with recorder.part("step"):
+        if estimator.direction is not None and recipe.probe.source == "previous_step":
+            probe = recipe.probe  # of the next step
+            estimator.direction.take_gradient(clip=probe.clip, optimizer=probe.direction, decay=probe.decay)
         gradient_norm = engine.step(learning_rate)
-    direction_norm = None if estimator.direction is None else estimator.direction.norm
-    measured |= dict(direction_norm=direction_norm, grad_norm=gradient_norm, learning_rate=learning_rate)
+    measured |= dict(grad_norm=gradient_norm, learning_rate=learning_rate)
     return recorder.metrics(totals, alpha=alpha, **measured)
 
 
@@ -103,4 +113,6 @@ def take_direction(direction: Direction, recipe: Recipe, probe_batches: Sequence
         normalization=recipe.method.normalization,
         clip=recipe.probe.clip,
         optimizer=recipe.probe.direction,
+        loss_weights=recipe.probe.loss,
+        decay=recipe.probe.decay,
     )

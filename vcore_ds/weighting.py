@@ -15,6 +15,7 @@ from vcore_ds.method import (
     gibbs_weights,
     gibbs_weights_for_budget,
     iw_sft_weights,
+    log_probability_base,
     loss_ratio_alpha,
     random_weights,
     token_coefficients,
@@ -30,10 +31,12 @@ def token_weights(method: MethodConfig, tokens: Tokens) -> GibbsWeights:
     index, num_sequences = tokens.sequence_index, tokens.num_sequences
     if method.name == "vcore":
         assert tokens.utilities is not None
+        is_dft = method.base_measure == "dft"
+        log_base = log_probability_base(tokens.losses, index, num_sequences) if is_dft else None
         if method.kl_budget is not None:
-            return gibbs_weights_for_budget(tokens.utilities, index, num_sequences, method.kl_budget)
+            return gibbs_weights_for_budget(tokens.utilities, index, num_sequences, method.kl_budget, log_base)
         assert method.temperature is not None  # the recipe's rules
-        return gibbs_weights(tokens.utilities, index, num_sequences, method.temperature)
+        return gibbs_weights(tokens.utilities, index, num_sequences, method.temperature, log_base)
     if method.name == "dft":
         weights = dft_weights(tokens.losses, index, num_sequences)
     elif method.name == "iw_sft":
@@ -49,6 +52,27 @@ def token_weights(method: MethodConfig, tokens: Tokens) -> GibbsWeights:
         weights = uniform_weights(index, num_sequences)
     nothing = weights.new_zeros(num_sequences)
     return GibbsWeights(weights, temperature=nothing, kl=nothing, saturated=nothing.bool())
+
+
+def has_batch_scope(method: MethodConfig) -> bool:
+    """Whether the sequences of a batch are weighted too, which takes all utilities before the first backward."""
+    return method.name == "vcore" and method.scope == "sequence_and_batch"
+
+
+def sequence_weights(method: MethodConfig, utilities: Tensor, shares: Tensor) -> GibbsWeights:
+    """Weights of the sequences of a global batch, tilted by their utility within `method.batch_kl_budget` nats of their
+    shares.
+
+    With the weights of tokens given, these maximise the first-order decrease `sum_i r_i sum_t q[i,t] s[i,t]` subject to
+    `KL(r || shares) <= delta`: the paper's problem one level up. They need the whole batch before the first backward.
+
+    Args:
+        utilities: `[S]` fp64, `sum_t q[i,t] s[i,t]` of each sequence of the batch.
+        shares: `[S]` fp64, positive, sum to 1.
+    """
+    assert method.batch_kl_budget is not None  # the recipe's rules
+    one_segment = torch.zeros(len(utilities), dtype=torch.int64, device=utilities.device)
+    return gibbs_weights_for_budget(utilities, one_segment, 1, method.batch_kl_budget, shares.log())
 
 
 def alpha_of_micro_batch(

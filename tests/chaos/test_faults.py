@@ -19,7 +19,8 @@ from tests.helpers.commands import run_command
 from tests.helpers.jobs import Job
 from tests.helpers.setups import sums
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.data import MainOrder, ProbeStream
+from vcore_ds.data import MainOrder, RandomDraws
+from vcore_ds.random_streams import Stream
 
 pytestmark = pytest.mark.e2e
 
@@ -45,7 +46,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 def rare_id() -> int:
     """Id of a sequence in the last step that no probe batch contains."""
-    probe_stream = ProbeStream(NUM_SEQUENCES, 2, 42)
+    probe_stream = RandomDraws(NUM_SEQUENCES, 2, 42, Stream.PROBE)
     probed = {i for k in range(NUM_STEPS) for i in probe_stream.step(k)}
     return next(i for i in MainOrder(NUM_SEQUENCES, 4, 42).step(NUM_STEPS - 1) if i not in probed)
 

@@ -15,6 +15,7 @@ from vcore_ds.data import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.feed import build_feed
 from vcore_ds.models import model_shape
+from vcore_ds.setup import count_steps
 
 pytestmark = pytest.mark.dist
 
@@ -100,6 +101,50 @@ def test_a_trusted_probe_comes_from_its_own_file(found) -> None:
     assert all(tokens == {3} for _, _, tokens in alone[1, False])
     # The main batches are what they are without it.
     assert [main for main, _, _ in alone[1, True]] == [main for main, _, _ in alone[1, False]]
+
+
+def test_a_share_of_each_batch_is_trusted(monkeypatch) -> None:
+    """With any method; ids of the pool's sequences follow those of the training data."""
+    monkeypatch.setattr(layout, "rank", lambda axis, sequence_parallel=1: 0)
+    recipe = step_runs.recipe(
+        batch={"global_size": 8, "micro_batch_size_per_rank": 8},
+        method={"name": "sft"},
+        data={"train_path": "none", "probe_path": "none", "trusted_share": 0.25},
+        model={"path": model_folder(), "precision": "fp32"},
+        schedule={"num_epochs": 2},
+    )
+    plan = plan_batch(recipe, 1, model_shape(model_folder()))
+    feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), dataset(NUM_TRUSTED, token=7))
+    assert count_steps(recipe, NUM_TRAINING) == 7  # 40 of the training data, 6 a step
+    seen: Counter[int] = Counter()
+    for k in range(10):
+        (batch,) = feed.step(k).main
+        for i, row in zip(batch.sequence_ids, batch.input_ids, strict=True):
+            is_trusted = i >= NUM_TRAINING
+            assert int(row[0]) == (7 if is_trusted else 3)
+            assert int((row != 0).sum()) == 4 + (i - NUM_TRAINING if is_trusted else i)
+        seen.update(batch.sequence_ids)
+        assert sum(i >= NUM_TRAINING for i in batch.sequence_ids) == 2
+    assert {seen[i] for i in range(NUM_TRAINING)} == {3}  # 60 of them
+    assert set(seen) == set(range(NUM_TRAINING + NUM_TRUSTED))
+    assert feed.epoch(10) == 3.0
+
+
+def test_the_whole_pool_is_a_probe_batch_and_the_previous_step_draws_none(monkeypatch) -> None:
+    monkeypatch.setattr(layout, "rank", lambda axis, sequence_parallel=1: 0)
+    for probe, size in (({"batch_size": "all"}, NUM_TRUSTED), ({"source": "previous_step"}, 0)):
+        recipe = step_runs.recipe(
+            method={"kl_budget": 0.1},
+            probe=probe,
+            data={"train_path": "none", "probe_path": "none" if size else None},
+            model={"path": model_folder(), "precision": "fp32"},
+        )
+        plan = plan_batch(recipe, 1, model_shape(model_folder()))
+        pool = dataset(NUM_TRUSTED, token=7) if size else None
+        feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), pool)
+        for k in (0, 1):
+            assert sorted(i for batch in feed.step(k).probe for i in batch.sequence_ids) == list(range(size))
+        assert ("probe the whole pool" in plan.describe()) == bool(size)
 
 
 @pytest.mark.parametrize("packed_row_tokens", [None, 64])

@@ -61,6 +61,18 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "vcore_adam_full": {"method": VCORE, "probe": {"direction": "adam", "batch_size": 2}},
     "vcore_adam_lora": {"method": VCORE, "probe": {"direction": "adam", "batch_size": 2, "every": 3}, "lora": LORA},
+    # The running mean, the gradient of the step before the stop, and a direction that is both.
+    "vcore_mean_and_trusted_full": {
+        "method": VCORE | {"scope": "sequence_and_batch", "batch_kl_budget": 0.1, "base_measure": "dft"},
+        "probe": {"decay": 0.8, "every": 3, "batch_size": "all", "loss": "dft"},
+        "batch": {"global_size": 4},
+        "data": {"probe_path": "pool.jsonl", "trusted_share": 0.25},
+    },
+    "vcore_previous_step_lora": {
+        "method": VCORE,
+        "probe": {"source": "previous_step", "direction": "adam", "decay": 0.5},
+        "lora": LORA,
+    },
     "sft_sgd_full": {"method": {"name": "sft"}, "optimizer": {"name": "sgd", "learning_rate": 0.1}},
     "sft_lora": {"method": {"name": "sft"}, "lora": LORA},
     "dft_full": {"method": {"name": "dft"}},
@@ -104,7 +116,8 @@ def recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
         **sections,
     }
     sections["model"] = {"path": str(folder / "model"), "precision": "fp32", **sections.get("model", {})}
-    sections["data"] = {"train_path": str(folder / "train.jsonl"), "cache_dir": str(folder / "cache")}
+    data = {key: str(folder / value) if key.endswith("path") else value for key, value in sections.get("data", {}).items()}
+    sections["data"] = {"train_path": str(folder / "train.jsonl"), "cache_dir": str(folder / "cache"), **data}
     if sections["method"]["name"] == "iw_sft" and sections["lora"] is None:
         sections["data"]["reference_log_probabilities"] = str(folder / "reference.npz")
     precision = sections["model"]["precision"]
@@ -124,6 +137,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder / "model")
     write_conversations(folder / "train.jsonl", sums(range(12)))
     write_conversations(folder / "other.jsonl", sums(range(1, 13)))
+    write_conversations(folder / "pool.jsonl", sums(range(20, 23)))
     for kind in ("fp32", "bf16", *OFFLOADED):
         config = tiny.deepspeed_config(bf16=kind != "fp32", persistence_threshold=500)
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):

@@ -29,6 +29,14 @@ from vcore_ds.utility import Direction, forward_mode, jvp_utilities, losses_and_
 pytestmark = pytest.mark.dist
 
 FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 5.0}}
+SGD = {"optimizer": {"learning_rate": step_runs.LEARNING_RATE, "name": "sgd"}}
+BATCH_WIDE = {
+    "kl_budget": 0.1,
+    "scope": "sequence_and_batch",
+    "batch_kl_budget": 0.1,
+    "base_measure": "dft",
+    "normalization": "token",
+}
 CASES = {
     "2 and 4, full": Case(sequence_parallel=(2, 4)),
     "4 and 2, packed, tied, checkpointed": Case(sequence_parallel=(4, 2), packed=True, tied=True, checkpointing=True),
@@ -61,6 +69,15 @@ CASES = {
             "method": {"kl_budget": 0.3, "alpha": "variance", "alpha_scope": "micro_batch"},
             "batch": {"micro_batch_size_per_rank": 2},
         },
+    ),
+    "sequences and batch, 2 and 4, packed": Case(
+        sequence_parallel=(2, 4), packed=True, num_main=7, sections={"method": BATCH_WIDE, **SGD}
+    ),
+    "base measure dft, running mean": Case(
+        sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}, "probe": {"decay": 0.8, "loss": "dft"}}
+    ),
+    "previous step, 4": Case(
+        sequence_parallel=(4, 1), sections={"probe": {"source": "previous_step", "direction": "adam", "decay": 0.5}}
     ),
     "ranks without targets": Case(sequence_parallel=(4, 2), without_tokens=(1, 3, 5, 7)),
     "an idle group": Case(sequence_parallel=(2, 2), num_main=5, num_probe=1),

@@ -12,6 +12,8 @@ pytestmark = pytest.mark.dist
 # it converges to the derivative as epsilon falls is tested in fp64 (tests/unit/test_estimators.py).
 FUSED = {"utility": {"fused": True}}
 FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 5.0}}
+SGD = {"optimizer": {"learning_rate": step_runs.LEARNING_RATE, "name": "sgd"}}
+BATCH_WIDE = {"kl_budget": 0.05, "scope": "sequence_and_batch", "batch_kl_budget": 0.1}
 CASES = {
     "full": Case(),
     "full, tied": Case(tied=True, persistence_threshold=100_000),
@@ -33,7 +35,7 @@ CASES = {
             "optimizer": {"learning_rate": step_runs.LEARNING_RATE, "gradient_clipping": 0.1},
         }
     ),
-    "sgd": Case(sections={"optimizer": {"learning_rate": step_runs.LEARNING_RATE, "name": "sgd"}}),
+    "sgd": Case(sections=SGD),
     "sft": Case(sections={"method": {"name": "sft"}}),
     "sft, token normalization": Case(sections={"method": {"name": "sft", "normalization": "token"}}),
     "alpha variance": Case(sections={"method": {"kl_budget": 0.3, "alpha": "variance", "alpha_cap": None}}),
@@ -57,6 +59,32 @@ CASES = {
     "direction adam, lora, one probe for two steps": Case(
         lora=True, probe_every=2, sections={"probe": {"direction": "adam"}}
     ),
+    "probe loss dft": Case(sections={"probe": {"loss": "dft", "clip": 1.0}}),
+    "running mean of directions": Case(sections={"probe": {"decay": 0.7, "direction": "adam", "clip": 1.0}}),
+    "running mean, one probe for two steps, lora": Case(lora=True, probe_every=2, sections={"probe": {"decay": 0.9}}),
+    "previous step": Case(sections={"probe": {"source": "previous_step"}}),
+    "previous step, adam, mean, lora": Case(
+        lora=True,
+        sections={"probe": {"source": "previous_step", "direction": "adam", "decay": 0.5, "clip": 1.0}},
+    ),
+    "previous step, finite difference": Case(
+        sections={"probe": {"source": "previous_step"}, **FINITE_DIFFERENCE}
+    ),
+    "base measure dft": Case(sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}}),
+    "base measure dft, fixed temperature, fused": Case(
+        checkpointing=True,
+        sections={"method": {"temperature": 0.7, "base_measure": "dft", "alpha": "none"}, **FUSED},
+    ),
+    "sequences and batch": Case(num_main=7, without_tokens=(2,), sections={"method": BATCH_WIDE}),
+    "sequences and batch, token normalization, base measure dft, lora": Case(
+        lora=True,
+        batches_per_utility_pass=2,
+        sections={
+            "method": {**BATCH_WIDE, "normalization": "token", "base_measure": "dft", "alpha": "variance"},
+            **SGD,
+        },
+    ),
+    "sequences and batch, finite difference": Case(sections={"method": BATCH_WIDE, **FINITE_DIFFERENCE, **SGD}),
     "a rank without probe sequences": Case(num_probe=1),
     "a rank without supervised tokens": Case(without_tokens=(1, 3, 5, 7)),
     "an idle micro-batch": Case(num_main=5),
@@ -70,6 +98,23 @@ def run_all_cases() -> dict[str, dict[str, float]]:
 @pytest.fixture(scope="module")
 def deviations() -> list[dict[str, dict[str, float]]]:
     return run_ranks(run_all_cases, 2)
+
+
+STEERING = [name for name in CASES if name.startswith(("previous", "running", "base", "sequences", "probe loss"))]
+
+
+def run_alone() -> dict[str, dict[str, float]]:
+    return {name: run_case(CASES[name]) for name in STEERING}
+
+
+@pytest.fixture(scope="module")
+def deviations_alone() -> list[dict[str, dict[str, float]]]:
+    return run_ranks(run_alone, 1)
+
+
+@pytest.mark.parametrize("name", STEERING)
+def test_step_of_one_rank_equals_reference(deviations_alone, name):
+    assert_equal([of_rank[name] for of_rank in deviations_alone])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,9 +14,10 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config import Recipe
-from vcore_ds.data import Batch, MainOrder, ProbeStream, StepBatches
+from vcore_ds.data import Batch, MainOrder, RandomDraws, StepBatches
 from vcore_ds.engine import Engine, NonFiniteGradient, NonFiniteLoss
 from vcore_ds.loop import describe_fault
+from vcore_ds.random_streams import Stream
 from vcore_ds.utility import Estimator
 
 pytestmark = pytest.mark.e2e
@@ -41,7 +42,7 @@ def test_finite_difference_below_the_resolution_of_bf16_warns(setup: TinySetup, 
 
 def test_non_finite_loss_ends_the_run(setup: TinySetup, tmp_path: Path):
     """The embedding of a character that only one sequence contains is NaN; the sequence comes in the second step."""
-    main_order, probe_stream = MainOrder(12, 4, 42), ProbeStream(12, 2, 42)
+    main_order, probe_stream = MainOrder(12, 4, 42), RandomDraws(12, 2, 42, Stream.PROBE)
     probed = {i for k in range(2) for i in probe_stream.step(k)}
     bad = next(i for i in main_order.step(1) if i not in probed)
     pairs = sums(range(12))

@@ -34,7 +34,7 @@ def by_epsilon(report: dict[str, Any]) -> dict[float | None, dict[str, Any]]:
 
 def test_two_ranks_measure_what_one_process_does(setup: TinySetup, tmp_path: Path) -> None:
     recipe = setup.overrides(tmp_path / "run", "lora=null", "probe.direction=sgd", "probe.clip=null")
-    own = ["utility.estimator=finite_difference", "utility.epsilon=3e-3"]
+    own = ["utility.estimator=finite_difference", "utility.epsilon=3e-3", "probe.source=previous_step"]
     options = "--after-steps 1 --stale-steps 1 8 --epsilons 1e-2 1e-8".split()  # overrides may follow a list
     one, two = tmp_path / "one", tmp_path / "two"
     said = fidelity("vcore-ds", [*recipe, *options, *own, "--output", str(one)])
@@ -64,10 +64,13 @@ def test_two_ranks_measure_what_one_process_does(setup: TinySetup, tmp_path: Pat
         assert any("cannot be kept for 8" in note for note in report["notes"])
     for found, again in zip(single["probe_sizes"], double["probe_sizes"], strict=True):
         assert again["spearman"] == pytest.approx(found["spearman"], abs=0.02) and found["spearman"] < 1
+    trained, again = single["trained_direction"], double["trained_direction"]
+    assert again["spearman"] == pytest.approx(trained["spearman"], abs=0.02) and 0.05 < abs(trained["spearman"]) < 1
+    assert "the gradient of the previous step" in trained["description"]
     stale, again = single["stale_directions"][0], double["stale_directions"][0]
     assert again["spearman"] == pytest.approx(stale["spearman"], abs=0.02) and stale["spearman"] < 1
 
-    for words in ("Spearman", "*finite_difference", "Probe size", "Stale direction", *single["recommendations"]):
+    for words in ("Spearman", "*finite_difference", "Probe size", "own direction", "Stale direction", *single["recommendations"]):
         assert words in said
     assert not (tmp_path / "run").exists()  # a measurement is no run
 

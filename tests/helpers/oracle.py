@@ -17,6 +17,7 @@ class Reference:
     def __init__(self, model, optimizer):
         self.model, self.optimizer = model, optimizer
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.directions = []
         self.start = {name: p.detach().clone() for name, p in self.trained.items()}
 
     @staticmethod
@@ -67,6 +68,23 @@ class Reference:
             found[name] = product.detach().to(parameter.dtype)
         return found
 
+    def take(self, gradient, clip, optimizer):
+        """Appends a direction."""
+        norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
+        if clip is not None and norm > clip:
+            gradient = {name: g * (clip / norm) for name, g in gradient.items()}
+        self.directions.append(self.adam_jacobian_times(gradient) if optimizer == "adam" else gradient)
+
+    def running_mean(self, decay):
+        """Of all directions so far, the n-th last with weight `decay^n`; zeros where there is none."""
+        if not self.directions:
+            return {name: torch.zeros_like(p) for name, p in self.trained.items()}
+        weights = [decay**n if n else 1.0 for n in reversed(range(len(self.directions)))]
+        return {
+            name: sum(w * d[name] for w, d in zip(weights, self.directions, strict=True)) / sum(weights)
+            for name in self.trained
+        }
+
     def reference_losses(self, batch):
         """Losses under the model without its adapters, or under the parameters that training started from."""
         with torch.no_grad():
@@ -77,7 +95,8 @@ class Reference:
 
     def step(self, main, probe, *, method="vcore", temperature=None, kl_budget=None, normalization="sequence",
              alpha="loss_ratio", cap=1.0, clip=None, epsilon=None, kept=None, optimizer="sgd", probe_clip=None,
-             groups=None):  # fmt: skip
+             groups=None, base_measure="uniform", batch_kl_budget=None, source="batch", probe_loss="uniform",
+             decay=0.0):  # fmt: skip
         """Args:
         kept: for method `random`, a mask `[n_i]` for each row.
         groups: the rows of each micro-batch, where every micro-batch has its own alpha.
@@ -95,6 +114,7 @@ class Reference:
         with torch.no_grad():
             losses = [self.losses(x, y) for x, y in self.rows(main)]
         utilities, weights, scales = None, uniform(main), shares(counts(main))
+        plain_scales = list(scales)
         plain = sum(w * loss.mean() for w, loss in zip(scales, losses, strict=True) if len(loss))
         if method == "dft":
             weights = [torch.exp(-loss) / len(loss) for loss in losses]
@@ -107,47 +127,72 @@ class Reference:
             scales = shares(torch.stack([mask.sum() for mask in kept]))
         factors = [1.0] * len(losses)
         if method == "vcore":
-            if probe is not None:
-                self.direction = self.gradient(probe, uniform(probe), shares(counts(probe)))
-                norm = math.sqrt(sum(float(g.square().sum()) for g in self.direction.values()))
-                if probe_clip is not None and norm > probe_clip:
-                    self.direction = {name: g * (probe_clip / norm) for name, g in self.direction.items()}
-                if optimizer == "adam":
-                    self.direction = self.adam_jacobian_times(self.direction)
-            utilities = self.utilities(main, self.direction, epsilon)
-            weights = [torch.softmax((temperature or tau(s, kl_budget)) * s, 0) if len(s) else s for s in utilities]
+            if probe is not None and source == "batch":
+                of_probe = uniform(probe)
+                if probe_loss == "dft":
+                    with torch.no_grad():
+                        probabilities = [torch.exp(-self.losses(x, y)) for x, y in self.rows(probe)]
+                    of_probe = [p * u for p, u in zip(probabilities, of_probe, strict=True)]
+                self.take(self.gradient(probe, of_probe, shares(counts(probe))), probe_clip, optimizer)
+            direction = self.running_mean(decay)
+            utilities = self.utilities(main, direction, epsilon)
+            bases = [torch.full_like(loss, 1 / max(len(loss), 1)) for loss in losses]
+            if base_measure == "dft":
+                bases = [torch.softmax(-loss, 0) for loss in losses]
+            weights = [
+                tilted(s, b, temperature or tau(s, b, kl_budget)) if len(s) else s
+                for s, b in zip(utilities, bases, strict=True)
+            ]
+            if batch_kl_budget is not None:
+                rows = [i for i, s in enumerate(utilities) if len(s)]
+                gains = torch.stack([(weights[i] * utilities[i]).sum() for i in rows])
+                base = torch.tensor([scales[i] for i in rows])
+                shared = tilted(gains, base, tau(gains, base, batch_kl_budget))
+                for i, share in zip(rows, shared.tolist(), strict=True):
+                    scales[i] = share
             if alpha == "effective_sample_size":
                 factors = [1 / math.sqrt(len(q) * float(q.square().sum())) if len(q) else 1.0 for q in weights]
             for rows in groups or [range(len(losses))]:
                 rows = [i for i in rows if len(losses[i])]
                 if alpha == "loss_ratio":
-                    part = [(scales[i] * losses[i].mean(), scales[i] * (weights[i] * losses[i]).sum()) for i in rows]
+                    part = [
+                        (plain_scales[i] * losses[i].mean(), scales[i] * (weights[i] * losses[i]).sum()) for i in rows
+                    ]
                     factor = sum(a for a, _ in part) / sum(b for _, b in part) if rows else 1.0
                 elif alpha == "variance":
                     mean = torch.stack([utilities[i].mean() for i in rows]).double()
-                    tilted = torch.stack([(weights[i] * utilities[i]).sum() for i in rows]).double()
-                    factor = mean.std() / tilted.std() if len(rows) > 1 else 1.0
+                    weighted = torch.stack([(weights[i] * utilities[i]).sum() for i in rows]).double()
+                    factor = mean.std() / weighted.std() if len(rows) > 1 else 1.0
                 else:
                     continue
                 for i in rows:
                     factors[i] = min(float(factor), cap or math.inf)
-        tilted = [w * float((q * x).sum()) for w, q, x in zip(scales, weights, losses, strict=True)]
+        parts = [w * float((q * x).sum()) for w, q, x in zip(scales, weights, losses, strict=True)]
         gradient = self.gradient(main, weights, [f * w for f, w in zip(factors, scales, strict=True)])
+        if source == "previous_step":
+            self.take(gradient, probe_clip, optimizer)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(self.trained.values(), clip)
         self.optimizer.step()
-        effect = sum(f * x for f, x in zip(factors, tilted, strict=True)) / sum(tilted)
+        effect = sum(f * x for f, x in zip(factors, parts, strict=True)) / sum(parts)
         return dict(utilities=utilities, weights=weights, alpha=effect, gradient=gradient, loss=float(plain))
 
 
-def tau(s, kl_budget):
-    """The root of `KL(softmax(tau s) || uniform) = kl_budget`, for one sequence's utilities."""
-    s = s.double()
+def tilted(s, base, tau):
+    """`base * exp(tau s)`, normalised."""
+    return torch.softmax(base.log() + tau * s, 0)
+
+
+def tau(s, base, kl_budget):
+    """The root of `KL(tilted || base) = kl_budget`; 0 for utilities that are all the same."""
+    s, base = s.double(), base.double()
 
     def excess(t):
-        q = torch.softmax(t * s, 0)
-        return float((q * (q * len(s)).log()).sum()) - kl_budget
+        q = tilted(s, base, t)
+        return float((q * (q / base).log()).sum()) - kl_budget
 
+    if float(s.max() - s.min()) == 0:
+        return 0.0
     high = 1.0 / float(s.std())
     while excess(high) < 0:
         high *= 2

@@ -50,7 +50,7 @@ def run_case(case: Case) -> dict[str, float]:
     for k in range(3):
         main, probe = make_batch(case, 10 + k), tiny.rows(case.num_probe, seed=50 + k)
         masks = keep_some(main) if recipe.method.name == "random" else None
-        if k % case.probe_every != 0 or recipe.method.name != "vcore":
+        if k % case.probe_every != 0 or recipe.method.name != "vcore" or recipe.probe.source == "previous_step":
             probe = None
         k_main, k_probe = case.sequence_parallel
         dealt_probe = [] if probe is None else step_runs.deal(probe, 2, k_probe, packed=case.packed)

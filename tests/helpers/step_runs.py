@@ -156,6 +156,11 @@ def reference_options(recipe: Recipe) -> dict[str, Any]:
         epsilon=recipe.utility.epsilon,
         optimizer=recipe.probe.direction,
         probe_clip=recipe.probe.clip,
+        base_measure=recipe.method.base_measure,
+        batch_kl_budget=recipe.method.batch_kl_budget,
+        source=recipe.probe.source,
+        probe_loss=recipe.probe.loss,
+        decay=recipe.probe.decay,
     )
 
 

@@ -23,6 +23,7 @@ def test_plan() -> None:
         global_batch_size=32,
         micro_batch_size_per_rank=2,
         packed_row_tokens=None,
+        num_trusted_global=0,
         probe_batch_size_global=4,
         probe_micro_batch_size_per_rank=2,
         utility_micro_batch_size_per_rank=2,

@@ -157,7 +157,7 @@ FIELD_PROBLEMS = [
     ("utility.rounding=random", '"nearest" or "stochastic"'),
     ("utility.micro_batch_size_per_rank=0", "greater than or equal to 1 or null", "Sequences per rank"),
     ("probe.batch_size=0", "greater than or equal to 1", "over all ranks"),
-    ("probe.batch_size=null", "found null; expected an integer"),
+    ("probe.batch_size=null", 'found null; expected "all" or an integer'),
     ("probe.direction=adamw", '"sgd" or "adam"', 'did you mean "adam"?'),
     ("probe.every=0", "greater than or equal to 1", "Optimizer steps"),
     ("probe.clip=0", "greater than 0 or null"),
@@ -295,6 +295,7 @@ def test_a_key_that_is_no_text(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- rules over several keys
 
 
+BATCH_WIDE = ["method.scope=sequence_and_batch", "method.batch_kl_budget=0.1"]
 RULES = [
     (
         ["batch.packed_row_tokens=16384", "probe.micro_batch_size_per_rank=2"],
@@ -392,6 +393,48 @@ RULES = [
         ["optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]"],
         "optimizer.betas: found [0.8, 0.9] together with optimizer.name sgd; expected no such key",
     ),
+    (
+        ["method.scope=sequence_and_batch"],
+        "method.batch_kl_budget: found null together with method.scope sequence_and_batch; expected the budget of the "
+        "sequence weights in nats, such as 0.1",
+    ),
+    (
+        ["method.batch_kl_budget=0.1"],
+        "method.batch_kl_budget: found 0.1 together with method.scope sequence; expected null, or method.scope "
+        "sequence_and_batch",
+    ),
+    (
+        [*BATCH_WIDE, "method.alpha_scope=micro_batch"],
+        "method.alpha_scope: found micro_batch together with method.scope sequence_and_batch; expected global_batch",
+    ),
+    (
+        [*BATCH_WIDE, "batch.global_size=1"],
+        "batch.global_size: found 1 together with method.scope sequence_and_batch; expected at least 2 sequences",
+    ),
+    (["probe.batch_size=all"], "probe.batch_size: found all without data.probe_path; expected a number: without a"),
+    (
+        ["probe.source=previous_step", "probe.every=2"],
+        "probe.every: found 2 together with probe.source previous_step; expected 1: that gradient costs nothing",
+    ),
+    (
+        ["probe.source=previous_step", "probe.loss=dft"],
+        "probe.loss: found dft together with probe.source previous_step; expected uniform",
+    ),
+    (
+        ["probe.source=previous_step", "data.probe_path=p.jsonl"],
+        "data.probe_path: found p.jsonl together with probe.source previous_step; expected null: no probe batch is "
+        "drawn (or set probe.source to batch)",
+    ),
+    (["data.trusted_share=0.2"], "data.trusted_share: found 0.2 without data.probe_path; expected 0, or the trusted"),
+    (
+        ["data.trusted_share=0.01", "data.probe_path=p.jsonl"],
+        "data.trusted_share: found 0.01 together with batch.global_size 32, which is 0 trusted sequence(s); expected "
+        "between 1 and 31 of them",
+    ),
+    (
+        ["data.trusted_share=0.2", "data.probe_path=p.jsonl", "method.name=random", "method.kl_budget=null"],
+        "data.trusted_share: found 0.2 together with method.name random; expected 0: that method needs to know",
+    ),
     (["optimizer.name=sgd", "optimizer.eps=1e-8"], "optimizer.eps: found 1e-08 together with optimizer.name sgd"),
     (["schedule.num_steps=null"], "schedule.num_steps: found neither num_steps nor num_epochs; expected exactly one"),
     (["schedule.num_epochs=2"], "found num_steps 3 and num_epochs 2; expected exactly one of schedule.num_steps"),
@@ -428,6 +471,9 @@ REMEDIES = [
         [["data.reference_log_probabilities=r.npz"], ["lora={rank: 8, alpha: 16}"]],
     ),
     (["data.reference_log_probabilities=r.npz"], [["data.reference_log_probabilities=null"]]),
+    (["method.scope=sequence_and_batch"], [["method.batch_kl_budget=0.1"]]),
+    (["method.batch_kl_budget=0.1"], [["method.scope=sequence_and_batch"], ["method.batch_kl_budget=null"]]),
+    (["probe.source=previous_step", "data.probe_path=p.jsonl"], [["probe.source=batch"]]),
 ]
 
 
@@ -454,6 +500,10 @@ def test_the_remedy_of_a_rule_helps(tmp_path: Path, overrides: list[str], remedi
         ["method.alpha=effective_sample_size"],
         ["utility.estimator=finite_difference", "utility.epsilon=auto", "utility.rounding=stochastic"],
         ["probe.direction=adam", "probe.clip=0.5", "probe.every=8"],
+        [*BATCH_WIDE, "method.name=sft", "method.kl_budget=null"],
+        [*BATCH_WIDE, "method.base_measure=dft", "utility.estimator=finite_difference", "utility.epsilon=auto"],
+        ["probe.source=previous_step", "data.probe_path=p.jsonl", "data.trusted_share=0.25"],
+        ["method.name=sft", "method.kl_budget=null", "data.probe_path=p.jsonl", "data.trusted_share=0.25"],
     ],
     ids=" ".join,
 )

@@ -72,8 +72,10 @@ def expected_weights(method: MethodConfig, sequence: Sequence) -> np.ndarray:
     if n == 0:
         return losses
     if method.name == "vcore":
-        tau = method.temperature or oracle.tau(torch.from_numpy(utilities), method.kl_budget)
-        return np.exp(tau * utilities) / np.exp(tau * utilities).sum()
+        base = np.exp(-losses) if method.base_measure == "dft" else np.ones(n)
+        base = torch.from_numpy(base / base.sum())
+        tau = method.temperature or oracle.tau(torch.from_numpy(utilities), base, method.kl_budget)
+        return oracle.tilted(torch.from_numpy(utilities), base, tau).numpy()
     if method.name == "random":
         return sequence.kept / sequence.kept.sum()
     factor = {

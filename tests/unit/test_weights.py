@@ -8,7 +8,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vcore_ds.method import gibbs_weights, gibbs_weights_for_budget, segment_sum, uniform_weights
+from vcore_ds.config.schema import MethodConfig
+from vcore_ds.method import (
+    gibbs_weights,
+    gibbs_weights_for_budget,
+    log_probability_base,
+    segment_sum,
+    uniform_weights,
+)
+from vcore_ds.weighting import sequence_weights
 
 LOG2, LOG3 = math.log(2), math.log(3)
 KL_ACCURACY = 1e-6  # nats, what is promised
@@ -78,6 +86,68 @@ def test_a_budget_by_hand() -> None:
         assert float(found.temperature[sequence]) == pytest.approx(1.0, abs=1e-5)
         of_sequence = found.weights[index_of([3, 2]) == sequence].tolist()
         assert of_sequence == pytest.approx([[1 / 6, 2 / 6, 3 / 6], [1 / 4, 3 / 4]][sequence], abs=1e-5)
+
+
+# ---- another base measure ------------------------------------------------------------------------------------------
+
+
+def test_a_base_measure_by_hand() -> None:
+    # b = 1/2, 1/4, 1/4 from losses log 2, log 4, log 4 (any constant added); tilted by 1, 1, 2 it is 2, 1, 2 fifths.
+    losses, index = torch.tensor([LOG2, 2 * LOG2, 2 * LOG2], dtype=torch.float64) + 3.0, index_of([3])
+    log_base = log_probability_base(losses, index, 1)
+    assert log_base.exp().tolist() == pytest.approx([1 / 2, 1 / 4, 1 / 4], rel=1e-14)
+    utilities = torch.tensor([0.0, 0.0, LOG2], dtype=torch.float64)
+    found = gibbs_weights(utilities, index, 1, 1.0, log_base)
+    assert found.weights.tolist() == pytest.approx([2 / 5, 1 / 5, 2 / 5], rel=1e-14)
+    kl = 0.4 * math.log(0.8) + 0.2 * math.log(0.8) + 0.4 * math.log(1.6)
+    assert float(found.kl) == pytest.approx(kl, rel=1e-12)
+    solved = gibbs_weights_for_budget(utilities, index, 1, kl, log_base)
+    assert float(solved.temperature) == pytest.approx(1.0, abs=1e-5)
+    assert solved.weights.tolist() == pytest.approx([2 / 5, 1 / 5, 2 / 5], abs=1e-5)
+    # All mass on the last token is -log b = log 4 away: a larger budget saturates.
+    assert not gibbs_weights_for_budget(utilities, index, 1, 1.38, log_base).saturated
+    beyond = gibbs_weights_for_budget(utilities, index, 1, 1.40, log_base)
+    assert bool(beyond.saturated) and float(beyond.kl) == pytest.approx(2 * LOG2, rel=1e-6)
+
+
+@settings(deadline=None)
+@given(ragged(min_length=1, scales=(-4, 2)), st.floats(0.01, 120), st.floats(0.001, 2.0), st.integers(0, 2**31))
+def test_the_budget_to_any_base_measure(drawn, spread: float, budget: float, seed: int) -> None:
+    """Losses up to hundreds of nats, so that a token of large utility may have next to no base weight."""
+    utilities, index, num_sequences = drawn
+    losses = torch.rand(len(index), generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * spread
+    log_base = log_probability_base(losses, index, num_sequences)
+    ones = torch.ones(num_sequences, dtype=torch.float64)
+    torch.testing.assert_close(segment_sum(log_base.exp(), index, num_sequences), ones)
+    untilted = gibbs_weights(utilities, index, num_sequences, 0.0, log_base)
+    torch.testing.assert_close(untilted.weights, log_base.exp(), rtol=1e-9, atol=1e-15)
+    found = gibbs_weights_for_budget(utilities, index, num_sequences, budget, log_base)
+    q = found.weights
+    torch.testing.assert_close(segment_sum(q, index, num_sequences), ones)
+    kl = segment_sum(torch.special.xlogy(q, q) - q * log_base, index, num_sequences)
+    gain = segment_sum((q - log_base.exp()) * utilities, index, num_sequences)
+    size = segment_sum(utilities.abs(), index, num_sequences)
+    assert (gain >= -1e-9 * size).all()  # E_q[s] >= E_b[s]
+    for i in range(num_sequences):
+        own = utilities[index == i]
+        if bool(found.saturated[i]) or float(own.max() - own.min()) == 0:
+            assert float(kl[i]) <= budget + KL_ACCURACY
+        else:
+            assert abs(float(kl[i]) - budget) <= KL_ACCURACY
+
+
+def test_sequence_weights_leave_a_budget_over_the_batch() -> None:
+    method = MethodConfig(kl_budget=0.1, scope="sequence_and_batch", batch_kl_budget=0.05)
+    shares = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    utilities = torch.tensor([-1.0, 2.0, 0.5], dtype=torch.float64)
+    r = sequence_weights(method, utilities, shares).weights
+    assert float(r.sum()) == pytest.approx(1.0) and float((r * (r / shares).log()).sum()) == pytest.approx(
+        0.05, abs=1e-6
+    )
+    # Tilted by one temperature: log ratios are linear in the utilities.
+    log_ratios = (r / shares).log()
+    slopes = (log_ratios - log_ratios[0])[1:] / (utilities - utilities[0])[1:]
+    assert float(slopes[0]) == pytest.approx(float(slopes[1]), rel=1e-9) and float(slopes[0]) > 0
 
 
 # ---- fixed temperature ---------------------------------------------------------------------------------------------

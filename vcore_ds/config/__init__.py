@@ -1,6 +1,6 @@
 """Recipes: schema, YAML, overrides, batch arithmetic, the DeepSpeed JSON. Nothing here imports torch."""
 
-from vcore_ds.config.batch_plan import BatchPlan, Part, plan_batch
+from vcore_ds.config.batch_plan import BatchPlan, Part, num_trusted, plan_batch
 from vcore_ds.config.deepspeed_json import deepspeed_config
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.memory import Available, MemoryPlan, plan_memory
@@ -19,6 +19,7 @@ __all__ = [
     "differing_keys",
     "dump_recipe",
     "load_recipe",
+    "num_trusted",
     "plan_batch",
     "plan_memory",
     "read_resolved_recipe",

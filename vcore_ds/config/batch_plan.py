@@ -42,8 +42,10 @@ class BatchPlan:
     packed_row_tokens: int | None
     """Most tokens of a row that holds several sequences, on each of the ranks that share it; None where each sequence
     has a row of its own."""
-    probe_batch_size_global: int
-    """|B'|, over all ranks; 0 for a method without a probe."""
+    num_trusted_global: int
+    """Sequences of |B| that are drawn from the pool in data.probe_path."""
+    probe_batch_size_global: int | None
+    """|B'|, over all ranks; None for the whole pool, 0 where no probe batch is drawn."""
     probe_micro_batch_size_per_rank: int | None
     """Sequences of B' per rank in one forward and backward; None as above."""
     utility_micro_batch_size_per_rank: int | None
@@ -92,7 +94,7 @@ class BatchPlan:
         batches = simulated_batches(self.global_batch_size, longest)
         if batches:
             found["main"] = summarize([self.spread_main(range(len(lengths)), lengths) for lengths in batches])
-        batches = simulated_batches(self.probe_batch_size_global, longest)
+        batches = simulated_batches(self.probe_batch_size_global or 0, longest)
         if batches:
             found["probe"] = summarize([self.spread_probe(range(len(lengths)), lengths) for lengths in batches])
         return found
@@ -105,7 +107,8 @@ class BatchPlan:
         """What to set where a part's batches leave many ranks waiting."""
         key, size, degrees = "batch.global_size", self.global_batch_size, self.main_degrees
         if part == "probe":
-            key, size, degrees = "probe.batch_size", self.probe_batch_size_global, self.probe_degrees
+            # A pool that is one probe batch is as large as it is; what fits it is fewer ranks.
+            key, size, degrees = "probe.batch_size", self.probe_batch_size_global or 0, self.probe_degrees
         shape = self.time_model.shape
         if shape.unshareable is None and list(degrees) != possible_degrees(self.num_ranks, shape.num_heads):
             return f"set {_SECTIONS[part]}.sequence_parallel to auto"
@@ -113,7 +116,7 @@ class BatchPlan:
         if size >= enough and self.packed_row_tokens is None:
             return "set batch.packed_row_tokens to data.cutoff_length and every micro_batch_size_per_rank to 1"
         wanted = max(enough, 2 * size)
-        larger = f"set {key} to {wanted} or more, or " if wanted <= LARGEST_COUNT else ""
+        larger = f"set {key} to {wanted} or more, or " if size and wanted <= LARGEST_COUNT else ""
         return f"{larger}use fewer ranks (at most {_count(degrees[-1], 'rank')} of {self.num_ranks} can share a row)"
 
     def describe(self) -> str:
@@ -125,7 +128,10 @@ class BatchPlan:
             held = f"short ones together in a micro-batch (a pass of its own costs as much as {_count(cost, 'token')})"
         else:
             held = f"{self.micro_batch_size_per_rank} in a micro-batch"
-        probe = f"; probe {self.probe_batch_size_global}" if self.probe_batch_size_global else ""
+        probe = {None: "; probe the whole pool", 0: ""}.get(
+            self.probe_batch_size_global, f"; probe {self.probe_batch_size_global}"
+        )
+        held += f", {self.num_trusted_global} of them trusted" if self.num_trusted_global else ""
         return f"{_count(self.global_batch_size, 'sequence')} a step on {_count(self.num_ranks, 'rank')}, {held}{probe}"
 
 
@@ -153,12 +159,13 @@ def plan_batch(
         )
     if recipe.model.attention != "auto":
         shape = replace(shape, unshareable="whose attention is not replaced")  # others' kernels know no shared rows
-    has_probe = recipe.method.name == "vcore"
     micro: int | None = None
     if recipe.batch.micro_batch_size_per_rank != "auto":
         micro = recipe.batch.micro_batch_size_per_rank
     elif recipe.batch.packed_row_tokens is not None or recipe.method.alpha_scope == "micro_batch":
         micro = 1  # a row, and in the latter case what shares a micro-batch would change alpha
+    has_probe = recipe.method.name == "vcore" and recipe.probe.source == "batch"
+    probe_batch_size = None if recipe.probe.batch_size == "all" else recipe.probe.batch_size
     sections: tuple[Literal["batch", "probe"], ...] = ("batch", "probe") if has_probe else ("batch",)
     degrees = {section: _degrees(recipe, section, num_ranks, shape) for section in sections}
     return BatchPlan(
@@ -166,13 +173,19 @@ def plan_batch(
         global_batch_size=recipe.batch.global_size,
         micro_batch_size_per_rank=micro,
         packed_row_tokens=recipe.batch.packed_row_tokens,
-        probe_batch_size_global=recipe.probe.batch_size if has_probe else 0,
+        num_trusted_global=num_trusted(recipe),
+        probe_batch_size_global=probe_batch_size if has_probe else 0,
         probe_micro_batch_size_per_rank=recipe.probe.micro_batch_size_per_rank or micro,
         utility_micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank or micro,
         main_degrees=degrees["batch"],
         probe_degrees=degrees.get("probe", (1,)),
         time_model=TimeModel(shape, num_ranks, min(ranks_per_node, num_ranks), machine),
     )
+
+
+def num_trusted(recipe: Recipe) -> int:
+    """Sequences of each global batch that are drawn from the pool in data.probe_path."""
+    return round(recipe.data.trusted_share * recipe.batch.global_size)
 
 
 def _degrees(recipe: Recipe, section: Literal["batch", "probe"], num_ranks: int, shape: ModelShape) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ def broken_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     """Yields every broken rule. Reads no key without a default, so that it also works on a half-valid recipe."""
     yield from _method_rules(recipe)
     yield from _alpha_rules(recipe)
+    yield from _scope_rules(recipe)
     yield from _packing_rules(recipe)
     yield from _probe_rules(recipe)
     yield from _reference_rules(recipe)
@@ -97,6 +98,33 @@ def _alpha_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
         )
 
 
+def _scope_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
+    method = recipe.method
+    if method.name != "vcore":
+        return
+    is_batch_wide = method.scope == "sequence_and_batch"
+    if is_batch_wide != (method.batch_kl_budget is not None):
+        yield BrokenRule(
+            ("method.batch_kl_budget", "method.scope"),
+            f"{'null' if is_batch_wide else method.batch_kl_budget} together with method.scope {method.scope}",
+            "the budget of the sequence weights in nats, such as 0.1"
+            if is_batch_wide
+            else "null, or method.scope sequence_and_batch",
+        )
+    if is_batch_wide and method.alpha_scope == "micro_batch":
+        yield BrokenRule(
+            ("method.alpha_scope", "method.scope"),
+            "micro_batch together with method.scope sequence_and_batch",
+            "global_batch: sequences of the whole batch share one budget",
+        )
+    if is_batch_wide and recipe.batch.global_size == 1:
+        yield BrokenRule(
+            ("batch.global_size", "method.scope"),
+            "1 together with method.scope sequence_and_batch",
+            "at least 2 sequences, between which the weight is divided (or set method.scope to sequence)",
+        )
+
+
 def _packing_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     tokens = recipe.batch.packed_row_tokens
     if tokens is None:
@@ -123,11 +151,63 @@ def _packing_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
 
 
 def _probe_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
+    data = recipe.data
     if recipe.method.name == "vcore" and recipe.probe.direction == "adam" and recipe.optimizer.name != "adamw":
         yield BrokenRule(
             ("probe.direction", "optimizer.name", "method.name"),
             f"adam together with optimizer.name {recipe.optimizer.name}",
             "sgd: the direction is the update of the optimizer that trains (or set optimizer.name to adamw)",
+        )
+    yield from _previous_step_rules(recipe)
+    if recipe.probe.batch_size == "all" and data.probe_path is None:
+        yield BrokenRule(
+            ("probe.batch_size", "data.probe_path"),
+            "all without data.probe_path",
+            "a number: without a pool of its own the probe is drawn from the training data (or set data.probe_path)",
+        )
+    if data.trusted_share > 0:
+        yield from _trusted_share_rules(recipe)
+
+
+def _previous_step_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
+    """What has no meaning where the direction is the gradient that the optimizer consumed last."""
+    probe = recipe.probe
+    if recipe.method.name != "vcore" or probe.source != "previous_step":
+        return
+    found = {
+        "probe.every": (probe.every, probe.every != 1, "1: that gradient costs nothing, so each step takes it anew"),
+        "probe.loss": (probe.loss, probe.loss != "uniform", "uniform: that gradient has the weights of its own step"),
+        "data.probe_path": (
+            recipe.data.probe_path,
+            recipe.data.probe_path is not None and recipe.data.trusted_share == 0,
+            "null: no probe batch is drawn (or set probe.source to batch)",
+        ),
+    }
+    for key, (value, is_broken, expected) in found.items():
+        if is_broken:
+            yield BrokenRule((key, "probe.source"), f"{value} together with probe.source previous_step", expected)
+
+
+def _trusted_share_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
+    data, size = recipe.data, recipe.batch.global_size
+    if data.probe_path is None:
+        yield BrokenRule(
+            ("data.trusted_share", "data.probe_path"),
+            f"{data.trusted_share} without data.probe_path",
+            "0, or the trusted conversations in data.probe_path",
+        )
+    if not 0 < round(data.trusted_share * size) < size:
+        yield BrokenRule(
+            ("data.trusted_share", "batch.global_size"),
+            f"{data.trusted_share} together with batch.global_size {size}, which is "
+            f"{round(data.trusted_share * size)} trusted sequence(s)",
+            f"between 1 and {size - 1} of them" if size > 1 else "batch.global_size 2 or more",
+        )
+    if recipe.method.name in ("random", "iw_sft"):
+        yield BrokenRule(
+            ("data.trusted_share", "method.name"),
+            f"{data.trusted_share} together with method.name {recipe.method.name}",
+            "0: that method needs to know of each sequence what is only known of the training data",
         )
 
 

@@ -51,7 +51,15 @@ class MethodConfig(Section):
     temperature: NonNegative | None = None
     """tau of the weights softmax(tau * s) within a sequence; 0 is uniform. It multiplies; it does not divide."""
     kl_budget: Positive | None = None
-    """KL(weights || uniform) within each sequence, in nats; tau is solved for it. Free of the utilities' scale."""
+    """KL(weights || base measure) within each sequence, in nats; tau is solved for it. Free of the utilities' scale."""
+    base_measure: Literal["uniform", "dft"] = "uniform"
+    """What `vcore` tilts: b in b * exp(tau * s). `uniform` (the paper), or `dft`, the tokens' probabilities, which give
+    little weight to tokens that the model finds unlikely."""
+    scope: Literal["sequence", "sequence_and_batch"] = "sequence"
+    """`sequence` weights the tokens of each sequence (the paper); `sequence_and_batch` also the sequences of a batch,
+    by the utility of their weighted tokens: whole traces that raise the probe's loss lose weight."""
+    batch_kl_budget: Positive | None = None
+    """With scope `sequence_and_batch`, KL(sequence weights || those of `normalization`) over the batch, in nats."""
     alpha: Literal["loss_ratio", "variance", "effective_sample_size", "none"] = "loss_ratio"
     """Variance-control factor of `vcore`: `loss_ratio` uniform loss / weighted loss (Algorithm 1), `variance`
     sqrt(V_u / V_q) (Section "Variance-Controlled Descent Scaling"), `effective_sample_size` 1 / sqrt(n * sum q^2) per
@@ -86,8 +94,17 @@ class UtilityConfig(Section):
 class ProbeConfig(Section):
     """The probe batch B', whose gradient is the direction of the utilities; drawn by its own generator."""
 
-    batch_size: Count = 4
-    """|B'|, sequences over all ranks."""
+    source: Literal["batch", "previous_step"] = "batch"
+    """`batch` the gradient of B', a pass of its own; `previous_step` the gradient that the optimizer consumed last,
+    which costs no pass and sees no trusted data. The first step then has uniform weights."""
+    batch_size: Literal["all"] | Count = 4
+    """|B'|, sequences over all ranks; `all` for the whole pool in data.probe_path."""
+    loss: Literal["uniform", "dft"] = "uniform"
+    """Token weights of the probe's loss: `uniform` (the paper), or `dft`, the tokens' probabilities, so that what the
+    model finds unlikely, such as noise, does not steer."""
+    decay: Annotated[float, Field(ge=0, le=0.98)] = 0.0
+    """Decay rate of a running mean over the directions of all probes, without bias: about 1 / (1 - decay) probe batches
+    count. 0 takes the last one. Bounded, because the mean is kept in the parameters' precision."""
     direction: Literal["sgd", "adam"] = "sgd"
     """The update that utilities look along: `sgd` the probe gradient g; `adam` J g, with the diagonal Jacobian of
     Adam's update (appendix "Optimizer Scope and Robustness") at g. The first step has no optimizer state and uses g."""
@@ -144,8 +161,11 @@ class DataConfig(Section):
     validation_path: Text | None = None
     """Held-out conversations for the loss before, during and after the run; null for none."""
     probe_path: Text | None = None
-    """Conversations that the probe batch is drawn from, such as a few trusted ones where the training data is noisy:
-    utilities then say what lowers *their* loss. null draws from the training data, as the paper does."""
+    """A pool of conversations that the probe batch is drawn from, such as a few trusted ones where the training data is
+    noisy: utilities then say what lowers *their* loss. null draws from the training data, as the paper does."""
+    trusted_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each batch that is drawn from the pool in probe_path instead of the training data, rounded to whole
+    sequences, with any method. Training on the pool as well as steering by it."""
     cutoff_length: NumTokens = 16384
     """Longest sequence, in tokens."""
     overlong: Literal["drop", "truncate"] = "drop"

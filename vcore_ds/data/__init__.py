@@ -3,8 +3,8 @@
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate, idle_batch, merge_batches, pack
 from vcore_ds.data.cache import cache_root, store_of
 from vcore_ds.data.conversations import Conversation, Message
-from vcore_ds.data.dataset import Dataset, keep_random_tokens
-from vcore_ds.data.order import MainOrder, ProbeStream
+from vcore_ds.data.dataset import Dataset, JoinedDataset, keep_random_tokens
+from vcore_ds.data.order import MainOrder, RandomDraws
 from vcore_ds.data.rendering import render_prompt
 from vcore_ds.data.sequence_log_probabilities import with_reference, write_reference
 from vcore_ds.data.step_batches import StepBatches
@@ -17,9 +17,10 @@ __all__ = [
     "Batch",
     "Conversation",
     "Dataset",
+    "JoinedDataset",
     "MainOrder",
     "Message",
-    "ProbeStream",
+    "RandomDraws",
     "StepBatches",
     "TokenStore",
     "TokenizedSequence",

@@ -38,7 +38,29 @@ class ChangedDataset(Sequence[TokenizedSequence]):
         return self.change(i, self.dataset[i])
 
 
-Dataset = TokenStore | ChangedDataset
+class JoinedDataset(Sequence[TokenizedSequence]):
+    """A dataset followed by another. The ids of the second one's sequences are moved behind those of the first, so that
+    ids stay different: dropout and messages know a sequence by its id."""
+
+    def __init__(self, first: "Dataset", second: "Dataset") -> None:
+        self.first, self.second = first, second
+        self.lengths: np.ndarray = np.concatenate([first.lengths, second.lengths])
+        """int32 [n], tokens of each sequence, without reading any."""
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i, num_first = range(len(self))[index], len(self.first)
+        if i < num_first:
+            return self.first[i]
+        sequence = self.second[i - num_first]
+        return replace(sequence, sequence_id=sequence.sequence_id + num_first)
+
+
+Dataset = TokenStore | ChangedDataset | JoinedDataset
 
 
 def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> ChangedDataset:

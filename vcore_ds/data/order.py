@@ -27,16 +27,17 @@ class MainOrder:
         return ids
 
 
-class ProbeStream:
-    """The probe batches B' (Algorithm 1 of the paper): drawn from all sequences, whatever `MainOrder` does."""
+class RandomDraws:
+    """Batches drawn from all sequences, whatever `MainOrder` does: the probe batches B' (Algorithm 1 of the paper), and
+    the trusted part of the main batches."""
 
-    def __init__(self, num_sequences: int, batch_size: int, seed: int) -> None:
-        """`batch_size`: probe sequences per optimizer step over all ranks."""
-        self.num_sequences, self.batch_size, self.seed = num_sequences, batch_size, seed
+    def __init__(self, num_sequences: int, batch_size: int, seed: int, stream: Stream) -> None:
+        """`batch_size`: sequences per optimizer step over all ranks."""
+        self.num_sequences, self.batch_size, self.seed, self.stream = num_sequences, batch_size, seed, stream
 
     def step(self, k: int) -> list[int]:
-        """Ids [batch_size] of the probe batch of optimizer step k, from 0; none comes twice before all came once."""
-        drawn = generator(Stream.PROBE, self.seed, k)
+        """Ids [batch_size] of optimizer step k, from 0; none comes twice before all came once."""
+        drawn = generator(self.stream, self.seed, k)
         ids: list[int] = []
         while len(ids) < self.batch_size:
             size = min(self.batch_size - len(ids), self.num_sequences)

@@ -8,6 +8,7 @@ Notation (see docs/method.md for the map from equations to functions to tests):
 | `n_i` | `num_tokens`, supervised tokens of a sequence | `[num_sequences]` |
 | `l[i,t]` | `losses`, nats, fp32 | `[N]` |
 | `s[i,t]` | `utilities`, directional derivative of `l` along the probe direction | `[N]` |
+| `b[i,t]` | base measure, uniform unless `log_base` is given | `[N]` |
 | `q[i,t]` | `weights`, sum to 1 over a sequence | `[N]` |
 | `tau` | `temperature`, multiplies utilities | `[num_sequences]` |
 | `alpha` | `alpha`, variance-control factor | scalar |
@@ -34,6 +35,7 @@ from vcore_ds.method.weights import (
     GibbsWeights,
     gibbs_weights,
     gibbs_weights_for_budget,
+    log_probability_base,
     segment_sum,
     uniform_weights,
 )
@@ -49,6 +51,7 @@ __all__ = [
     "gibbs_weights",
     "gibbs_weights_for_budget",
     "iw_sft_weights",
+    "log_probability_base",
     "loss_ratio_alpha",
     "random_mask",
     "random_weights",

@@ -4,11 +4,14 @@
 Reweighting under SGD", Step 2): the weights that maximise the first-order decrease `sum_t q_t s_t` subject to
 `KL(q || u) <= delta`, u uniform.
 
+Another base measure b takes the place of u in both: `q ~ b * exp(tau * s)`, subject to `KL(q || b) <= delta`.
+
 Sequences have different numbers of supervised tokens, so tensors are ragged: `utilities[N]` over all tokens and
 `sequence_index[N]`, the row of each token in `[0, num_sequences)`.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +27,7 @@ class GibbsWeights:
     temperature: Tensor
     """`[num_sequences]`, the `tau` that was used (the factor that multiplies utilities)."""
     kl: Tensor
-    """`[num_sequences]`, `KL(q || u)` in nats."""
+    """`[num_sequences]`, `KL(q || b)` in nats; b is uniform unless a base measure was given."""
     saturated: Tensor
     """`[num_sequences]`, bool: the budget is out of reach (see `gibbs_weights_for_budget`)."""
 
@@ -46,42 +49,71 @@ def uniform_weights(sequence_index: Tensor, num_sequences: int, dtype: torch.dty
     return ones / segment_sum(ones, sequence_index, num_sequences)[sequence_index]
 
 
+def log_probability_base(losses: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """`log b`, `[N]` fp64, of the base measure `b[i,t] ~ p(y_t)`: what Dynamic Fine-Tuning (arXiv 2508.05629) weights
+    tokens by, normalised over each sequence.
+
+    Args:
+        losses: `[N]`, cross-entropy of the current model in nats.
+    """
+    log_p = -losses.detach().double()
+    shifted = log_p - segment_max(log_p, sequence_index, num_sequences)[sequence_index]
+    return shifted - segment_sum(shifted.exp(), sequence_index, num_sequences).log()[sequence_index]
+
+
 def gibbs_weights(
-    utilities: Tensor, sequence_index: Tensor, num_sequences: int, temperature: Tensor | float
+    utilities: Tensor,
+    sequence_index: Tensor,
+    num_sequences: int,
+    temperature: Tensor | float,
+    log_base: Tensor | None = None,
 ) -> GibbsWeights:
-    """`softmax(temperature * utilities)` over each sequence.
+    """`softmax(temperature * utilities)` over each sequence; `softmax(log_base + temperature * utilities)` with a base
+    measure.
 
     Args:
         utilities: `[N]`, finite.
         sequence_index: `[N]`, int64.
-        temperature: `tau >= 0`, one number or `[num_sequences]`. 0 gives exactly `uniform_weights`.
+        temperature: `tau >= 0`, one number or `[num_sequences]`. 0 gives exactly `uniform_weights` or b.
+        log_base: `[N]`, `log b`, where b sums to 1 over each sequence; None for uniform.
     """
     tau = torch.as_tensor(temperature, dtype=utilities.dtype, device=utilities.device).expand(num_sequences)
     # Shifted before the product: tau may be huge, and inf - inf would be nan.
     shifted = utilities - segment_max(utilities, sequence_index, num_sequences)[sequence_index]
     exponents = tau[sequence_index] * shifted
+    if log_base is not None:
+        exponents = exponents + log_base.to(exponents.dtype)
+        # The token of the largest utility may have next to no base weight: without a shift all could underflow.
+        exponents = exponents - segment_max(exponents, sequence_index, num_sequences)[sequence_index]
     unnormalized = exponents.exp()
     normalizer = segment_sum(unnormalized, sequence_index, num_sequences)
     weights = unnormalized / normalizer[sequence_index]
     num_tokens = segment_sum(torch.ones_like(utilities), sequence_index, num_sequences)
-    # KL(q||u) = sum q log q + log n, with log q = exponent - log Z; q log q -> 0 where q underflows to 0.
-    entropy_terms = torch.where(weights > 0, weights * exponents, 0.0)
-    kl = segment_sum(entropy_terms, sequence_index, num_sequences) - normalizer.log() + num_tokens.log()
+    # KL(q||b) = sum q (log q - log b), with log q = exponent - log Z; q log q -> 0 where q underflows to 0.
+    log_ratios = exponents if log_base is None else exponents - log_base.to(exponents.dtype)
+    terms = torch.where(weights > 0, weights * log_ratios, 0.0)
+    kl = segment_sum(terms, sequence_index, num_sequences) - normalizer.log()
+    if log_base is None:
+        kl = kl + num_tokens.log()
     kl = torch.where(num_tokens > 0, kl.clamp_min(0.0), 0.0)
     return GibbsWeights(weights, tau, kl, torch.zeros(num_sequences, dtype=torch.bool, device=utilities.device))
 
 
 def gibbs_weights_for_budget(
-    utilities: Tensor, sequence_index: Tensor, num_sequences: int, kl_budget: float
+    utilities: Tensor, sequence_index: Tensor, num_sequences: int, kl_budget: float, log_base: Tensor | None = None
 ) -> GibbsWeights:
-    """The Gibbs weights of each sequence whose `KL(q || u)` is `kl_budget` nats.
+    """The Gibbs weights of each sequence whose `KL(q || b)` is `kl_budget` nats.
 
-    `KL(q_tau || u)` is strictly increasing in tau (the paper's appendix), so the root is unique and bisection
-    cannot miss it. A sequence of constant utilities gets uniform weights. With m tokens sharing the maximum
-    utility the divergence stays below `log(n / m)`; a budget at or above that saturates: the sequence is
-    given the sharpest weights found and marked.
+    `KL(q_tau || b)` is strictly increasing in tau (the paper's appendix, for uniform b; its derivative is tau times the
+    variance of s under q for any), so the root is unique and bisection cannot miss it. A sequence of constant utilities
+    gets its base measure. The divergence stays below `-log b(M)`, M the tokens of the maximum utility (`log(n / m)` for
+    m of n under the uniform one); a budget at or above that saturates: the sequence is given the sharpest weights found
+    and marked.
 
     Computed in fp64, all sequences at once, on the tensors' device; returned in the utilities' dtype.
+
+    Args:
+        log_base: as in `gibbs_weights`.
     """
     dtype = utilities.dtype
     exact = utilities.double()
@@ -91,21 +123,22 @@ def gibbs_weights_for_budget(
     # In units of the spread the interesting temperatures lie between 1e-6 and 1e6 whatever the model is.
     unit = torch.where(varies, 1.0 / spread, 0.0)
     scaled = (exact - highest[sequence_index]) * unit[sequence_index]  # all 0 where utilities are constant
+    at = partial(gibbs_weights, scaled, sequence_index, num_sequences, log_base=log_base)
     low = torch.zeros_like(spread)
     high = torch.ones_like(spread)
     for _ in range(60):
-        too_low = gibbs_weights(scaled, sequence_index, num_sequences, high).kl < kl_budget
+        too_low = at(high).kl < kl_budget
         if not bool((too_low & varies & (high < 1e20)).any()):
             break
         high = torch.where(too_low, high * 4.0, high)
-    saturated = varies & (gibbs_weights(scaled, sequence_index, num_sequences, high).kl < kl_budget - KL_TOLERANCE)
+    saturated = varies & (at(high).kl < kl_budget - KL_TOLERANCE)
     for _ in range(100):
         middle = 0.5 * (low + high)
-        kl = gibbs_weights(scaled, sequence_index, num_sequences, middle).kl
+        kl = at(middle).kl
         if bool(((kl - kl_budget).abs() < 0.1 * KL_TOLERANCE).logical_or(~varies | saturated).all()):
             low = high = middle
             break
         low, high = torch.where(kl < kl_budget, middle, low), torch.where(kl < kl_budget, high, middle)
     root = torch.where(saturated, high, 0.5 * (low + high))
-    found = gibbs_weights(scaled, sequence_index, num_sequences, root)
+    found = at(root)
     return GibbsWeights(found.weights.to(dtype), (root * unit).to(dtype), found.kl.to(dtype), saturated)

@@ -1,7 +1,7 @@
 """The probe direction: a gradient kept as this rank's ZeRO-3 shards, in the parameter dtype."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine, NonFiniteLoss, chunks, count_globally, sequences_by_rank
-from vcore_ds.method import adam_direction, segment_sum, sequence_shares, token_coefficients, uniform_weights
+from vcore_ds.method import (
+    adam_direction,
+    dft_weights,
+    segment_sum,
+    sequence_shares,
+    token_coefficients,
+    uniform_weights,
+)
 from vcore_ds.method.objective import Normalization
 
 
@@ -19,12 +26,12 @@ from vcore_ds.method.objective import Normalization
 class Probe:
     """Global numbers measured while a direction was taken."""
 
-    loss: float
-    """Nats, under uniform weights."""
+    loss: float | None
+    """Nats, under the probe's weights; None where no probe batch was drawn."""
     gradient_norm: float
     """2-norm before clipping."""
 
-    def as_metrics(self) -> dict[str, float]:
+    def as_metrics(self) -> dict[str, float | None]:
         return {"probe_loss": self.loss, "probe_grad_norm": self.gradient_norm}
 
 
@@ -40,10 +47,12 @@ class Direction:
         buffers: the vector, see `FlatShards`.
         groups: the gather groups, each with the module that owns its parameters.
         norm: global 2-norm of `v`, kept for the steps between two probes; None before the first one.
+        num_taken: number of gradients that were taken into `v`.
     """
 
     def __init__(self, engine: Engine):
         self.norm: float | None = None
+        self.num_taken = 0
         self.groups: list[tuple[nn.Module, list[nn.Parameter]]] = _gather_groups(engine)
         self.buffers: list[Tensor] = engine.shards.zeros(engine.trainable[0][1].dtype, engine.device)
         self._engine = engine
@@ -55,8 +64,10 @@ class Direction:
         normalization: Normalization,
         clip: float | None,
         optimizer: Literal["sgd", "adam"] = "sgd",
+        loss_weights: Literal["uniform", "dft"] = "uniform",
+        decay: float = 0.0,
     ) -> Probe:
-        """Takes the update under uniform weights over the probe batch `B'` (Algorithm 1, lines 2-3). A collective.
+        """Takes the update over the probe batch `B'` (Algorithm 1, lines 2-3). A collective.
 
         Parameters, optimizer state, schedule, step counters and the next accumulation are not affected. Dropout is off.
 
@@ -65,16 +76,14 @@ class Direction:
             clip: bound on the global norm of the probe gradient; None for no clipping.
             optimizer: `sgd` keeps the gradient; `adam` multiplies it by the Jacobian of Adam's update, which depends
                 on the optimizer's moments. Before the optimizer's first step there are none, and `adam` is `sgd`.
+            loss_weights: `uniform` over each sequence (the paper), or each token's probability (`dft`).
+            decay: of the running mean over all directions that were taken; 0 for the last one.
 
         Raises:
             NonFiniteLoss: on all ranks alike, naming the probe's sequences; along such a direction utilities are nan.
         """
-        engine = self._engine
-        loss = self._backward(batches, normalization)
-        norm = engine.gradient_norm()
-        factor = 1.0 if clip is None or norm <= clip else clip / norm
-        self._store(factor, with_adam=optimizer == "adam" and engine.num_updates > 0)
-        self.norm = engine.shards.norm(self.buffers)
+        loss = self._backward(batches, normalization, loss_weights)
+        norm = self.take_gradient(clip=clip, optimizer=optimizer, decay=decay)
         loss = layout.sum_over("data", [loss], batches[0].sequence_parallel)[0]
         if not (math.isfinite(loss) and math.isfinite(norm)):
             what = "gradient" if math.isfinite(loss) else "loss"
@@ -82,7 +91,22 @@ class Direction:
             raise NonFiniteLoss(f"the {what} of the probe batch is not finite; it is summed over {sequences}")
         return Probe(loss, norm)
 
-    def _backward(self, batches: Sequence[Batch], normalization: Normalization) -> float:
+    def take_gradient(self, *, clip: float | None, optimizer: Literal["sgd", "adam"], decay: float) -> float:
+        """Takes the gradient that is in the engine's shards, and returns its global norm before clipping. A collective.
+
+        After the main backward this is what the optimizer is about to consume. Arguments as for `take`.
+        """
+        engine = self._engine
+        norm = engine.gradient_norm()
+        factor = 1.0 if clip is None or norm <= clip else clip / norm
+        self.num_taken += 1
+        # The mean with its bias removed as Adam removes it, updated in place: `sum_j decay^(n-j) v_j`, normalised.
+        share = (1 - decay) / (1 - decay**self.num_taken)
+        self._store(factor, share, with_adam=optimizer == "adam" and engine.num_updates > 0)
+        self.norm = engine.shards.norm(self.buffers)
+        return norm
+
+    def _backward(self, batches: Sequence[Batch], normalization: Normalization, loss_weights: str) -> float:
         """Leaves the probe gradient in the engine's shards; returns this rank's part of the probe loss."""
         engine, parts = self._engine, []
         counts = count_globally(batches)
@@ -92,14 +116,18 @@ class Direction:
                 index = batch.sequence_index().to(losses.device)
                 num_tokens = segment_sum(torch.ones_like(losses), index, batch.num_sequences)
                 shares = sequence_shares(num_tokens, counts, normalization)
-                coefficients = token_coefficients(uniform_weights(index, batch.num_sequences), index, shares)
+                weights = uniform_weights(index, batch.num_sequences)
+                if loss_weights == "dft":
+                    weights = dft_weights(losses, index, batch.num_sequences)
+                coefficients = token_coefficients(weights, index, shares)
                 loss = (coefficients * losses).sum()
                 engine.backward(loss)
                 parts.append(loss.detach().double())
         return float(torch.stack(parts).sum())
 
-    def _store(self, factor: float, with_adam: bool) -> None:
-        """Writes the engine's gradient, times `factor` and, with Adam, times the Jacobian of its update."""
+    def _store(self, factor: float, share: float, with_adam: bool) -> None:
+        """Moves the vector by `share` of the way to the engine's gradient, times `factor` and, with Adam, times the
+        Jacobian of its update."""
         engine, shards, moments = self._engine, self._engine.shards, []
         if with_adam:
             step, settings = engine.num_updates + 1, engine.optimizer.param_groups[0]  # the same in all groups
@@ -113,7 +141,7 @@ class Direction:
                 gradient = adam_direction(
                     gradient, exp_avg, exp_avg_sq, step=step, betas=settings["betas"], eps=settings["eps"]
                 )
-            part.copy_(gradient)
+            part.copy_(gradient if share == 1.0 else part.float().lerp_(gradient, share))
 
     def shard(self, parameter: nn.Parameter) -> Tensor:
         """This rank's shard for `parameter`, flat, padded like `parameter.ds_tensor`; a view."""
@@ -122,6 +150,13 @@ class Direction:
     @property
     def persistent_bytes(self) -> int:
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
+
+    def state(self) -> dict[str, float | None]:
+        """Numbers that a resumed run needs beside the vector."""
+        return {"norm": self.norm, "num_taken": self.num_taken}
+
+    def load_state(self, state: Mapping[str, float | None]) -> None:
+        self.norm, self.num_taken = state["norm"], int(state["num_taken"] or 0)
 
     def start_gather(self, group: int) -> layout.PendingGather:
         """Starts to gather one group from all ranks; `finish_gather` waits for it. A collective."""

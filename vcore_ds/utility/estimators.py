@@ -22,11 +22,19 @@ Measured = Mapping[str, float | None]
 """What an estimator measured beside the utilities, by its name in the metrics; None for what it did not this time."""
 
 
+Known = Sequence[tuple[Tensor, Tensor]]
+
+
 class MainForward(Protocol):
     """The forward passes of one step that have a graph."""
 
     @property
     def measured(self) -> Measured: ...
+
+    @property
+    def known(self) -> "Known":
+        """Losses and utilities `[N]` of all micro-batches, without a graph, where `begin` was asked for them ahead."""
+        ...
 
     def __call__(self, k: int) -> tuple[Tensor, Tensor | None]:
         """Losses (nats, with a graph) and utilities (None without a direction) of micro-batch k, both `[N]`. A
@@ -40,14 +48,14 @@ class PlainForward:
 
     engine: Engine
     batches: Sequence[Batch]
-    utilities: Sequence[Tensor] | None = None
+    known: Known = ()
 
     @property
     def measured(self) -> Measured:
         return {}
 
     def __call__(self, k: int) -> tuple[Tensor, Tensor | None]:
-        return self.engine.token_losses(self.batches[k]), None if self.utilities is None else self.utilities[k]
+        return self.engine.token_losses(self.batches[k]), self.known[k][1] if self.known else None
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,7 @@ class FusedForward:
     engine: Engine
     batches: Sequence[Batch]
     direction: Direction
+    known: Known = ()
 
     @property
     def measured(self) -> Measured:
@@ -73,13 +82,16 @@ class Estimator(Protocol):
     direction: Direction | None
     """The direction along which utilities are taken; None for a method without utilities."""
 
-    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> MainForward:
+    def begin(
+        self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, ahead: bool = False
+    ) -> MainForward:
         """Runs the passes before the first backward. A collective.
 
         Args:
             batches: this rank's main micro-batches.
             seed: of the random numbers of this step; the same on all ranks.
             measure_noise: also measure the utilities' signal-to-noise ratio, where rounding is a concern.
+            ahead: the utilities of all micro-batches are needed before the first backward (`MainForward.known`).
         """
         ...
 
@@ -98,7 +110,9 @@ class NoUtilities:
     def __init__(self, engine: Engine):
         self._engine = engine
 
-    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> PlainForward:
+    def begin(
+        self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, ahead: bool = False
+    ) -> PlainForward:
         return PlainForward(self._engine, batches)
 
     def state(self) -> None:
@@ -120,18 +134,18 @@ class ForwardMode:
         self._engine, self._batches_per_pass, self._fused = engine, batches_per_pass, fused
 
     def begin(
-        self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False
+        self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, ahead: bool = False
     ) -> PlainForward | FusedForward:
-        if self._fused:
+        if self._fused and not ahead:
             return FusedForward(self._engine, batches, self.direction)
-        utilities = jvp_utilities(self._engine, self.direction, batches, self._batches_per_pass)
-        return PlainForward(self._engine, batches, utilities)
+        known = jvp_losses_and_utilities(self._engine, self.direction, batches, self._batches_per_pass)
+        return PlainForward(self._engine, batches, known)
 
     def state(self) -> dict[str, float | None]:
-        return {"norm": self.direction.norm, "displacement": None}
+        return {**self.direction.state(), "displacement": None}
 
     def load_state(self, state: Mapping[str, float | None]) -> None:
-        self.direction.norm = state["norm"]
+        self.direction.load_state(state)
 
 
 def can_fuse(engine: Engine) -> bool:
@@ -142,12 +156,20 @@ def can_fuse(engine: Engine) -> bool:
     return is_checkpointed and not engine.has_dropout
 
 
+def jvp_losses_and_utilities(
+    engine: Engine, direction: Direction, batches: Sequence[Batch], batches_per_pass: int = 1
+) -> list[tuple[Tensor, Tensor]]:
+    """Losses and utilities `[N]` of each of this rank's micro-batches, in forward mode. A collective."""
+    found: list[tuple[Tensor, Tensor]] = []
+    with forward_mode(engine, direction):
+        for merged, sizes in merged_passes(batches, batches_per_pass):
+            losses, utilities = losses_and_utilities(engine, merged)
+            found += zip(losses.detach().split(sizes), utilities.split(sizes), strict=True)
+    return found
+
+
 def jvp_utilities(
     engine: Engine, direction: Direction, batches: Sequence[Batch], batches_per_pass: int = 1
 ) -> list[Tensor]:
-    """Utilities `[N]` of each of this rank's micro-batches, by forward-mode differentiation. A collective."""
-    utilities: list[Tensor] = []
-    with forward_mode(engine, direction):
-        for merged, sizes in merged_passes(batches, batches_per_pass):
-            utilities += losses_and_utilities(engine, merged)[1].split(sizes)
-    return utilities
+    """The utilities alone."""
+    return [utilities for _, utilities in jvp_losses_and_utilities(engine, direction, batches, batches_per_pass)]

@@ -11,7 +11,7 @@ from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import Measured
+from vcore_ds.utility.estimators import Known, Measured
 from vcore_ds.utility.passes import measured_losses
 from vcore_ds.utility.perturbation import perturbed
 
@@ -25,8 +25,15 @@ class DifferenceForward:
     epsilon: float
     perturbed_losses: Sequence[Tensor]
     base_losses: Sequence[Tensor] | None
-    """`l(theta)` without dropout; None where the training forward has no dropout and gives it for free."""
+    """`l(theta)` without dropout; None where the training forward has no dropout, gives it for free, and is early
+    enough."""
     measured: Measured
+
+    @property
+    def known(self) -> Known:
+        assert self.base_losses is not None  # asked for ahead
+        pairs = zip(self.base_losses, self.perturbed_losses, strict=True)
+        return [(base, (base - below) / self.epsilon) for base, below in pairs]
 
     def __call__(self, k: int) -> tuple[Tensor, Tensor]:
         losses = self.engine.token_losses(self.batches[k])
@@ -63,26 +70,30 @@ class FiniteDifference:
         self._engine, self._batches_per_pass = engine, batches_per_pass
         self._epsilon, self._rounds_stochastically = epsilon, rounding == "stochastic"
 
-    def begin(self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False) -> DifferenceForward:
+    def begin(
+        self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, ahead: bool = False
+    ) -> DifferenceForward:
         engine, direction, merge = self._engine, self.direction, self._batches_per_pass
         rounding_seed = seed if self._rounds_stochastically else None
         epsilon = self._choose_epsilon(batches, rounding_seed, search=measure_noise)
         below, changed_fraction = perturbed_losses(engine, direction, batches, epsilon, merge, rounding_seed)
         base = noise = None
-        if engine.has_dropout or measure_noise:
+        if engine.has_dropout or measure_noise or ahead:
             base = measured_losses(engine, batches, merge)
             if measure_noise:
                 above, _ = perturbed_losses(engine, direction, batches, -epsilon, merge, rounding_seed)
                 noise = signal_to_noise(torch.cat(below), torch.cat(base), torch.cat(above))
         measured = {"epsilon": epsilon, "changed_fraction": changed_fraction, "signal_to_noise": noise}
         # With dropout the training forward has a mask that the perturbed one has not.
-        return DifferenceForward(engine, batches, epsilon, below, base if engine.has_dropout else None, measured)
+        has_base = engine.has_dropout or ahead
+        return DifferenceForward(engine, batches, epsilon, below, base if has_base else None, measured)
 
     def state(self) -> dict[str, float | None]:
-        return {"norm": self.direction.norm, "displacement": self.displacement}
+        return {**self.direction.state(), "displacement": self.displacement}
 
     def load_state(self, state: Mapping[str, float | None]) -> None:
-        self.direction.norm, self.displacement = state["norm"], state["displacement"]
+        self.direction.load_state(state)
+        self.displacement = state["displacement"]
 
     def _choose_epsilon(self, batches: Sequence[Batch], rounding_seed: int | None, search: bool) -> float:
         if self._epsilon != "auto":

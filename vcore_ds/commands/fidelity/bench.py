@@ -98,9 +98,11 @@ class Bench:
 
     def agreement(self, utilities: Tensor, reference: Tensor) -> Agreement:
         """With weights as the recipe's method makes them."""
-        num_sequences = int(self.index.max()) + 1
+        num_sequences, losses = int(self.index.max()) + 1, torch.zeros_like(reference)
+        if self.recipe.method.base_measure == "dft":  # weights depend on losses then
+            losses = self.over_ranks([self.losses()])
         weights, reference_weights = (
-            token_weights(self.recipe.method, Tokens(s.double(), self.index, num_sequences, s.double())).weights
+            token_weights(self.recipe.method, Tokens(losses.double(), self.index, num_sequences, s.double())).weights
             for s in (utilities, reference)
         )
         return agreement(utilities, reference, weights, reference_weights, self.index)

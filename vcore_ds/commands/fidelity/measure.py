@@ -26,6 +26,7 @@ from vcore_ds.commands.fidelity.report import (
     FidelityReport,
     ProbeSize,
     StaleDirection,
+    TrainedDirection,
     mean,
     prepare_output,
     write_report,
@@ -40,7 +41,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.feed import build_feed, read_dataset, read_training_data
 from vcore_ds.files.run_folder import environment
 from vcore_ds.models import check_forward_mode, check_model_folder
-from vcore_ds.setup import build_engine, count_steps, describe_engine, plan_ranks
+from vcore_ds.setup import build_engine, count_steps, describe_direction, describe_engine, plan_ranks
 from vcore_ds.track.console import Console
 from vcore_ds.utility import Direction
 
@@ -75,12 +76,12 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     choice = choose_sequences(
         len(dataset),
         None if trusted is None else len(trusted),
-        plan.probe_batch_size_global,
+        len(feed.probe_dataset) if plan.probe_batch_size_global is None else plan.probe_batch_size_global,
         options,
         recipe.run.seed,
     )
     notes += choice.notes
-    if weighted is not recipe:
+    if recipe.method.name != "vcore":
         notes.append(
             f"method {recipe.method.name} has no utilities: weights are those of vcore with kl_budget "
             f"{DEFAULT_KL_BUDGET:g}, and the recipe's probe section gives the direction"
@@ -96,7 +97,7 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     engine = build_engine(recipe, ds_config)
     bench = Bench(engine, weighted, feed, choice.measured)
     trainer = Trainer(engine, recipe, feed, num_steps)
-    console.say(describe_engine(recipe, engine, bench.direction if weighted is recipe else None))
+    console.say(describe_engine(recipe, engine, bench.direction if recipe.method.name == "vcore" else None))
     progress = Progress(console, count_measurements(weighted, options, choice))
     trainer.train_until(options.after_steps, progress.done)
     report = FidelityReport(
@@ -106,7 +107,7 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
         reference_precision=bench.reference_precision,
         steps_before=options.after_steps,
         direction=recipe.probe.direction if bench.engine.num_updates else "sgd",  # no optimizer state yet
-        probe_batch_size=min(plan.probe_batch_size_global, len(choice.small_probes)),
+        probe_batch_size=min(plan.probe_batch_size_global or len(feed.probe_dataset), len(choice.small_probes)),
         num_sequences=len(choice.measured),
         num_tokens=len(bench.index),
         large_probe_size=len(choice.large_probe),
@@ -116,6 +117,8 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     measure_estimators(bench, report, options.epsilons, progress)
     if choice.large_probe:
         measure_probe_sizes(bench, report, choice, progress)
+        if keeps_directions(recipe):
+            measure_trained_direction(bench, report, choice, trainer)
         measure_staleness(bench, report, choice, trainer, options.stale_steps, progress)
     bench.engine.close()
 
@@ -139,11 +142,13 @@ def check_reference(path: str) -> None:
 
 
 def with_utilities(recipe: Recipe) -> Recipe:
-    """The recipe itself, or for a method without utilities the same with those that its probe section gives."""
-    if recipe.method.name == "vcore":
-        return recipe
-    method = MethodConfig(name="vcore", kl_budget=DEFAULT_KL_BUDGET, normalization=recipe.method.normalization)
-    return recipe.model_copy(update={"method": method})
+    """What is measured: the recipe, for a method without utilities with those that its probe section gives, and with
+    directions of one fresh probe each."""
+    method = recipe.method
+    if method.name != "vcore":
+        method = MethodConfig(name="vcore", kl_budget=DEFAULT_KL_BUDGET, normalization=method.normalization)
+    probe = recipe.probe.model_copy(update={"source": "batch", "decay": 0.0})
+    return recipe.model_copy(update={"method": method, "probe": probe})
 
 
 class Progress:
@@ -203,6 +208,23 @@ def measure_probe_sizes(bench: Bench, report: FidelityReport, choice: Choice, pr
                 of_recipe=size == report.probe_batch_size,
             )
         )
+
+
+def keeps_directions(recipe: Recipe) -> bool:
+    """Whether the recipe's direction is more than that of one fresh probe."""
+    return recipe.method.name == "vcore" and (recipe.probe.source == "previous_step" or recipe.probe.decay > 0)
+
+
+def measure_trained_direction(bench: Bench, report: FidelityReport, choice: Choice, trainer: Trainer) -> None:
+    """Utilities along the direction that training left with those along the large probe's."""
+    if trainer.num_done == 0:
+        report.notes.append("the recipe's own direction is that of earlier steps: --after-steps 1 or more measures it")
+        return
+    bench.take_direction(choice.large_probe)
+    assert trainer.estimator.direction is not None  # vcore
+    found = bench.agreement(bench.jvp(trainer.estimator.direction), bench.jvp())
+    description = describe_direction(trainer.recipe)
+    report.trained_direction = TrainedDirection(description, found.spearman, found.weight_overlap)
 
 
 def measure_staleness(

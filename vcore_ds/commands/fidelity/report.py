@@ -79,6 +79,17 @@ class StaleDirection:
     weight_overlap: float | None
 
 
+@dataclass(frozen=True)
+class TrainedDirection:
+    """Utilities along the direction that the recipe's own training left, where it is more than one fresh probe's,
+    compared with those along the large probe's."""
+
+    description: str
+    """Such as `the gradient of the previous step`."""
+    spearman: float | None
+    weight_overlap: float | None
+
+
 @dataclass
 class FidelityReport:
     """Everything that fidelity.json holds but the recommendations."""
@@ -105,6 +116,7 @@ class FidelityReport:
     """Deviations from the requested measurements, and their reasons."""
     estimators: list[Estimate] = field(default_factory=list)
     probe_sizes: list[ProbeSize] = field(default_factory=list)
+    trained_direction: TrainedDirection | None = None
     stale_directions: list[StaleDirection] = field(default_factory=list)
 
 

@@ -65,7 +65,12 @@ def _probe_table(report: FidelityReport) -> str:
         for found in report.probe_sizes
     ]
     title = f"Probe size: utilities along a probe of |B'| with those along one of {report.large_probe_size}"
-    return f"{title}\n" + _aligned([[" |B'|", "draws", "Spearman", "lowest", "weight overlap"], *rows])
+    table = f"{title}\n" + _aligned([[" |B'|", "draws", "Spearman", "lowest", "weight overlap"], *rows])
+    own = report.trained_direction
+    if own is None:
+        return table
+    numbers = f"Spearman {_correlation(own.spearman)}, weight overlap {_percent(own.weight_overlap)}"
+    return f"{table}\nThe recipe's own direction after training ({own.description}) with the large probe's: {numbers}"
 
 
 def _stale_table(report: FidelityReport) -> str:
