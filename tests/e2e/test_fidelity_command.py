@@ -70,7 +70,14 @@ def test_two_ranks_measure_what_one_process_does(setup: TinySetup, tmp_path: Pat
     stale, again = single["stale_directions"][0], double["stale_directions"][0]
     assert again["spearman"] == pytest.approx(stale["spearman"], abs=0.02) and stale["spearman"] < 1
 
-    for words in ("Spearman", "*finite_difference", "Probe size", "own direction", "Stale direction", *single["recommendations"]):
+    for words in (
+        "Spearman",
+        "*finite_difference",
+        "Probe size",
+        "own direction",
+        "Stale direction",
+        *single["recommendations"],
+    ):
         assert words in said
     assert not (tmp_path / "run").exists()  # a measurement is no run
 

@@ -129,7 +129,7 @@ class MemoryPlan:
         larger = [k for k in possible_degrees(plan.num_ranks, shape.num_heads) if k > self.degree]
         if larger and shape.unshareable is None and recipe.model.attention == "auto":
             overrides = {"batch.sequence_parallel": str(larger[0])}
-            if plan.probe_batch_size_global:
+            if plan.probe_batch_size_global != 0:
                 overrides["probe.sequence_parallel"] = str(larger[0])
             yield _Change(overrides, self._fewer_tokens(self.degree / larger[0]))
 
@@ -184,7 +184,7 @@ def plan_memory(
     settings = MemorySettings(
         num_ranks=plan.num_ranks,
         main_tokens=main_tokens,
-        probe_tokens=tokens.get("probe", longest) if is_vcore else 0,
+        probe_tokens=tokens.get("probe", longest) if plan.probe_batch_size_global != 0 else 0,
         utility_tokens=main_tokens * plan.batches_per_utility_pass if is_vcore and not is_fused else 0,
         estimator=estimator,
         is_fused=is_fused,
