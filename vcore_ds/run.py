@@ -186,10 +186,14 @@ def run_training(training: Training, num_done: int, is_new: bool) -> StepMetrics
 def say_utilization(training: Training, num_done: int) -> None:
     """Prints how the next steps use the ranks, and what would make them use more."""
     console, feed = training.console, training.feed
-    for part, found in feed.utilization(num_done, training.num_steps).items():
+    passes = feed.utilization(num_done, training.num_steps)
+    for part, found in passes.items():
         console.say(f"Ranks in the {part} batch of the next steps: {found.describe()}")
         if found.is_low:
             console.warn(feed.plan.warning(part))
+    if "probe" in passes:
+        share = passes["probe"].time / passes["main"].time
+        console.say(f"Cost of the probe: {share:.0%} of what forward and backward of the main batch take, predicted")
 
 
 def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:

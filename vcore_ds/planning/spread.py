@@ -36,6 +36,8 @@ class Spread:
     waste: Waste
     most_tokens: int
     """Tokens of the largest micro-batch on one rank, padding included."""
+    time: float
+    """Predicted time of a forward, in the time of so many tokens' linear layers."""
 
     def of_group(self, group: int) -> list[list[int]]:
         """Ids by micro-step of one group, from 0."""
@@ -110,7 +112,7 @@ def spread(
     )
     most = most_tokens(micro_steps, lengths, sequence_parallel=degree, is_packed=limit.packed_tokens is not None)
     in_ids = [[[ids[i] for i in row] for row in groups] for groups in micro_steps]
-    return Spread(degree, time_model.num_ranks, in_ids, waste, most)
+    return Spread(degree, time_model.num_ranks, in_ids, waste, most, best_time)
 
 
 def _micro_step_time(

@@ -34,6 +34,8 @@ class Utilization:
     """Of all passes together."""
     most_tokens: int
     """Tokens of the largest micro-batch on one rank, padding included."""
+    time: float
+    """Predicted time of all passes together, in the time of so many tokens' linear layers."""
 
     @property
     def is_low(self) -> bool:
@@ -56,7 +58,12 @@ def summarize(spreads: Sequence[Spread]) -> Utilization:
     for found in spreads[1:]:
         total += found.waste
     degrees = Counter(found.sequence_parallel for found in spreads)
-    return Utilization(min(degrees, key=lambda k: (-degrees[k], k)), total, max(found.most_tokens for found in spreads))
+    return Utilization(
+        min(degrees, key=lambda k: (-degrees[k], k)),
+        total,
+        max(found.most_tokens for found in spreads),
+        sum(found.time for found in spreads),
+    )
 
 
 def simulated_batches(batch_size: int, longest: int, seed: int = 0) -> list[list[int]]:
