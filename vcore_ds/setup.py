@@ -20,7 +20,7 @@ from vcore_ds.models import (
 )
 from vcore_ds.planning import CPU, H100
 from vcore_ds.random_streams import Stream, torch_seed
-from vcore_ds.utility import Direction, Estimator, FiniteDifference, ForwardMode, NoUtilities, can_fuse
+from vcore_ds.utility import Direction, Estimator, FiniteDifference, ForwardMode, NoUtilities, why_not_fused
 
 MEASURE_NOISE_EVERY = 100
 """Optimizer steps between two measurements of a finite difference's noise (and searches for `epsilon: auto`)."""
@@ -87,7 +87,7 @@ def build_estimator(recipe: Recipe, engine: Engine, *, batches_per_pass: int = 1
         return NoUtilities(engine)
     direction = Direction(engine)
     if recipe.utility.estimator == "jvp":
-        return ForwardMode(engine, direction, batches_per_pass, fused=recipe.utility.fused and can_fuse(engine))
+        return ForwardMode(engine, direction, batches_per_pass, fused=recipe.utility.fused and why_not_fused(engine) is None)
     assert recipe.utility.epsilon is not None  # the recipe's rules
     return FiniteDifference(
         engine, direction, batches_per_pass, epsilon=recipe.utility.epsilon, rounding=recipe.utility.rounding
@@ -148,11 +148,13 @@ def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None)
         f"Method: vcore, {strength}, alpha {recipe.method.alpha}, utilities by {recipe.utility.estimator}{epsilon} "
         f"along the {recipe.probe.direction} direction, which keeps {direction.persistent_bytes / 2**20:.1f} MiB a rank"
     )
-    if recipe.utility.estimator == "jvp" and can_fuse(engine) and recipe.utility.fused:
-        lines.append("Utilities come from the main forward itself")
-    elif recipe.utility.estimator == "jvp" and recipe.utility.fused:
-        why = "dropout is on" if engine.has_dropout else "model.gradient_checkpointing is off"
-        lines.append(f"Utilities take a forward of their own, since {why}")
+    if recipe.utility.estimator == "jvp" and recipe.utility.fused:
+        why_not = why_not_fused(engine)
+        lines.append(
+            "Utilities come from the main forward itself"
+            if why_not is None
+            else f"Utilities take a forward of their own, since {why_not}"
+        )
     if recipe.utility.estimator == "finite_difference" and engine.has_dropout:
         lines.append(
             "LoRA dropout is on, so the training forward cannot serve as l(theta): "

@@ -10,23 +10,23 @@ from tests.helpers.ranks import run_ranks
 from vcore_ds.data import StepBatches
 from vcore_ds.setup import build_estimator
 from vcore_ds.step import take_direction
-from vcore_ds.utility import can_fuse
+from vcore_ds.utility import why_not_fused
 
 pytestmark = pytest.mark.dist
 
 NUM_TOKENS = 64
 
 
-def main_pass(lora: bool, precision: str, fused: bool) -> dict[str, Any]:
+def main_pass(lora: bool, precision: str, fused: bool, checkpointing: bool = True) -> dict[str, Any]:
     """One micro-batch forwards and backwards, and a step after it."""
     recipe = step_runs.recipe(model={"path": "none", "precision": precision}, utility={"fused": fused})
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    engine = step_runs.make_engine(tiny.token_loss_model(lora=lora, checkpointing=True, dtype=dtype), recipe)
+    engine = step_runs.make_engine(tiny.token_loss_model(lora=lora, checkpointing=checkpointing, dtype=dtype), recipe)
     estimator = build_estimator(recipe, engine)
     rows = tiny.rows(4, num_tokens=NUM_TOKENS)
     batch = step_runs.deal(rows, 2)[0]
     take_direction(estimator.direction, recipe, step_runs.deal(tiny.rows(2, num_tokens=NUM_TOKENS, seed=9), 1))
-    found: dict[str, Any] = {"can_fuse": can_fuse(engine)}
+    found: dict[str, Any] = {"can_fuse": why_not_fused(engine) is None}
     for _ in range(2):  # DeepSpeed learns the order of the modules in the first
         with engine.accumulation(1):
             losses, utilities = estimator.begin([batch])(0)

@@ -1,6 +1,6 @@
 """Models: loading, low-rank adapters, per-token losses, attention of all passes, rows that ranks share."""
 
-from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, RowLayout
+from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, FUSED_ATTENTION, TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.block_attention import block_attention
 from vcore_ds.models.causal_lm import TokenLossHead, TokenLossModel
 from vcore_ds.models.configuration import check_forward_mode, model_shape, read_config, vocabulary_size
@@ -13,6 +13,8 @@ from vcore_ds.models.sequence_exchange import gather_losses, own_columns
 
 __all__ = [
     "FORWARD_MODE_ATTENTION",
+    "FUSED_ATTENTION",
+    "TRAINING_ATTENTION",
     "BaseLinear",
     "RowLayout",
     "TokenDropout",
