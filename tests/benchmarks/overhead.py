@@ -14,6 +14,8 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import dataclass
+from typing import Any
 
 import deepspeed
 import torch
@@ -31,11 +33,39 @@ MODEL = dict(
 )
 NUM_MAIN, NUM_PROBE, MICRO_BATCH_SIZE = 32, 4, 4
 BUCKET_NUMEL = 50_000_000
+
+
+@dataclass(frozen=True)
+class Variant:
+    sections: dict[str, Any]
+    lora: bool = False
+    checkpointing: bool = False
+
+
+SFT, JVP = {"method": {"name": "sft"}}, {"utility": {"fused": True}}
+FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 1e-2}}
 VARIANTS = {
-    "sft": dict(method={"name": "sft"}),
-    "finite_difference": dict(utility={"estimator": "finite_difference", "epsilon": 1e-2}),
-    "jvp": dict(),
+    "sft": Variant(SFT),
+    "finite difference": Variant(FINITE_DIFFERENCE),
+    "jvp": Variant(JVP),
+    "sft, lora": Variant(SFT, lora=True),
+    "jvp, lora": Variant(JVP, lora=True),
+    "sft, checkpointed": Variant(SFT, checkpointing=True),
+    "finite difference, checkpointed": Variant(FINITE_DIFFERENCE, checkpointing=True),
+    "jvp, checkpointed": Variant(JVP, checkpointing=True),
+    "sft, lora, checkpointed": Variant(SFT, lora=True, checkpointing=True),
+    "jvp, lora, checkpointed": Variant(JVP, lora=True, checkpointing=True),
 }
+BOUNDS = {
+    ("sft", "bare"): 1.05,
+    ("finite difference", "sft"): 1.45,
+    ("jvp", "sft"): 1.85,
+    ("jvp, lora", "sft, lora"): 1.65,
+    ("finite difference, checkpointed", "sft, checkpointed"): 1.40,
+    ("jvp, checkpointed", "sft, checkpointed"): 1.65,
+    ("jvp, lora, checkpointed", "sft, lora, checkpointed"): 1.50,
+}
+"""Largest median of the ratio of a step's time to another's."""
 
 
 def sequences(num: int, seed: int) -> list[TokenizedSequence]:
@@ -88,9 +118,11 @@ class BareLoop:
 
 
 class OurLoop:
-    def __init__(self, sections: dict, batches_per_pass: int = 1):
-        self.recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"}, **sections)
-        model = tiny.token_loss_model(tied=True, **MODEL)
+    def __init__(self, variant: Variant, batches_per_pass: int = 1):
+        self.recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"}, **variant.sections)
+        model = tiny.token_loss_model(
+            tied=True, dtype=torch.bfloat16, lora=variant.lora, checkpointing=variant.checkpointing, **MODEL
+        )
         optimizer = build_optimizer(model, self.recipe.optimizer)
         self.engine = Engine(model, optimizer, deepspeed_config(), coalesce_gradient_reduction=True)
         self.estimator = step_runs.make_estimator(self.recipe, self.engine, batches_per_pass)
@@ -100,9 +132,11 @@ class OurLoop:
         return step_runs.train_step(self.engine, self.recipe, batches, self.estimator).values
 
 
-def measure(num_rounds: int, batches_per_utility_pass: int) -> dict:
-    ours = {name: OurLoop(sections, batches_per_utility_pass) for name, sections in VARIANTS.items()}
-    loops = {"bare": BareLoop(), **ours}
+def measure(num_rounds: int, batches_per_utility_pass: int, names: list[str]) -> dict:
+    made: dict[str, Any] = {
+        name: BareLoop() if name == "bare" else OurLoop(VARIANTS[name], batches_per_utility_pass) for name in names
+    }
+    loops = dict(made)
     num_parameters = sum(p.ds_numel for p in loops["bare"].engine.module.parameters())
     seconds = {name: [] for name in loops}
     parts = {name: [] for name in VARIANTS}
