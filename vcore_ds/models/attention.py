@@ -33,7 +33,7 @@ FORWARD_MODE_ATTENTION = "vcore_forward_mode"
 """Name under which Hugging Face models find `forward_mode_attention`."""
 
 FUSED_ATTENTION = "vcore_fused"
-"""Name under which they find `fused_attention`."""
+"""Name under which they find `vcore_ds.models.fused_attention.fused_attention`."""
 
 OUR_ATTENTION = (TRAINING_ATTENTION, FORWARD_MODE_ATTENTION, FUSED_ATTENTION)
 """Those that know the layout of the rows."""
@@ -107,9 +107,9 @@ def training_attention(
         UserError: the model caps its scores, uses attention sinks or a mask of its own, or does not hand the layout
             through.
     """
-    layout = _check(module, attention_mask, row_layout, softcap, s_aux)
+    layout = check_call(module, attention_mask, row_layout, softcap, s_aux)
     value_dim = value.shape[-1]
-    query, key, value = to_heads([query, key, _as_wide(value, key)], layout.sequence_parallel)
+    query, key, value = to_heads([query, key, as_wide(value, key)], layout.sequence_parallel)
     output = causal_attention(query, key, value, layout, scaling, sliding_window)[..., :value_dim]
     (output,) = to_tokens([output], layout.sequence_parallel)
     return output.transpose(1, 2).contiguous(), None
@@ -130,53 +130,18 @@ def forward_mode_attention(
 ) -> tuple[Tensor, None]:
     """The same around attention with tangents, for passes without a gradient; inputs may be dual tensors, and the
     output is one where an input is."""
-    layout = _check(module, attention_mask, row_layout, softcap, s_aux)
+    layout = check_call(module, attention_mask, row_layout, softcap, s_aux)
     k, value_dim = layout.sequence_parallel, value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    primals, tangents = zip(*(forward_ad.unpack_dual(x) for x in (query, key, _as_wide(value, key))), strict=True)
+    primals, tangents = zip(*(forward_ad.unpack_dual(x) for x in (query, key, as_wide(value, key))), strict=True)
     # Values and the tangents that there are travel together, so one exchange serves both.
     exchanged = iter(to_heads([x for x in (*primals, *tangents) if x is not None], k))
     primals = [next(exchanged) for _ in primals]
     tangents = [None if tangent is None else next(exchanged) for tangent in tangents]
-    output, d_output = _attend_with_tangents(primals, tangents, layout, scale, sliding_window)
+    output, d_output = attend_with_tangents(primals, tangents, layout, scale, sliding_window)
     found = to_tokens([x[..., :value_dim] for x in (output, d_output) if x is not None], k)
     found = [x.transpose(1, 2).contiguous() for x in found]
     return found[0] if d_output is None else forward_ad.make_dual(*found), None
-
-
-def fused_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    row_layout: RowLayout | None = None,
-    **options: object,
-) -> tuple[Tensor, None]:
-    """Both: the output of `training_attention` with its graph, and beside it a tangent without one. Where gradients are
-    disabled, as within an activation checkpoint, it is `forward_mode_attention`."""
-    inputs = (query, key, value, attention_mask, scaling, sliding_window)
-    primals, tangents = zip(*(forward_ad.unpack_dual(x) for x in (query, key, value)), strict=True)
-    if not torch.is_grad_enabled():
-        return forward_mode_attention(module, *inputs, row_layout=row_layout, **options)
-    if all(tangent is None for tangent in tangents):
-        return training_attention(module, *inputs, row_layout=row_layout, **options)
-    layout = _check(module, attention_mask, row_layout, options.get("softcap"), options.get("s_aux"))
-    k, value_dim = layout.sequence_parallel, value.shape[-1]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    primals = to_heads([*primals[:2], _as_wide(primals[2], primals[1])], k)
-    output = causal_attention(*primals, layout, scale, sliding_window)[..., :value_dim]
-    (output,) = to_tokens([output], k)
-    with torch.no_grad():
-        d_value = None if tangents[2] is None else _as_wide(tangents[2], primals[1])
-        exchanged = iter(to_heads([x for x in (*tangents[:2], d_value) if x is not None], k))
-        tangents = [None if tangent is None else next(exchanged) for tangent in tangents]
-        _, d_output = _attend_with_tangents([x.detach() for x in primals], tangents, layout, scale, sliding_window)
-        (d_output,) = to_tokens([d_output[..., :value_dim]], k)
-        d_output = d_output.transpose(1, 2).contiguous()
-    return forward_ad.make_dual(output.transpose(1, 2).contiguous(), d_output), None
 
 
 def causal_attention(
@@ -224,7 +189,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, slid
     return torch.cat(outputs, 2)
 
 
-def _attend_with_tangents(
+def attend_with_tangents(
     primals: Sequence[Tensor],
     tangents: Sequence[Tensor | None],
     layout: RowLayout,
@@ -271,14 +236,14 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _as_wide(value: Tensor, key: Tensor) -> Tensor:
+def as_wide(value: Tensor, key: Tensor) -> Tensor:
     """Values with as many dimensions as keys, filled up with zeros: latent attention (DeepSeek) has fewer. So all three
     travel together, and the flash kernel takes them."""
     missing = key.shape[-1] - value.shape[-1]
     return nn.functional.pad(value, (0, missing)) if missing else value
 
 
-def _check(
+def check_call(
     module: nn.Module,
     attention_mask: Tensor | None,
     row_layout: RowLayout | None,
@@ -305,4 +270,3 @@ def _check(
 # so Hugging Face makes no mask, and does not look at positions for packed rows, which would wait for the device.
 AttentionInterface.register(TRAINING_ATTENTION, training_attention)
 AttentionInterface.register(FORWARD_MODE_ATTENTION, forward_mode_attention)
-AttentionInterface.register(FUSED_ATTENTION, fused_attention)

@@ -110,16 +110,16 @@ def _dual_linear(layer: nn.Linear, x: Tensor, addend: Tensor | None = None, scal
     addend, d_addend = (None, None) if addend is None else forward_ad.unpack_dual(addend)
     out = linear_sum(x, weight, bias, addend, scaling)
     with torch.no_grad():
-        terms = []
+        d_out = None
         if d_x is not None:
-            terms.append(linear_sum(d_x, weight, None, d_addend, scaling))
+            d_out = linear_sum(d_x, weight, None, d_addend, scaling)
         elif d_addend is not None:
-            terms.append(scaling * d_addend)
+            d_out = scaling * d_addend
         if d_weight is not None:
-            terms.append(nn.functional.linear(x, d_weight))
+            # Added inside the product: one tensor less, and one rounding.
+            d_out = linear_sum(x, d_weight, None, d_out, 1.0)
         if d_bias is not None:
-            terms.append(d_bias.expand(*x.shape[:-1], -1))
-        d_out = sum(terms[1:], terms[0]) if terms else None
+            d_out = d_bias.expand_as(out) if d_out is None else d_out + d_bias
     return out if d_out is None else forward_ad.make_dual(out, d_out)
 
 
