@@ -43,15 +43,18 @@ def forward_mode_with_graph(engine: Engine, direction: Direction) -> Iterator[No
             layer._gradient_checkpointing_func = checkpoint
 
 
-_LINEAR = frozenset(
-    "_make_dual _unpack_dual __get__ __getitem__ __rsub__ add cat chunk contiguous expand flatten float mean narrow neg "
-    "permute repeat_interleave requires_grad_ reshape select split squeeze stack sub sum swapaxes to transpose "
-    "unflatten unsqueeze view view_as".split()
+_LEFT_ALONE = frozenset(
+    # Linear: the tangent is the same function of the tangents, and no input is kept for the backward, so that PyTorch's
+    # own rule records nothing of it. A linear function that does not stand here costs time and nothing else.
+    "__getitem__ __rsub__ add cat chunk contiguous expand flatten float mean narrow neg permute repeat_interleave "
+    "reshape select split squeeze stack sub sum swapaxes to transpose unflatten unsqueeze view view_as "
+    # About the tensor itself.
+    "__get__ _make_dual _unpack_dual backward register_hook requires_grad_ retain_grad".split()
 )
-"""Functions whose tangent is that function of the tangents alone, and which keep no input for the backward: PyTorch's
-own rule for them records nothing. Any other function may stand here or not; the result is the same."""
+"""Functions for which PyTorch's forward mode does what is wanted."""
 
-_OF_THE_TENSOR_ITSELF = frozenset(("backward", "register_hook", "retain_grad"))
+
+Function = Callable[..., Any]
 
 
 class TangentsBesideGraph(TorchFunctionMode):
@@ -61,28 +64,34 @@ class TangentsBesideGraph(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, function: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if name in _LINEAR or name in _OF_THE_TENSOR_ITSELF or not torch.is_grad_enabled() or _writes(name, kwargs):
+        is_differentiated = torch.is_grad_enabled() and not _is_below_autograd()
+        if name in _LEFT_ALONE or not is_differentiated or _writes(name, kwargs):
             return function(*args, **kwargs)
         parts = _Parts()
-        values, named_values = parts.take(args), {key: parts.take_one(x) for key, x in kwargs.items()}
+        values, named_values = parts.take(args), {key: parts.take(x) for key, x in kwargs.items()}
         value = function(*values, **named_values)
-        if not parts.has_tangent or not isinstance(value, (Tensor, list, tuple)):
+        if not parts.has_tangent or not isinstance(value, Tensor | list | tuple):
             return value
         with torch.no_grad():
             if name == "mul" and not kwargs:
-                tangent = _product_rule(*(forward_ad.unpack_dual(x) if isinstance(x, Tensor) else (x, None) for x in args))
+                tangent = _product_rule(*(parts.of(x) for x in args))
             else:
-                duals = [parts.detached(x) for x in args]
-                tangent = _tangent(function(*duals, **{key: parts.detached(x) for key, x in kwargs.items()}))
+                tangent = _tangent(function(*parts.detached(args), **{k: parts.detached(x) for k, x in kwargs.items()}))
         return _with_tangent(value, tangent)
 
 
+def _is_below_autograd() -> bool:
+    """Whether autograd has done its part already: a mode that counts operations runs there, on plain tensors."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+
+
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    return name == "__setitem__" or name == "__set__" or "out" in kwargs or (name.endswith("_") and name[-2:] != "__")
+    """Whether a function of that name writes into an argument."""
+    return "out" in kwargs or name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
 
 
 class _Parts:
@@ -92,43 +101,48 @@ class _Parts:
         self.has_tangent = False
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def take(self, arguments: Sequence[Any]) -> list[Any]:
-        return [self.take_one(x) for x in arguments]
+    def take(self, x: Any) -> Any:
+        """The values, with their graph."""
+        if type(x) in (list, tuple):
+            return type(x)(map(self.take, x))
+        value, tangent = forward_ad.unpack_dual(x) if isinstance(x, Tensor) else (x, None)
+        if tangent is None:
+            return x
+        self.has_tangent = True
+        self._parts[id(x)] = value, tangent
+        return value
 
-    def take_one(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            value, tangent = forward_ad.unpack_dual(x)
-            if tangent is None:
-                return x
-            self.has_tangent = True
-            self._parts[id(x)] = value, tangent
-            return value
-        return type(x)(self.take(x)) if type(x) in (list, tuple) else x
+    def of(self, x: Any) -> tuple[Any, Tensor | None]:
+        return self._parts.get(id(x), (x, None))
 
     def detached(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            part = self._parts.get(id(x))
-            return x.detach() if part is None else forward_ad.make_dual(part[0].detach(), part[1])
-        return type(x)(map(self.detached, x)) if type(x) in (list, tuple) else x
+        """The dual numbers, without a graph."""
+        if type(x) in (list, tuple):
+            return type(x)(map(self.detached, x))
+        value, tangent = self.of(x)
+        if tangent is not None:
+            return forward_ad.make_dual(value.detach(), tangent)
+        return x.detach() if isinstance(x, Tensor) else x
 
 
-def _product_rule(left: tuple[Any, Tensor | None], right: tuple[Any, Tensor | None]) -> Tensor | None:
+def _product_rule(left: tuple[Any, Tensor | None], right: tuple[Any, Tensor | None]) -> Tensor:
+    """The value is there already, and PyTorch would compute it again."""
     (x, d_x), (y, d_y) = left, right
     if d_x is None:
-        return None if d_y is None else x * d_y
-    return d_x * y if d_y is None else d_x * y + x * d_y
+        return x * d_y
+    return d_x * y if d_y is None else (d_x * y).add_(x * d_y)
 
 
 def _tangent(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        return forward_ad.unpack_dual(result).tangent
-    return [_tangent(x) for x in result] if isinstance(result, (list, tuple)) else None
+    if isinstance(result, list | tuple):
+        return [_tangent(x) for x in result]
+    return forward_ad.unpack_dual(result).tangent if isinstance(result, Tensor) else None
 
 
 def _with_tangent(value: Any, tangent: Any) -> Any:
     if isinstance(value, Tensor):
         return value if tangent is None else forward_ad.make_dual(value, tangent)
-    if isinstance(value, (list, tuple)):
-        parts = [_with_tangent(x, d_x) for x, d_x in zip(value, tangent, strict=True)]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
+    if not isinstance(value, list | tuple):
+        return value
+    parts = [_with_tangent(x, d_x) for x, d_x in zip(value, tangent, strict=True)]
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
