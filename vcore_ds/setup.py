@@ -87,7 +87,8 @@ def build_estimator(recipe: Recipe, engine: Engine, *, batches_per_pass: int = 1
         return NoUtilities(engine)
     direction = Direction(engine)
     if recipe.utility.estimator == "jvp":
-        return ForwardMode(engine, direction, batches_per_pass, fused=recipe.utility.fused and why_not_fused(engine) is None)
+        is_fused = recipe.utility.fused is not False and why_not_fused(engine) is None
+        return ForwardMode(engine, direction, batches_per_pass, fused=is_fused)
     assert recipe.utility.epsilon is not None  # the recipe's rules
     return FiniteDifference(
         engine, direction, batches_per_pass, epsilon=recipe.utility.epsilon, rounding=recipe.utility.rounding
@@ -148,7 +149,7 @@ def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None)
         f"Method: vcore, {strength}, alpha {recipe.method.alpha}, utilities by {recipe.utility.estimator}{epsilon} "
         f"along the {recipe.probe.direction} direction, which keeps {direction.persistent_bytes / 2**20:.1f} MiB a rank"
     )
-    if recipe.utility.estimator == "jvp" and recipe.utility.fused:
+    if recipe.utility.estimator == "jvp" and recipe.utility.fused is not False:
         why_not = why_not_fused(engine)
         lines.append(
             "Utilities come from the main forward itself"

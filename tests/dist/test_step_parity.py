@@ -10,23 +10,23 @@ pytestmark = pytest.mark.dist
 
 # A difference of two fp32 losses carries rounding of 1e-7 / epsilon by its nature: compared where that is small. How
 # it converges to the derivative as epsilon falls is tested in fp64 (tests/unit/test_estimators.py).
-FUSED = {"utility": {"fused": True}}
+SEPARATE = {"utility": {"fused": False}}
 FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 5.0}}
 CASES = {
     "full": Case(),
-    "full, tied": Case(tied=True, persistence_threshold=100_000),
-    "full, fused": Case(checkpointing=True, coalesce=True, sections=FUSED),
-    "full, checkpointed": Case(checkpointing=True, coalesce=True),
+    "full, tied, separate passes": Case(tied=True, persistence_threshold=100_000, sections=SEPARATE),
+    "full, tied, checkpointed": Case(tied=True, checkpointing=True, coalesce=True),
+    "full, checkpointed, separate passes": Case(checkpointing=True, coalesce=True, sections=SEPARATE),
     "full, tied, checkpointed, merged passes": Case(
-        tied=True, checkpointing=True, batches_per_utility_pass=2
+        tied=True, checkpointing=True, batches_per_utility_pass=2, sections=SEPARATE
     ),
     "lora": Case(lora=True, coalesce=True),
-    "lora, tied, fused": Case(
-        lora=True, tied=True, checkpointing=True, persistence_threshold=100_000, sections=FUSED
-    ),
     "lora, tied, checkpointed": Case(lora=True, tied=True, checkpointing=True, persistence_threshold=100_000),
+    "lora, tied, checkpointed, separate passes": Case(
+        lora=True, tied=True, checkpointing=True, persistence_threshold=100_000, sections=SEPARATE
+    ),
     "lora, checkpointed, merged passes": Case(
-        lora=True, checkpointing=True, batches_per_utility_pass=2
+        lora=True, checkpointing=True, batches_per_utility_pass=2, sections=SEPARATE
     ),
     "finite difference": Case(sections=FINITE_DIFFERENCE),
     "finite difference, lora, checkpointed": Case(lora=True, checkpointing=True, sections=FINITE_DIFFERENCE),

@@ -139,7 +139,7 @@ class _TokenLoss(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(hidden.dtype)
-            if lacks_hidden:
+            if lacks_hidden and d_hidden is not None:
                 d_hidden[block] = d_logits @ weight
             if d_weight is not None:
                 d_weight += d_logits.t() @ hidden[block]

@@ -5,6 +5,7 @@ from vcore_ds.models.block_attention import block_attention
 from vcore_ds.models.causal_lm import TokenLossHead, TokenLossModel
 from vcore_ds.models.configuration import check_forward_mode, model_shape, read_config, vocabulary_size
 from vcore_ds.models.dropout import TokenDropout, token_keys
+from vcore_ds.models.dual_numbers import make_dual
 from vcore_ds.models.folder_check import check_model_folder
 from vcore_ds.models.fused_attention import fused_attention
 from vcore_ds.models.loading import load_causal_lm
@@ -29,6 +30,7 @@ __all__ = [
     "gather_losses",
     "linear_sum",
     "load_causal_lm",
+    "make_dual",
     "model_shape",
     "own_columns",
     "read_config",

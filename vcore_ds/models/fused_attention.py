@@ -19,6 +19,7 @@ from vcore_ds.models.attention import (
     training_attention,
 )
 from vcore_ds.models.block_attention import block_attention
+from vcore_ds.models.dual_numbers import make_dual
 from vcore_ds.models.sequence_exchange import to_heads, to_tokens
 
 
@@ -61,7 +62,7 @@ def fused_attention(
     with torch.no_grad():
         (d_output,) = to_tokens([d_output[..., :value_dim]], k)
         d_output = d_output.transpose(1, 2).contiguous()
-    return forward_ad.make_dual(output.transpose(1, 2).contiguous(), d_output), None
+    return make_dual(output.transpose(1, 2).contiguous(), d_output), None
 
 
 def _blocks_serve(query: Tensor, layout: RowLayout, sliding_window: int | None) -> bool:

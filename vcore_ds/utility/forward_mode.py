@@ -20,7 +20,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine
-from vcore_ds.models import FORWARD_MODE_ATTENTION, BaseLinear, linear_sum
+from vcore_ds.models import FORWARD_MODE_ATTENTION, BaseLinear, linear_sum, make_dual
 from vcore_ds.utility.direction import Direction
 
 
@@ -120,7 +120,7 @@ def _dual_linear(layer: nn.Linear, x: Tensor, addend: Tensor | None = None, scal
             d_out = linear_sum(x, d_weight, None, d_out, 1.0)
         if d_bias is not None:
             d_out = d_bias.expand_as(out) if d_out is None else d_out + d_bias
-    return out if d_out is None else forward_ad.make_dual(out, d_out)
+    return out if d_out is None else make_dual(out, d_out)
 
 
 class _TangentGatherer:
@@ -194,7 +194,7 @@ class _TangentGatherer:
                 continue
             has_graph = self._with_graph and torch.is_grad_enabled()
             value = parameter if has_graph else parameter.data.to(self._precision or parameter.dtype)
-            module.__dict__[name] = value if tangent is None else forward_ad.make_dual(value, tangent.to(value.dtype))
+            module.__dict__[name] = value if tangent is None else make_dual(value, tangent.to(value.dtype))
 
     def _put_back(self, module: nn.Module, *_: object) -> None:
         for name in module._parameters:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vcore_ds.engine import Engine
-from vcore_ds.models import FUSED_ATTENTION
+from vcore_ds.models import FUSED_ATTENTION, make_dual
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.dual_checkpoint import checkpoint_with_tangent
 from vcore_ds.utility.forward_mode import dual_parameters
@@ -44,15 +44,16 @@ def forward_mode_with_graph(engine: Engine, direction: Direction) -> Iterator[No
 
 
 _LEFT_ALONE = frozenset(
-    # Linear: the tangent is the same function of the tangents, and no input is kept for the backward, so that PyTorch's
-    # own rule records nothing of it. A linear function that does not stand here costs time and nothing else.
-    "__getitem__ __rsub__ add cat chunk contiguous expand flatten float mean narrow neg permute repeat_interleave "
-    "reshape select split squeeze stack sub sum swapaxes to transpose unflatten unsqueeze view view_as "
-    # About the tensor itself.
-    "__get__ _make_dual _unpack_dual backward register_hook requires_grad_ retain_grad".split()
+    "__get__ _make_dual _unpack_dual backward expand permute register_hook requires_grad_ retain_grad select squeeze "
+    "transpose unsqueeze view view_as".split()
 )
-"""Functions for which PyTorch's forward mode does what is wanted."""
+"""Functions about the tensor itself, and views: PyTorch's forward mode does what is wanted."""
 
+_LINEAR = frozenset(
+    "__getitem__ add cat chunk contiguous flatten float mean neg repeat_interleave reshape split stack sub sum to "
+    "unflatten".split()
+)
+"""Functions whose tangent is the same function of the tangents, where all that they add up has one."""
 
 Function = Callable[..., Any]
 
@@ -68,17 +69,21 @@ class TangentsBesideGraph(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        is_differentiated = torch.is_grad_enabled() and not _is_below_autograd()
-        if name in _LEFT_ALONE or not is_differentiated or _writes(name, kwargs):
+        is_product = name == "mul" and not kwargs
+        if name in _LEFT_ALONE or _is_below_autograd() or _writes(name, kwargs):
+            return function(*args, **kwargs)
+        if not torch.is_grad_enabled() and not is_product:
             return function(*args, **kwargs)
         parts = _Parts()
         values, named_values = parts.take(args), {key: parts.take(x) for key, x in kwargs.items()}
         value = function(*values, **named_values)
-        if not parts.has_tangent or not isinstance(value, Tensor | list | tuple):
+        if parts.num_duals == 0 or not isinstance(value, Tensor | list | tuple):
             return value
         with torch.no_grad():
-            if name == "mul" and not kwargs:
+            if is_product:
                 tangent = _product_rule(*(parts.of(x) for x in args))
+            elif name in _LINEAR and parts.num_constants == 0 and (name not in ("add", "sub") or parts.num_duals == 2):
+                tangent = function(*parts.tangents(args), **{key: parts.tangents(x) for key, x in kwargs.items()})
             else:
                 tangent = _tangent(function(*parts.detached(args), **{k: parts.detached(x) for k, x in kwargs.items()}))
         return _with_tangent(value, tangent)
@@ -98,7 +103,7 @@ class _Parts:
     """Arguments of a function taken apart into values and tangents."""
 
     def __init__(self) -> None:
-        self.has_tangent = False
+        self.num_duals = self.num_constants = 0
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def take(self, x: Any) -> Any:
@@ -107,13 +112,19 @@ class _Parts:
             return type(x)(map(self.take, x))
         value, tangent = forward_ad.unpack_dual(x) if isinstance(x, Tensor) else (x, None)
         if tangent is None:
+            self.num_constants += isinstance(x, Tensor) and x.is_floating_point()
             return x
-        self.has_tangent = True
+        self.num_duals += 1
         self._parts[id(x)] = value, tangent
         return value
 
     def of(self, x: Any) -> tuple[Any, Tensor | None]:
         return self._parts.get(id(x), (x, None))
+
+    def tangents(self, x: Any) -> Any:
+        if type(x) in (list, tuple):
+            return type(x)(map(self.tangents, x))
+        return self._parts[id(x)][1] if id(x) in self._parts else x
 
     def detached(self, x: Any) -> Any:
         """The dual numbers, without a graph."""
@@ -130,7 +141,7 @@ def _product_rule(left: tuple[Any, Tensor | None], right: tuple[Any, Tensor | No
     (x, d_x), (y, d_y) = left, right
     if d_x is None:
         return x * d_y
-    return d_x * y if d_y is None else (d_x * y).add_(x * d_y)
+    return d_x * y if d_y is None else (d_x * y).addcmul_(x, d_y)
 
 
 def _tangent(result: Any) -> Any:
@@ -141,7 +152,7 @@ def _tangent(result: Any) -> Any:
 
 def _with_tangent(value: Any, tangent: Any) -> Any:
     if isinstance(value, Tensor):
-        return value if tangent is None else forward_ad.make_dual(value, tangent)
+        return value if tangent is None else make_dual(value, tangent)
     if not isinstance(value, list | tuple):
         return value
     parts = [_with_tangent(x, d_x) for x, d_x in zip(value, tangent, strict=True)]
