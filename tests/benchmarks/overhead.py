@@ -181,7 +181,7 @@ def main() -> None:
     seconds = measured["seconds"]
     for name, times in seconds.items():
         of_parts = measured["parts"][name] or [{}]
-        medians = {key.removeprefix("seconds_"): statistics.median(step[key] for step in of_parts) for key in of_parts[0]}
+        medians = {key: statistics.median(step[key] for step in of_parts) for key in of_parts[0]}
         print(f"{name:32} {statistics.median(times):6.2f} s a step", *(f"{k} {v:.2f}" for k, v in medians.items()))
     ratios = {
         f"{above} / {below}": ratio(seconds[above], seconds[below]) | {"bound": bound}

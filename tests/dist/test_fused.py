@@ -11,6 +11,7 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.allocations import Allocations
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data import StepBatches
+from vcore_ds.distributed import layout
 from vcore_ds.setup import build_estimator
 from vcore_ds.step import take_direction
 from vcore_ds.utility import NoUtilities, why_not_fused
@@ -75,6 +76,7 @@ def main_pass(case: Pass, fused: bool) -> dict[str, Any]:
 
 
 def run_all() -> dict[str, dict[bool, dict[str, Any]]]:
+    layout.make_sequence_groups([1, 2], 1)
     return {name: {fused: main_pass(case, fused) for fused in (True, False)} for name, case in PASSES.items()}
 
 
@@ -119,7 +121,7 @@ def test_other_attention_and_dropout_take_a_pass_of_their_own() -> None:
 def peak_bytes(lora: bool, checkpointing: bool) -> dict[str, int]:
     """The most that a main pass allocates, without utilities and with them."""
     recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"})
-    sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=8, head_dim=16)
+    sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=16, head_dim=16)
     model = tiny.token_loss_model(lora=lora, checkpointing=checkpointing, dtype=torch.bfloat16, **sizes)
     engine = step_runs.make_engine(model, recipe)
     estimator, plain = build_estimator(recipe, engine), NoUtilities(engine)
@@ -141,7 +143,7 @@ def peaks() -> dict[tuple[bool, bool], dict[str, int]]:
 
 
 def test_memory_stays_within_five_percent_of_the_main_pass() -> None:
-    """Where activations weigh more than a layer's parameters: 1,024 tokens, 62 thousand parameters a layer."""
+    """Where activations weigh more than a layer's parameters: 16 layers, 1,024 tokens, 62 thousand parameters a layer."""
     for case, found in run_ranks(peaks, 2)[0].items():
         print(case, found, found["fused"] / found["plain"])
         assert found["fused"] <= 1.05 * found["plain"]
