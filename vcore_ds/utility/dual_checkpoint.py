@@ -37,7 +37,8 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, layer: Layer) -> Tensor:
-        ctx.save_for_backward(x)
+        # A view of a dual number would keep its tangent until the dual level ends.
+        ctx.save_for_backward(x.data)
         ctx.layer = layer
         return y.view_as(y)
 
