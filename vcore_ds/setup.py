@@ -23,7 +23,8 @@ from vcore_ds.models import (
 )
 from vcore_ds.planning import CPU, H100, ParameterCounts
 from vcore_ds.random_streams import Stream, torch_seed
-from vcore_ds.utility import Direction, Estimator, FiniteDifference, ForwardMode, NoUtilities, can_fuse
+from vcore_ds.utility import Direction, Estimator, FiniteDifference, ForwardMode, NoUtilities, why_not_fused
+from vcore_ds.weighting import has_batch_scope
 
 MEASURE_NOISE_EVERY = 100
 """Optimizer steps between two measurements of a finite difference's noise (and searches for `epsilon: auto`)."""
@@ -116,11 +117,19 @@ def build_estimator(recipe: Recipe, engine: Engine, *, batches_per_pass: int = 1
         return NoUtilities(engine)
     direction = Direction(engine)
     if recipe.utility.estimator == "jvp":
-        return ForwardMode(engine, direction, batches_per_pass, fused=recipe.utility.fused and can_fuse(engine))
+        is_fused = recipe.utility.fused is not False and why_separate(recipe, engine) is None
+        return ForwardMode(engine, direction, batches_per_pass, fused=is_fused)
     assert recipe.utility.epsilon is not None  # the recipe's rules
     return FiniteDifference(
         engine, direction, batches_per_pass, epsilon=recipe.utility.epsilon, rounding=recipe.utility.rounding
     )
+
+
+def why_separate(recipe: Recipe, engine: Engine) -> str | None:
+    """Why the utilities of `jvp` take a forward of their own; None where the main forward can give them."""
+    if has_batch_scope(recipe.method):
+        return "the weights of whole sequences need all utilities before the first backward"
+    return why_not_fused(engine)
 
 
 def count_steps(recipe: Recipe, num_sequences: int) -> int:
@@ -199,11 +208,13 @@ def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None)
         f"Method: vcore, {strength}, alpha {recipe.method.alpha}, utilities by {recipe.utility.estimator}{epsilon} "
         f"along {describe_direction(recipe)}, which keeps {direction.persistent_bytes / 2**20:.1f} MiB a rank"
     )
-    if recipe.utility.estimator == "jvp" and can_fuse(engine) and recipe.utility.fused:
-        lines.append("Utilities come from the main forward itself")
-    elif recipe.utility.estimator == "jvp" and recipe.utility.fused:
-        why = "dropout is on" if engine.has_dropout else "model.gradient_checkpointing is off"
-        lines.append(f"Utilities take a forward of their own, since {why}")
+    if recipe.utility.estimator == "jvp" and recipe.utility.fused is not False:
+        why_not = why_separate(recipe, engine)
+        lines.append(
+            "Utilities come from the main forward itself"
+            if why_not is None
+            else f"Utilities take a forward of their own, since {why_not}"
+        )
     if recipe.utility.estimator == "finite_difference" and engine.has_dropout:
         lines.append(
             "LoRA dropout is on, so the training forward cannot serve as l(theta): "

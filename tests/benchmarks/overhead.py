@@ -1,10 +1,10 @@
 """What a VCORE step costs over an SFT step, and an SFT step over a bare DeepSpeed loop.
 
-    python -m tests.benchmarks.overhead [--rounds 7] [--output FILE.json]
+    python -m tests.benchmarks.overhead [--rounds 7] [--only NAME ...] [--output FILE.json]
 
-Four engines in the same two processes take turns, step by step over the same batches, so that the machine's moods
-meet all of them: the numbers to quote are the ratios, taken round by round. |B| = 32, |B'| = 4, a Qwen3 of 16.9M
-parameters, bf16.
+All engines in the same two processes take turns, step by step over the same batches, so that the machine's moods meet
+all of them: the numbers to quote are the ratios, taken round by round. |B| = 32, |B'| = 4, a Qwen3 of 16.9M parameters,
+bf16.
 
 The bare loop is `deepspeed.initialize` around the Hugging Face model, tuned as well as ours: the same ZeRO-3
 buckets, the same fused AdamW, one gradient reduction per step, the loss over the supervised tokens of the whole batch.
@@ -14,6 +14,8 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import dataclass
+from typing import Any
 
 import deepspeed
 import torch
@@ -21,21 +23,49 @@ from torch.nn.functional import cross_entropy
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data import Batch, StepBatches, TokenizedSequence, collate
+from vcore_ds.data import Batch, StepBatches, TokenizedSequence, collate, pack
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine, build_optimizer
-from vcore_ds.planning import split_batch
+from vcore_ds.planning import pack_batch, split_batch
 
 MODEL = dict(
     vocab_size=8192, hidden_size=384, intermediate_size=1152, num_hidden_layers=8, num_attention_heads=6, head_dim=64
 )
 NUM_MAIN, NUM_PROBE, MICRO_BATCH_SIZE = 32, 4, 4
 BUCKET_NUMEL = 50_000_000
+
+
+@dataclass(frozen=True)
+class Variant:
+    sections: dict[str, Any]
+    lora: bool = False
+    checkpointing: bool = False
+
+
+SFT, JVP = {"method": {"name": "sft"}}, {"utility": {"fused": True}}
+FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 1e-2}}
 VARIANTS = {
-    "sft": dict(method={"name": "sft"}),
-    "finite_difference": dict(utility={"estimator": "finite_difference", "epsilon": 1e-2}),
-    "jvp": dict(),
+    "sft": Variant(SFT),
+    "finite difference": Variant(FINITE_DIFFERENCE),
+    "jvp": Variant(JVP),
+    "sft, lora": Variant(SFT, lora=True),
+    "jvp, lora": Variant(JVP, lora=True),
+    "sft, checkpointed": Variant(SFT, checkpointing=True),
+    "finite difference, checkpointed": Variant(FINITE_DIFFERENCE, checkpointing=True),
+    "jvp, checkpointed": Variant(JVP, checkpointing=True),
+    "sft, lora, checkpointed": Variant(SFT, lora=True, checkpointing=True),
+    "jvp, lora, checkpointed": Variant(JVP, lora=True, checkpointing=True),
 }
+BOUNDS = {
+    ("sft", "bare"): 1.05,
+    ("finite difference", "sft"): 1.45,
+    ("jvp", "sft"): 1.85,
+    ("jvp, lora", "sft, lora"): 1.65,
+    ("finite difference, checkpointed", "sft, checkpointed"): 1.40,
+    ("jvp, checkpointed", "sft, checkpointed"): 1.65,
+    ("jvp, lora, checkpointed", "sft, lora, checkpointed"): 1.50,
+}
+"""Largest median of the ratio of a step's time to another's."""
 
 
 def sequences(num: int, seed: int) -> list[TokenizedSequence]:
@@ -59,6 +89,17 @@ def own_batches(num: int, seed: int, micro_batch_size: int) -> list[Batch]:
         micro_batch_size=micro_batch_size,
     )
     return [collate([made[i] for i in ranks[layout.rank("shards")]], 0) for ranks in split]
+
+
+def own_probe(seed: int) -> list[Batch]:
+    """One row of each rank's sequences, packed as the recipes pack: a few sequences drawn at random would be half
+    padding in a row each, and the ranks would wait for the longest in every micro-step."""
+    made = sequences(NUM_PROBE, seed)
+    lengths = [len(sequence) for sequence in made]
+    micro_steps = pack_batch(
+        range(NUM_PROBE), lengths, num_groups=layout.size("shards"), row_tokens=sum(lengths), work=float
+    )
+    return [pack([[made[i] for i in groups[layout.rank("shards")]]], 0) for groups in micro_steps]
 
 
 def deepspeed_config() -> dict:
@@ -88,9 +129,11 @@ class BareLoop:
 
 
 class OurLoop:
-    def __init__(self, sections: dict, batches_per_pass: int = 1):
-        self.recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"}, **sections)
-        model = tiny.token_loss_model(tied=True, **MODEL)
+    def __init__(self, variant: Variant, batches_per_pass: int = 1):
+        self.recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"}, **variant.sections)
+        model = tiny.token_loss_model(
+            tied=True, dtype=torch.bfloat16, lora=variant.lora, checkpointing=variant.checkpointing, **MODEL
+        )
         optimizer = build_optimizer(model, self.recipe.optimizer)
         self.engine = Engine(model, optimizer, deepspeed_config(), coalesce_gradient_reduction=True)
         self.estimator = step_runs.make_estimator(self.recipe, self.engine, batches_per_pass)
@@ -100,18 +143,16 @@ class OurLoop:
         return step_runs.train_step(self.engine, self.recipe, batches, self.estimator).values
 
 
-def measure(num_rounds: int, batches_per_utility_pass: int) -> dict:
-    ours = {name: OurLoop(sections, batches_per_utility_pass) for name, sections in VARIANTS.items()}
-    loops = {"bare": BareLoop(), **ours}
-    num_parameters = sum(p.ds_numel for p in loops["bare"].engine.module.parameters())
-    seconds = {name: [] for name in loops}
-    parts = {name: [] for name in VARIANTS}
+def measure(names: list[str], num_rounds: int, batches_per_utility_pass: int) -> dict:
+    loops: dict[str, Any] = {
+        name: BareLoop() if name == "bare" else OurLoop(VARIANTS[name], batches_per_utility_pass) for name in names
+    }
+    seconds, parts = ({name: [] for name in names} for _ in range(2))
     for k in range(num_rounds + 1):
         main = own_batches(NUM_MAIN, k, MICRO_BATCH_SIZE)
-        # One by one: a few sequences drawn at random are half padding when they share a batch.
-        probe = own_batches(NUM_PROBE, 1000 + k, 1)
-        names = list(loops)
-        for name in names[k % 4 :] + names[: k % 4]:
+        probe = own_probe(1000 + k)
+        turn = k % len(names)
+        for name in names[turn:] + names[:turn]:
             torch.distributed.barrier()
             start = time.perf_counter()
             values = loops[name].step(main, probe)
@@ -120,7 +161,7 @@ def measure(num_rounds: int, batches_per_utility_pass: int) -> dict:
                 seconds[name].append(time.perf_counter() - start)
                 if values:
                     parts[name].append({key: values[key] for key in values if key.startswith("seconds_")})
-    return dict(num_parameters=num_parameters, seconds=seconds, parts=parts)
+    return dict(seconds=seconds, parts=parts)
 
 
 def ratio(above: list[float], below: list[float]) -> dict[str, float]:
@@ -130,22 +171,25 @@ def ratio(above: list[float], below: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="counted rounds of the four loops")
+    parser.add_argument("--rounds", type=int, default=7, help="counted rounds of all loops")
+    parser.add_argument("--only", nargs="+", default=["bare", *VARIANTS], help="loops to run, by name")
     parser.add_argument("--batches-per-utility-pass", type=int, default=1, help="micro-batches in a gradient-free pass")
     parser.add_argument("--output", help="write the numbers as JSON")
     arguments = parser.parse_args()
-    measured = run_ranks(measure, 2, arguments.rounds, arguments.batches_per_utility_pass, timeout_seconds=3600)[0]
+    options = arguments.only, arguments.rounds, arguments.batches_per_utility_pass
+    measured = run_ranks(measure, 2, *options, timeout_seconds=3600)[0]
     seconds = measured["seconds"]
-    print(f"{measured['num_parameters']:,} parameters, 2 ranks, {arguments.rounds} rounds")
     for name, times in seconds.items():
-        print(f"  {name:18} median {statistics.median(times):6.2f} s a step")
-        for part in measured["parts"].get(name, [{}])[0]:
-            print(f"      {part:16} {statistics.median(step[part] for step in measured['parts'][name]):6.2f} s")
-    bounds = {"sft / bare": 1.05, "finite_difference / sft": 1.50, "jvp / sft": 2.20}
-    ratios = {pair: ratio(*(seconds[name] for name in pair.split(" / "))) for pair in bounds}
+        of_parts = measured["parts"][name] or [{}]
+        medians = {key: statistics.median(step[key] for step in of_parts) for key in of_parts[0]}
+        print(f"{name:32} {statistics.median(times):6.2f} s a step", *(f"{k} {v:.2f}" for k, v in medians.items()))
+    ratios = {
+        f"{above} / {below}": ratio(seconds[above], seconds[below]) | {"bound": bound}
+        for (above, below), bound in BOUNDS.items()
+        if above in seconds and below in seconds
+    }
     for pair, found in ratios.items():
-        spread = "  ".join(f"{name} {value:.3f}" for name, value in found.items())
-        print(f"{pair:26} {spread}  (bound {bounds[pair]})")
+        print(f"{pair:54}", *(f"{name} {value:.3f}" for name, value in found.items()))
     if arguments.output:
         with open(arguments.output, "w") as file:
             json.dump({**measured, "ratios": ratios}, file, indent=2)

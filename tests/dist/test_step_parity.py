@@ -10,20 +10,26 @@ pytestmark = pytest.mark.dist
 
 # A difference of two fp32 losses carries rounding of 1e-7 / epsilon by its nature: compared where that is small. How
 # it converges to the derivative as epsilon falls is tested in fp64 (tests/unit/test_estimators.py).
-FUSED = {"utility": {"fused": True}}
+SEPARATE = {"utility": {"fused": False}}
 FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 5.0}}
 SGD = {"optimizer": {"learning_rate": step_runs.LEARNING_RATE, "name": "sgd"}}
 BATCH_WIDE = {"kl_budget": 0.05, "scope": "sequence_and_batch", "batch_kl_budget": 0.1}
 CASES = {
     "full": Case(),
-    "full, tied": Case(tied=True, persistence_threshold=100_000),
-    "full, fused": Case(checkpointing=True, coalesce=True, sections=FUSED),
-    "full, checkpointed": Case(checkpointing=True, coalesce=True),
-    "full, tied, checkpointed, merged passes": Case(tied=True, checkpointing=True, batches_per_utility_pass=2),
+    "full, tied, separate passes": Case(tied=True, persistence_threshold=100_000, sections=SEPARATE),
+    "full, tied, checkpointed": Case(tied=True, checkpointing=True, coalesce=True),
+    "full, checkpointed, separate passes": Case(checkpointing=True, coalesce=True, sections=SEPARATE),
+    "full, tied, checkpointed, merged passes": Case(
+        tied=True, checkpointing=True, batches_per_utility_pass=2, sections=SEPARATE
+    ),
     "lora": Case(lora=True, coalesce=True),
-    "lora, tied, fused": Case(lora=True, tied=True, checkpointing=True, persistence_threshold=100_000, sections=FUSED),
     "lora, tied, checkpointed": Case(lora=True, tied=True, checkpointing=True, persistence_threshold=100_000),
-    "lora, checkpointed, merged passes": Case(lora=True, checkpointing=True, batches_per_utility_pass=2),
+    "lora, tied, checkpointed, separate passes": Case(
+        lora=True, tied=True, checkpointing=True, persistence_threshold=100_000, sections=SEPARATE
+    ),
+    "lora, checkpointed, merged passes": Case(
+        lora=True, checkpointing=True, batches_per_utility_pass=2, sections=SEPARATE
+    ),
     "finite difference": Case(sections=FINITE_DIFFERENCE),
     "finite difference, lora, checkpointed": Case(lora=True, checkpointing=True, sections=FINITE_DIFFERENCE),
     "token normalization, fixed temperature": Case(
@@ -71,9 +77,9 @@ CASES = {
         sections={"probe": {"source": "previous_step"}, **FINITE_DIFFERENCE}
     ),
     "base measure dft": Case(sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}}),
-    "base measure dft, fixed temperature, fused": Case(
+    "base measure dft, fixed temperature, checkpointed": Case(
         checkpointing=True,
-        sections={"method": {"temperature": 0.7, "base_measure": "dft", "alpha": "none"}, **FUSED},
+        sections={"method": {"temperature": 0.7, "base_measure": "dft", "alpha": "none"}},
     ),
     "sequences and batch": Case(num_main=7, without_tokens=(2,), sections={"method": BATCH_WIDE}),
     "sequences and batch, token normalization, base measure dft, lora": Case(

@@ -180,7 +180,13 @@ def plan_memory(
     is_vcore, lora = recipe.method.name == "vcore", recipe.lora
     estimator = recipe.utility.estimator if is_vcore else None
     is_checkpointed = recipe.model.gradient_checkpointing
-    is_fused = is_vcore and recipe.utility.fused and is_checkpointed and (lora is None or lora.dropout == 0.0)
+    is_fused = (
+        estimator == "jvp"
+        and recipe.utility.fused is not False
+        and recipe.method.scope == "sequence"
+        and recipe.model.attention == "auto"
+        and (lora is None or lora.dropout == 0.0)
+    )
     settings = MemorySettings(
         num_ranks=plan.num_ranks,
         main_tokens=main_tokens,

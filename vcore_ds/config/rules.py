@@ -60,11 +60,12 @@ def _method_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
             f"{utility.epsilon} together with utility.estimator jvp",
             "null: jvp is exact and has no step (or set utility.estimator to finite_difference)",
         )
-    if utility.fused and utility.estimator == "finite_difference":
+    if utility.fused is True and utility.estimator == "finite_difference":
         yield BrokenRule(
             ("utility.fused", "utility.estimator"),
             "true together with utility.estimator finite_difference",
-            "false: the main forward gives a finite difference its l(theta) already (or set utility.estimator to jvp)",
+            "auto: a finite difference has its l(theta) from the main forward already, and its second forward needs "
+            "other weights (or set utility.estimator to jvp)",
         )
     if utility.rounding == "stochastic" and utility.estimator == "jvp":
         yield BrokenRule(

@@ -80,9 +80,10 @@ class UtilityConfig(Section):
     epsilon: Positive | Literal["auto"] | None = None
     """Step eps of the finite difference, in units of the probe direction; `auto` searches for the one that stands
     clearest of rounding and curvature; null with `jvp`."""
-    fused: bool = False
-    """With `jvp`, take utilities from the main forward itself, which saves one forward and one gather of all weights.
-    Needs model.gradient_checkpointing and no dropout; without them, or if false, they take a pass of their own."""
+    fused: Literal["auto"] | bool = "auto"
+    """With `jvp`, take utilities from the main forward itself, which saves one forward and one gather of all weights:
+    `auto` or true wherever that is possible, and the run says why where it is not (dropout, model.attention other than
+    auto); false in a pass of their own."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How the perturbed parameters of a finite difference become bf16: to the nearest value, or to either neighbour
     with the probability that makes it unbiased."""

@@ -68,8 +68,15 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _TokenLoss(torch.autograd.Function):
-    """Losses, and their tangents `dl[t] = sum_j p[t,j] dz[t,j] - dz[t,y[t]]` with `z` the logits, without a gradient;
-    None where no input has a tangent."""
+    """Losses, and their tangents, without a gradient; None where no input has a tangent.
+
+    With `p` the probabilities, a token's loss has the gradient `g = p W - W[y]` by its hidden state, and the tangent
+
+        dl = g . dh + (p dW - dW[y]) . h + p . db - db[y]
+
+    which takes as many products as `dh W^T + h dW^T`, the tangent of the logits, and no second `[block, V]`. And `g` is
+    what the backward needs: it is kept for it, so only the gradient of the weight recomputes logits.
+    """
 
     @staticmethod
     def forward(
@@ -85,37 +92,46 @@ class _TokenLoss(torch.autograd.Function):
         losses = torch.empty(len(targets), dtype=_accumulation_dtype(hidden), device=hidden.device)
         log_normalizers = torch.empty_like(losses)
         has_tangent = any(tangent is not None for tangent in (d_hidden, d_weight, d_bias))
-        d_losses = torch.empty_like(losses) if has_tangent else None
+        d_losses = torch.zeros_like(losses) if has_tangent else None
+        by_hidden = torch.empty_like(hidden) if has_tangent and ctx.needs_input_grad[0] else None
         for start in range(0, len(targets), size := _block_size(weight)):
             block = slice(start, start + size)
-            logits, index = _logits(hidden[block], weight, bias), targets[block, None]
+            logits, own_targets = _logits(hidden[block], weight, bias), targets[block]
             log_normalizers[block] = torch.logsumexp(logits, dim=-1)
-            losses[block] = log_normalizers[block] - logits.gather(1, index).squeeze(1)
+            losses[block] = log_normalizers[block] - logits.gather(1, own_targets[:, None]).squeeze(1)
             if d_losses is not None:
-                d_logits = _logits_tangent(
-                    hidden[block], weight, None if d_hidden is None else d_hidden[block], d_weight
-                )
-                if d_bias is not None:
-                    d_logits += d_bias
-                target_tangents = d_logits.gather(1, index).squeeze(1)
                 probabilities = logits.sub_(log_normalizers[block, None]).exp_()
-                d_losses[block] = d_logits.mul_(probabilities).sum(-1) - target_tangents
-                del d_logits, probabilities
+                if d_bias is not None:
+                    d_losses[block] += probabilities @ d_bias.to(probabilities.dtype) - d_bias[own_targets]
+                probabilities = probabilities.to(hidden.dtype)
+                if d_hidden is not None or by_hidden is not None:
+                    gradient = _less_target(probabilities, weight, own_targets)
+                    if d_hidden is not None:
+                        d_losses[block] += (gradient * d_hidden[block]).sum(-1)
+                    if by_hidden is not None:
+                        by_hidden[block] = gradient
+                if d_weight is not None:
+                    d_losses[block] += (_less_target(probabilities, d_weight, own_targets) * hidden[block]).sum(-1)
+                del probabilities
             del logits  # before the next block's are made, or two blocks would be whole at a time
-        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizers)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizers, by_hidden)
         if d_losses is not None:
             ctx.mark_non_differentiable(d_losses)
         return losses, d_losses
 
     @staticmethod
     def backward(ctx: Any, d_losses: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_normalizers = ctx.saved_tensors
+        hidden, weight, bias, targets, log_normalizers, by_hidden = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_hidden = None
+        if needs_hidden:
+            d_hidden = torch.empty_like(hidden) if by_hidden is None else by_hidden * d_losses[:, None].to(hidden.dtype)
         # The sum over blocks is kept in fp32: rounding each block's share to bf16 would bias training.
         d_weight = torch.zeros_like(weight, dtype=_accumulation_dtype(weight)) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=_accumulation_dtype(bias)) if needs_bias else None
-        for start in range(0, len(targets), size := _block_size(weight)):
+        lacks_hidden = needs_hidden and by_hidden is None
+        num_to_recompute = len(targets) if lacks_hidden or needs_weight or needs_bias else 0
+        for start in range(0, num_to_recompute, size := _block_size(weight)):
             block = slice(start, start + size)
             d_logits = _logits(hidden[block], weight, bias).sub_(log_normalizers[block, None]).exp_()
             d_logits[torch.arange(len(d_logits), device=d_logits.device), targets[block]] -= 1.0
@@ -123,7 +139,7 @@ class _TokenLoss(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(hidden.dtype)
-            if d_hidden is not None:
+            if lacks_hidden and d_hidden is not None:
                 d_hidden[block] = d_logits @ weight
             if d_weight is not None:
                 d_weight += d_logits.t() @ hidden[block]
@@ -136,12 +152,6 @@ class _TokenLoss(torch.autograd.Function):
         )
 
 
-def _logits_tangent(hidden: Tensor, weight: Tensor, d_hidden: Tensor | None, d_weight: Tensor | None) -> Tensor:
-    """`d_hidden W^T + hidden d_weight^T` of a block."""
-    d_logits = _product(d_hidden, weight) if d_hidden is not None else None
-    if d_weight is not None:
-        from_weight = _product(hidden, d_weight)
-        d_logits = from_weight if d_logits is None else d_logits.add_(from_weight)
-    if d_logits is None:
-        d_logits = torch.zeros(len(hidden), len(weight), dtype=_accumulation_dtype(hidden), device=hidden.device)
-    return d_logits
+def _less_target(probabilities: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
+    """`p rows - rows[y]` of a block, `[block, H]` in fp32 (fp64 for fp64)."""
+    return _product(probabilities, rows.t()).sub_(rows[targets])

@@ -32,6 +32,12 @@ TRAINING_ATTENTION = "vcore_training"
 FORWARD_MODE_ATTENTION = "vcore_forward_mode"
 """Name under which Hugging Face models find `forward_mode_attention`."""
 
+FUSED_ATTENTION = "vcore_fused"
+"""Name under which they find `vcore_ds.models.fused_attention.fused_attention`."""
+
+OUR_ATTENTION = (TRAINING_ATTENTION, FORWARD_MODE_ATTENTION, FUSED_ATTENTION)
+"""Those that know the layout of the rows."""
+
 MAX_KERNEL_HEAD_DIM = 256
 """Beyond it, the sums of a block of queries and of its tangent do not fit the registers of the kernel."""
 
@@ -101,9 +107,9 @@ def training_attention(
         UserError: the model caps its scores, uses attention sinks or a mask of its own, or does not hand the layout
             through.
     """
-    layout = _check(module, attention_mask, row_layout, softcap, s_aux)
+    layout = check_call(module, attention_mask, row_layout, softcap, s_aux)
     value_dim = value.shape[-1]
-    query, key, value = to_heads([query, key, _as_wide(value, key)], layout.sequence_parallel)
+    query, key, value = to_heads([query, key, as_wide(value, key)], layout.sequence_parallel)
     output = causal_attention(query, key, value, layout, scaling, sliding_window)[..., :value_dim]
     (output,) = to_tokens([output], layout.sequence_parallel)
     return output.transpose(1, 2).contiguous(), None
@@ -124,15 +130,15 @@ def forward_mode_attention(
 ) -> tuple[Tensor, None]:
     """The same around attention with tangents, for passes without a gradient; inputs may be dual tensors, and the
     output is one where an input is."""
-    layout = _check(module, attention_mask, row_layout, softcap, s_aux)
+    layout = check_call(module, attention_mask, row_layout, softcap, s_aux)
     k, value_dim = layout.sequence_parallel, value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    primals, tangents = zip(*(forward_ad.unpack_dual(x) for x in (query, key, _as_wide(value, key))), strict=True)
+    primals, tangents = zip(*(forward_ad.unpack_dual(x) for x in (query, key, as_wide(value, key))), strict=True)
     # Values and the tangents that there are travel together, so one exchange serves both.
     exchanged = iter(to_heads([x for x in (*primals, *tangents) if x is not None], k))
     primals = [next(exchanged) for _ in primals]
     tangents = [None if tangent is None else next(exchanged) for tangent in tangents]
-    output, d_output = _attend_with_tangents(primals, tangents, layout, scale, sliding_window)
+    output, d_output = attend_with_tangents(primals, tangents, layout, scale, sliding_window)
     found = to_tokens([x[..., :value_dim] for x in (output, d_output) if x is not None], k)
     found = [x.transpose(1, 2).contiguous() for x in found]
     return found[0] if d_output is None else forward_ad.make_dual(*found), None
@@ -183,7 +189,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, slid
     return torch.cat(outputs, 2)
 
 
-def _attend_with_tangents(
+def attend_with_tangents(
     primals: Sequence[Tensor],
     tangents: Sequence[Tensor | None],
     layout: RowLayout,
@@ -230,14 +236,14 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _as_wide(value: Tensor, key: Tensor) -> Tensor:
+def as_wide(value: Tensor, key: Tensor) -> Tensor:
     """Values with as many dimensions as keys, filled up with zeros: latent attention (DeepSeek) has fewer. So all three
     travel together, and the flash kernel takes them."""
     missing = key.shape[-1] - value.shape[-1]
     return nn.functional.pad(value, (0, missing)) if missing else value
 
 
-def _check(
+def check_call(
     module: nn.Module,
     attention_mask: Tensor | None,
     row_layout: RowLayout | None,

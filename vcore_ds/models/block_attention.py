@@ -10,7 +10,7 @@ and adds the tangent inside it, so the memory grows linearly with T:
 Every sum on the right is linear in the unnormalised `exp(S - m)`, so all of them are rescaled by the same
 `exp(m_old - m_new)` when a new block raises the running maximum.
 
-Used for gradient-free passes only; the passes with a gradient use the fused kernels. Each row is one sequence: rows of
+The passes without tangents use the fused kernels. Each row is one sequence: rows of
 several are taken apart before (`vcore_ds.models.attention`).
 
 Shapes: B batch, A query heads, K key/value heads, G = A / K, T tokens, D head dimension.
@@ -35,6 +35,7 @@ def block_attention(
     scale: float,
     sliding_window: int | None = None,
     block_tokens: tuple[int, int] | None = None,
+    log_normalizers: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Causal attention output and its tangent.
 
@@ -45,6 +46,7 @@ def block_attention(
         scale: factor on the scores.
         sliding_window: a query sees this many last keys, itself included; None for all.
         block_tokens: queries and keys of a score block; None takes those of the device.
+        log_normalizers: `[B, A, T]`, written: the logarithm of each query's sum of exponentials, for a backward.
 
     Returns:
         output `[B, A, T, D]` in the dtype of `query`, and its tangent, None where all tangents are None.
@@ -120,6 +122,8 @@ def block_attention(
             d_row_sum.mul_(rescale).add_(weighted_d_scores.sum(-1, keepdim=True))
             _add_product(d_weighted_value, weighted_d_scores, v)
 
+        if log_normalizers is not None:
+            log_normalizers[:, :, query_block] = (row_max + row_sum.log()).view(batch, num_heads, num_queries)
         normalizer = row_sum.masked_fill_(row_sum == 0, 1.0)
         out = weighted_value.div_(normalizer)
         output[:, :, query_block] = out.view(batch, num_heads, num_queries, head_dim)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from vcore_ds.data import IGNORED_LABEL
 from vcore_ds.errors import UserError
 from vcore_ds.method import token_loss
-from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION, RowLayout
+from vcore_ds.models.attention import OUR_ATTENTION, RowLayout
 from vcore_ds.models.dropout import use_token_dropout
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -89,7 +89,7 @@ class TokenLossModel(nn.Module):
             row_layout: which sequences the rows hold, and how many ranks share them.
         """
         # Hugging Face's own attention kernels know nothing of it, and tell packed sequences apart by their positions.
-        is_ours = self.base.config._attn_implementation in (TRAINING_ATTENTION, FORWARD_MODE_ATTENTION)
+        is_ours = self.base.config._attn_implementation in OUR_ATTENTION
         if not is_ours and row_layout.sequence_parallel > 1:
             raise UserError(
                 f"batch.sequence_parallel: found {row_layout.sequence_parallel} together with attention "

@@ -7,6 +7,8 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from vcore_ds.models import make_dual
+
 Layer = Callable[..., Any]
 
 
@@ -25,8 +27,9 @@ def checkpoint_with_tangent(layer: Layer, x: Tensor, *others: Any) -> Any:
         start = value.detach()
         result = layer(start if tangent is None else forward_ad.make_dual(start, tangent.detach()), *others)
         y, d_y = forward_ad.unpack_dual(result)
-    y = _Recomputed.apply(value, y, lambda again: layer(again, *others))
-    return y if d_y is None else forward_ad.make_dual(y, d_y.detach())
+    # A view of the dual result would keep its tangent.
+    y = _Recomputed.apply(value, y.data, lambda again: layer(again, *others))
+    return y if d_y is None else make_dual(y, d_y.detach())
 
 
 class _Recomputed(torch.autograd.Function):
@@ -34,7 +37,8 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, layer: Layer) -> Tensor:
-        ctx.save_for_backward(x)
+        # A view of a dual number would keep its tangent until the dual level ends.
+        ctx.save_for_backward(x.data)
         ctx.layer = layer
         return y.view_as(y)
 

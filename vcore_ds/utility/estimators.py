@@ -14,8 +14,10 @@ from torch import Tensor
 
 from vcore_ds.data import Batch
 from vcore_ds.engine import Engine
+from vcore_ds.models import TRAINING_ATTENTION
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.forward_mode import forward_mode, forward_mode_with_graph, losses_and_utilities
+from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
+from vcore_ds.utility.fused_forward import forward_mode_with_graph
 from vcore_ds.utility.passes import merged_passes
 
 Measured = Mapping[str, float | None]
@@ -128,7 +130,7 @@ class ForwardMode:
     def __init__(self, engine: Engine, direction: Direction, batches_per_pass: int = 1, *, fused: bool = False):
         """Args:
         batches_per_pass: number of main micro-batches in one gradient-free forward, where that is a pass of its own.
-        fused: take utilities from the main forward, for an engine that `can_fuse`.
+        fused: take utilities from the main forward, for an engine for which `why_not_fused` finds no reason.
         """
         self.direction = direction
         self._engine, self._batches_per_pass, self._fused = engine, batches_per_pass, fused
@@ -148,12 +150,13 @@ class ForwardMode:
         self.direction.load_state(state)
 
 
-def can_fuse(engine: Engine) -> bool:
-    """Whether the main forward can carry tangents: with activation checkpoints around every layer, and without dropout,
-    since utilities belong to the model without it."""
-    layers = engine.module.layers
-    is_checkpointed = bool(layers) and all(getattr(layer, "gradient_checkpointing", False) for layer in layers)
-    return is_checkpointed and not engine.has_dropout
+def why_not_fused(engine: Engine) -> str | None:
+    """Why the main forward cannot carry tangents; None where it can."""
+    if engine.has_dropout:
+        return "dropout is on, and utilities belong to the model without it"
+    if engine.module.base.config._attn_implementation != TRAINING_ATTENTION:
+        return "the model has attention of its own (model.attention), which carries no tangents"
+    return None
 
 
 def jvp_losses_and_utilities(

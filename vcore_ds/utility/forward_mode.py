@@ -20,9 +20,8 @@ from torch.nn.modules._functions import BackwardHookFunction
 from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine
-from vcore_ds.models import FORWARD_MODE_ATTENTION, BaseLinear, linear_sum
+from vcore_ds.models import FORWARD_MODE_ATTENTION, BaseLinear, linear_sum, make_dual
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.dual_checkpoint import checkpoint_with_tangent
 
 
 @contextmanager
@@ -39,39 +38,30 @@ def forward_mode(engine: Engine, direction: Direction, precision: torch.dtype | 
     """
     # peft would cast an adapter's input to the dtype that the adapter has outside its forward.
     without_casting = disable_input_dtype_casting(engine.module, active=precision is not None)
-    with engine.without_gradient(), without_casting, _dual_parameters(engine, _TangentGatherer(direction, precision)):
+    with engine.without_gradient(), without_casting, dual_parameters(engine, direction, precision):
         yield
 
 
 @contextmanager
-def forward_mode_with_graph(engine: Engine, direction: Direction) -> Iterator[None]:
-    """A context in which `losses_and_utilities` gives losses with a graph, so that one forward serves both.
+def dual_parameters(
+    engine: Engine,
+    direction: Direction,
+    precision: torch.dtype | None = None,
+    *,
+    attention: str = FORWARD_MODE_ATTENTION,
+    with_graph: bool = False,
+) -> Iterator[None]:
+    """A context in which parameters are dual as the forward reaches them.
 
-    Only for a model with activation checkpoints and without dropout, in training mode. With checkpoints a layer's
-    forward builds no graph, so its tangents can ride along and are gone when it ends; without them the graph would hold
-    every tangent, 2.7 times the memory. The backward recomputes each layer without tangents, under the fused attention.
-
-    Leave the context before the backward.
+    Args:
+        precision: see `forward_mode`.
+        attention: name of one that carries tangents.
+        with_graph: where gradients are enabled, a parameter's value is the parameter itself and receives its gradient.
     """
-    layers = engine.module.layers
-    checkpoints_before = [layer._gradient_checkpointing_func for layer in layers]
-    for layer in layers:
-        layer._gradient_checkpointing_func = checkpoint_with_tangent
-    try:
-        with _dual_parameters(engine, _TangentGatherer(direction, None, with_graph=True)):
-            yield
-    finally:
-        for layer, checkpoint in zip(layers, checkpoints_before, strict=True):
-            layer._gradient_checkpointing_func = checkpoint
-
-
-@contextmanager
-def _dual_parameters(engine: Engine, tangents: "_TangentGatherer") -> Iterator[None]:
-    """A context in which parameters are dual as the forward reaches them, under attention that carries tangents."""
-    config = engine.module.base.config
+    config, tangents = engine.module.base.config, _TangentGatherer(direction, precision, with_graph=with_graph)
     attention_before = config._attn_implementation
     _give_hooks_a_tangent_rule(engine.module)
-    config._attn_implementation = FORWARD_MODE_ATTENTION
+    config._attn_implementation = attention
     try:
         tangents.attach(engine)
         yield
@@ -109,7 +99,8 @@ def _give_hooks_a_tangent_rule(model: nn.Module) -> None:
 
 
 def _dual_linear(layer: nn.Linear, x: Tensor, addend: Tensor | None = None, scaling: float = 1.0) -> Tensor:
-    """The forward of `nn.Linear` and `BaseLinear` for dual numbers, without products of missing tangents.
+    """The forward of `nn.Linear` and `BaseLinear` for dual numbers, without products of missing tangents, and without a
+    graph of those that there are.
 
     PyTorch's own rule replaces a missing tangent by zeros and multiplies by them, which is a third of the work of every
     frozen layer under LoRA.
@@ -117,17 +108,19 @@ def _dual_linear(layer: nn.Linear, x: Tensor, addend: Tensor | None = None, scal
     (x, d_x), (weight, d_weight) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(layer.weight)
     bias, d_bias = (None, None) if layer.bias is None else forward_ad.unpack_dual(layer.bias)
     addend, d_addend = (None, None) if addend is None else forward_ad.unpack_dual(addend)
-    terms = []
-    if d_x is not None:
-        terms.append(linear_sum(d_x, weight, None, d_addend, scaling))
-    elif d_addend is not None:
-        terms.append(scaling * d_addend)
-    if d_weight is not None:
-        terms.append(nn.functional.linear(x, d_weight))
-    if d_bias is not None:
-        terms.append(d_bias.expand(*x.shape[:-1], -1))
     out = linear_sum(x, weight, bias, addend, scaling)
-    return forward_ad.make_dual(out, sum(terms[1:], terms[0])) if terms else out
+    with torch.no_grad():
+        d_out = None
+        if d_x is not None:
+            d_out = linear_sum(d_x, weight, None, d_addend, scaling)
+        elif d_addend is not None:
+            d_out = scaling * d_addend
+        if d_weight is not None:
+            # Added inside the product: one tensor less, and one rounding.
+            d_out = linear_sum(x, d_weight, None, d_out, 1.0)
+        if d_bias is not None:
+            d_out = d_bias.expand_as(out) if d_out is None else d_out + d_bias
+    return out if d_out is None else make_dual(out, d_out)
 
 
 class _TangentGatherer:
@@ -201,7 +194,7 @@ class _TangentGatherer:
                 continue
             has_graph = self._with_graph and torch.is_grad_enabled()
             value = parameter if has_graph else parameter.data.to(self._precision or parameter.dtype)
-            module.__dict__[name] = value if tangent is None else forward_ad.make_dual(value, tangent.to(value.dtype))
+            module.__dict__[name] = value if tangent is None else make_dual(value, tangent.to(value.dtype))
 
     def _put_back(self, module: nn.Module, *_: object) -> None:
         for name in module._parameters:
