@@ -96,8 +96,8 @@ class FlatShards:
                 torch._foreach_mul_(norms, factor)
 
     def zeros(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """A new vector of zeros."""
-        return [torch.zeros(numel, dtype=dtype, device=device) for numel in self._numels]
+        """A new vector of zeros, laid out in memory as DeepSpeed lays out the parameters."""
+        return list(torch.zeros(sum(self._numels), dtype=dtype, device=device).split(self._numels))
 
     def numel(self, parameter: nn.Parameter) -> int:
         """Elements of a trained parameter that are this rank's, without padding."""

@@ -158,14 +158,24 @@ class Direction:
     def load_state(self, state: Mapping[str, float | None]) -> None:
         self.norm, self.num_taken = state["norm"], int(state["num_taken"] or 0)
 
-    def start_gather(self, group: int) -> layout.PendingGather:
-        """Starts to gather one group from all ranks; `finish_gather` waits for it. A collective."""
+    def start_gather(self, group: int) -> layout.PendingGather | None:
+        """Starts to gather one group from all ranks; `finish_gather` waits for it. None where this rank has all of it.
+        A collective."""
+        if layout.size("shards") == 1:
+            return None
         shards = [self.shard(parameter) for parameter in self.groups[group][1]]
         # With weight decay, matrices and vectors of a layer lie in different sub-groups.
         return layout.start_all_gather("shards", shards[0] if len(shards) == 1 else torch.cat(shards))
 
-    def finish_gather(self, group: int, pending: layout.PendingGather) -> dict[int, Tensor]:
+    def finish_gather(self, group: int, pending: layout.PendingGather | None) -> dict[int, Tensor]:
         """The whole tensors of a group by `id(parameter)`."""
+        if pending is None:
+            # Views of the vector, which lies in memory as the parameters do. Of a tangent that lies there in another
+            # way PyTorch makes a copy, with zeros for all that the parameter's memory holds beside it: all parameters.
+            return {
+                id(parameter): self.shard(parameter)[: parameter.ds_numel].view(parameter.ds_shape)
+                for parameter in self.groups[group][1]
+            }
         per_rank = pending.wait().view(layout.size("shards"), -1)
         whole, offset = {}, 0
         for parameter in self.groups[group][1]:

@@ -133,7 +133,7 @@ class _TangentGatherer:
         self._replaced_modules: list[nn.Module] = []
         self._linears: list[nn.Linear] = []
         self._whole: dict[int, Tensor] = {}
-        self._in_flight: dict[int, layout.PendingGather] = {}
+        self._in_flight: dict[int, layout.PendingGather | None] = {}
 
     def attach(self, engine: Engine) -> None:
         """Registers all hooks. They run in that order: ZeRO-3's, which gather parameters, are older and come first."""
@@ -166,13 +166,14 @@ class _TangentGatherer:
             self._put_back(module)
         for layer in self._linears:
             del layer.forward  # the instance's; the class's is in effect again
-        for pending in self._in_flight.values():
+        for pending in filter(None, self._in_flight.values()):
             pending.wait()  # started on every rank, so it ends; otherwise it would meet the next collective
         self._handles, self._replaced_modules, self._linears, self._in_flight, self._whole = [], [], [], {}, {}
 
     def _gather_hook(self, number: int, prefetch: int | None):
         def gather(module: nn.Module, _: object) -> None:
-            started = self._in_flight.pop(number, None) or self._direction.start_gather(number)
+            is_started = number in self._in_flight
+            started = self._in_flight.pop(number) if is_started else self._direction.start_gather(number)
             self._whole.update(self._direction.finish_gather(number, started))
             if prefetch is not None and prefetch not in self._in_flight:
                 self._in_flight[prefetch] = self._direction.start_gather(prefetch)
