@@ -18,7 +18,6 @@ from peft.tuners import lora
 from torch import nn
 
 from tests.benchmarks.overhead import (
-    MICRO_BATCH_SIZE,
     MODEL,
     NUM_MAIN,
     NUM_PROBE,
@@ -62,8 +61,7 @@ def measure(num_rounds: int, folder: str, dropout: float) -> dict[str, list[floa
         use_the_forward_of_peft(loops[f"{method}, peft"].engine.module)
     seconds = {name: [] for name in loops}
     for k in range(num_rounds + 1):
-        main = own_batches(NUM_MAIN, k, MICRO_BATCH_SIZE)
-        probe = own_batches(NUM_PROBE, 1000 + k, 1)
+        main, probe = own_batches(NUM_MAIN, k), own_batches(NUM_PROBE, 1000 + k)
         names = list(loops)
         for name in names[k % 4 :] + names[: k % 4]:
             torch.distributed.barrier()

@@ -23,16 +23,26 @@ from torch.nn.functional import cross_entropy
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data import Batch, StepBatches, TokenizedSequence, collate, pack
+from vcore_ds.data import Batch, StepBatches, TokenizedSequence, collate, idle_batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine, build_optimizer
-from vcore_ds.planning import pack_batch, split_batch
+from vcore_ds.planning import CPU, ModelShape, RowLimit, TimeModel, layer_parameters, spread
 
 MODEL = dict(
     vocab_size=8192, hidden_size=384, intermediate_size=1152, num_hidden_layers=8, num_attention_heads=6, head_dim=64
 )
-NUM_MAIN, NUM_PROBE, MICRO_BATCH_SIZE = 32, 4, 4
+NUM_MAIN, NUM_PROBE = 32, 4
 BUCKET_NUMEL = 50_000_000
+SHAPE = ModelShape(
+    MODEL["num_hidden_layers"],
+    MODEL["num_attention_heads"],
+    2,
+    MODEL["head_dim"],
+    layer_parameters(
+        MODEL["hidden_size"], MODEL["num_attention_heads"], 2, MODEL["head_dim"], MODEL["intermediate_size"]
+    ),
+)
+"""For the time model; key/value heads as `tiny.qwen3` has them."""
 
 
 @dataclass(frozen=True)
@@ -80,26 +90,18 @@ def sequences(num: int, seed: int) -> list[TokenizedSequence]:
     return made
 
 
-def own_batches(num: int, seed: int, micro_batch_size: int) -> list[Batch]:
+def own_batches(num: int, seed: int) -> list[Batch]:
+    """This rank's micro-batches, as a run deals them by default: sequences of similar lengths share one."""
     made = sequences(num, seed)
-    split = split_batch(
+    found = spread(
         range(num),
         [len(sequence) for sequence in made],
-        num_groups=layout.size("shards"),
-        micro_batch_size=micro_batch_size,
+        degrees=[1],
+        limit=RowLimit(num_sequences=None),
+        time_model=TimeModel(SHAPE, layout.size("shards"), layout.size("shards"), CPU),
     )
-    return [collate([made[i] for i in ranks[layout.rank("shards")]], 0) for ranks in split]
-
-
-def own_probe(seed: int) -> list[Batch]:
-    """One row of each rank's sequences, packed as the recipes pack: a few sequences drawn at random would be half
-    padding in a row each, and the ranks would wait for the longest in every micro-step."""
-    made = sequences(NUM_PROBE, seed)
-    lengths = [len(sequence) for sequence in made]
-    micro_steps = pack_batch(
-        range(NUM_PROBE), lengths, num_groups=layout.size("shards"), row_tokens=sum(lengths), work=float
-    )
-    return [pack([[made[i] for i in groups[layout.rank("shards")]]], 0) for groups in micro_steps]
+    own = found.of_group(layout.rank("shards"))
+    return [collate([made[i] for i in ids], 0) if ids else idle_batch(0, 1) for ids in own]
 
 
 def deepspeed_config() -> dict:
@@ -149,8 +151,7 @@ def measure(names: list[str], num_rounds: int, batches_per_utility_pass: int) ->
     }
     seconds, parts = ({name: [] for name in names} for _ in range(2))
     for k in range(num_rounds + 1):
-        main = own_batches(NUM_MAIN, k, MICRO_BATCH_SIZE)
-        probe = own_probe(1000 + k)
+        main, probe = own_batches(NUM_MAIN, k), own_batches(NUM_PROBE, 1000 + k)
         turn = k % len(names)
         for name in names[turn:] + names[:turn]:
             torch.distributed.barrier()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.allocations import Allocations
@@ -14,7 +15,7 @@ from vcore_ds.data import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.setup import build_estimator
 from vcore_ds.step import take_direction
-from vcore_ds.utility import NoUtilities, why_not_fused
+from vcore_ds.utility import NoUtilities, forward_mode, losses_and_utilities, why_not_fused
 
 pytestmark = pytest.mark.dist
 
@@ -100,6 +101,40 @@ def test_one_forward_gives_what_two_give(found, name: str) -> None:
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-5 if exact else 1e-2)
 
 
+def tangents_and_shards() -> list[tuple[int, int]]:
+    """Where the tangent of each layer's first weight lies in a forward on one rank, and where the direction has it."""
+    recipe, found = step_runs.recipe(), []
+    engine = step_runs.make_engine(tiny.token_loss_model(), recipe)
+    direction = build_estimator(recipe, engine).direction
+
+    def look(module: torch.nn.Module, _: object) -> None:
+        tangent = forward_ad.unpack_dual(module.weight).tangent
+        found.append((tangent.data_ptr(), direction.shard(module._parameters["weight"]).data_ptr()))
+
+    with forward_mode(engine, direction):
+        for layer in engine.module.layers:
+            layer.self_attn.q_proj.register_forward_pre_hook(look)
+        losses_and_utilities(engine, step_runs.deal(tiny.rows(2), 2)[0])
+    engine.close()
+    return found
+
+
+def on_one_rank() -> tuple[list[str | None], list[tuple[int, int]]]:
+    return other_attention_and_dropout(), tangents_and_shards()
+
+
+@pytest.fixture(scope="module")
+def found_on_one_rank() -> tuple[list[str | None], list[tuple[int, int]]]:
+    return run_ranks(on_one_rank, 1)[0]
+
+
+def test_on_one_rank_tangents_are_the_direction_itself(found_on_one_rank) -> None:
+    """PyTorch would copy each of them into zeros as large as the memory that its parameter lies in, which on one rank
+    is that of all parameters."""
+    places = found_on_one_rank[1]
+    assert len(places) == 2 and all(tangent == shard for tangent, shard in places)
+
+
 def other_attention_and_dropout() -> list[str | None]:
     """Why each of two models takes a pass of its own."""
     recipe, reasons = step_runs.recipe(), []
@@ -112,8 +147,8 @@ def other_attention_and_dropout() -> list[str | None]:
     return reasons
 
 
-def test_other_attention_and_dropout_take_a_pass_of_their_own() -> None:
-    attention, dropout = run_ranks(other_attention_and_dropout, 1)[0]
+def test_other_attention_and_dropout_take_a_pass_of_their_own(found_on_one_rank) -> None:
+    attention, dropout = found_on_one_rank[0]
     assert "attention" in attention
     assert "dropout" in dropout
 
