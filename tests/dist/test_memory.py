@@ -106,7 +106,8 @@ def measure(folder: str, precision: str, lora: bool, is_checkpointed: bool) -> d
         "finite_difference": plain,
     }
     for name, run in passes.items():
-        engine.forget_gathered_parameters()
+        with engine.changing_shards():  # forgets gathered parameters
+            pass
         gc.collect()
         with Allocations() as allocations:
             run()

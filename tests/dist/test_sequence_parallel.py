@@ -78,7 +78,7 @@ CASES = {
         sequence_parallel=(2, 4), packed=True, num_main=7, sections={"method": BATCH_WIDE, **SGD}
     ),
     "base measure dft, running mean": Case(
-        sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}, "probe": {"decay": 0.8, "loss": "dft"}}
+        sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}, "probe": {"decay": 0.8, "loss": "dft"}, **SGD}
     ),
     "previous step, 4": Case(
         sequence_parallel=(4, 1), sections={"probe": {"source": "previous_step", "direction": "adam", "decay": 0.5}}

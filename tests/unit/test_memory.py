@@ -101,10 +101,11 @@ def plan_of(num_ranks: int, *overrides: str) -> MemoryPlan:
 def test_the_recipe_decides() -> None:
     settings = plan_of(16).settings
     assert (settings.num_ranks, settings.main_tokens, settings.probe_tokens) == (16, 16384, 16384)
-    assert settings.estimator == "jvp" and settings.is_checkpointed and not settings.is_fused
+    assert settings.estimator == "jvp" and settings.is_checkpointed
+    assert settings.is_fused and settings.utility_tokens == 0
     assert (settings.bucket_numel, settings.max_live_parameters) == (200_000_000, 10**9)
-    fused = plan_of(16, "utility.fused=true").settings
-    assert fused.is_fused and fused.utility_tokens == 0
+    separate = plan_of(16, "utility.fused=false").settings
+    assert not separate.is_fused and separate.utility_tokens == 16384
     sft = plan_of(16, "methods/sft.yaml").settings
     assert sft.estimator is None and sft.probe_tokens == sft.utility_tokens == 0
     file = "engine.deepspeed_config=ds_configs/zero3_bf16_"
@@ -145,7 +146,7 @@ def test_remedies_together_where_none_is_enough_alone() -> None:
 
 def test_the_message_says_bytes_and_remedies() -> None:
     message = describe_shortage(plan_of(8), H100)
-    assert message.startswith("memory: found 79.00 GiB of GPU memory for each rank; expected 99.2")
+    assert message.startswith("memory: found 79.00 GiB of GPU memory for each rank; expected 99.80")
     for words in ("moments", "at the peak, in main", "activation checkpoints", "  16 ranks: ", "not enough alone"):
         assert words in message
     no_host = describe_shortage(plan_of(8, "engine.deepspeed_config=ds_configs/zero3_bf16_offload_all.json"),

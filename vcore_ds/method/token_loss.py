@@ -9,7 +9,8 @@ tangent of every token's loss is needed for exact utilities. And `[tokens, vocab
 tokens of a 151,936-word vocabulary are 9.3 GiB in fp32, and a naive loss holds two or three of them.
 
 The blocks run over tokens with the whole vocabulary in one product, so no partial sums over the vocabulary
-are rounded. The backward recomputes the logits of a block.
+are rounded. The gradient by the hidden states is made in the forward, up to the upstream factor of each token; only
+that of the weight recomputes logits in the backward.
 
 Shapes: N tokens, H hidden size, V vocabulary size.
 """
@@ -70,12 +71,14 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _TokenLoss(torch.autograd.Function):
     """Losses, and their tangents, without a gradient; None where no input has a tangent.
 
-    With `p` the probabilities, a token's loss has the gradient `g = p W - W[y]` by its hidden state, and the tangent
+    With `p` the probabilities and `e` the one-hot target, a token's loss has the gradient `g = (p - e) W` by its hidden
+    state, and the tangent
 
-        dl = g . dh + (p dW - dW[y]) . h + p . db - db[y]
+        dl = g . dh + ((p - e) dW) . h + (p - e) . db
 
-    which takes as many products as `dh W^T + h dW^T`, the tangent of the logits, and no second `[block, V]`. And `g` is
-    what the backward needs: it is kept for it, so only the gradient of the weight recomputes logits.
+    which takes as many products as `dh W^T + h dW^T`, the tangent of the logits, and no second `[block, V]`. And `g`
+    serves the backward, in which the upstream gradient is a factor of each token. `p - e` is made in fp32: where a
+    token is likely, rounding p to bf16 first would lose it.
     """
 
     @staticmethod
@@ -93,26 +96,26 @@ class _TokenLoss(torch.autograd.Function):
         log_normalizers = torch.empty_like(losses)
         has_tangent = any(tangent is not None for tangent in (d_hidden, d_weight, d_bias))
         d_losses = torch.zeros_like(losses) if has_tangent else None
-        by_hidden = torch.empty_like(hidden) if has_tangent and ctx.needs_input_grad[0] else None
+        by_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, len(targets), size := _block_size(weight)):
             block = slice(start, start + size)
-            logits, own_targets = _logits(hidden[block], weight, bias), targets[block]
+            logits = _logits(hidden[block], weight, bias)
             log_normalizers[block] = torch.logsumexp(logits, dim=-1)
-            losses[block] = log_normalizers[block] - logits.gather(1, own_targets[:, None]).squeeze(1)
-            if d_losses is not None:
-                probabilities = logits.sub_(log_normalizers[block, None]).exp_()
-                if d_bias is not None:
-                    d_losses[block] += probabilities @ d_bias.to(probabilities.dtype) - d_bias[own_targets]
-                probabilities = probabilities.to(hidden.dtype)
+            losses[block] = log_normalizers[block] - logits.gather(1, targets[block, None]).squeeze(1)
+            if d_losses is not None or by_hidden is not None:
+                d_logits = _minus_target(logits.sub_(log_normalizers[block, None]).exp_(), targets[block])
+                if d_losses is not None and d_bias is not None:
+                    d_losses[block] += d_logits @ d_bias.to(d_logits.dtype)
+                d_logits = d_logits.to(hidden.dtype)
                 if d_hidden is not None or by_hidden is not None:
-                    gradient = _less_target(probabilities, weight, own_targets)
-                    if d_hidden is not None:
-                        d_losses[block] += (gradient * d_hidden[block]).sum(-1)
+                    gradient = _product(d_logits, weight.t())
                     if by_hidden is not None:
                         by_hidden[block] = gradient
-                if d_weight is not None:
-                    d_losses[block] += (_less_target(probabilities, d_weight, own_targets) * hidden[block]).sum(-1)
-                del probabilities
+                    if d_losses is not None and d_hidden is not None:
+                        d_losses[block] += (gradient * d_hidden[block]).sum(-1)
+                if d_losses is not None and d_weight is not None:
+                    d_losses[block] += (_product(d_logits, d_weight.t()) * hidden[block]).sum(-1)
+                del d_logits
             del logits  # before the next block's are made, or two blocks would be whole at a time
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalizers, by_hidden)
         if d_losses is not None:
@@ -123,24 +126,22 @@ class _TokenLoss(torch.autograd.Function):
     def backward(ctx: Any, d_losses: Tensor, _: None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normalizers, by_hidden = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        d_hidden = None
-        if needs_hidden:
-            d_hidden = torch.empty_like(hidden) if by_hidden is None else by_hidden * d_losses[:, None].to(hidden.dtype)
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
         # The sum over blocks is kept in fp32: rounding each block's share to bf16 would bias training.
         d_weight = torch.zeros_like(weight, dtype=_accumulation_dtype(weight)) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=_accumulation_dtype(bias)) if needs_bias else None
-        lacks_hidden = needs_hidden and by_hidden is None
-        num_to_recompute = len(targets) if lacks_hidden or needs_weight or needs_bias else 0
-        for start in range(0, num_to_recompute, size := _block_size(weight)):
+        for start in range(0, len(targets), size := _block_size(weight)):
             block = slice(start, start + size)
-            d_logits = _logits(hidden[block], weight, bias).sub_(log_normalizers[block, None]).exp_()
-            d_logits[torch.arange(len(d_logits), device=d_logits.device), targets[block]] -= 1.0
-            d_logits *= d_losses[block, None]
+            if d_hidden is not None:
+                d_hidden[block] = by_hidden[block] * d_losses[block, None]
+            if d_weight is None and d_bias is None:
+                continue
+            probabilities = _logits(hidden[block], weight, bias).sub_(log_normalizers[block, None]).exp_()
+            d_logits = _minus_target(probabilities, targets[block]).mul_(d_losses[block, None])
+            del probabilities
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(hidden.dtype)
-            if lacks_hidden and d_hidden is not None:
-                d_hidden[block] = d_logits @ weight
             if d_weight is not None:
                 d_weight += d_logits.t() @ hidden[block]
             del d_logits  # before the next block's are made
@@ -152,6 +153,7 @@ class _TokenLoss(torch.autograd.Function):
         )
 
 
-def _less_target(probabilities: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
-    """`p rows - rows[y]` of a block, `[block, H]` in fp32 (fp64 for fp64)."""
-    return _product(probabilities, rows.t()).sub_(rows[targets])
+def _minus_target(probabilities: Tensor, targets: Tensor) -> Tensor:
+    """`p - e` of a block, in place."""
+    probabilities[torch.arange(len(targets), device=targets.device), targets] -= 1.0
+    return probabilities

@@ -177,6 +177,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, slid
     num_tokens = query.shape[2]
     options = dict(scale=scale, enable_gqa=query.shape[1] != key.shape[1])
     if sliding_window is None or num_tokens <= sliding_window:
+        if query.device.type == "cpu":
+            return attend_on_cpu(query, key, value, scale)[0]
         return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
     # A band of the score matrix at a time: queries of one window's length, and the keys that they see.
     positions, outputs = torch.arange(num_tokens, device=query.device), []
@@ -187,6 +189,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, slid
         band = (query[:, :, start:end], key[:, :, first:end], value[:, :, first:end])
         outputs.append(scaled_dot_product_attention(*band, attn_mask=seen, **options))
     return torch.cat(outputs, 2)
+
+
+def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Causal attention of rows of one sequence each, and the log-sum-exp `[b, A, T]` of the scaled scores.
+
+    The operator that `scaled_dot_product_attention` chooses on a CPU, by its name: that function keeps the log-sum-exp
+    to itself, and repeats key and value heads, which the operator does not need.
+    """
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True, scale=scale)
 
 
 def attend_with_tangents(

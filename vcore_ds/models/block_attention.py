@@ -10,8 +10,11 @@ and adds the tangent inside it, so the memory grows linearly with T:
 Every sum on the right is linear in the unnormalised `exp(S - m)`, so all of them are rescaled by the same
 `exp(m_old - m_new)` when a new block raises the running maximum.
 
-The passes without tangents use the fused kernels. Each row is one sequence: rows of
-several are taken apart before (`vcore_ds.models.attention`).
+Where a fused kernel has computed O and each query's log-sum-exp L, the tangent alone needs no running maximum, since
+`P = exp(S - L)`.
+
+The passes without tangents use the fused kernels. Each row is one sequence: rows of several are taken apart before
+(`vcore_ds.models.attention`).
 
 Shapes: B batch, A query heads, K key/value heads, G = A / K, T tokens, D head dimension.
 """
@@ -35,7 +38,6 @@ def block_attention(
     scale: float,
     sliding_window: int | None = None,
     block_tokens: tuple[int, int] | None = None,
-    log_normalizers: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Causal attention output and its tangent.
 
@@ -46,7 +48,6 @@ def block_attention(
         scale: factor on the scores.
         sliding_window: a query sees this many last keys, itself included; None for all.
         block_tokens: queries and keys of a score block; None takes those of the device.
-        log_normalizers: `[B, A, T]`, written: the logarithm of each query's sum of exponentials, for a backward.
 
     Returns:
         output `[B, A, T, D]` in the dtype of `query`, and its tangent, None where all tangents are None.
@@ -122,8 +123,6 @@ def block_attention(
             d_row_sum.mul_(rescale).add_(weighted_d_scores.sum(-1, keepdim=True))
             _add_product(d_weighted_value, weighted_d_scores, v)
 
-        if log_normalizers is not None:
-            log_normalizers[:, :, query_block] = (row_max + row_sum.log()).view(batch, num_heads, num_queries)
         normalizer = row_sum.masked_fill_(row_sum == 0, 1.0)
         out = weighted_value.div_(normalizer)
         output[:, :, query_block] = out.view(batch, num_heads, num_queries, head_dim)
@@ -131,6 +130,74 @@ def block_attention(
             d_out = d_weighted_value.sub_(d_row_sum * out).div_(normalizer)
             d_output[:, :, query_block] = d_out.view(batch, num_heads, num_queries, head_dim)
     return output, d_output
+
+
+def block_attention_tangent(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tangents: tuple[Tensor | None, Tensor | None, Tensor | None],
+    output: Tensor,
+    log_sum_exp: Tensor,
+    *,
+    scale: float,
+    block_tokens: tuple[int, int] | None = None,
+) -> Tensor:
+    """The tangent alone, `[B, A, T, D]`, of causal attention that another kernel has computed.
+
+    Args:
+        query, key, value, tangents, scale, block_tokens: as in `block_attention`; at least one tangent.
+        output: `[B, A, T, D]`.
+        log_sum_exp: `[B, A, T]`, of each query's scaled scores.
+    """
+    batch, num_heads, num_tokens, head_dim = query.shape
+    query_tokens, key_tokens = block_tokens or BLOCK_TOKENS[query.device.type]
+    num_groups = batch * key.shape[1]
+    d_query, d_key, d_value = tangents
+    scores_move = d_query is not None or d_key is not None
+    accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
+    key, value, d_key, d_value = (
+        None if tensor is None else tensor.reshape(num_groups, num_tokens, head_dim).to(accumulate)
+        for tensor in (key, value, d_key, d_value)
+    )
+    moving_keys = _joined(None if d_query is None else key, d_key) if scores_move else None
+    d_output = torch.empty_like(query)
+    positions = torch.arange(num_tokens, device=query.device)
+    num_scores = batch * num_heads * min(query_tokens, num_tokens) * min(key_tokens, num_tokens)
+    scores_memory = torch.empty(num_scores, dtype=accumulate, device=query.device)
+    d_scores_memory = torch.empty_like(scores_memory) if scores_move else None
+
+    for query_start in range(0, num_tokens, query_tokens):
+        query_block = slice(query_start, min(query_start + query_tokens, num_tokens))
+        num_queries = query_block.stop - query_block.start
+
+        def rows(tensor: Tensor, block: slice = query_block) -> Tensor:  # [B, A, T, D] -> [B*K, G*t, D]
+            return tensor[:, :, block].reshape(num_groups, -1, tensor.shape[-1]).to(accumulate)
+
+        q = rows(query)
+        if scores_move:
+            moving_queries = _joined(None if d_query is None else rows(d_query), None if d_key is None else q)
+        normalizer = rows(log_sum_exp[..., None])
+        d_out = torch.zeros_like(q)
+        d_row_sum = torch.zeros_like(normalizer)  # sum of P * dS
+        for key_start in range(0, query_block.stop, key_tokens):
+            key_block = slice(key_start, min(key_start + key_tokens, query_block.stop))
+            scores = _product(q, key[:, key_block].transpose(1, 2), scores_memory, scale)
+            hidden = _hidden(query_block, key_block, positions, None)
+            if hidden is not None:
+                scores.view(batch, num_heads, num_queries, -1).masked_fill_(hidden, -torch.inf)
+            weights = scores.sub_(normalizer).exp_()
+            if d_value is not None:
+                _add_product(d_out, weights, d_value[:, key_block])
+            if moving_keys is None:
+                continue
+            d_scores = _product(moving_queries, moving_keys[:, key_block].transpose(1, 2), d_scores_memory, scale)
+            weighted_d_scores = d_scores.mul_(weights)
+            d_row_sum.add_(weighted_d_scores.sum(-1, keepdim=True))
+            _add_product(d_out, weighted_d_scores, value[:, key_block])
+        d_out.addcmul_(d_row_sum, rows(output), value=-1)
+        d_output[:, :, query_block] = d_out.view(batch, num_heads, num_queries, head_dim)
+    return d_output
 
 
 def _joined(first: Tensor | None, second: Tensor | None) -> Tensor:

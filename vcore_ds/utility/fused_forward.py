@@ -79,6 +79,10 @@ class TangentsBesideGraph(TorchFunctionMode):
         value = function(*values, **named_values)
         if parts.num_duals == 0 or not isinstance(value, Tensor | list | tuple):
             return value
+        if values and value is values[0]:
+            # A conversion to what it is already. As a number of its own it would collect gradients by itself, and they
+            # would be summed in another order than without tangents.
+            return args[0]
         with torch.no_grad():
             if is_product:
                 tangent = _product_rule(*(parts.of(x) for x in args))
