@@ -1,22 +1,28 @@
-"""The tables of docs/experiments.md, from the results of the runs."""
+"""The tables of docs/experiments.md and docs/steering.md, from the results of the runs."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 from scipy.stats import t as student_t
 
-from tests.experiments.training import Setting
+from tests.experiments.settings import Setting
 
 Result = dict[str, Any]
 BySeed = dict[int, Result]
 
+CHOOSING_SEEDS = (0, 1)
+"""Seeds that are run at all learning rates in the experiment of docs/steering.md."""
+
 
 def setting_of(result: Result) -> Setting:
     """The setting of a line of results.jsonl; one that is older than a setting had its default."""
-    return Setting(**{field.name: result.get(field.name, field.default) for field in fields(Setting)})
+    values = {field.name: result.get(field.name, field.default) for field in fields(Setting)}
+    if values["probe_data"] == "clean_64":  # the name of the pool of 64 before pools of other sizes
+        values["probe_data"] = "pool"
+    return Setting(**values)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -110,12 +116,65 @@ def name_of(row: Setting) -> str:
         lambda: f"alpha {row.alpha}" if row.alpha != "loss_ratio" else None,
         lambda: f"budget {row.budget_schedule}" if row.budget_schedule != "constant" else None,
         lambda: f"probe of {row.probe_size}" if row.probe_size != Setting.probe_size else None,
-        lambda: f"probe {row.probe_data}" if row.probe_data != "training" else None,
+        lambda: f"probe {row.probe_data}" if row.probe_data == "clean" else None,
+        lambda: f"probe clean_{row.pool_size}" if row.probe_data == "pool" else None,
         lambda: f"probe loss {row.probe_loss}" if row.probe_loss != "uniform" else None,
         lambda: "utilities bf16 noise" if row.utility != "jvp" else None,
     ]
     described = [text for text in (extra() for extra in extras) if text is not None]
     return ", ".join([f"vcore {row.direction} {row.kl_budget:g}", *described])
+
+
+def results_of(row: Setting, results: Sequence[Result]) -> BySeed:
+    """`row` with its learning rate, seed aside."""
+    settings = [(setting_of(result), result) for result in results]
+    return {setting.seed: result for setting, result in settings if replace(setting, seed=0) == row}
+
+
+def chosen_rate(row: Setting, rates: Sequence[float], results: Sequence[Result]) -> float:
+    """The learning rate of the lowest mean loss on the choosing problems, over CHOOSING_SEEDS. Raises ValueError where
+    one of them has not been run at all rates."""
+    losses = {}
+    for rate in rates:
+        found = results_of(replace(row, learning_rate=rate), results)
+        if not found.keys() >= set(CHOOSING_SEEDS):
+            raise ValueError(f"{row.label()} at {rate:g}: found seeds {sorted(found)}, expected {CHOOSING_SEEDS} first")
+        losses[rate] = float(np.mean([found[seed]["choosing_loss"] for seed in CHOOSING_SEEDS]))
+    return min(losses, key=losses.__getitem__)
+
+
+def steering_table(rows: Mapping[str, Setting], rates: Sequence[float], results: Sequence[Result]) -> str:
+    """Markdown: each row at its own best rate, differences to three rows at theirs, on the same seeds."""
+    references = {"sft": "sft", "sft + trusted": "sft + t.", "dft + trusted": "dft + t."}
+    columns = [
+        *("row", "rate", "seeds", "held-out loss", *(f"to {short}" for short in references.values())),
+        *("accuracy %", *(f"to {short}" for short in references.values()), "AUC", "planted mass", "cost"),
+    ]
+    found: dict[str, tuple[float, BySeed]] = {}
+    for name, row in rows.items():
+        try:
+            rate = chosen_rate(row, rates, results)
+        except ValueError:
+            continue  # not yet run
+        found[name] = rate, results_of(replace(row, learning_rate=rate), results)
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for name, (rate, by_seed) in found.items():
+        cells = [name, f"{rate:g}", str(len(by_seed))]
+        for key, scale, digits in (("held_out_loss", 1, 4), ("accuracy", 100, 1)):
+            cells.append(cell([scale * result[key] for result in by_seed.values()], digits))
+            for reference in references:
+                values = [] if reference not in found else paired(by_seed, found[reference][1], key)
+                is_other = name != reference and values
+                cells.append(cell([scale * value for value in values], digits, difference=True) if is_other else "")
+        seconds = np.mean([result["seconds"] for result in by_seed.values()])
+        of_sft = np.mean([result["seconds"] for result in found["sft"][1].values()])
+        cells += [_mean(by_seed, "auc"), _mean(by_seed, "planted_mass"), f"{seconds / of_sft:.1f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    at_start = list(found["sft"][1].values()) if "sft" in found else []
+    if not at_start:
+        return "Not yet run."
+    loss, accuracy = (cell([result[key] for result in at_start], 3) for key in ("loss_at_start", "accuracy_at_start"))
+    return f"Before training: held-out loss {loss}, accuracy {accuracy}.\n\n" + "\n".join(lines)
 
 
 def smollm2_table(results: Sequence[Result]) -> str:
