@@ -144,37 +144,38 @@ def chosen_rate(row: Setting, rates: Sequence[float], results: Sequence[Result])
 
 
 def steering_table(rows: Mapping[str, Setting], rates: Sequence[float], results: Sequence[Result]) -> str:
-    """Markdown: each row at its own best rate, differences to three rows at theirs, on the same seeds."""
-    references = {"sft": "sft", "sft + trusted": "sft + t.", "dft + trusted": "dft + t."}
-    columns = [
-        *("row", "rate", "seeds", "held-out loss", *(f"to {short}" for short in references.values())),
-        *("accuracy %", *(f"to {short}" for short in references.values()), "AUC", "planted mass", "cost"),
-    ]
-    found: dict[str, tuple[float, BySeed]] = {}
+    """Markdown: each row at its own best rate, differences to the rows that use no utilities at theirs, on the same
+    seeds. `cost` is CPU time relative to `sft`."""
+    best: dict[str, tuple[float, BySeed]] = {}
     for name, row in rows.items():
         try:
             rate = chosen_rate(row, rates, results)
         except ValueError:
             continue  # not yet run
-        found[name] = rate, results_of(replace(row, learning_rate=rate), results)
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for name, (rate, by_seed) in found.items():
-        cells = [name, f"{rate:g}", str(len(by_seed))]
-        for key, scale, digits in (("held_out_loss", 1, 4), ("accuracy", 100, 1)):
-            cells.append(cell([scale * result[key] for result in by_seed.values()], digits))
-            for reference in references:
-                values = [] if reference not in found else paired(by_seed, found[reference][1], key)
-                is_other = name != reference and values
-                cells.append(cell([scale * value for value in values], digits, difference=True) if is_other else "")
-        seconds = np.mean([result["seconds"] for result in by_seed.values()])
-        of_sft = np.mean([result["seconds"] for result in found["sft"][1].values()])
-        cells += [_mean(by_seed, "auc"), _mean(by_seed, "planted_mass"), f"{seconds / of_sft:.1f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    at_start = list(found["sft"][1].values()) if "sft" in found else []
-    if not at_start:
+        best[name] = rate, results_of(replace(row, learning_rate=rate), results)
+    if "sft" not in best:
         return "Not yet run."
+    references = [name for name in ("sft", "sft + trusted", "dft + trusted", "sft on the pool alone") if name in best]
+    # Key, unit, digits, and the rows that a difference is taken to.
+    measures = (("held_out_loss", 1, 4, references), ("accuracy", 100, 1, references[:2]))
+    lines = []
+    for name, (rate, by_seed) in best.items():
+        cells = [name, f"{rate:g}", str(len(by_seed))]
+        for key, unit, digits, compared in measures:
+            cells.append(cell([unit * result[key] for result in by_seed.values()], digits))
+            for reference in compared:
+                values = [unit * value for value in paired(by_seed, best[reference][1], key)]
+                cells.append(cell(values, digits, difference=True) if name != reference else "")
+        cost = _mean_seconds(by_seed) / _mean_seconds(best["sft"][1])
+        cells += [_mean(by_seed, "auc"), _mean(by_seed, "planted_mass"), f"{cost:.1f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    differences = [[f"to {reference}" for reference in compared] for *_, compared in measures]
+    columns = ["row", "rate", "seeds", "loss", *differences[0], "accuracy %", *differences[1]]
+    columns += ["AUC", "planted mass", "cost"]
+    header = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    at_start = best["sft"][1].values()
     loss, accuracy = (cell([result[key] for result in at_start], 3) for key in ("loss_at_start", "accuracy_at_start"))
-    return f"Before training: held-out loss {loss}, accuracy {accuracy}.\n\n" + "\n".join(lines)
+    return f"Before training: held-out loss {loss}, accuracy {accuracy}.\n\n" + "\n".join(header + lines)
 
 
 def smollm2_table(results: Sequence[Result]) -> str:
@@ -199,3 +200,7 @@ def _training(row: Setting) -> Setting:
 def _mean(found: BySeed, key: str) -> str:
     values = [result[key] for result in found.values() if key in result]
     return f"{np.mean(values):.2f}" if values else ""
+
+
+def _mean_seconds(found: BySeed) -> float:
+    return float(np.mean([result["seconds"] for result in found.values()]))
