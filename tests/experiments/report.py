@@ -131,25 +131,32 @@ def results_of(row: Setting, results: Sequence[Result]) -> BySeed:
     return {setting.seed: result for setting, result in settings if replace(setting, seed=0) == row}
 
 
-def chosen_rate(row: Setting, rates: Sequence[float], results: Sequence[Result]) -> float:
-    """The learning rate of the lowest mean loss on the choosing problems, over CHOOSING_SEEDS. Raises ValueError where
-    one of them has not been run at all rates."""
+def chosen_rate(
+    row: Setting, rates: Sequence[float], results: Sequence[Result], seeds: Sequence[int] = CHOOSING_SEEDS
+) -> float:
+    """The learning rate of the lowest mean loss on the choosing problems, over `seeds`. Raises ValueError where one of
+    them has not been run at all rates."""
     losses = {}
     for rate in rates:
         found = results_of(replace(row, learning_rate=rate), results)
-        if not found.keys() >= set(CHOOSING_SEEDS):
-            raise ValueError(f"{row.label()} at {rate:g}: found seeds {sorted(found)}, expected {CHOOSING_SEEDS} first")
-        losses[rate] = float(np.mean([found[seed]["choosing_loss"] for seed in CHOOSING_SEEDS]))
+        if not found.keys() >= set(seeds):
+            raise ValueError(f"{row.label()} at {rate:g}: found seeds {sorted(found)}, expected {list(seeds)} first")
+        losses[rate] = float(np.mean([found[seed]["choosing_loss"] for seed in seeds]))
     return min(losses, key=losses.__getitem__)
 
 
-def steering_table(rows: Mapping[str, Setting], rates: Sequence[float], results: Sequence[Result]) -> str:
+def steering_table(
+    rows: Mapping[str, Setting],
+    rates: Sequence[float],
+    results: Sequence[Result],
+    choosing_seeds: Sequence[int] = CHOOSING_SEEDS,
+) -> str:
     """Markdown: each row at its own best rate, differences to the rows that use no utilities at theirs, on the same
     seeds. `cost` is CPU time relative to `sft`."""
     best: dict[str, tuple[float, BySeed]] = {}
     for name, row in rows.items():
         try:
-            rate = chosen_rate(row, rates, results)
+            rate = chosen_rate(row, rates, results, choosing_seeds)
         except ValueError:
             continue  # not yet run
         best[name] = rate, results_of(replace(row, learning_rate=rate), results)

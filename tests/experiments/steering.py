@@ -4,8 +4,9 @@
     python -m tests.experiments.steering report                the tables, from what has been run
 
 Learning rates are chosen for each row on the seeds of CHOOSING_SEEDS, which are run at all rates, by the loss on
-held-out problems that are not those of the tables. The other seeds are run at the rate that was chosen. Results are
-appended to runs/learning_steering/results.jsonl, and what is there is skipped.
+held-out problems that are not those of the tables. The other seeds are run at the rate that was chosen, and with
+`--all-rates` at the others too. Results are appended to runs/learning_steering/results.jsonl, and what is there is
+skipped.
 """
 
 import argparse
@@ -23,7 +24,9 @@ from tests.experiments.training import train
 
 FOLDER = Path(__file__).resolve().parents[2] / "runs" / "learning_steering"
 RESULTS = FOLDER / "results.jsonl"
-NOISES, OPTIMIZERS = ("random", "systematic"), ("adamw", "sgd")
+NOISES = ("random", "systematic")
+OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
+SEEDS = tuple(range(5))
 RATES = {"adamw": (3e-4, 1e-3, 3e-3), "sgd": (0.05, 0.2, 0.5)}
 TRUSTED_SHARE = 0.2
 """4 trusted sequences beside 16 of the training data."""
@@ -67,25 +70,25 @@ def grid(noise: str, optimizer: str) -> dict[str, Setting]:
     return {name: rows[name] for name in names}
 
 
-def missing(noise: str, optimizer: str, seeds: Sequence[int]) -> Iterator[Setting]:
+def missing(noise: str, optimizer: str, seeds: Sequence[int], all_rates: bool) -> Iterator[Setting]:
     """Runs in the order in which they are due, each given when those before it have been run."""
     for seed in seeds:
         for row in grid(noise, optimizer).values():
             results = smollm2.read(RESULTS)
             rates = RATES[optimizer]
-            if seed not in CHOOSING_SEEDS:
+            if seed not in CHOOSING_SEEDS and not all_rates:
                 rates = (chosen_rate(row, rates, results),)
             done = {setting_of(result) for result in results}
             settings = [replace(row, learning_rate=rate, seed=seed) for rate in rates]
             yield from (setting for setting in settings if setting not in done)
 
 
-def run(noises: Sequence[str], optimizers: Sequence[str], seeds: Sequence[int]) -> None:
+def run(noises: Sequence[str], optimizers: Sequence[str], seeds: Sequence[int], all_rates: bool) -> None:
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
     for optimizer in optimizers:
         for noise in noises:
-            for setting in missing(noise, optimizer, seeds):
+            for setting in missing(noise, optimizer, seeds, all_rates):
                 result = train(setting, FOLDER)
                 with RESULTS.open("a") as file:
                     file.write(json.dumps(result) + "\n")
@@ -98,10 +101,12 @@ def run(noises: Sequence[str], optimizers: Sequence[str], seeds: Sequence[int]) 
 
 def report() -> None:
     results = smollm2.read(RESULTS)
-    for optimizer, name in (("adamw", "AdamW"), ("sgd", "SGD")):
-        for noise in NOISES:
-            rows = grid(noise, optimizer)
-            print(f"### {noise.capitalize()} noise, {name}\n\n{steering_table(rows, RATES[optimizer], results)}\n")
+    for choosing_seeds in (CHOOSING_SEEDS, SEEDS):
+        print(f"## Learning rates chosen on seeds {', '.join(map(str, choosing_seeds))}\n")
+        for optimizer, name in OPTIMIZERS.items():
+            for noise in NOISES:
+                table = steering_table(grid(noise, optimizer), RATES[optimizer], results, choosing_seeds)
+                print(f"### {noise.capitalize()} noise, {name}\n\n{table}\n")
     print(f"{len(results)} runs, {sum(result['seconds'] for result in results) / 60:.0f} minutes of one core.")
 
 
@@ -110,12 +115,13 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     runs = commands.add_parser("run", help="train what is missing of the grid")
     runs.add_argument("--noise", nargs="+", choices=NOISES, default=NOISES)
-    runs.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS)
-    runs.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    runs.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    runs.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    runs.add_argument("--all-rates", action="store_true", help="run every seed at all learning rates")
     commands.add_parser("report", help="print the tables")
     arguments = parser.parse_args()
     if arguments.command == "run":
-        run(arguments.noise, arguments.optimizer, arguments.seeds)
+        run(arguments.noise, arguments.optimizer, arguments.seeds, arguments.all_rates)
     else:
         report()
 
