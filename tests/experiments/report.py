@@ -15,6 +15,8 @@ BySeed = dict[int, Result]
 
 CHOOSING_SEEDS = (0, 1)
 """Seeds that are run at all learning rates in the experiment of docs/steering.md."""
+REFERENCES = ("sft", "sft + trusted", "dft + trusted", "sft on the pool alone", "vcore, B' all")
+"""Rows of that experiment which others are compared with."""
 
 
 def setting_of(result: Result) -> Setting:
@@ -151,8 +153,8 @@ def steering_table(
     results: Sequence[Result],
     choosing_seeds: Sequence[int] = CHOOSING_SEEDS,
 ) -> str:
-    """Markdown: each row at its own best rate, differences to the rows that use no utilities at theirs, on the same
-    seeds. `cost` is CPU time relative to `sft`."""
+    """Markdown: each row at its own best rate, differences to REFERENCES at theirs, on the same seeds. `cost` is CPU
+    time relative to `sft`."""
     best: dict[str, tuple[float, BySeed]] = {}
     for name, row in rows.items():
         try:
@@ -162,7 +164,7 @@ def steering_table(
         best[name] = rate, results_of(replace(row, learning_rate=rate), results)
     if "sft" not in best:
         return "Not yet run."
-    references = [name for name in ("sft", "sft + trusted", "dft + trusted", "sft on the pool alone") if name in best]
+    references = [name for name in REFERENCES if name in best]
     # Key, unit, digits, and the rows that a difference is taken to.
     measures = (("held_out_loss", 1, 4, references), ("accuracy", 100, 1, references[:2]))
     lines = []
