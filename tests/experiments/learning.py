@@ -18,7 +18,8 @@ import torch
 
 from tests.experiments import smollm2
 from tests.experiments.report import kinds_table, setting_of, smollm2_table, table
-from tests.experiments.training import Setting, train
+from tests.experiments.settings import Setting
+from tests.experiments.training import train
 
 FOLDER = Path(__file__).resolve().parents[2] / "runs" / "learning"
 RESULTS = FOLDER / "results.jsonl"
@@ -45,9 +46,9 @@ def grid(part: str) -> list[Setting]:
             *(replace(sft, learning_rate=6e-3, method=method) for method in ("sft", "dft", "iw_sft", "random")),
             *(replace(vcore, learning_rate=6e-3, kl_budget=budget) for budget in (0.005, 0.05)),
             replace(vcore, learning_rate=6e-3, direction="sgd"),
-            replace(vcore, learning_rate=6e-3, probe_data="clean_64"),
+            replace(vcore, learning_rate=6e-3, probe_data="pool"),
             replace(vcore, utility="bf16_difference"),
-            replace(vcore, probe_data="clean_64"),
+            replace(vcore, probe_data="pool"),
             replace(sft, learning_rate=1.5e-3),
             replace(vcore, budget_schedule="rising"),
         ]
@@ -78,7 +79,7 @@ def grid(part: str) -> list[Setting]:
         *(replace(vcore, kl_budget=0.5, budget_schedule=schedule) for schedule in ("rising", "falling")),
         *(replace(vcore, kl_budget=0.5, probe_size=size) for size in (1, 32)),
         replace(vcore, kl_budget=0.5, utility="bf16_difference"),
-        *(replace(vcore, kl_budget=0.5, probe_data=data) for data in ("clean", "clean_64")),
+        *(replace(vcore, kl_budget=0.5, probe_data=data) for data in ("clean", "pool")),
         replace(sft, method="dft", learning_rate=other_rates[0]),
     ]
     if part == "tuned_adamw":
@@ -99,7 +100,7 @@ def more_tuned_rows() -> list[Setting]:
             0.5,
         ),
     ):
-        trusted = replace(vcore_row, probe_data="clean_64")
+        trusted = replace(vcore_row, probe_data="pool")
         rows += [
             replace(vcore_row, probe_loss="dft"),
             replace(vcore_row, probe_loss="answer"),
@@ -107,8 +108,8 @@ def more_tuned_rows() -> list[Setting]:
             replace(trusted, kl_budget=0.05),
             replace(trusted, learning_rate=high_rate),
             replace(vcore_row, probe_loss="dft", learning_rate=high_rate),
-            replace(sft_row, method="sft_mixed", probe_data="clean_64"),
-            replace(sft_row, method="sft_mixed", probe_data="clean_64", learning_rate=high_rate),
+            replace(sft_row, method="sft_mixed", probe_data="pool"),
+            replace(sft_row, method="sft_mixed", probe_data="pool", learning_rate=high_rate),
             replace(sft_row, method="dft", learning_rate=high_rate),
         ]
     return rows

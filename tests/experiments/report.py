@@ -1,22 +1,30 @@
-"""The tables of docs/experiments.md, from the results of the runs."""
+"""The tables of docs/experiments.md and docs/steering.md, from the results of the runs."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 from scipy.stats import t as student_t
 
-from tests.experiments.training import Setting
+from tests.experiments.settings import Setting
 
 Result = dict[str, Any]
 BySeed = dict[int, Result]
 
+CHOOSING_SEEDS = (0, 1)
+"""Seeds that are run at all learning rates in the experiment of docs/steering.md."""
+REFERENCES = ("sft", "sft + trusted", "dft + trusted", "sft on the pool alone", "vcore, B' all")
+"""Rows of that experiment which others are compared with."""
+
 
 def setting_of(result: Result) -> Setting:
     """The setting of a line of results.jsonl; one that is older than a setting had its default."""
-    return Setting(**{field.name: result.get(field.name, field.default) for field in fields(Setting)})
+    values = {field.name: result.get(field.name, field.default) for field in fields(Setting)}
+    if values["probe_data"] == "clean_64":  # the name of the pool of 64 before pools of other sizes
+        values["probe_data"] = "pool"
+    return Setting(**values)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -110,12 +118,73 @@ def name_of(row: Setting) -> str:
         lambda: f"alpha {row.alpha}" if row.alpha != "loss_ratio" else None,
         lambda: f"budget {row.budget_schedule}" if row.budget_schedule != "constant" else None,
         lambda: f"probe of {row.probe_size}" if row.probe_size != Setting.probe_size else None,
-        lambda: f"probe {row.probe_data}" if row.probe_data != "training" else None,
+        lambda: f"probe {row.probe_data}" if row.probe_data == "clean" else None,
+        lambda: f"probe clean_{row.pool_size}" if row.probe_data == "pool" else None,
         lambda: f"probe loss {row.probe_loss}" if row.probe_loss != "uniform" else None,
         lambda: "utilities bf16 noise" if row.utility != "jvp" else None,
     ]
     described = [text for text in (extra() for extra in extras) if text is not None]
     return ", ".join([f"vcore {row.direction} {row.kl_budget:g}", *described])
+
+
+def results_of(row: Setting, results: Sequence[Result]) -> BySeed:
+    """`row` with its learning rate, seed aside."""
+    settings = [(setting_of(result), result) for result in results]
+    return {setting.seed: result for setting, result in settings if replace(setting, seed=0) == row}
+
+
+def chosen_rate(
+    row: Setting, rates: Sequence[float], results: Sequence[Result], seeds: Sequence[int] = CHOOSING_SEEDS
+) -> float:
+    """The learning rate of the lowest mean loss on the choosing problems, over `seeds`. Raises ValueError where one of
+    them has not been run at all rates."""
+    losses = {}
+    for rate in rates:
+        found = results_of(replace(row, learning_rate=rate), results)
+        if not found.keys() >= set(seeds):
+            raise ValueError(f"{row.label()} at {rate:g}: found seeds {sorted(found)}, expected {list(seeds)} first")
+        losses[rate] = float(np.mean([found[seed]["choosing_loss"] for seed in seeds]))
+    return min(losses, key=losses.__getitem__)
+
+
+def steering_table(
+    rows: Mapping[str, Setting],
+    rates: Sequence[float],
+    results: Sequence[Result],
+    choosing_seeds: Sequence[int] = CHOOSING_SEEDS,
+) -> str:
+    """Markdown: each row at its own best rate, differences to REFERENCES at theirs, on the same seeds. `cost` is CPU
+    time relative to `sft`."""
+    best: dict[str, tuple[float, BySeed]] = {}
+    for name, row in rows.items():
+        try:
+            rate = chosen_rate(row, rates, results, choosing_seeds)
+        except ValueError:
+            continue  # not yet run
+        best[name] = rate, results_of(replace(row, learning_rate=rate), results)
+    if "sft" not in best:
+        return "Not yet run."
+    references = [name for name in REFERENCES if name in best]
+    # Key, unit, digits, and the rows that a difference is taken to.
+    measures = (("held_out_loss", 1, 4, references), ("accuracy", 100, 1, references[:2]))
+    lines = []
+    for name, (rate, by_seed) in best.items():
+        cells = [name, f"{rate:g}", str(len(by_seed))]
+        for key, unit, digits, compared in measures:
+            cells.append(cell([unit * result[key] for result in by_seed.values()], digits))
+            for reference in compared:
+                values = [unit * value for value in paired(by_seed, best[reference][1], key)]
+                cells.append(cell(values, digits, difference=True) if name != reference else "")
+        cost = _mean_seconds(by_seed) / _mean_seconds(best["sft"][1])
+        cells += [_mean(by_seed, "auc"), _mean(by_seed, "planted_mass"), f"{cost:.1f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    differences = [[f"to {reference}" for reference in compared] for *_, compared in measures]
+    columns = ["row", "rate", "seeds", "loss", *differences[0], "accuracy %", *differences[1]]
+    columns += ["AUC", "planted mass", "cost"]
+    header = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    at_start = best["sft"][1].values()
+    loss, accuracy = (cell([result[key] for result in at_start], 3) for key in ("loss_at_start", "accuracy_at_start"))
+    return f"Before training: held-out loss {loss}, accuracy {accuracy}.\n\n" + "\n".join(header + lines)
 
 
 def smollm2_table(results: Sequence[Result]) -> str:
@@ -140,3 +209,7 @@ def _training(row: Setting) -> Setting:
 def _mean(found: BySeed, key: str) -> str:
     values = [result[key] for result in found.values() if key in result]
     return f"{np.mean(values):.2f}" if values else ""
+
+
+def _mean_seconds(found: BySeed) -> float:
+    return float(np.mean([result["seconds"] for result in found.values()]))

@@ -14,7 +14,11 @@ were selected by their answer.
     wrong       a step's digit of the sum is another one, drawn at random: 1 token
     irrelevant  a part of 6 tokens before a step, `~`, four random digits, `;`
 
-So most planted tokens cannot be predicted; they are not the only kind of noise that real traces have.
+So most planted tokens cannot be predicted. Systematic noise has the same two kinds, but a model learns to expect it, as
+it does with errors that many real traces share:
+
+    wrong       the digit of the sum plus 1 (modulo the base), more often than the right digit
+    irrelevant  always `~ 0 1 2 3 ;`, before half of the steps
 """
 
 from dataclasses import dataclass
@@ -35,6 +39,11 @@ ANSWER_LENGTH = NUM_DIGITS + 3  # `#`, the digits with the last carry, the end
 CLEAN_LENGTH = 5 * NUM_DIGITS + ANSWER_LENGTH  # supervised tokens
 
 SOUND, WRONG_STEP, IRRELEVANT_PART = 0, 1, 2
+
+RANDOM_NOISE = {"wrong": 0.2, "irrelevant": 0.3, "systematic": False}
+SYSTEMATIC_NOISE = {"wrong": 0.55, "irrelevant": 0.5, "systematic": True}
+CLEAN = {"wrong": 0.0, "irrelevant": 0.0}
+"""Arguments of `TraceStream`."""
 
 
 @dataclass(frozen=True)
@@ -60,23 +69,38 @@ class TraceStream:
     """An endless stream of traces, a function of its seed alone."""
 
     def __init__(
-        self, seed: int | list[int], *, wrong: float = 0.2, irrelevant: float = 0.3, pool_size: int | None = None
+        self,
+        seed: int | list[int],
+        *,
+        wrong: float = 0.2,
+        irrelevant: float = 0.3,
+        systematic: bool = False,
+        pool_size: int | None = None,
+        draws: int | list[int] | None = None,
     ):
         """
         Args:
             wrong: probability that a step is wrong.
             irrelevant: probability of an irrelevant part before a step.
-            pool_size: number of different traces, drawn with replacement; None for ever new ones.
+            systematic: whether a wrong digit is the right one plus 1 and the irrelevant part always the same.
+            pool_size: number of different traces, drawn as `vcore_ds.data` draws a probe: none comes twice in a batch
+                before all came once. None for ever new traces.
+            draws: seed of the draws from the pool; None continues the generator that made it.
         """
         self._random = np.random.default_rng(seed)
-        self._wrong, self._irrelevant = wrong, irrelevant
+        self._wrong, self._irrelevant, self._systematic = wrong, irrelevant, systematic
         self._pool = None if pool_size is None else [self._trace() for _ in range(pool_size)]
+        if draws is not None:
+            self._random = np.random.default_rng(draws)
 
     def take(self, num_sequences: int) -> Traces:
         if self._pool is None:
             rows = [self._trace() for _ in range(num_sequences)]
         else:
-            rows = [self._pool[i] for i in self._random.integers(0, len(self._pool), num_sequences)]
+            rows = []
+            while len(rows) < num_sequences:
+                size = min(num_sequences - len(rows), len(self._pool))
+                rows += [self._pool[i] for i in self._random.choice(len(self._pool), size, replace=False)]
         longest = max(len(tokens) for tokens, _ in rows)
         input_ids = torch.full((num_sequences, longest), END)
         planted = torch.full((num_sequences, longest), -1)
@@ -97,11 +121,13 @@ class TraceStream:
         carry, total = 0, []
         for x, y in zip(reversed(a), reversed(b), strict=True):
             if random.random() < self._irrelevant:
-                tokens += [IRRELEVANT, *map(int, random.integers(0, BASE, 4)), END_OF_STEP]
+                inner = [0, 1, 2, 3] if self._systematic else map(int, random.integers(0, BASE, 4))
+                tokens += [IRRELEVANT, *inner, END_OF_STEP]
                 kinds += [IRRELEVANT_PART] * 6
             digit = (x + y + carry) % BASE
             is_wrong = random.random() < self._wrong
-            written = (digit + int(random.integers(1, BASE))) % BASE if is_wrong else digit
+            shift = 1 if self._systematic else int(random.integers(1, BASE)) if is_wrong else 0
+            written = (digit + shift) % BASE if is_wrong else digit
             tokens += [x, y, carry, written, END_OF_STEP]
             kinds += [SOUND, SOUND, SOUND, WRONG_STEP if is_wrong else SOUND, SOUND]
             carry = (x + y + carry) // BASE

@@ -17,7 +17,7 @@ from vcore_ds.planning import QWEN3_32B
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "launch_scripts" / "recipes"
 RECIPES = sorted([*FOLDER.glob("*.yaml"), *(FOLDER / "paper").glob("*.yaml")])
-PRESETS = ("recommended", "paper", "released_code")
+PRESETS = ("recommended", "trusted", "paper", "released_code")
 METHODS = ("sft", "dft", "iw_sft", "random")
 DEEPSPEED_CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 QWEN3 = ("qwen3_1.7b", "qwen3_4b", "qwen3_8b", "qwen3_32b")
@@ -31,6 +31,11 @@ each_recipe = pytest.mark.parametrize(
 
 def recipe_of(name: str) -> Recipe:
     return load(FOLDER / f"{name}.yaml")
+
+
+def preset_words(preset: str) -> list[str]:
+    """What merges a preset over a recipe, with what it asks for."""
+    return [f"presets/{preset}.yaml", *(["data.probe_path=trusted.jsonl"] if preset == "trusted" else [])]
 
 
 def test_every_training_of_the_papers_tables_has_a_recipe() -> None:
@@ -82,17 +87,34 @@ def method_of(recipe: Recipe) -> dict[str, object]:
 @each_recipe
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_means_the_same_over_every_recipe(path: Path, preset: str) -> None:
-    expected = method_of(load_recipe(FOLDER / "qwen3_4b_math_lora.yaml", [f"presets/{preset}.yaml"]))
-    assert method_of(load_recipe(path, [f"presets/{preset}.yaml"])) == expected
-    after_a_method = load_recipe(path, ["methods/random.yaml", f"presets/{preset}.yaml"])
-    assert method_of(after_a_method) == expected
+    words = preset_words(preset)
+    expected = method_of(load_recipe(FOLDER / "qwen3_4b_math_lora.yaml", words))
+    assert method_of(load_recipe(path, words)) == expected
+    for before in (["methods/random.yaml"], preset_words("trusted")):
+        assert method_of(load_recipe(path, [*before, *words])) == expected
+
+
+@each_recipe
+def test_the_trusted_preset_asks_for_the_pool(path: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(path, ["presets/trusted.yaml"])
+    probe, share = error.value.problems
+    assert "probe.batch_size: found all without data.probe_path" in probe
+    assert "data.trusted_share: found 0.2 without data.probe_path" in share
+    recipe = load_recipe(path, preset_words("trusted"))
+    assert plan_batch(recipe, 2, QWEN3_32B).num_trusted_global == round(0.2 * recipe.batch.global_size) > 0
 
 
 @each_recipe
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_remedy(path: Path, name: str) -> None:
-    for presets in ([], *([f"presets/{preset}.yaml"] for preset in PRESETS)):
+    for presets in ([], *map(preset_words, PRESETS)):
         words = [*presets, f"methods/{name}.yaml"]
+        shares_batch = "presets/trusted.yaml" in presets and name in ("random", "iw_sft")
+        if shares_batch:
+            with pytest.raises(RecipeError, match=f"data.trusted_share: found 0.2 .* method.name {name}; expected 0"):
+                load_recipe(path, words)
+            words.append("data.trusted_share=0.0")  # the remedy
         if name == "iw_sft" and load(path).lora is None:
             with pytest.raises(RecipeError) as error:
                 load_recipe(path, words)
@@ -105,7 +127,7 @@ def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_r
         plan_batch(recipe, 2, QWEN3_32B)
         preset = load_recipe(path, presets) if presets else load(path)
         assert recipe.method.normalization == preset.method.normalization
-        changed = {"method", "data"} if name == "iw_sft" else {"method"}
+        changed = {"method", "data"} if name == "iw_sft" or shares_batch else {"method"}
         for section in Recipe.model_fields.keys() - changed:
             assert getattr(recipe, section) == getattr(preset, section)
 

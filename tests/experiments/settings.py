@@ -1,0 +1,101 @@
+"""What distinguishes one run of the learning experiment from another, and what that means to the product."""
+
+import math
+from dataclasses import dataclass, fields
+
+from tests.experiments.task import CLEAN, RANDOM_NOISE, SYSTEMATIC_NOISE
+from vcore_ds.config.schema import MethodConfig
+
+BATCH_SIZE = 16
+"""Training sequences a step; trusted ones come on top."""
+WARMUP_RATIO = 0.1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What distinguishes one run from another."""
+
+    regime: str = "scratch"
+    """scratch, or tuned: from the model of `base_model`."""
+    optimizer: str = "adamw"
+    learning_rate: float = 6e-3
+    num_steps: int = 600
+    training_noise: bool = True
+    """Whether the main batch has planted noise."""
+    noise: str = "random"
+    """random, unlikely under the model; systematic, likely under it. Also that of the model to start from."""
+    main_data: str = "training"
+    """training; pool, the trusted pool alone."""
+    trusted_share: float = 0.0
+    """`data.trusted_share`: share of the batch that comes from the pool, beside BATCH_SIZE training sequences."""
+    pool_size: int = 64
+    """Different sequences of the pool, which are clean."""
+    method: str = "sft"
+    """sft, dft, iw_sft, random or vcore; sft_mixed: sft on the batch and the probe's sequences together."""
+    kl_budget: float = 0.0
+    """Nats per sequence."""
+    budget_schedule: str = "constant"
+    """constant; rising, from 0 over the first half of the steps; falling, to 0 over the first half."""
+    base_measure: str = "uniform"
+    batch_kl_budget: float = 0.0
+    """Nats over the batch; above 0, `method.scope` is sequence_and_batch."""
+    direction: str = "sgd"
+    alpha: str = "loss_ratio"
+    utility: str = "jvp"
+    """jvp, or bf16_difference: the paper's finite difference at eps 1e-4 in bf16."""
+    probe_size: int = 4
+    """Sequences."""
+    probe_data: str = "training"
+    """training; clean, without planted noise and always new; pool, the pool of `pool_size`."""
+    probe_loss: str = "uniform"
+    """Token weights of the probe's loss: uniform; dft, the tokens' probabilities; answer, the answer's digits alone."""
+    probe_every: int = 1
+    """Steps that share a direction."""
+    probe_decay: float = 0.0
+    """Of the running mean over directions."""
+    probe_source: str = "batch"
+    """batch, or previous_step: the gradient that the optimizer consumed last."""
+    seed: int = 0
+
+    def label(self) -> str:
+        """The settings that differ from the defaults, seed aside: the name of a row."""
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default and f.name != "seed"]
+        return " ".join(f"{name}={getattr(self, name)}" for name in changed)
+
+    def noise_of_training(self) -> dict[str, float]:
+        """Arguments of `TraceStream`."""
+        if not self.training_noise:
+            return CLEAN
+        return {"random": RANDOM_NOISE, "systematic": SYSTEMATIC_NOISE}[self.noise]
+
+    def num_trusted(self) -> int:
+        """Sequences of the pool in each batch, such that they are `trusted_share` of it."""
+        return round(BATCH_SIZE * self.trusted_share / (1 - self.trusted_share))
+
+
+def method_config(setting: Setting, kl_budget: float) -> MethodConfig:
+    """The product's description of a step. The batch is a single micro-batch, so a micro-batch's alpha is the step's.
+
+    Without a budget `vcore` is plain fine-tuning, and so is `sft_mixed` on its larger batch.
+    """
+    if setting.method == "vcore" and kl_budget > 0:
+        batch = {"scope": "sequence_and_batch", "batch_kl_budget": setting.batch_kl_budget}
+        return MethodConfig(
+            kl_budget=kl_budget,
+            base_measure=setting.base_measure,
+            alpha=setting.alpha,
+            alpha_scope="micro_batch",
+            **(batch if setting.batch_kl_budget > 0 else {}),
+        )
+    return MethodConfig(name=setting.method if setting.method in ("dft", "iw_sft", "random") else "sft")
+
+
+def learning_rate_factor(k: int, num_steps: int) -> float:
+    """Linear warm-up, then cosine to 0."""
+    warmup = max(1, round(WARMUP_RATIO * num_steps))
+    return (k + 1) / warmup if k < warmup else 0.5 * (1 + math.cos(math.pi * (k - warmup) / (num_steps - warmup)))
+
+
+def budget_factor(schedule: str, progress: float) -> float:
+    """Share of the KL budget when `progress` of the steps are done."""
+    return {"constant": 1.0, "rising": min(1.0, 2 * progress), "falling": max(0.0, 1.0 - 2 * progress)}[schedule]

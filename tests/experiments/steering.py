@@ -1,0 +1,130 @@
+"""When does steering by trusted data pay? The experiment of docs/steering.md, on the task of `learning.py`.
+
+    python -m tests.experiments.steering run --noise random    one of the two kinds of noise, or both without a name
+    python -m tests.experiments.steering report                the tables, from what has been run
+
+Learning rates are chosen for each row on the seeds of CHOOSING_SEEDS, which are run at all rates, by the loss on
+held-out problems that are not those of the tables. The other seeds are run at the rate that was chosen, and with
+`--all-rates` at the others too. Results are appended to runs/learning_steering/results.jsonl, and what is there is
+skipped.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tests.experiments import smollm2
+from tests.experiments.report import CHOOSING_SEEDS, chosen_rate, setting_of, steering_table
+from tests.experiments.settings import Setting
+from tests.experiments.training import train
+
+FOLDER = Path(__file__).resolve().parents[2] / "runs" / "learning_steering"
+RESULTS = FOLDER / "results.jsonl"
+NOISES = ("random", "systematic")
+OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
+SEEDS = tuple(range(5))
+RATES = {"adamw": (3e-4, 1e-3, 3e-3), "sgd": (0.05, 0.2, 0.5)}
+TRUSTED_SHARE = 0.2
+"""4 trusted sequences beside 16 of the training data."""
+
+
+def grid(noise: str, optimizer: str) -> dict[str, Setting]:
+    """The rows by name, seed and learning rate (0) aside."""
+    sft = Setting(regime="tuned", num_steps=60, noise=noise, optimizer=optimizer, learning_rate=0.0)
+    dft = replace(sft, method="dft")
+    direction = "adam" if optimizer == "adamw" else "sgd"
+    of_training = replace(sft, method="vcore", kl_budget=0.5, direction=direction, probe_size=16)
+    of_pool = replace(of_training, probe_data="pool")
+    whole = replace(of_pool, probe_size=64)
+    rows = {
+        "sft": sft,
+        "dft": dft,
+        "sft + trusted": replace(sft, trusted_share=TRUSTED_SHARE),
+        "dft + trusted": replace(dft, trusted_share=TRUSTED_SHARE),
+        "sft on the pool alone": replace(sft, main_data="pool"),
+        "vcore, B' 4": replace(of_pool, probe_size=4),
+        "vcore, B' 16": of_pool,
+        "vcore, B' all": whole,
+        "vcore, B' all, every 5": replace(whole, probe_every=5),
+        "vcore, B' all, every 20": replace(whole, probe_every=20),
+        "vcore, B' 4, decay 0.9": replace(of_pool, probe_size=4, probe_decay=0.9),
+        "vcore, B' all, 0.05 nats": replace(whole, kl_budget=0.05),
+        "vcore, B' all, base dft": replace(whole, base_measure="dft"),
+        "vcore, B' all, batch 0.1 nats": replace(whole, batch_kl_budget=0.1),
+        "vcore, B' all, batch 0.5 nats": replace(whole, batch_kl_budget=0.5),
+        "vcore, B' all, + trusted": replace(whole, trusted_share=TRUSTED_SHARE),
+        "vcore, B' all, base dft, + trusted": replace(whole, base_measure="dft", trusted_share=TRUSTED_SHARE),
+        "vcore, pool 8, B' all": replace(whole, pool_size=8, probe_size=8),
+        "vcore, pool 512, B' all, every 5": replace(whole, pool_size=512, probe_size=512, probe_every=5),
+        "vcore, no pool, B' 16": of_training,
+        "vcore, no pool, B' 16, probe loss dft": replace(of_training, probe_loss="dft"),
+        "vcore, no pool, previous step": replace(of_training, probe_source="previous_step"),
+    }
+    if optimizer == "adamw":
+        return rows
+    names = ("sft", "dft", "sft + trusted", "dft + trusted", "vcore, B' all", "vcore, B' all, base dft, + trusted")
+    return {name: rows[name] for name in names}
+
+
+def missing(noise: str, optimizer: str, seeds: Sequence[int], all_rates: bool) -> Iterator[Setting]:
+    """Runs in the order in which they are due, each given when those before it have been run."""
+    for seed in seeds:
+        for row in grid(noise, optimizer).values():
+            results = smollm2.read(RESULTS)
+            rates = RATES[optimizer]
+            if seed not in CHOOSING_SEEDS and not all_rates:
+                rates = (chosen_rate(row, rates, results),)
+            done = {setting_of(result) for result in results}
+            settings = [replace(row, learning_rate=rate, seed=seed) for rate in rates]
+            yield from (setting for setting in settings if setting not in done)
+
+
+def run(noises: Sequence[str], optimizers: Sequence[str], seeds: Sequence[int], all_rates: bool) -> None:
+    torch.set_num_threads(1)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for optimizer in optimizers:
+        for noise in noises:
+            for setting in missing(noise, optimizer, seeds, all_rates):
+                result = train(setting, FOLDER)
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(result) + "\n")
+                print(
+                    f"{setting.label()} seed={setting.seed}: held-out loss {result['held_out_loss']:.4f}, "
+                    f"accuracy {result['accuracy']:.3f}, {result['seconds']:.0f} s",
+                    flush=True,
+                )
+
+
+def report() -> None:
+    results = smollm2.read(RESULTS)
+    for choosing_seeds in (CHOOSING_SEEDS, SEEDS):
+        print(f"## Learning rates chosen on seeds {', '.join(map(str, choosing_seeds))}\n")
+        for optimizer, name in OPTIMIZERS.items():
+            for noise in NOISES:
+                table = steering_table(grid(noise, optimizer), RATES[optimizer], results, choosing_seeds)
+                print(f"### {noise.capitalize()} noise, {name}\n\n{table}\n")
+    print(f"{len(results)} runs, {sum(result['seconds'] for result in results) / 60:.0f} minutes of one core.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("run", help="train what is missing of the grid")
+    runs.add_argument("--noise", nargs="+", choices=NOISES, default=NOISES)
+    runs.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    runs.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    runs.add_argument("--all-rates", action="store_true", help="run every seed at all learning rates")
+    commands.add_parser("report", help="print the tables")
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        run(arguments.noise, arguments.optimizer, arguments.seeds, arguments.all_rates)
+    else:
+        report()
+
+
+if __name__ == "__main__":
+    main()
