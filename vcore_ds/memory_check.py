@@ -20,10 +20,9 @@ def check_memory(plan: MemoryPlan | None, console: Console) -> None:
     Raises:
         UserError: on all ranks alike, where the run cannot fit: the bytes by kind, and what would take fewer.
     """
-    available = least_available()
-    if plan is None or not plan.recipe.engine.memory_check:
+    if plan is None or not plan.recipe.engine.memory_check:  # on all ranks alike
         return
-    estimate = plan.estimate
+    available, estimate = least_available(), plan.estimate
     if not available.holds(estimate):
         raise UserError(describe_shortage(plan, available))
     if not available.holds_with_margin(estimate):

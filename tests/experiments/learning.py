@@ -9,7 +9,6 @@ be stopped and started again. It uses one thread; two of them may work side by s
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from tests.experiments import smollm2
 from tests.experiments.report import kinds_table, setting_of, smollm2_table, table
 from tests.experiments.settings import Setting
-from tests.experiments.training import train
+from tests.experiments.training import train_and_record
 
 FOLDER = Path(__file__).resolve().parents[2] / "runs" / "learning"
 RESULTS = FOLDER / "results.jsonl"
@@ -126,14 +125,7 @@ def run_parts(parts: Sequence[str], seeds: Sequence[int]) -> None:
     for setting in settings:
         if setting in {setting_of(result) for result in smollm2.read(RESULTS)}:
             continue
-        result = train(setting, FOLDER)
-        with RESULTS.open("a") as file:
-            file.write(json.dumps(result) + "\n")
-        print(
-            f"{setting.label()} seed={setting.seed}: held-out loss {result['held_out_loss']:.4f}, "
-            f"accuracy {result['accuracy']:.3f}, {result['seconds']:.0f} s",
-            flush=True,
-        )
+        train_and_record(setting, RESULTS)
 
 
 def report() -> None:

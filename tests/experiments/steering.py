@@ -10,7 +10,6 @@ skipped.
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from tests.experiments import smollm2
 from tests.experiments.report import CHOOSING_SEEDS, chosen_rate, setting_of, steering_table
 from tests.experiments.settings import Setting
-from tests.experiments.training import train
+from tests.experiments.training import train_and_record
 
 FOLDER = Path(__file__).resolve().parents[2] / "runs" / "learning_steering"
 RESULTS = FOLDER / "results.jsonl"
@@ -89,14 +88,7 @@ def run(noises: Sequence[str], optimizers: Sequence[str], seeds: Sequence[int], 
     for optimizer in optimizers:
         for noise in noises:
             for setting in missing(noise, optimizer, seeds, all_rates):
-                result = train(setting, FOLDER)
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(result) + "\n")
-                print(
-                    f"{setting.label()} seed={setting.seed}: held-out loss {result['held_out_loss']:.4f}, "
-                    f"accuracy {result['accuracy']:.3f}, {result['seconds']:.0f} s",
-                    flush=True,
-                )
+                train_and_record(setting, RESULTS)
 
 
 def report() -> None:

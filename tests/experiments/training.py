@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -205,3 +206,15 @@ def train(setting: Setting, folder: Path) -> dict[str, Any]:
         "accuracy_at_start": at_start["accuracy"],
         "seconds": round(seconds, 2),
     }
+
+
+def train_and_record(setting: Setting, results: Path) -> None:
+    """One run, appended to the file as a line; models to start from are kept beside it."""
+    result = train(setting, results.parent)
+    with results.open("a") as file:
+        file.write(json.dumps(result) + "\n")
+    print(
+        f"{setting.label()} seed={setting.seed}: held-out loss {result['held_out_loss']:.4f}, "
+        f"accuracy {result['accuracy']:.3f}, {result['seconds']:.0f} s",
+        flush=True,
+    )

@@ -12,7 +12,7 @@ Shapes: b rows, A query heads, K key/value heads, t tokens of a rank, T of a row
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -163,13 +163,25 @@ def causal_attention(
             enable_gqa=True,
         )
         return output.view(query.shape[0], query.shape[2], *output.shape[1:]).transpose(1, 2)
+    (output,) = by_sequence(lambda *part: (_attend(*part, scale, sliding_window),), (query, key, value), layout)
+    return output
+
+
+def by_sequence(
+    attend: Callable[..., Sequence[Tensor]], primals: Sequence[Tensor], layout: RowLayout
+) -> Sequence[Tensor]:
+    """What `attend` gives of rows of one sequence each, for every sequence of the layout, put together as they lie.
+
+    Args:
+        attend: takes query, key and value; its results have the tokens in their third dimension.
+    """
     if layout.is_one_sequence_a_row:
-        return _attend(query, key, value, scale, sliding_window)
+        return attend(*primals)
     rows = []
     for row, lengths in enumerate(layout.lengths):
-        parts = zip(*(x[row : row + 1].split(list(lengths), 2) for x in (query, key, value)), strict=True)
-        rows.append(torch.cat([_attend(*part, scale, sliding_window) for part in parts], 2))
-    return torch.cat(rows)
+        parts = zip(*(x[row : row + 1].split(list(lengths), 2) for x in primals), strict=True)
+        rows.append([torch.cat(found, 2) for found in zip(*(attend(*part) for part in parts), strict=True)])
+    return [torch.cat(found) for found in zip(*rows, strict=True)]
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, sliding_window: int | None) -> Tensor:

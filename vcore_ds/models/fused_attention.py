@@ -1,6 +1,7 @@
 """Attention of a forward that has both a graph and tangents: the tangent is beside the graph, and none of it in it."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -13,6 +14,7 @@ from vcore_ds.models.attention import (
     as_wide,
     attend_on_cpu,
     attend_with_tangents,
+    by_sequence,
     causal_attention,
     check_call,
     training_attention,
@@ -73,7 +75,8 @@ def _value_and_tangent(
         with torch.no_grad():
             _, d_output = attend_with_tangents([x.detach() for x in primals], tangents, layout, scale, sliding_window)
         return output, d_output
-    output, log_sum_exp = _attend_on_cpu(primals, layout, scale)
+    # What `causal_attention` gives on a CPU, and what it keeps to itself there.
+    output, log_sum_exp = by_sequence(partial(attend_on_cpu, scale=scale), primals, layout)
     with torch.no_grad():
         d_output = torch.empty_like(output)
         for rows, columns in layout.sequences():
@@ -86,20 +89,6 @@ def _value_and_tangent(
                 scale=scale,
             )
     return output, d_output
-
-
-def _attend_on_cpu(primals: Sequence[Tensor], layout: RowLayout, scale: float) -> tuple[Tensor, Tensor]:
-    """What `causal_attention` gives on a CPU, and the log-sum-exp `[b, A, T]` of the scaled scores."""
-    if layout.is_one_sequence_a_row:
-        return attend_on_cpu(*primals, scale)
-    rows = []
-    for row, lengths in enumerate(layout.lengths):
-        parts = zip(*(x[row : row + 1].split(list(lengths), 2) for x in primals), strict=True)
-        rows.append(
-            [torch.cat(found, 2) for found in zip(*(attend_on_cpu(*part, scale) for part in parts), strict=True)]
-        )
-    output, log_sum_exp = zip(*rows, strict=True)
-    return torch.cat(output), torch.cat(log_sum_exp)
 
 
 AttentionInterface.register(FUSED_ATTENTION, fused_attention)
