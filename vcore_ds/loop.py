@@ -35,8 +35,8 @@ class Training:
     engine: Engine
     estimator: Estimator
     feed: Feed
-    validation: Dataset | None
-    """Held-out sequences; None without."""
+    validation: dict[str, Dataset]
+    """Held-out sequences by the name of their set."""
     num_steps: int
     """Optimizer steps of the whole run."""
     checkpoints: Checkpoints
@@ -68,7 +68,7 @@ def run_steps(training: Training, num_done: int) -> StepMetrics | None:
         line = {"step": done, "epoch": training.feed.epoch(done), **metrics.values, **of_checkpoint, **batches.measured}
         of_checkpoint = {}
         if recipe.run.validate_every is not None and done % recipe.run.validate_every == 0 and done < num_steps:
-            line["validation_loss"] = validate(training)
+            line |= {f"validation_loss{name and '_'}{name}": loss for name, loss in validate(training).items()}
         if training.metrics_log is not None:
             training.metrics_log.write(line)
         seconds_left = (time.perf_counter() - started) / (done - num_done) * (num_steps - done)
@@ -139,12 +139,14 @@ def warn_of_noise(recipe: Recipe, metrics: StepMetrics, console: Console) -> Non
         console.say(f"epsilon {epsilon:.3g}{how_chosen}: the loss change is {snr:.1f} times its error")
 
 
-def validate(training: Training) -> float | None:
-    """Mean over held-out sequences of the mean token loss, nats; None without held-out data. A collective."""
-    dataset, feed, engine = training.validation, training.feed, training.engine
-    if dataset is None:
-        return None
+def validate(training: Training) -> dict[str, float]:
+    """Mean over the sequences of each held-out set of the mean token loss, nats. A collective."""
     mark("validation")
+    return {name: held_out_loss(training, dataset) for name, dataset in training.validation.items()}
+
+
+def held_out_loss(training: Training, dataset: Dataset) -> float:
+    feed, engine = training.feed, training.engine
     total = num_sequences = 0.0
     with engine.without_gradient():
         every_id = range(len(dataset))

@@ -32,7 +32,7 @@ def train_all(overrides: list[str], folder: str) -> None:
 @pytest.fixture(scope="module")
 def lines_by_method(tmp_path_factory) -> dict[str, list[dict]]:
     folder = tmp_path_factory.mktemp("methods")
-    model, training, _ = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
+    model, training, *_ = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
     overrides = [f"model.path={model}", f"data.train_path={training}", "data.validation_path=null"]
     overrides += ["batch.global_size=2", "batch.micro_batch_size_per_rank=2", "schedule.num_steps=2"]
     overrides += ["probe.batch_size=1", "data.cutoff_length=192"]

@@ -30,6 +30,8 @@ Positive = Annotated[float, Field(gt=0, le=LARGEST_FLOAT)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
 """Nearly every text is a path, which has no NUL and, on Linux, at most 4096 bytes."""
+Name = Annotated[str, Field(pattern=r"^\w{1,64}$")]
+"""Part of a metric's name."""
 
 
 class Section(BaseModel):
@@ -159,8 +161,9 @@ class DataConfig(Section):
 
     train_path: Text
     """Training data; a relative path is relative to the working directory."""
-    validation_path: Text | None = None
-    """Held-out conversations for the loss before, during and after the run; null for none."""
+    validation_path: Text | Annotated[dict[Name, Text], Field(min_length=1)] | None = None
+    """Held-out conversations for the loss before, during and after the run; several sets as {NAME: PATH, ...}, each
+    with a loss of its own, `validation_loss_NAME`; null for none."""
     probe_path: Text | None = None
     """A pool of conversations that the probe batch is drawn from, such as a few trusted ones where the training data is
     noisy: utilities then say what lowers *their* loss. null draws from the training data, as the paper does."""
@@ -176,6 +179,11 @@ class DataConfig(Section):
     that all nodes share: where they do not, the first process of each node makes its own."""
     reference_log_probabilities: Text | None = None
     """For iw_sft with all parameters trained: the file that `vcore-ds reference` computed from the training data."""
+
+    def validation_paths(self) -> dict[str, str]:
+        """The path of each held-out set by its name, which is empty for an only one without a name."""
+        path = self.validation_path
+        return {} if path is None else {"": path} if isinstance(path, str) else path
 
 
 class BatchConfig(Section):

@@ -116,8 +116,11 @@ def find_unreadable(recipe: Recipe) -> dict[str, str]:
     except (UserError, OSError, ValueError) as error:
         problem = str(error).strip().splitlines()[0].removeprefix("model.path: ")
         problems["model.path"] = f"found {problem}. Give a folder that all nodes share"
-    for key in ("train_path", "validation_path", "probe_path", "reference_log_probabilities"):
-        path = getattr(recipe.data, key)
+    data = recipe.data
+    paths = {key: getattr(data, key) for key in ("train_path", "probe_path", "reference_log_probabilities")}
+    for name, path in data.validation_paths().items():
+        paths[f"validation_path{name and '.'}{name}"] = path
+    for key, path in paths.items():
         if path is not None and not os.access(path, os.R_OK):
             problems[f"data.{key}"] = f"found nothing to read at {path}. Give a file that all nodes share"
     return problems
