@@ -5,8 +5,8 @@
 
 The training data are the quickstart's: solutions of competition problems by four language models, right and wrong ones
 alike. The pool is the 16 trusted traces, with right answers to other problems. What counts is the loss on held-out
-traces of problems that are in neither, apart for 16 right and 15 wrong answers to the same problems: learning from noisy
-traces is good where the first falls and the second does not fall as much.
+traces of problems that are in neither, apart for 16 right and 15 wrong answers to the same problems: a method learns
+well from noisy traces where the first falls and the second does not fall as much.
 
 Decided before the first run: 10 steps of 8 traces of the training data (10 where trusted ones come on top); all rows at
 both learning rates on seed 0; seeds 1 and 2 at the rate with the lower loss on the right held-out traces. Each run is a
@@ -99,9 +99,8 @@ def report() -> None:
         if not done:
             continue
         first = next(iter(done.values()))
-        print(
-            f"### {adapter}: before training {first['correct_before']} correct, {first['incorrect_before']} incorrect\n"
-        )
+        before = f"{first['correct_before']} on right answers, {first['incorrect_before']} on wrong ones"
+        print(f"### {adapter}\n\nBefore training: {before}.\n")
         print("| row | rate | seeds | correct | to sft | incorrect | to sft | incorrect - correct | to sft | minutes |")
         print("|---" * 10 + "|")
         of_row = {}
