@@ -24,6 +24,7 @@ from vcore_ds.commands.fidelity.choice import (
 from vcore_ds.commands.fidelity.report import (
     Estimate,
     FidelityReport,
+    ProbeLoss,
     ProbeSize,
     StaleDirection,
     TrainedDirection,
@@ -107,7 +108,7 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
         reference_precision=bench.reference_precision,
         steps_before=options.after_steps,
         direction=recipe.probe.direction if bench.engine.num_updates else "sgd",  # no optimizer state yet
-        probe_batch_size=min(plan.probe_batch_size_global or len(feed.probe_dataset), len(choice.small_probes)),
+        probe_batch_size=choice.recipe_probe_size,
         num_sequences=len(choice.measured),
         num_tokens=len(bench.index),
         large_probe_size=len(choice.large_probe),
@@ -187,27 +188,33 @@ def measure_estimators(bench: Bench, report: FidelityReport, epsilons: Sequence[
 
 
 def measure_probe_sizes(bench: Bench, report: FidelityReport, choice: Choice, progress: Progress) -> None:
-    """Utilities along small probes with those along the large one, which is left in `bench.direction`."""
+    """Utilities along small probes with those along the large one; of the recipe's size also with the other loss."""
     bench.take_direction(choice.large_probe)
     along_large = bench.jvp()
     progress.done(f"large probe of {len(choice.large_probe)}")
-    for size in choice.probe_sizes:
+    recipe_loss: ProbeLoss = bench.recipe.probe.loss
+    other_loss: ProbeLoss = "uniform" if recipe_loss == "dft" else "dft"
+
+    def measure(size: int, loss: ProbeLoss) -> ProbeSize:
         draws = []
         for draw in range(num_draws(choice, size)):
-            bench.take_direction(choice.small_probes[draw * size : (draw + 1) * size])
+            bench.take_direction(choice.small_probes[draw * size : (draw + 1) * size], loss)
             draws.append(bench.agreement(bench.jvp(), along_large))
-            progress.done(f"probe of {size}, draw {draw + 1}: {describe_spearman(draws[-1].spearman)}")
+            label = f"probe of {size}, draw {draw + 1}" + (f", loss {loss}" if loss != recipe_loss else "")
+            progress.done(f"{label}: {describe_spearman(draws[-1].spearman)}")
         spearmans = [draw.spearman for draw in draws]
-        report.probe_sizes.append(
-            ProbeSize(
-                size,
-                len(draws),
-                mean(spearmans),
-                None if None in spearmans else min(spearmans),
-                mean([draw.weight_overlap for draw in draws]),
-                of_recipe=size == report.probe_batch_size,
-            )
+        return ProbeSize(
+            size,
+            len(draws),
+            mean(spearmans),
+            None if None in spearmans else min(spearmans),
+            mean([draw.weight_overlap for draw in draws]),
+            of_recipe=size == report.probe_batch_size and loss == recipe_loss,
+            loss=loss,
         )
+
+    report.probe_sizes = [measure(size, recipe_loss) for size in choice.probe_sizes]
+    report.other_probe_loss = measure(report.probe_batch_size, other_loss)
 
 
 def keeps_directions(recipe: Recipe) -> bool:
