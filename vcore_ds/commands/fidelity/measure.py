@@ -34,7 +34,7 @@ from vcore_ds.commands.fidelity.report import (
 )
 from vcore_ds.commands.fidelity.text import describe, recommendations
 from vcore_ds.config import Recipe, deepspeed_config
-from vcore_ds.config.schema import MethodConfig
+from vcore_ds.config.method_sections import MethodConfig
 from vcore_ds.data import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
