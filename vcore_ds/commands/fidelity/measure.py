@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from vcore_ds.commands.fidelity.bench import Bench, Trainer
 from vcore_ds.commands.fidelity.choice import (
@@ -117,9 +118,12 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     bench.take_direction(choice.small_probes[: report.probe_batch_size])
     measure_estimators(bench, report, options.epsilons, progress)
     if choice.large_probe:
-        measure_probe_sizes(bench, report, choice, progress)
+        bench.take_direction(choice.large_probe)
+        along_large = bench.jvp()
+        progress.done(f"large probe of {len(choice.large_probe)}")
+        measure_probe_sizes(bench, report, choice, along_large, progress)
         if keeps_directions(recipe):
-            measure_trained_direction(bench, report, choice, trainer)
+            measure_trained_direction(bench, report, along_large, trainer)
         measure_staleness(bench, report, choice, trainer, options.stale_steps, progress)
     bench.engine.close()
 
@@ -187,11 +191,10 @@ def measure_estimators(bench: Bench, report: FidelityReport, epsilons: Sequence[
         progress.done(f"finite difference, epsilon {epsilon:g}: {describe_spearman(found.spearman)}")
 
 
-def measure_probe_sizes(bench: Bench, report: FidelityReport, choice: Choice, progress: Progress) -> None:
+def measure_probe_sizes(
+    bench: Bench, report: FidelityReport, choice: Choice, along_large: Tensor, progress: Progress
+) -> None:
     """Utilities along small probes with those along the large one; of the recipe's size also with the other loss."""
-    bench.take_direction(choice.large_probe)
-    along_large = bench.jvp()
-    progress.done(f"large probe of {len(choice.large_probe)}")
     recipe_loss: ProbeLoss = bench.recipe.probe.loss
     other_loss: ProbeLoss = "uniform" if recipe_loss == "dft" else "dft"
 
@@ -222,14 +225,13 @@ def keeps_directions(recipe: Recipe) -> bool:
     return recipe.method.name == "vcore" and (recipe.probe.source == "previous_step" or recipe.probe.decay > 0)
 
 
-def measure_trained_direction(bench: Bench, report: FidelityReport, choice: Choice, trainer: Trainer) -> None:
+def measure_trained_direction(bench: Bench, report: FidelityReport, along_large: Tensor, trainer: Trainer) -> None:
     """Utilities along the direction that training left with those along the large probe's."""
     if trainer.num_done == 0:
         report.notes.append("the recipe's own direction is that of earlier steps: --after-steps 1 or more measures it")
         return
-    bench.take_direction(choice.large_probe)
     assert trainer.estimator.direction is not None  # vcore
-    found = bench.agreement(bench.jvp(trainer.estimator.direction), bench.jvp())
+    found = bench.agreement(bench.jvp(trainer.estimator.direction), along_large)
     description = describe_direction(trainer.recipe)
     report.trained_direction = TrainedDirection(description, found.spearman, found.weight_overlap)
 
