@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from vcore_ds.config.fields import LARGEST_COUNT
 from vcore_ds.config.problems import RecipeError
-from vcore_ds.config.schema import LARGEST_COUNT, Recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.planning import (
     H100,
     Machine,

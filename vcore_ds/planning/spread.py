@@ -123,7 +123,7 @@ def _micro_step_time(
     for positions in groups:
         own = [lengths[i] for i in positions]
         if limit.packed_tokens is None:
-            own = padded_rows(own, k)
+            own = padded_rows(own, k, is_packed=False)
         slowest = max(slowest, sum(_row_time(n, k, time_model) for n in own))
     return slowest + time_model.exchanges(k) + time_model.micro_step
 

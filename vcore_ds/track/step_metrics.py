@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from vcore_ds.config.schema import MethodConfig
+from vcore_ds.config.method_sections import MethodConfig
 from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import peak_memory
