@@ -204,8 +204,8 @@ def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:
             f"\nheld-out loss: {result.validation_loss_before:.4f} before, "
             f"{result.validation_loss_after:.4f} after training"
         )
-    example = result.last_step.example if result.last_step is not None else None
-    if example is not None and example.utilities is not None:
-        lines.append("\n" + describe_example(example, tokenizer))
+    traces = result.last_step.tokens if result.last_step is not None else None
+    if traces and traces[0].utilities is not None:
+        lines.append("\n" + describe_example(traces[0], tokenizer))
     lines.append(f"\nResult: {result.export_folder} (Hugging Face format)\nMetrics: {result.folder / 'metrics.jsonl'}")
     return "\n".join(lines)

@@ -30,6 +30,10 @@ class Sequences(list):
     """A token store as the feed sees it."""
 
     @property
+    def sequence_ids(self) -> np.ndarray:
+        return np.array([sequence.sequence_id for sequence in self])
+
+    @property
     def lengths(self) -> list[int]:
         return [len(sequence) for sequence in self]
 

@@ -2,18 +2,23 @@
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from tests.helpers import resumed_runs, tiny
+from tests.helpers import resumed_runs, step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config import Recipe
 from vcore_ds.distributed import layout
+from vcore_ds.track.token_gather import gather_record
+from vcore_ds.track.token_records import SequenceTokens, read_records
 
 pytestmark = pytest.mark.dist
 
@@ -41,24 +46,50 @@ def recipe(folder: Path, name: str, degrees: tuple[Any, Any], row_tokens: int = 
     )
 
 
-def alone(folder: Path) -> None:
+def chosen_sequences(degree: int) -> list[list[tuple[int, int]]]:
+    """Id and number of tokens of each sequence in records of at most 30 of 70 tokens, on this rank."""
+    group, num_groups = layout.rank("data", degree), layout.size("data", degree)
+    own = []
+    for i in [*range(10), 4, 9][group::num_groups]:  # two of them twice
+        n = 1 + i
+        numbers, places = np.zeros(n, dtype=np.float32), np.arange(n, dtype=np.int32)
+        own.append(SequenceTokens(i, 0.1, 0.1, 1.0, places, places, numbers, None, numbers))
+    found = []
+    for step in range(5):
+        record = gather_record(step, own, degree, None, seed=3, most_tokens=30)
+        assert (record.num_sequences_global, record.num_supervised_tokens_global) == (12, 70)
+        found.append([(sequence.sequence_id, len(sequence)) for sequence in record.sequences])
+    return found
+
+
+def alone(folder: Path) -> list:
     resumed_runs.to_the_end(recipe(folder, "alone", ("auto", "auto")))
+    return [chosen_sequences(1)]
 
 
-def on_two_ranks(folder: Path) -> None:
+def on_two_ranks(folder: Path) -> list:
     resumed_runs.until(recipe(folder, "resumed", (2, 2)), 3)
+    return [chosen_sequences(degree) for degree in (1, 2)]
 
 
-def on_four_ranks(folder: Path) -> None:
+def on_four_ranks(folder: Path) -> list:
     for main, probe in DEGREES:
         resumed_runs.to_the_end(recipe(folder, f"{main}_{probe}", (main, probe)))
     # A row of a rank holds a quarter of the longest sequence.
     resumed_runs.to_the_end(recipe(folder, "short_rows", ("auto", "auto"), row_tokens=32))
     resumed_runs.to_the_end(recipe(folder, "resumed", (4, 4)))
+    return [chosen_sequences(degree) for degree in (1, 2, 4)]
+
+
+@dataclass(frozen=True)
+class Found:
+    folder: Path
+    chosen: list
+    """What `chosen_sequences` gave, at any number of ranks and degree, on each rank."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("shared_rows")
     tokenizer = make_tokenizer()
     tiny.qwen3(vocab_size=len(tokenizer)).save_pretrained(folder / "model")
@@ -69,10 +100,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
         del config[key]  # the recipe's
     (folder / "fp32.json").write_text(json.dumps(config))
-    run_ranks(alone, 1, folder)
-    run_ranks(on_two_ranks, 2, folder)
-    run_ranks(on_four_ranks, 4, folder)
-    return folder
+    chosen = []
+    for function, num_ranks in ((alone, 1), (on_two_ranks, 2), (on_four_ranks, 4)):
+        chosen += [one for of_rank in run_ranks(function, num_ranks, folder) for one in of_rank]
+    return Found(folder, chosen)
+
+
+@pytest.fixture(scope="module")
+def folder(found: Found) -> Path:
+    return found.folder
 
 
 @pytest.mark.parametrize("name", [*(f"{main}_{probe}" for main, probe in DEGREES), "short_rows", "resumed"])
@@ -90,6 +126,36 @@ def test_a_run_is_the_same_on_shared_rows(folder: Path, name: str) -> None:
     for tensor, values in resumed_runs.tensors_of(folder / name).items():
         # A few updates of 1e-3, whose rounding Adam magnifies where a gradient is about as small as its eps.
         assert values.allclose(tensors[tensor], rtol=1e-4, atol=1e-5), tensor
+
+
+@pytest.mark.parametrize("name", [*(f"{main}_{probe}" for main, probe in DEGREES), "short_rows", "resumed"])
+def test_the_records_of_tokens_are_the_same_on_shared_rows(folder: Path, name: str) -> None:
+    expected, found = (read_records(folder / run) for run in ("alone", name))
+    assert [record.step for record in found] == [*range(1, NUM_STEPS + 1)]
+    for here, there in zip(found, expected, strict=True):
+        assert here.num_sequences_global == there.num_sequences_global == len(here.sequences) == 6
+        assert [s.sequence_id for s in here.sequences] == [s.sequence_id for s in there.sequences]
+        for field in ("positions", "token_ids", "losses", "utilities", "weights"):
+            left, right = (
+                torch.from_numpy(np.concatenate([getattr(s, field) for s in record.sequences]))
+                for record in (here, there)
+            )
+            assert left.dtype == right.dtype
+            if field in ("positions", "token_ids"):
+                assert torch.equal(left, right)
+            else:
+                assert step_runs.relative_error(left, right) < 1e-4, (here.step, field)
+        for field in ("share", "uniform_share", "alpha"):
+            of_sequences = ([getattr(s, field) for s in record.sequences] for record in (here, there))
+            assert next(of_sequences) == pytest.approx(next(of_sequences), rel=1e-5)
+
+
+def test_a_record_of_a_large_batch_holds_the_same_sequences_at_any_number_of_ranks(found: Found) -> None:
+    assert len(found.chosen) == 1 + 2 * 2 + 4 * 3
+    assert all(chosen == found.chosen[0] for chosen in found.chosen)
+    sizes = [sum(n for _, n in of_step) for of_step in found.chosen[0]]
+    assert all(20 <= size <= 30 for size in sizes)  # the next one did not fit
+    assert len({tuple(of_step) for of_step in found.chosen[0]}) == 5  # others in each step
 
 
 def test_the_metrics_say_how_many_ranks_share_a_row(folder: Path) -> None:

@@ -63,7 +63,8 @@ def say_what_next() -> None:
     """Prints a few commands to continue with, on rank 0."""
     if layout.is_first():
         print(
-            f"\nTrain longer:   bash {SCRIPT} schedule.num_steps=100\n"
+            "\nToken weights:  .venv/bin/vcore-ds tokens FOLDER  (the run's, see Metrics above)\n"
+            f"Train longer:   bash {SCRIPT} schedule.num_steps=100\n"
             f"Compare to SFT: bash {SCRIPT} methods/sft.yaml\n"
             f'Your own data:  bash {SCRIPT} data.train_path=FILE.jsonl  (lines of {{"messages": [...]}})',
             flush=True,
