@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from tests.helpers import resumed_runs, step_runs, tiny
+from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
 from tests.helpers.setups import sums, write_conversations
+from tests.helpers.token_records import assert_same_records
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.track.token_gather import gather_record
-from vcore_ds.track.token_records import SequenceTokens, read_records
+from vcore_ds.track.token_records import SequenceTokens
 
 pytestmark = pytest.mark.dist
 
@@ -130,24 +130,7 @@ def test_a_run_is_the_same_on_shared_rows(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [*(f"{main}_{probe}" for main, probe in DEGREES), "short_rows", "resumed"])
 def test_the_records_of_tokens_are_the_same_on_shared_rows(folder: Path, name: str) -> None:
-    expected, found = (read_records(folder / run) for run in ("alone", name))
-    assert [record.step for record in found] == [*range(1, NUM_STEPS + 1)]
-    for here, there in zip(found, expected, strict=True):
-        assert here.num_sequences_global == there.num_sequences_global == len(here.sequences) == 6
-        assert [s.sequence_id for s in here.sequences] == [s.sequence_id for s in there.sequences]
-        for field in ("positions", "token_ids", "losses", "utilities", "weights"):
-            left, right = (
-                torch.from_numpy(np.concatenate([getattr(s, field) for s in record.sequences]))
-                for record in (here, there)
-            )
-            assert left.dtype == right.dtype
-            if field in ("positions", "token_ids"):
-                assert torch.equal(left, right)
-            else:
-                assert step_runs.relative_error(left, right) < 1e-4, (here.step, field)
-        for field in ("share", "uniform_share", "alpha"):
-            of_sequences = ([getattr(s, field) for s in record.sequences] for record in (here, there))
-            assert next(of_sequences) == pytest.approx(next(of_sequences), rel=1e-5)
+    assert assert_same_records(folder / name, folder / "alone", num_sequences=6) == [*range(1, NUM_STEPS + 1)]
 
 
 def test_a_record_of_a_large_batch_holds_the_same_sequences_at_any_number_of_ranks(found: Found) -> None:

@@ -108,9 +108,8 @@ def differences(folder: Path, expected: Path) -> list[str]:
     found += [name for name in here.keys() & there.keys() if not torch.equal(here[name], there[name])]
     records, records_there = token_records(folder), token_records(expected)
     assert len(records_there) == NUM_STEPS  # few steps: each of them has a record
-    found += sorted(
-        name for name in records.keys() | records_there.keys() if records.get(name) != records_there.get(name)
-    )
+    names = sorted(records.keys() | records_there.keys())
+    found += [name for name in names if records.get(name) != records_there.get(name)]
     lines, lines_there = timeless_metrics(folder), timeless_metrics(expected)
     found += [f"{len(lines)} lines"] if [line["step"] for line in lines] != list(range(1, NUM_STEPS + 1)) else []
     found += [

@@ -224,32 +224,32 @@ def _extremes(rows: Sequence[Row], overall: float, top: int) -> Extremes:
     )
     few = max(1, top // 3)
     return Extremes(
-        gained=[row for row in reversed(by_weight) if row.relative_weight > overall][:top],
-        lost=[row for row in by_weight if row.relative_weight < overall][:top],
+        gained=[row for row in reversed(by_weight) if row.relative_weight > overall * (1 + UNIFORM_TOLERANCE)][:top],
+        lost=[row for row in by_weight if row.relative_weight < overall * (1 - UNIFORM_TOLERANCE)][:top],
         rose=[row for change, row in reversed(moved) if change > 0][:few],
         fell=[row for change, row in moved if change < 0][:few],
     )
 
 
 def _phrases(read: Sequence[SequenceTexts], sums: _Sums, least: int) -> list[Row]:
-    """Phrases of 2 to `LONGEST_PHRASE` words within a line that occur `least` times; none that only occurs within a
+    """Phrases of 2 to `LONGEST_PHRASE` words within a sentence that occur `least` times; none that only occurs within a
     longer one."""
     number_of: dict[str, int] = {}
-    word_of_token, words, lines = [], [], []
-    num_words = num_lines = 0
+    word_of_token, words, sentences = [], [], []
+    num_words = num_sentences = 0
     for one in read:
         word_of_token.append(np.where(one.word_of_token < 0, -1, one.word_of_token + num_words))
         words += [number_of.setdefault(word, len(number_of)) for word in one.words]
-        lines.append(one.lines + num_lines)
+        sentences.append(one.sentences + num_sentences)
         num_words += len(one.words)
-        num_lines += len(one.words) and int(one.lines[-1]) + 1
+        num_sentences += len(one.words) and int(one.sentences[-1]) + 1
     token_word = np.concatenate(word_of_token)
     inside = token_word >= 0
     columns = [np.bincount(token_word[inside], column, minlength=num_words) for column in sums.values[inside].T]
     part = np.zeros(num_words, dtype=np.int64)
     part[token_word[inside]] = sums.part[inside]
     has_tokens = np.bincount(token_word[inside], minlength=num_words) > 0  # not a word within another one's token
-    word, line = np.array(words, dtype=np.int64)[has_tokens], np.concatenate(lines)[has_tokens]
+    word, sentence = np.array(words, dtype=np.int64)[has_tokens], np.concatenate(sentences)[has_tokens]
     values, part = np.stack(columns, axis=1)[has_tokens], part[has_tokens]
     names = list(number_of)
 
@@ -257,7 +257,7 @@ def _phrases(read: Sequence[SequenceTexts], sums: _Sums, least: int) -> list[Row
     code, of_phrase = word, values
     for n in range(2, LONGEST_PHRASE + 1):
         num_places = max(0, len(word) - n + 1)
-        within = line[:num_places] == line[n - 1 :][:num_places]
+        within = sentence[:num_places] == sentence[n - 1 :][:num_places]
         of_phrase = of_phrase[:num_places] + values[n - 1 :][:num_places]
         keys = code[:num_places] * len(names) + word[n - 1 :][:num_places]
         code = np.full(num_places, -1, dtype=np.int64)

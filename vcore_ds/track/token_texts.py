@@ -23,6 +23,8 @@ BROKEN = "\ufffd"
 _OPERATORS = frozenset("+-*/=<>^_|&~%·×÷±")
 _LATEX = re.compile(r"\\(?:[A-Za-z]+|[^A-Za-z\s])")
 _WORD = re.compile(r"\S+")
+_BREAK = re.compile("\n")
+_SENTENCE_ENDS = ".!?:;"
 _EDGES = ".,;:!?()[]\"'“”‘’*"
 """Punctuation that is no part of a word that it stands beside."""
 
@@ -39,8 +41,8 @@ class SequenceTexts:
     """What stands between white space, without the punctuation at its ends."""
     word_of_token: np.ndarray
     """int64 [n_i], index in `words` of the word in which a token's first visible character stands; -1 for none"""
-    lines: np.ndarray
-    """int64 [len(words)], number of the line that a word stands in"""
+    sentences: np.ndarray
+    """int64 [len(words)], number of the sentence that a word stands in, ascending; a line break ends one too"""
 
 
 class TokenTexts:
@@ -87,13 +89,15 @@ class TokenTexts:
         spans = [match.span() for match in _WORD.finditer(text)]
         word_starts = np.array([begin for begin, _ in spans], dtype=np.int64)
         word_of_token = np.where(visible < ends, np.searchsorted(word_starts, visible, side="right") - 1, -1)
-        breaks = [at for at, character in enumerate(text) if character == "\n"]
+        breaks = [match.start() for match in _BREAK.finditer(text)]
         words = [text[begin:end] for begin, end in spans]
+        ends_sentence = [0, *(word[-1] in _SENTENCE_ENDS for word in words)][: len(words)]
+        sentences = np.searchsorted(breaks, word_starts) + np.cumsum(ends_sentence, dtype=np.int64)
         for number in [k for k, word in enumerate(words) if BROKEN in word]:
             own = np.flatnonzero(word_of_token == number)
             words[number] = self._decode([ids[t] for t in own]).strip()
         words = [word.strip(_EDGES) or word for word in words]
-        return SequenceTexts(kinds, in_answer, words, word_of_token, np.searchsorted(breaks, word_starts))
+        return SequenceTexts(kinds, in_answer, words, word_of_token, sentences)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
