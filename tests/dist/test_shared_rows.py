@@ -17,7 +17,8 @@ from tests.helpers.token_records import assert_same_records
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config import Recipe
 from vcore_ds.distributed import layout
-from vcore_ds.track.token_gather import gather_record
+from vcore_ds.track.console import Console
+from vcore_ds.track.token_gather import gather_record, record_tokens
 from vcore_ds.track.token_records import SequenceTokens
 
 pytestmark = pytest.mark.dist
@@ -46,6 +47,13 @@ def recipe(folder: Path, name: str, degrees: tuple[Any, Any], row_tokens: int = 
     )
 
 
+@dataclass(frozen=True)
+class OfRank:
+    chosen: list[list[list[tuple[int, int]]]]
+    """What `chosen_sequences` gave, for each degree."""
+    said: list[str]
+
+
 def chosen_sequences(degree: int) -> list[list[tuple[int, int]]]:
     """Id and number of tokens of each sequence in records of at most 30 of 70 tokens, on this rank."""
     group, num_groups = layout.rank("data", degree), layout.size("data", degree)
@@ -62,30 +70,48 @@ def chosen_sequences(degree: int) -> list[list[tuple[int, int]]]:
     return found
 
 
-def alone(folder: Path) -> list:
+def said_where_no_record_can_be_written(folder: Path) -> list[str]:
+    """What this rank prints; nothing is raised on any."""
+    said: list[str] = []
+    console = Console(enabled=layout.is_first())
+    console.say = lambda text="": said.append(text) if console.enabled else None
+    numbers, places = np.zeros(3, dtype=np.float32), np.arange(3, dtype=np.int32)
+    own = [SequenceTokens(layout.rank("shards"), 0.1, 0.1, 1.0, places, places, numbers, None, numbers)]
+    a_file = folder / "train.jsonl"
+    record_tokens(a_file, 5, own, console, sequence_parallel=1, first_trusted_id=None, seed=3)
+    return said
+
+
+def alone(folder: Path) -> OfRank:
     resumed_runs.to_the_end(recipe(folder, "alone", ("auto", "auto")))
-    return [chosen_sequences(1)]
+    return OfRank([chosen_sequences(1)], said_where_no_record_can_be_written(folder))
 
 
-def on_two_ranks(folder: Path) -> list:
+def on_two_ranks(folder: Path) -> OfRank:
     resumed_runs.until(recipe(folder, "resumed", (2, 2)), 3)
-    return [chosen_sequences(degree) for degree in (1, 2)]
+    return OfRank(
+        [chosen_sequences(degree) for degree in (1, 2)],
+        said_where_no_record_can_be_written(folder),
+    )
 
 
-def on_four_ranks(folder: Path) -> list:
+def on_four_ranks(folder: Path) -> OfRank:
     for main, probe in DEGREES:
         resumed_runs.to_the_end(recipe(folder, f"{main}_{probe}", (main, probe)))
     # A row of a rank holds a quarter of the longest sequence.
     resumed_runs.to_the_end(recipe(folder, "short_rows", ("auto", "auto"), row_tokens=32))
     resumed_runs.to_the_end(recipe(folder, "resumed", (4, 4)))
-    return [chosen_sequences(degree) for degree in (1, 2, 4)]
+    return OfRank(
+        [chosen_sequences(degree) for degree in (1, 2, 4)],
+        said_where_no_record_can_be_written(folder),
+    )
 
 
 @dataclass(frozen=True)
 class Found:
     folder: Path
-    chosen: list
-    """What `chosen_sequences` gave, at any number of ranks and degree, on each rank."""
+    of_ranks: list[list[OfRank]]
+    """On 1, 2 and 4 ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +126,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
         del config[key]  # the recipe's
     (folder / "fp32.json").write_text(json.dumps(config))
-    chosen = []
-    for function, num_ranks in ((alone, 1), (on_two_ranks, 2), (on_four_ranks, 4)):
-        chosen += [one for of_rank in run_ranks(function, num_ranks, folder) for one in of_rank]
-    return Found(folder, chosen)
+    functions = ((alone, 1), (on_two_ranks, 2), (on_four_ranks, 4))
+    return Found(folder, [run_ranks(function, num_ranks, folder) for function, num_ranks in functions])
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +158,19 @@ def test_the_records_of_tokens_are_the_same_on_shared_rows(folder: Path, name: s
 
 
 def test_a_record_of_a_large_batch_holds_the_same_sequences_at_any_number_of_ranks(found: Found) -> None:
-    assert len(found.chosen) == 1 + 2 * 2 + 4 * 3
-    assert all(chosen == found.chosen[0] for chosen in found.chosen)
-    sizes = [sum(n for _, n in of_step) for of_step in found.chosen[0]]
+    every = [chosen for of_ranks in found.of_ranks for of_rank in of_ranks for chosen in of_rank.chosen]
+    assert len(every) == 1 + 2 * 2 + 4 * 3
+    assert all(chosen == every[0] for chosen in every)
+    sizes = [sum(n for _, n in of_step) for of_step in every[0]]
     assert all(20 <= size <= 30 for size in sizes)  # the next one did not fit
-    assert len({tuple(of_step) for of_step in found.chosen[0]}) == 5  # others in each step
+    assert len({tuple(of_step) for of_step in every[0]}) == 5  # others in each step
+
+
+def test_a_record_that_cannot_be_written_is_a_warning_of_one_rank(found: Found) -> None:
+    for first, *others in found.of_ranks:
+        (warning,) = first.said
+        assert warning.startswith("warning: the tokens of step 5 cannot be written to ") and "it has no record" in warning
+        assert all(of_rank.said == [] for of_rank in others)
 
 
 def test_the_metrics_say_how_many_ranks_share_a_row(folder: Path) -> None:
