@@ -18,7 +18,7 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder (run.output_dir)")
-    parser.add_argument("--step", type=positive, metavar="N", help="the record of optimizer step N (default: all)")
+    parser.add_argument("--step", type=positive, metavar="N", help="only the record of optimizer step N (default: all)")
     parser.add_argument(
         "--top",
         type=positive,
