@@ -207,8 +207,10 @@ def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:
         if name in before  # data.validation_path may change when a run is resumed
     ]
     lines = ["", *lines] if lines else []
-    example = result.last_step.example if result.last_step is not None else None
-    if example is not None and example.utilities is not None:
-        lines.append("\n" + describe_example(example, tokenizer))
+    traces = result.last_step.tokens if result.last_step is not None else None
+    if traces and traces[0].utilities is not None:
+        lines.append("\n" + describe_example(traces[0], tokenizer))
     lines.append(f"\nResult: {result.export_folder} (Hugging Face format)\nMetrics: {result.folder / 'metrics.jsonl'}")
+    if (result.folder / run_folder.TOKENS).is_dir():
+        lines.append(f"Tokens: vcore-ds tokens {result.folder}")
     return "\n".join(lines)

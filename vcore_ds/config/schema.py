@@ -149,6 +149,9 @@ class RunConfig(Section):
     """Optimizer steps between two printed lines; metrics.jsonl has every step."""
     validate_every: Count | None = None
     """Optimizer steps between two validations; null validates before the first and after the last step only."""
+    num_token_records: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = 12
+    """Optimizer steps whose tokens are recorded in tokens/, with loss, utility and weight, for `vcore-ds tokens`:
+    spread evenly on a log scale, the first and the last among them; 0 for none. At most about 2 MB each."""
     wandb_project: Text | None = None
     """Project on Weights & Biases that also gets the metrics; null for none. Where it cannot be reached, the run
     continues and keeps in its folder what it would have sent."""
