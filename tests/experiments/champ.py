@@ -8,8 +8,9 @@ alike. The pool is the 16 trusted traces, with right answers to other problems. 
 traces of problems that are in neither, apart for 16 right and 15 wrong answers to the same problems: a method learns
 well from noisy traces where the first falls and the second does not fall as much.
 
-Decided before the first run: 10 steps of 8 traces of the training data (10 where trusted ones come on top); all rows at
-both learning rates on seed 0; seeds 1 and 2 at the rate with the lower loss on the right held-out traces. Each run is a
+Decided before the first run: 10 steps of 8 traces of the training data (10 where trusted ones come on top); on seed 0
+all rows at both learning rates with LoRA, and `sft` at both with all parameters; then seeds 0 to 2 at the rate with the
+lower loss on the right held-out traces, that of the row with LoRA and that of `sft` with all parameters. Each run is a
 process with one thread. Results are appended to runs/champ/results.jsonl, and what is there is skipped.
 """
 
@@ -44,7 +45,9 @@ ROWS = {
 }
 ADAPTERS = {"lora": (), "full": ("lora=null",)}
 RATES = {"lora": (3e-4, 1e-3), "full": (1e-5, 3e-5)}
-CHOOSING_SEED, OTHER_SEEDS = 0, (1, 2)
+CHOOSING_ROWS = {"lora": tuple(ROWS), "full": ("sft",)}
+"""Rows that are run at both rates, on the first seed."""
+SEEDS = (0, 1, 2)
 HELD_OUT_LOSS = re.compile(r"held-out loss, (\w+): ([\d.]+) before, ([\d.]+) after training")
 T_95 = 4.303
 """Student's t of two degrees of freedom, three seeds."""
@@ -75,8 +78,10 @@ def train(run: Run) -> None:
 
 
 def chosen_rate(adapter: str, row: str, results: Iterable[dict[str, Any]]) -> float:
-    """The rate with the lower loss on right held-out traces after the run of `CHOOSING_SEED`."""
-    loss = {r["learning_rate"]: r["correct_after"] for r in results if key(r)[:2] == (adapter, row) and r["seed"] == 0}
+    """The rate with the lower loss on right held-out traces after the run on the first seed."""
+    choosing = row if row in CHOOSING_ROWS[adapter] else "sft"
+    of_row = [result for result in results if key(result)[:2] == (adapter, choosing) and result["seed"] == SEEDS[0]]
+    loss = {result["learning_rate"]: result["correct_after"] for result in of_row}
     return min(RATES[adapter], key=loss.__getitem__)
 
 
@@ -86,10 +91,10 @@ def run_adapter(adapter: str, num_jobs: int) -> None:
         with ThreadPoolExecutor(num_jobs) as pool:
             list(pool.map(train, [run for run in runs if run not in done]))
 
-    run_missing([(adapter, row, rate, CHOOSING_SEED) for rate in RATES[adapter] for row in ROWS])
+    run_missing([(adapter, row, rate, SEEDS[0]) for rate in RATES[adapter] for row in CHOOSING_ROWS[adapter]])
     results = read(RESULTS)
     rates = {row: chosen_rate(adapter, row, results) for row in ROWS}
-    run_missing([(adapter, row, rates[row], seed) for seed in OTHER_SEEDS for row in ROWS])
+    run_missing([(adapter, row, rates[row], seed) for seed in SEEDS for row in ROWS])
 
 
 def report() -> None:
@@ -106,7 +111,7 @@ def report() -> None:
         of_row = {}
         for row in ROWS:
             rate = chosen_rate(adapter, row, results)
-            runs = [done[run] for seed in (CHOOSING_SEED, *OTHER_SEEDS) if (run := (adapter, row, rate, seed)) in done]
+            runs = [done[run] for seed in SEEDS if (run := (adapter, row, rate, seed)) in done]
             of_row[row] = {run["seed"]: measures(run) for run in runs}
             cells = [row, f"{rate:g}", str(len(runs))]
             for i in range(3):

@@ -124,8 +124,7 @@ def _convert_model(target: Path) -> None:
 
 def select_traces(model_folder: Path, num_judged: int, max_judged_tokens: int) -> dict[str, list[Trace]]:
     """The traces of each file, the shortest ones in tokens of the model, in the order of the data set's problems."""
-    path = _package_folder("champ_dataset", "champ-dataset") / "dataset_files" / "v0.json"
-    problems = json.loads(path.read_text(encoding="utf-8"))["problems"]
+    problems = champ_problems()
     tokenizer = load_tokenizer(str(model_folder))
 
     def shortest_first(traces: list[Trace], max_tokens: int) -> list[Trace]:
@@ -151,6 +150,13 @@ def select_traces(model_folder: Path, num_judged: int, max_judged_tokens: int) -
     }
     order = {problem: i for i, problem in enumerate(problems)}
     return {name: sorted(traces, key=lambda trace: order[trace["problem"]]) for name, traces in chosen.items()}
+
+
+def champ_problems() -> dict[str, Any]:
+    """The problems of `champ-dataset` by name, with their recorded conversations."""
+    path = _package_folder("champ_dataset", "champ-dataset") / "dataset_files" / "v0.json"
+    problems: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["problems"]
+    return problems
 
 
 def _few_of_each(traces: list[Trace], num: int) -> list[Trace]:
