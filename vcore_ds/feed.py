@@ -115,7 +115,7 @@ class Feed:
             sequences = [dataset[i] for i in ids]
             if not sequences:
                 batches.append(idle_batch(pad, degree))
-            elif self.plan.packed_row_tokens is not None:
+            elif spread.is_packed:
                 batches.append(pack([sequences], pad, degree))
             else:
                 batches.append(collate(sequences, pad, degree))

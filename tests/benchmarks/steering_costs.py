@@ -27,15 +27,13 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.benchmarks.overhead import JVP, NUM_MAIN, NUM_PROBE, SFT, OurLoop, Variant, own_batches, ratio
+from tests.benchmarks.overhead import JVP, NUM_MAIN, NUM_PROBE, SFT, OurLoop, Variant, make_feed, ratio
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data import Batch
+from vcore_ds.data import RandomDraws, StepBatches
+from vcore_ds.random_streams import Stream
 
 TRUSTED = 8
 """Sequences that `data.trusted_share` 0.2 adds to 32 of the training data."""
-
-POOL_SEED = 1000
-"""Seed of a probe that is the whole pool, the same in every round."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,6 @@ class SteeringVariant:
     """0 without a probe pass."""
     every: int = 1
     """Steps that share one probe."""
-    takes_whole_pool: bool = False
 
     @property
     def predicted(self) -> float:
@@ -71,7 +68,7 @@ def weighted(**keys: object) -> dict:
 VARIANTS = {
     "sft": SteeringVariant(Variant(SFT), num_probe=0),
     "vcore": SteeringVariant(vcore()),
-    "probe.batch_size all, of 32": SteeringVariant(vcore(), num_probe=32, takes_whole_pool=True),
+    "probe.batch_size all, of 32": SteeringVariant(vcore(), num_probe=32),
     "probe.every 5": SteeringVariant(vcore(probe={"every": 5}), every=5),
     "probe.decay 0.9": SteeringVariant(vcore(probe={"decay": 0.9})),
     "probe.source previous_step": SteeringVariant(vcore(probe={"source": "previous_step"}), num_probe=0),
@@ -90,6 +87,8 @@ OTHERS_IN_A_LAUNCH = 2
 
 def measure(names: list[str], num_rounds: int) -> dict[str, list[float]]:
     """Seconds of a step, by name and round. With `probe.every` the mean over its steps, of which one takes a probe."""
+    feed = make_feed()
+    trusted = RandomDraws(len(feed.dataset), TRUSTED, 0, Stream.TRUSTED)
     loops = {name: OurLoop(VARIANTS[name].variant) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for k in range(num_rounds + 1):
@@ -97,23 +96,22 @@ def measure(names: list[str], num_rounds: int) -> dict[str, list[float]]:
         for name in names[turn:] + names[:turn]:
             what = VARIANTS[name]
             # A batch with trusted sequences begins with the 32 that the others have.
-            main = own_batches(what.num_main, k)
-            probe = []
-            if what.num_probe:
-                probe = own_batches(what.num_probe, POOL_SEED + (0 if what.takes_whole_pool else k))
-            found = timed(loops[name], main, probe)
+            main = feed.batches(feed.main_order.step(k) + trusted.step(k)[: what.num_main - NUM_MAIN], None)
+            draws = RandomDraws(len(feed.dataset), what.num_probe, 0, Stream.PROBE)
+            probe = feed.probe_batches(draws.step(k)) if what.num_probe else []
+            found = timed(loops[name], StepBatches(main, probe))
             if what.every > 1:
-                found = (found + (what.every - 1) * timed(loops[name], main, [])) / what.every
+                found = (found + (what.every - 1) * timed(loops[name], StepBatches(main, []))) / what.every
             if k > 0:  # the first round allocates, and records ZeRO-3's trace
                 seconds[name].append(found)
     return seconds
 
 
-def timed(loop: OurLoop, main: list[Batch], probe: list[Batch]) -> float:
+def timed(loop: OurLoop, batches: StepBatches) -> float:
     """Seconds of one step on all ranks."""
     torch.distributed.barrier()
     start = time.perf_counter()
-    loop.step(main, probe)
+    loop.step(batches)
     torch.distributed.barrier()
     return time.perf_counter() - start
 

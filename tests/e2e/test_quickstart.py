@@ -23,7 +23,7 @@ def test_with_trusted_traces(tmp_path: Path):
     output = quickstart(f"{changes} run.validate_every=1", folder)
     check_held_out_losses(output)
     recipe = load_recipe(folder / "recipe.yaml")
-    assert recipe.data.probe_path == str(DATA / "trusted.jsonl") and recipe.data.trusted_share == 0.25
+    assert recipe.data.probe_path == str(DATA / "trusted.jsonl") and "1 of them trusted" in output
     line = read_metrics(folder)[0]
     assert line["kl"] == pytest.approx(recipe.method.kl_budget, rel=0.01)
     for name in ("correct", "incorrect"):

@@ -96,12 +96,13 @@ class BatchConfig(Section):
     global_size: Count = 32
     """|B|, sequences per optimizer step over all ranks and micro-batches."""
     micro_batch_size_per_rank: Literal["auto"] | Count = "auto"
-    """Sequences per rank in one forward and backward. `auto` sorts each batch by length and lets short sequences share
-    a micro-batch where the predicted step is shorter for it, within the tokens of the batch's longest sequence (or
-    1,024); with packed rows, or method.alpha_scope micro_batch, it is 1."""
+    """Sequences per rank in one forward and backward, a row each. `auto` packs short ones into rows of about equal
+    cost, with no more tokens than the batch's longest sequence (or 1,024); where a model or its attention rules that
+    out, those of similar length share a micro-batch. With packed_row_tokens, or method.alpha_scope micro_batch, it is
+    1."""
     packed_row_tokens: NumTokens | None = None
     """Pack sequences into rows of about equal cost, a row in one forward and backward, without padding: most tokens of
-    a row on each of the ranks that share it; null gives every sequence a row of its own."""
+    a row on each of the ranks that share it; null leaves rows to micro_batch_size_per_rank."""
     sequence_parallel: Literal["auto"] | Count = "auto"
     """Ranks that share a row, each with a part of its tokens; a divisor of the ranks and of the model's query heads.
     `auto` takes for each batch the number that makes the step shortest."""
