@@ -9,10 +9,10 @@ traces of problems that are in neither, apart for 16 right and 15 wrong answers 
 well from noisy traces where the first falls and the second does not fall as much.
 
 Decided before the first run: 10 steps of 8 traces of the training data (10 where trusted ones come on top). With LoRA
-all rows run at both learning rates on seed 0, and on seeds 1 and 2 at the rate with the lower loss on the right held-out
-traces. With all parameters, which take longer, only `sft` runs at all rates, and five of the rows at its best. (The rate
-of 1e-4 was added when `sft` had hardly moved at 1e-5.) Each run is a process with one thread. Results are appended to
-runs/champ/results.jsonl, and what is there is skipped.
+all rows run at both learning rates on seed 0, and on seeds 1 and 2 at the rate with the lower loss on the right
+held-out traces. With all parameters, which take longer, only `sft` runs at all rates, and five of the rows at its best.
+(The rate of 1e-4 was added when `sft` had hardly moved at 1e-5.) Each run is a process with one thread. Results are
+appended to runs/champ/results.jsonl, and what is there is skipped.
 """
 
 import argparse
