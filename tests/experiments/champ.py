@@ -42,7 +42,7 @@ ROWS = {
     "dft + trusted": ("methods/dft.yaml", *SHARE),
     "sft on the pool alone": ("methods/sft.yaml", "data.train_path=runs/quickstart_data/trusted.jsonl"),
     "vcore, B' all": (*STEERED, "method.base_measure=uniform", "data.trusted_share=0"),
-    "vcore, trusted.yaml": (*STEERED, "batch.global_size=10"),
+    "vcore, B' all, base dft, + trusted": (*STEERED, "method.base_measure=dft", "batch.global_size=10"),
 }
 ADAPTERS = {"lora": (), "full": ("lora=null",)}
 RATES = {"lora": (3e-4, 1e-3), "full": (1e-5, 3e-5, 1e-4)}

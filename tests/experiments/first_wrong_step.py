@@ -31,7 +31,7 @@ ROWS = {
     "dft": ("methods/dft.yaml",),
     "vcore, no pool, B' 16, 0.5 nats": ("probe.batch_size=16", "method.kl_budget=0.5"),
     "vcore, B' all, 0.5 nats": (*STEERED, "method.base_measure=uniform"),
-    "vcore, B' all, 0.5 nats, base dft": STEERED,
+    "vcore, B' all, 0.5 nats, base dft": (*STEERED, "method.base_measure=dft"),
 }
 COMMON = (
     f"data.train_path={TRAIN}",
