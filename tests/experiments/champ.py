@@ -114,6 +114,8 @@ def report() -> None:
         for row in ROWS_OF[adapter]:
             rate = chosen_rate(adapter, row, results)
             runs = [done[run] for seed in SEEDS if (run := (adapter, row, rate, seed)) in done]
+            if not runs:
+                continue
             of_row[row] = {run["seed"]: measures(run) for run in runs}
             cells = [row, f"{rate:g}", str(len(runs))]
             for i in range(3):
