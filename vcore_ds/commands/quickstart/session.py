@@ -1,6 +1,7 @@
 """The quickstart: a pretrained model learns from real reasoning traces, with everything prepared on the way."""
 
 import contextlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ def prepare(overrides: Sequence[str]) -> list[str]:
     if layout.is_first():
         try:
             data = prepare_quickstart_data(DATA)
-            held_out = f"{{correct: {data.correct}, incorrect: {data.incorrect}}}"
+            # As JSON, which is YAML: a path may hold a comma.
+            held_out = json.dumps({"correct": str(data.correct), "incorrect": str(data.incorrect)})
             found = {"model.path": data.model, "data.train_path": data.train, "data.validation_path": held_out}
         except UserError as error:
             problem = str(error)
