@@ -162,6 +162,7 @@ def validate(training: Training) -> dict[str, float]:
 
 
 def held_out_loss(training: Training, dataset: Dataset) -> float:
+    """Mean over one set's sequences of the mean token loss, nats. A collective."""
     feed, engine = training.feed, training.engine
     total = num_sequences = 0.0
     with engine.without_gradient():

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from tests.experiments.report import cell
 from tests.experiments.smollm2 import REPOSITORY, read, run_train
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 
@@ -51,8 +52,6 @@ CHOOSING_ROWS = {"lora": tuple(ROWS), "full": ("sft",)}
 """Rows that are run at all rates, on the first seed."""
 SEEDS = (0, 1, 2)
 HELD_OUT_LOSS = re.compile(r"held-out loss, (\w+): ([\d.]+) before, ([\d.]+) after training")
-T_95 = 4.303
-"""Student's t of two degrees of freedom, three seeds."""
 
 Run = tuple[str, str, float, int]
 """Adapter, row, learning rate, seed."""
@@ -119,9 +118,10 @@ def report() -> None:
             of_row[row] = {run["seed"]: measures(run) for run in runs}
             cells = [row, f"{rate:g}", str(len(runs))]
             for i in range(3):
-                cells.append(interval([measured[i] for measured in of_row[row].values()]))
+                cells.append(cell([measured[i] for measured in of_row[row].values()], 4))
                 pairs = [(measured[i], of_row["sft"].get(seed)) for seed, measured in of_row[row].items()]
-                cells.append("" if row == "sft" else interval([a - b[i] for a, b in pairs if b is not None], sign=True))
+                differences = [a - b[i] for a, b in pairs if b is not None]
+                cells.append("" if row == "sft" else cell(differences, 4, difference=True))
             cells.append(f"{statistics.mean(run['seconds'] for run in runs) / 60:.1f}")
             print("| " + " | ".join(cells) + " |")
         print()
@@ -131,16 +131,6 @@ def measures(result: dict[str, Any]) -> tuple[float, float, float]:
     """Losses on right and on wrong held-out traces, and by how much the latter are larger."""
     correct, incorrect = result["correct_after"], result["incorrect_after"]
     return correct, incorrect, incorrect - correct
-
-
-def interval(values: Sequence[float], *, sign: bool = False) -> str:
-    """Mean and, of three seeds, the half width of its 95% interval; in bold where that of a difference excludes 0."""
-    mean = f"{statistics.mean(values):{'+' if sign else ''}.4f}"
-    if len(values) < 3:
-        return mean
-    half = T_95 * statistics.stdev(values) / len(values) ** 0.5
-    text = f"{mean} ± {half:.4f}"
-    return f"**{text}**" if sign and abs(statistics.mean(values)) > half else text
 
 
 def main() -> None:

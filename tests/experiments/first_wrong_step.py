@@ -13,10 +13,10 @@ before.
 import argparse
 import json
 import shutil
-import statistics
-from collections.abc import Sequence
+from statistics import mean
 from typing import Any
 
+from tests.experiments.report import cell
 from tests.experiments.smollm2 import REPOSITORY, run_train
 from vcore_ds.commands.quickstart.right_answers import PROMPT
 from vcore_ds.commands.quickstart.traces import champ_problems, prepare_quickstart_data
@@ -42,7 +42,6 @@ COMMON = (
     "run.num_token_records=1000",
     "checkpoint.every_minutes=null",
 )
-Z_95 = 1.96
 
 
 def write_traces() -> None:
@@ -94,9 +93,8 @@ def report() -> None:
             if (found := weights_by_part(sequence, wrong_steps[sequence.sequence_id], tokenizer)) is not None
         ]
         differences = [after - before for before, _, after in parts]
-        half = Z_95 * statistics.stdev(differences) / len(differences) ** 0.5
-        means = " | ".join(f"{statistics.mean(part):.3f}" for part in zip(*parts, strict=True))
-        print(f"| {row} | {len(parts)} | {means} | {statistics.mean(differences):+.3f} ± {half:.3f} |")
+        means = " | ".join(f"{mean(part):.3f}" for part in zip(*parts, strict=True))
+        print(f"| {row} | {len(parts)} | {means} | {cell(differences, 3, difference=True)} |")
 
 
 def weights_by_part(
@@ -116,10 +114,6 @@ def weights_by_part(
     for start, weight in zip(starts, relative.tolist(), strict=True):
         parts[(start >= begin) + (start >= end)].append(weight)
     return None if not all(parts) else (mean(parts[0]), mean(parts[1]), mean(parts[2]))
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def main() -> None:

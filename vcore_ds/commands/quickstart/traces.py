@@ -89,7 +89,7 @@ def _prepare(folder: Path) -> QuickstartData:
 
     start = time.perf_counter()
     print(f"traces: {folder}", end="", flush=True)
-    for name, traces in select_traces(model_folder, NUM_JUDGED, MAX_JUDGED_TOKENS).items():
+    for name, traces in _select_traces(model_folder).items():
         _write_jsonl(folder / f"{name}.jsonl", traces)
         print(f", {len(traces)} {name}", end="", flush=True)
     print(f" in {time.perf_counter() - start:.0f} s", flush=True)
@@ -122,7 +122,7 @@ def _convert_model(target: Path) -> None:
         save_file(dict(model.named_parameters()), unfinished / "model.safetensors", metadata={"format": "pt"})
 
 
-def select_traces(model_folder: Path, num_judged: int, max_judged_tokens: int) -> dict[str, list[Trace]]:
+def _select_traces(model_folder: Path) -> dict[str, list[Trace]]:
     """The traces of each file, the shortest ones in tokens of the model, in the order of the data set's problems."""
     problems = champ_problems()
     tokenizer = load_tokenizer(str(model_folder))
@@ -135,7 +135,7 @@ def select_traces(model_folder: Path, num_judged: int, max_judged_tokens: int) -
         chosen = [i for i, num in enumerate(num_tokens) if num <= max_tokens]
         return [short[i] for i in sorted(chosen, key=num_tokens.__getitem__)]
 
-    judged = shortest_first(list(judged_traces(problems)), max_judged_tokens)
+    judged = shortest_first(list(judged_traces(problems)), MAX_JUDGED_TOKENS)
     right = {trace["problem"] for trace in judged if trace["is_right"]}
     # By turns held out, trusted and trained on, so that training has problems like these too.
     by_turns = [problem for problem in problems if problem in right]
@@ -144,9 +144,9 @@ def select_traces(model_folder: Path, num_judged: int, max_judged_tokens: int) -
     training = {str(t["messages"]): t for t in _solutions(problems) if t["problem"] not in held_out | trusted}
     chosen = {
         "train": shortest_first(list(training.values()), MAX_TRAIN_TOKENS)[:NUM_TRAIN],
-        "trusted": _few_of_each([t for t in judged if t["problem"] in trusted and t["is_right"]], num_judged),
-        "correct": _few_of_each([t for t in judged if t["problem"] in held_out and t["is_right"]], num_judged),
-        "incorrect": _few_of_each([t for t in judged if t["problem"] in held_out and not t["is_right"]], num_judged),
+        "trusted": _few_of_each([t for t in judged if t["problem"] in trusted and t["is_right"]]),
+        "correct": _few_of_each([t for t in judged if t["problem"] in held_out and t["is_right"]]),
+        "incorrect": _few_of_each([t for t in judged if t["problem"] in held_out and not t["is_right"]]),
     }
     order = {problem: i for i, problem in enumerate(problems)}
     return {name: sorted(traces, key=lambda trace: order[trace["problem"]]) for name, traces in chosen.items()}
@@ -159,15 +159,15 @@ def champ_problems() -> dict[str, Any]:
     return problems
 
 
-def _few_of_each(traces: list[Trace], num: int) -> list[Trace]:
-    """The first `num`, and of no problem more than `NUM_OF_A_PROBLEM`."""
+def _few_of_each(traces: list[Trace]) -> list[Trace]:
+    """The first `NUM_JUDGED`, and of no problem more than `NUM_OF_A_PROBLEM`."""
     num_of: Counter[str] = Counter()
     few = []
     for trace in traces:
         num_of[trace["problem"]] += 1
         if num_of[trace["problem"]] <= NUM_OF_A_PROBLEM:
             few.append(trace)
-    return few[:num]
+    return few[:NUM_JUDGED]
 
 
 def _solutions(problems: dict[str, Any]) -> Iterator[Trace]:
