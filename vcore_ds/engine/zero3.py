@@ -23,6 +23,7 @@ from vcore_ds.engine.flat_shards import FlatShards
 from vcore_ds.engine.gradient_sum import GradientSum
 from vcore_ds.engine.non_finite import NonFiniteGradient
 from vcore_ds.engine.optimizer import make_moments
+from vcore_ds.engine.saved_parameters import SavedParameters
 from vcore_ds.engine.streams import Streams
 from vcore_ds.models import RowLayout, TokenDropout, TokenLossModel, gather_losses, own_columns, token_keys
 from vcore_ds.random_streams import Stream, torch_seed
@@ -66,6 +67,7 @@ class Engine:
         self.trainable: list[tuple[str, nn.Parameter]] = [
             (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
+        self._saved_parameters = SavedParameters(model)
         self._streams = Streams(self.optimizer)
         self.shards = FlatShards(self.optimizer, self._streams, [parameter for _, parameter in self.trainable])
         self.device = device()
@@ -92,12 +94,13 @@ class Engine:
             for dropout in self._dropouts:
                 # Kept until the next forward: layers that are recomputed in the backward draw their masks again.
                 dropout.token_keys = own_keys
-        own = self.deepspeed(
-            input_ids=own_columns(batch.input_ids, k).to(self.device),
-            targets=own_columns(targets, k).to(self.device),
-            position_ids=own_columns(positions, k).to(self.device),
-            row_layout=RowLayout.of(batch.sequence_lengths(), k, self.device),
-        )
+        with self._saved_parameters.as_references():
+            own = self.deepspeed(
+                input_ids=own_columns(batch.input_ids, k).to(self.device),
+                targets=own_columns(targets, k).to(self.device),
+                position_ids=own_columns(positions, k).to(self.device),
+                row_layout=RowLayout.of(batch.sequence_lengths(), k, self.device),
+            )
         return gather_losses(own, targets != IGNORED_LABEL, k)
 
     def seed_dropout(self, seed: int) -> None:
