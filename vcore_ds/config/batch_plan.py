@@ -116,14 +116,16 @@ class BatchPlan:
     def remedy(self, part: Part) -> str:
         """What to set where a part's batches leave many ranks waiting."""
         key, size, degrees = "batch.global_size", self.global_batch_size, self.main_degrees
+        limit = self._limit(self.micro_batch_size_per_rank)
         if part == "probe":
             # A pool that is one probe batch is as large as it is; what fits it is fewer ranks.
             key, size, degrees = "probe.batch_size", self.probe_batch_size_global or 0, self.probe_degrees
+            limit = self._limit(self.probe_micro_batch_size_per_rank)
         shape = self.time_model.shape
         if shape.unshareable is None and list(degrees) != possible_degrees(self.num_ranks, shape.num_heads):
             return f"set {_SECTIONS[part]}.sequence_parallel to auto"
         enough = _SEQUENCES_PER_GROUP * self.num_ranks // degrees[-1]
-        if size >= enough and self.packed_row_tokens is None:
+        if size >= enough and not limit.is_packed:
             return "set batch.packed_row_tokens to data.cutoff_length and every micro_batch_size_per_rank to 1"
         wanted = max(enough, 2 * size)
         larger = f"set {key} to {wanted} or more, or " if size and wanted <= LARGEST_COUNT else ""
