@@ -1,0 +1,111 @@
+// Utility against loss: how many tokens have which, and how they were weighted.
+
+const BINS = 48;
+
+class Density {
+  constructor(place) {
+    this.state = { colour: "weight", step: "" };
+    this.controls = element("div", { class: "controls" });
+    this.figure = element("figure");
+    this.readout = element("p", { class: "readout" });
+    place.append(this.controls, this.figure, this.readout);
+  }
+
+  async open(run) {
+    this.data = await tokensOf(run);
+    this.state.step = "";
+    const set = (key) => (value) => ((this.state[key] = value), this.draw());
+    const steps = [...new Set(this.data.sequences.map((one) => one.step))].map((step) => [step, step]);
+    const controls = [
+      select("Colour by", [["weight", "mean weight"], ["count", "number of tokens"]], set("colour")),
+      select("Step", [["", "all"], ...steps], set("step")),
+    ];
+    controls[0][1].value = this.state.colour;
+    if (report.tokens.length > 1) {
+      const runs = select("Run", report.tokens.flatMap((one, i) => ("utility" in one.levels ? [[i, one.run]] : [])), (value) => this.open(Number(value)));
+      runs[1].value = run;
+      controls.unshift(runs);
+    }
+    this.controls.replaceChildren(...controls.map(([label]) => label));
+    this.draw();
+  }
+
+  // Tokens and the sum of their weights in each cell; a cell is some levels of loss and of utility.
+  count() {
+    const { data, state } = this;
+    const cells = new Map();
+    for (const sequence of data.sequences) {
+      if (state.step !== "" && String(sequence.step) !== state.step) continue;
+      for (let i = sequence.start; i < sequence.end; i++) {
+        const x = (data.codes.loss[i] * BINS) >> 8, y = (data.codes.utility[i] * BINS) >> 8;
+        const cell = cells.get(y * BINS + x) ?? { x, y, count: 0, weight: 0 };
+        cell.count += 1;
+        cell.weight += data.levels.weight[data.codes.weight[i]];
+        cells.set(y * BINS + x, cell);
+      }
+    }
+    return [...cells.values()].sort((a, b) => a.y - b.y || a.x - b.x);
+  }
+
+  draw() {
+    const { data, state } = this;
+    const [left, top, size] = [64, 8, 7];
+    const side = size * BINS;
+    const svg = shape("svg", { viewBox: `0 0 ${left + side + 30} ${top + side + 40}`, role: "img", tabindex: 0 });
+    const edge = (levels, bin) => levels[Math.min(255, Math.round((bin * 256) / BINS))];
+    const cells = this.count();
+    const most = Math.max(...cells.map((cell) => cell.count));
+    const total = cells.reduce((sum, cell) => sum + cell.count, 0);
+    svg.setAttribute("aria-label", `Utility against loss of ${total.toLocaleString("en-US")} tokens, rank correlation ${number(data.spearman)}. Arrow keys read it cell by cell.`);
+    for (let bin = 0; bin <= BINS; bin += BINS / 4) {
+      svg.append(shape("text", { x: left + bin * size, y: top + side + 16, "text-anchor": "middle" }, number(edge(data.levels.loss, bin))));
+      svg.append(shape("text", { x: left - 6, y: top + side - bin * size + 4, "text-anchor": "end" }, number(edge(data.levels.utility, bin))));
+    }
+    svg.append(shape("text", { x: left + side / 2, y: top + side + 34, "text-anchor": "middle" }, "loss (nats)"));
+    svg.append(shape("text", { x: 12, y: top + side / 2, transform: `rotate(-90 12 ${top + side / 2})`, "text-anchor": "middle" }, "utility"));
+    svg.append(shape("rect", { x: left, y: top, width: side, height: side, fill: "none", stroke: "var(--line)" }));
+    svg.append(shape("line", { class: "axis", x1: left, x2: left + side, y1: top + side / 2, y2: top + side / 2 }));
+    const rects = cells.map((cell) => {
+      const shown = state.colour === "count"
+        ? colour(0.15 + (0.85 * Math.log(cell.count)) / Math.max(1, Math.log(most)), false)
+        : colour(Math.log2(cell.weight / cell.count || 1e-9) / report.weightRange, true);
+      const rect = shape("rect", { x: left + cell.x * size, y: top + side - (cell.y + 1) * size, width: size, height: size, stroke: "var(--line)", "stroke-width": 0.4 });
+      rect.style.fill = shown;
+      rect.cell = cell;
+      return rect;
+    });
+    svg.append(...rects);
+
+    const tell = (rect) => {
+      for (const one of rects) one.setAttribute("stroke", one === rect ? "var(--text)" : "var(--line)");
+      const range = (levels, bin) => `${number(edge(levels, bin))} to ${number(edge(levels, bin + 1))}`;
+      this.readout.textContent = rect
+        ? `loss ${range(data.levels.loss, rect.cell.x)}, utility ${range(data.levels.utility, rect.cell.y)}: ${rect.cell.count.toLocaleString("en-US")} tokens, mean weight ${number(rect.cell.weight / rect.cell.count)}×`
+        : `Rank correlation of utility and loss over all recorded tokens: ${number(data.spearman)}. Both axes are finer around 0.`;
+    };
+    let here = -1;
+    svg.addEventListener("pointerover", (event) => tell(event.target.cell ? event.target : null));
+    svg.addEventListener("focus", () => this.readout.setAttribute("aria-live", "polite"));
+    svg.addEventListener("blur", () => (this.readout.removeAttribute("aria-live"), tell(null)));
+    svg.addEventListener("keydown", (event) => {
+      const by = { ArrowRight: 1, ArrowLeft: -1, ArrowUp: 1, ArrowDown: -1 }[event.key];
+      if (!by) return;
+      event.preventDefault();
+      if (event.key.endsWith("t")) here = Math.max(0, Math.min(cells.length - 1, here + by));
+      else here = this.otherRow(cells, here, by);
+      tell(rects[here]);
+    });
+    tell(null);
+    this.figure.replaceChildren(svg);
+  }
+
+  // The cell of the next row up or down that is nearest to a cell.
+  otherRow(cells, here, by) {
+    const { x, y } = cells[Math.max(0, here)];
+    const rows = cells.map((cell) => cell.y).filter((row) => (row - y) * by > 0);
+    if (!rows.length) return Math.max(0, here);
+    const row = by > 0 ? Math.min(...rows) : Math.max(...rows);
+    const distance = (i) => Math.abs(cells[i].x - x);
+    return [...cells.keys()].filter((i) => cells[i].y === row).reduce((best, i) => (distance(i) < distance(best) ? i : best));
+  }
+}
