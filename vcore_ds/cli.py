@@ -57,6 +57,7 @@ def launch(
     *,
     before: Callable[[Sequence[str]], Sequence[str]] | None = None,
     after: Callable[[], None] | None = None,
+    with_report: bool = False,
 ) -> int:
     """What a script in launch_scripts/ runs as one rank: `train` with a recipe of its own.
 
@@ -64,6 +65,7 @@ def launch(
         arguments: overrides and fragments, `--recipe FILE`, and what the launcher adds (`--local_rank`).
         before: runs first; gets the overrides and fragments, returns overrides to add.
         after: runs when the training is done.
+        with_report: write the run's report before that, and say where it is.
     """
     parser = argparse.ArgumentParser(description=f"Train {recipe}; arguments are overrides and fragments.")
     parser.add_argument("--recipe", default=recipe, help="another recipe (YAML)")
@@ -74,6 +76,8 @@ def launch(
         if before is not None:
             parsed.overrides = [*parsed.overrides, *before(parsed.overrides)]
         train.main(parsed)
+        if with_report:
+            report.after_training(parsed.recipe, parsed.overrides)
         if after is not None:
             after()
     except (UserError, RunFailed, RunStopped) as error:

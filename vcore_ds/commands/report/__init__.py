@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vcore_ds.commands.arguments import positive
+from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import REPORT
 
 HELP = "one HTML file with curves, costs and every recorded token coloured by its weight"
@@ -62,3 +63,19 @@ def write_report(
     found = read_runs(runs, top=top, tokenizer_path=tokenizer_path)
     page = write_page(found, runs[0] / REPORT if output is None else output)
     return [page, *(write_pictures(found, png) if png is not None else [])]
+
+
+def after_training(recipe: str, overrides: Sequence[str]) -> None:
+    """Writes the report of the run that this process has just trained, on rank 0, and says where it is. A report that
+    cannot be written costs a warning and not the run."""
+    from vcore_ds.config import load_recipe
+    from vcore_ds.distributed import layout
+
+    if not layout.is_first():
+        return
+    folder = Path(load_recipe(recipe, overrides).run.output_dir)
+    try:
+        (page,) = write_report([folder])
+        print(f"\nReport: {page} (open it in a browser)", flush=True)
+    except UserError as error:
+        print(f"warning: no report: {error}", flush=True)

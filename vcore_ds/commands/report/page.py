@@ -116,14 +116,14 @@ def as_json(value: Any) -> str:
 
 
 def weight_range(runs: Sequence[ReportedRun]) -> float:
-    """Where the colours of weights end, as a power of 2: 99.5% of the recorded tokens of all runs lie within, so that a
+    """Where the colours of weights end, as a power of 2: 98% of the recorded tokens of all runs lie within, so that a
     colour means the same in each."""
     weights = [sequence.relative_weights for run in runs for record in run.records for sequence in record.sequences]
     if not weights:
         return 1.0
     positive = np.concatenate(weights)
     powers = np.abs(np.log2(positive[positive > 0]))
-    return max(0.02, float(np.quantile(powers, 0.995))) if len(powers) else 1.0
+    return max(0.02, float(np.quantile(powers, 0.98))) if len(powers) else 1.0
 
 
 def rank_correlation(run: ReportedRun) -> float | None:

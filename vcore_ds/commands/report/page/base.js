@@ -19,7 +19,7 @@ const shape = (name, attributes = {}, ...children) => fill(document.createElemen
 function number(value) {
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace("e+", "e");
+  if (size >= 1e6 || size < 1e-3) return Number(value.toPrecision(3)).toExponential().replace("e+", "e");
   if (size >= 1000) return value.toLocaleString("en-US", { maximumFractionDigits: 0 });
   return String(Number(value.toPrecision(4)));
 }
@@ -42,11 +42,17 @@ function colour(place, isDiverging) {
   return `color-mix(in oklab, var(${end}) ${share.toFixed(1)}%, var(--middle))`;
 }
 
+function bytesOf(base64) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(base64);
+  const text = atob(base64);
+  const bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  return bytes;
+}
+
 // The tokens of a run, as commands/report/traces.py packs them.
 async function unpack(place) {
-  const text = atob(document.getElementById(`tokens-${place}`).textContent);
-  const packed = Uint8Array.from(text, (character) => character.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const stream = new Blob([bytesOf(document.getElementById(`tokens-${place}`).textContent)]).stream().pipeThrough(new DecompressionStream("gzip"));
   const bytes = await new Response(stream).arrayBuffer();
   const run = report.tokens[place];
   const numTokens = run.sequences.reduce((sum, sequence) => sum + sequence.tokens, 0);

@@ -33,18 +33,17 @@ class Density {
   // Tokens and the sum of their weights in each cell; a cell is some levels of loss and of utility.
   count() {
     const { data, state } = this;
-    const cells = new Map();
+    const counts = new Uint32Array(BINS * BINS), weights = new Float64Array(BINS * BINS);
     for (const sequence of data.sequences) {
       if (state.step !== "" && String(sequence.step) !== state.step) continue;
       for (let i = sequence.start; i < sequence.end; i++) {
-        const x = (data.codes.loss[i] * BINS) >> 8, y = (data.codes.utility[i] * BINS) >> 8;
-        const cell = cells.get(y * BINS + x) ?? { x, y, count: 0, weight: 0 };
-        cell.count += 1;
-        cell.weight += data.levels.weight[data.codes.weight[i]];
-        cells.set(y * BINS + x, cell);
+        const cell = ((data.codes.utility[i] * BINS) >> 8) * BINS + ((data.codes.loss[i] * BINS) >> 8);
+        counts[cell] += 1;
+        weights[cell] += data.levels.weight[data.codes.weight[i]];
       }
     }
-    return [...cells.values()].sort((a, b) => a.y - b.y || a.x - b.x);
+    const cells = [...counts.keys()].filter((cell) => counts[cell]);
+    return cells.map((cell) => ({ x: cell % BINS, y: Math.floor(cell / BINS), count: counts[cell], weight: weights[cell] }));
   }
 
   draw() {

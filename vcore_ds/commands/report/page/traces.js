@@ -1,6 +1,6 @@
 // The recorded tokens of a run, each coloured by one of its measures.
 
-const TOKENS_OF_PAGE = 6000;
+const TOKENS_OF_PAGE = 2500;
 const EXTREME = 0.05;
 const MEASURES = {
   weight: "Weight", loss: "Loss", utility: "Utility", probability: "Probability",
@@ -84,7 +84,7 @@ class Viewer {
       controls.unshift(runs);
     }
     this.controls.replaceChildren(...controls.map(([label]) => label));
-    const present = new Set(data.flags.map((flag) => flag & KIND));
+    const present = new Set([...new Set(data.flags)].map((flag) => flag & KIND));
     this.kinds.replaceChildren(this.kinds.firstChild, ...data.kinds.flatMap((kind, i) => {
       const toggle = (event) => (event.target.checked ? state.kinds.add(i) : state.kinds.delete(i), (state.page = 0), this.draw());
       return present.has(i) ? [element("label", {}, element("input", { type: "checkbox", checked: true, onchange: toggle }), ` ${kind}`)] : [];
