@@ -51,7 +51,8 @@ def opened(browser: "Browser", path: Path, **options: Any) -> "Iterator[Page]":
     page.on("request", lambda request: requests.append(request.url))
     page.goto(path.as_uri())
     try:
-        page.wait_for_function("document.documentElement.dataset.ready === 'true'", timeout=120_000)
+        # Not a function to wait for: the page's policy lets no text become code.
+        page.locator("html[data-ready=true]").wait_for(state="attached", timeout=120_000)
     except Exception:
         assert not complaints, complaints
         raise
