@@ -61,8 +61,8 @@ def write_report(
     from vcore_ds.commands.report.read import read_runs
 
     found = read_runs(runs, top=top, tokenizer_path=tokenizer_path)
-    page = write_page(found, runs[0] / REPORT if output is None else output)
-    return [page, *(write_pictures(found, png) if png is not None else [])]
+    pictures = write_pictures(found, png) if png is not None else []
+    return [write_page(found, runs[0] / REPORT if output is None else output), *pictures]
 
 
 def after_training(recipe: str, overrides: Sequence[str]) -> None:
