@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,16 +64,29 @@ def test_tokens_are_decoded_as_they_were_recorded(tmp_path: Path) -> None:
     assert kinds[pieces.index("4")] == "digit" and kinds[pieces.index(" ")] == "white space"
 
     sequences = run.records[0].sequences
-    levels = {name: np.array(values) for name, values in description["levels"].items()}
+    levels = {name: np.array(description["levels"][name]) for name in ("weight", "loss")}
     relative = np.concatenate([sequence.relative_weights for sequence in sequences])
     spread = np.log(relative.max() / relative.min())
     assert np.abs(np.log(levels["weight"][weights] / relative)).max() < spread / 128
     assert np.abs(levels["loss"][losses] - np.concatenate([s.losses for s in sequences])).max() < 0.05
     expected = np.concatenate([s.utilities for s in sequences])
-    assert np.abs(levels["utility"][utilities] - expected).max() < 0.02 * np.abs(expected).max()
-    assert (np.sign(levels["utility"][utilities]) * np.sign(expected) >= 0).all()
+    decoded = np.array(description["levels"]["utility"][2])[utilities]
+    assert np.abs(decoded - expected).max() < 0.02 * np.abs(expected).max()
+    assert (np.sign(decoded) * np.sign(expected) >= 0).all()
     for own, sequence in zip(places.reshape(2, -1), sequences, strict=True):
         assert (sequence.weights[np.argsort(own)] == np.sort(sequence.weights)[::-1]).all()
+
+
+def test_small_utilities_of_a_step_are_as_fine_as_large_ones_of_another(tmp_path: Path) -> None:
+    small, large = (random_sequence(IDS, 0, seed=0) for _ in range(2))
+    small = replace(small, utilities=small.utilities * np.float32(1e-4))
+    run = write_run(tmp_path / "run", TOKENIZER, [step_line(1), step_line(2)], {1: [small], 2: [large]})
+    description, blob = encode_traces(read(run)[0], 10**6)
+    codes = np.frombuffer(gzip.decompress(base64.b64decode(blob)), dtype=np.uint8)[-4 * len(IDS) : -2 * len(IDS)]
+    first, second = codes.reshape(2, -1)
+    decoded = np.array(description["levels"]["utility"][1])[first]
+    assert np.abs(decoded - small.utilities).max() < 0.02 * np.abs(small.utilities).max()
+    assert (first == second).all()
 
 
 def test_the_uniform_weight_and_no_utility_are_exact() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vcore_ds.commands.report.read import Group, ReportedRun
+from vcore_ds.commands.report.traces import utilities_of
 
 MOST_POINTS = 600
 """Points of a curve. Longer ones are drawn as the means of that many parts, which a screen cannot tell apart."""
@@ -145,9 +146,9 @@ def _of_records(groups: Sequence[Group]) -> Iterator[Chart]:
 def _by_step(run: ReportedRun, of_tokens: Callable[[np.ndarray], np.ndarray]) -> dict[int, np.ndarray]:
     found = {}
     for record in run.records:
-        utilities = [sequence.utilities for sequence in record.sequences if sequence.utilities is not None]
-        if utilities:
-            found[record.step] = of_tokens(np.concatenate(utilities).astype(np.float64))
+        utilities = utilities_of(record)
+        if utilities is not None:
+            found[record.step] = of_tokens(utilities)
     return found
 
 

@@ -26,7 +26,7 @@ from vcore_ds.commands.report.tables import (
     phases_of,
     tables_of,
 )
-from vcore_ds.commands.report.traces import encode_traces, most_tokens_of_run, ranks
+from vcore_ds.commands.report.traces import encode_traces, most_tokens_of_run, ranks, utilities_of
 from vcore_ds.config import dump_recipe
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.user_paths import writing
@@ -127,11 +127,11 @@ def weight_range(runs: Sequence[ReportedRun]) -> float:
 
 
 def rank_correlation(run: ReportedRun) -> float | None:
-    """Spearman's, of utility and loss over all recorded tokens; None without utilities, or where either is constant."""
-    sequences = [sequence for record in run.records for sequence in record.sequences]
-    utilities = [sequence.utilities for sequence in sequences if sequence.utilities is not None]
-    if len(utilities) != len(sequences):
-        return None
-    places = [ranks(np.concatenate(values)) for values in (utilities, [sequence.losses for sequence in sequences])]
-    found = np.corrcoef(places[0], places[1])[0, 1] if len(places[0]) > 1 else np.nan
-    return float(found) if np.isfinite(found) else None
+    """Spearman's, of utility and loss over the tokens of a record, mean over records; None without utilities, or where
+    either is constant."""
+    found = []
+    for record in run.records:
+        utilities, losses = utilities_of(record), np.concatenate([sequence.losses for sequence in record.sequences])
+        if utilities is not None and np.ptp(utilities) > 0 and np.ptp(losses) > 0:
+            found.append(np.corrcoef(ranks(utilities), ranks(losses))[0, 1])
+    return float(np.mean(found)) if found else None

@@ -72,7 +72,8 @@ def phases_of(runs: Sequence[ReportedRun]) -> Phases:
     slowest = max(sum(one) for one in seconds) or 1.0
     return Phases(
         note="Mean over the steps, without the first, which allocates and compiles. Saving is the time of checkpoints, "
-        "spread over the steps; rest is what remains of a step.",
+        "spread over the steps; rest is what remains of a step. Utilities that are computed in the main pass "
+        "itself (utility.fused) have no time of their own.",
         names=names,
         head=["", *names, "step in all"],
         rows=[[run.name, *map(_number, one), _number(sum(one))] for run, one in zip(runs, seconds, strict=True)],

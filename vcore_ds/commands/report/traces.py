@@ -26,8 +26,8 @@ def encode_traces(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], s
     base64 of gzip.
 
     The bytes are, for all tokens, one array after the other: place in `texts` (`bytes_text` each, little-endian), rank
-    in the sequence (`bytes_rank`, from 0 for the most weighted), then one byte each: place in the levels of weight,
-    loss and utility (absent without utilities), and flags.
+    in the sequence (`bytes_rank`, from 0 for the most weighted), then one byte each: place in the levels of weight, of
+    loss, and of utility in the step (absent without utilities), and flags.
     """
     assert run.texts is not None
     chosen = [
@@ -36,24 +36,24 @@ def encode_traces(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], s
     sequences = [sequence for _, sequence in chosen]
     names: dict[str, int] = {}
     texts, flags = zip(*(_text_of(sequence, run.texts, names) for sequence in sequences), strict=True)
-    levels = {
-        "weight": weight_levels(np.concatenate([sequence.relative_weights for sequence in sequences])),
-        "loss": loss_levels(np.concatenate([sequence.losses for sequence in sequences])),
-    }
-    measured = {
-        "weight": [sequence.relative_weights for sequence in sequences],
-        "loss": [sequence.losses for sequence in sequences],
-    }
-    utilities = [sequence.utilities for sequence in sequences if sequence.utilities is not None]
-    if len(utilities) == len(sequences):
-        levels["utility"] = utility_levels(np.concatenate(utilities))
-        measured["utility"] = utilities
+    weights = np.concatenate([sequence.relative_weights for sequence in sequences])
+    losses = np.concatenate([sequence.losses for sequence in sequences])
+    levels: dict[str, Any] = {"weight": weight_levels(weights), "loss": loss_levels(losses)}
+    codes = [nearest(levels["weight"], weights), nearest(levels["loss"], losses)]
+    of_record = {record.step: utilities_of(record) for record in run.records}
+    if all(utilities is not None for utilities in of_record.values()):
+        # Utilities of one step can be a hundred times those of another, so each record has levels of its own.
+        levels |= {"utility": {step: utility_levels(utilities) for step, utilities in of_record.items()}}
+        levels |= {"utilityAxis": utility_levels(np.concatenate(list(of_record.values())))}
+        codes.append(
+            np.concatenate([nearest(levels["utility"][record.step], sequence.utilities) for record, sequence in chosen])
+        )
     text_type = np.dtype("<u2" if len(names) <= 1 << 16 else "<u4")
     rank_type = np.dtype("<u2" if max(map(len, sequences)) <= 1 << 16 else "<u4")
     arrays = [
         np.concatenate(texts).astype(text_type),
         np.concatenate([ranks(sequence.weights) for sequence in sequences]).astype(rank_type),
-        *(nearest(levels[name], np.concatenate(values)) for name, values in measured.items()),
+        *codes,
         np.concatenate(flags),
     ]
     description = {
@@ -62,7 +62,7 @@ def encode_traces(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], s
         "kinds": KINDS,
         "bytesText": text_type.itemsize,
         "bytesRank": rank_type.itemsize,
-        "levels": {name: [float(f"{value:.4g}") for value in values] for name, values in levels.items()},
+        "levels": {name: _rounded(values) for name, values in levels.items()},
         "isUniform": are_uniform(run.records),
         "numRecorded": sum(record.num_tokens for record in run.records),
         "sequences": [
@@ -79,6 +79,19 @@ def encode_traces(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], s
     }
     packed = gzip.compress(b"".join(array.tobytes() for array in arrays), compresslevel=6, mtime=0)
     return description, base64.b64encode(packed).decode()
+
+
+def utilities_of(record: TokenRecord) -> np.ndarray | None:
+    """Utilities of all tokens of a record; None for methods without."""
+    utilities = [sequence.utilities for sequence in record.sequences if sequence.utilities is not None]
+    return np.concatenate(utilities).astype(np.float64) if len(utilities) == len(record.sequences) else None
+
+
+def _rounded(levels: Any) -> Any:
+    """For JSON: four digits, which are finer than the levels."""
+    if isinstance(levels, dict):
+        return {step: _rounded(own) for step, own in levels.items()}
+    return [float(f"{value:.4g}") for value in levels]
 
 
 def _within(record: TokenRecord, most_tokens: int, num_records: int) -> list[SequenceTokens]:

@@ -30,14 +30,21 @@ class Density {
     this.draw();
   }
 
+  // Utilities at the edges of the rows, finer than these: those of the step, or of all.
+  axis() {
+    return this.data.levels.utility[this.state.step] ?? this.data.levels.utilityAxis;
+  }
+
   // Tokens and the sum of their weights in each cell; a cell is some levels of loss and of utility.
   count() {
     const { data, state } = this;
+    const axis = this.axis();
     const counts = new Uint32Array(BINS * BINS), weights = new Float64Array(BINS * BINS);
     for (const sequence of data.sequences) {
       if (state.step !== "" && String(sequence.step) !== state.step) continue;
+      const rows = rowsOf(data.levels.utility[sequence.step], axis);
       for (let i = sequence.start; i < sequence.end; i++) {
-        const cell = ((data.codes.utility[i] * BINS) >> 8) * BINS + ((data.codes.loss[i] * BINS) >> 8);
+        const cell = rows[data.codes.utility[i]] * BINS + ((data.codes.loss[i] * BINS) >> 8);
         counts[cell] += 1;
         weights[cell] += data.levels.weight[data.codes.weight[i]];
       }
@@ -54,11 +61,12 @@ class Density {
     const edge = (levels, bin) => levels[Math.min(255, Math.round((bin * 256) / BINS))];
     const cells = this.count();
     const most = Math.max(...cells.map((cell) => cell.count));
+    const correlation = data.spearman === null ? "Utility or loss is constant" : `Rank correlation of utility and loss: ${number(data.spearman)} in the mean over steps`;
     const total = cells.reduce((sum, cell) => sum + cell.count, 0);
-    svg.setAttribute("aria-label", `Utility against loss of ${total.toLocaleString("en-US")} tokens, rank correlation ${number(data.spearman)}. Arrow keys read it cell by cell.`);
+    svg.setAttribute("aria-label", `Utility against loss of ${total.toLocaleString("en-US")} tokens. ${correlation}. Arrow keys read it cell by cell.`);
     for (let bin = 0; bin <= BINS; bin += BINS / 4) {
       svg.append(shape("text", { x: left + bin * size, y: top + side + 16, "text-anchor": "middle" }, number(edge(data.levels.loss, bin))));
-      svg.append(shape("text", { x: left - 6, y: top + side - bin * size + 4, "text-anchor": "end" }, number(edge(data.levels.utility, bin))));
+      svg.append(shape("text", { x: left - 6, y: top + side - bin * size + 4, "text-anchor": "end" }, number(edge(this.axis(), bin))));
     }
     svg.append(shape("text", { x: left + side / 2, y: top + side + 34, "text-anchor": "middle" }, "loss (nats)"));
     svg.append(shape("text", { x: 12, y: top + side / 2, transform: `rotate(-90 12 ${top + side / 2})`, "text-anchor": "middle" }, "utility"));
@@ -79,8 +87,8 @@ class Density {
       for (const one of rects) one.setAttribute("stroke", one === rect ? "var(--text)" : "var(--line)");
       const range = (levels, bin) => `${number(edge(levels, bin))} to ${number(edge(levels, bin + 1))}`;
       this.readout.textContent = rect
-        ? `loss ${range(data.levels.loss, rect.cell.x)}, utility ${range(data.levels.utility, rect.cell.y)}: ${rect.cell.count.toLocaleString("en-US")} tokens, mean weight ${number(rect.cell.weight / rect.cell.count)}×`
-        : `Rank correlation of utility and loss over all recorded tokens: ${number(data.spearman)}. Both axes are finer around 0.`;
+        ? `loss ${range(data.levels.loss, rect.cell.x)}, utility ${range(this.axis(), rect.cell.y)}: ${rect.cell.count.toLocaleString("en-US")} tokens, mean weight ${number(rect.cell.weight / rect.cell.count)}×`
+        : `${correlation}. Both axes are finer around 0.`;
     };
     let here = -1;
     svg.addEventListener("pointerover", (event) => tell(event.target.cell ? event.target : null));
@@ -107,4 +115,13 @@ class Density {
     const distance = (i) => Math.abs(cells[i].x - x);
     return [...cells.keys()].filter((i) => cells[i].y === row).reduce((best, i) => (distance(i) < distance(best) ? i : best));
   }
+}
+
+// The row of each code of a step's utilities.
+function rowsOf(levels, axis) {
+  let place = 0;
+  return levels.map((value) => {
+    while (place < 255 && Math.abs(axis[place + 1] - value) <= Math.abs(axis[place] - value)) place += 1;
+    return (place * BINS) >> 8;
+  });
 }

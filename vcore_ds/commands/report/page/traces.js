@@ -7,34 +7,40 @@ const MEASURES = {
 };
 const IN_ANSWER = 8, AFTER_GAP = 16, KIND = 7;
 
-// Place of each level on the colour scale, from -1 to 1, and whether the scale has two sides.
+// What the codes of a measure stand for in a step.
+const levelsOf = (data, measure, step) => (measure === "utility" ? data.levels.utility[step] : data.levels[measure]);
+
+// Place of each code on the colour scale, from -1 to 1, and whether the scale has two sides.
 function scaleOf(data, measure) {
+  if (measure === "utility") return { isDiverging: true, places: Array.from({ length: 256 }, (_, code) => (code - 128) / 128) };
   const levels = data.levels[measure === "probability" ? "loss" : measure];
   if (measure === "weight") {
     const range = report.weightRange;
     return { isDiverging: true, places: levels.map((w) => Math.max(-1, Math.min(1, Math.log2(w || 1e-9) / range))) };
   }
-  if (measure === "utility") return { isDiverging: true, places: levels.map((_, code) => (code - 128) / 128) };
   if (measure === "loss") return { isDiverging: false, places: levels.map((_, code) => code / 255) };
   return { isDiverging: false, places: levels.map((loss) => Math.exp(-loss)) };
 }
 
 // What the ends and the middle of a scale are called.
-function scaleLabels(data, measure) {
+function scaleLabels(data, measure, step) {
   if (measure === "weight") return [`${number(2 ** -report.weightRange)}× or less`, "1× (uniform)", `${number(2 ** report.weightRange)}× or more`];
-  if (measure === "utility") return [number(data.levels.utility[0]), "0", number(data.levels.utility[255])];
+  if (measure === "utility") {
+    const levels = data.levels.utility[step];
+    return levels ? [number(levels[0]), "0", number(levels[255])] : ["lowest of its step", "0", "highest of its step"];
+  }
   return measure === "loss" ? ["0", "", `${number(data.levels.loss[255])} nats`] : ["0", "", "1"];
 }
 
 // Everything that is known of a token, by name.
 function describe(data, sequence, i) {
-  const value = (measure) => data.levels[measure][data.codes[measure][i]];
+  const value = (measure) => levelsOf(data, measure, sequence.step)[data.codes[measure][i]];
   const facts = [["weight", `${number(value("weight"))}×`]];
   if (!data.isUniform) facts.push(["rank", `${(data.rank[i] + 1).toLocaleString("en-US")} of ${sequence.tokens.toLocaleString("en-US")}`]);
   if (data.codes.utility) facts.push(["utility", number(value("utility"))]);
   facts.push(["loss", `${number(value("loss"))} nats`], ["probability", number(Math.exp(-value("loss")))]);
   facts.push(["kind", data.kinds[data.flags[i] & KIND] + (data.flags[i] & IN_ANSWER ? ", in the answer" : "")]);
-  facts.push(["place", `${i - sequence.start + 1} in its trace`]);
+  facts.push(["place", `${(i - sequence.start + 1).toLocaleString("en-US")} of ${sequence.tokens.toLocaleString("en-US")}`]);
   return facts;
 }
 
@@ -138,7 +144,7 @@ class Viewer {
     const stops = Array.from({ length: 9 }, (_, i) => colour(isDiverging ? i / 4 - 1 : i / 8, isDiverging));
     const bar = element("div", { "aria-hidden": "true" });
     bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
-    this.scale.replaceChildren(bar, ...scaleLabels(this.data, this.state.measure).map((text) => element("span", {}, text)));
+    this.scale.replaceChildren(bar, ...scaleLabels(this.data, this.state.measure, this.state.step).map((text) => element("span", {}, text)));
   }
 
   trace(sequence) {
@@ -259,12 +265,24 @@ function stripColour(probe, shade, isDiverging) {
 }
 
 const tip = document.getElementById("tip");
-const hideTip = () => (tip.hidden = true);
+let tipIsNear = null;
+function hideTip() {
+  tip.hidden = true;
+  tipIsNear = null;
+}
+
 function showTip(near, ...content) {
   tip.replaceChildren(...content);
   tip.hidden = false;
+  tipIsNear = near;
+  placeTip(near);
+}
+
+function placeTip(near) {
   const box = near.getClientRects()[0] ?? near.getBoundingClientRect();
   const below = box.bottom + 6 + tip.offsetHeight <= innerHeight;
   tip.style.top = `${Math.max(4, below ? box.bottom + 6 : box.top - 6 - tip.offsetHeight)}px`;
   tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 4))}px`;
 }
+
+addEventListener("scroll", () => tipIsNear && placeTip(tipIsNear), { passive: true });
