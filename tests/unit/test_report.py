@@ -15,6 +15,7 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.cli import main
 from vcore_ds.commands.report.curves import MOST_POINTS, make_charts
 from vcore_ds.commands.report.page import SCRIPTS, SOURCES, as_json, rank_correlation, weight_range
+from vcore_ds.commands.report.pictures import write_pictures
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs, read_runs
 from vcore_ds.commands.report.traces import (
     IN_ANSWER,
@@ -142,7 +143,7 @@ def test_seeds_of_a_recipe_are_one_curve(tmp_path: Path) -> None:
     )
     assert [run.name for run in runs] == ["a", "b", "c"]
     groups = group_runs(runs)
-    assert [group.label for group in groups] == ["kl_budget 0.05 (2 seeds)", "kl_budget 0.1"]
+    assert [group.label for group in groups] == ["kl_budget 0.05 (2 runs)", "kl_budget 0.1"]
     charts = {chart.key: chart for chart in make_charts(groups)}
     both, single = charts["loss"].series
     assert both.steps == [1, 2, 3] and both.values == pytest.approx([1.5, 0.75, 0.5])  # steps that both have
@@ -166,10 +167,12 @@ def test_long_runs_are_thinned(tmp_path: Path) -> None:
 
 def test_a_measure_that_no_list_names_gets_a_curve(tmp_path: Path) -> None:
     lines = [step_line(step, utilisation=0.4 + step / 100, validation_loss_correct=1.0 / step) for step in (1, 2)]
-    charts = make_charts(group_runs(read(write_run(tmp_path / "run", TOKENIZER, lines, {}))))
+    runs = read(write_run(tmp_path / "run", TOKENIZER, [line | {"$^{": line["step"]} for line in lines], {}))
+    charts = make_charts(group_runs(runs))
     titles = {chart.key: (chart.title, chart.section) for chart in charts}
     assert titles["utilisation"] == ("Utilisation", "Other measures")
     assert titles["validation_loss_correct"] == ("Held-out loss, correct", "Learning")
+    assert len(write_pictures(runs, tmp_path / "pictures")) == 2 * len(charts)  # `$` begins no formula
 
 
 # ---- warnings and the page -------------------------------------------------------------------------------------------

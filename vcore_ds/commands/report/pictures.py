@@ -43,13 +43,13 @@ def _draw(axes, chart: Chart, labels: Sequence[str]) -> None:
     for one in chart.series:
         colour = COLOURS[one.group % len(COLOURS)]
         style = DASHES[one.group % len(DASHES)] if len(one.steps) > 1 else "o"
-        # A name of the user's: `$` would begin a formula.
-        label = labels[one.group].replace("$", r"\$")
-        axes.plot(one.steps, one.values, style, color=colour, label=label, linewidth=1.5)
+        axes.plot(one.steps, one.values, style, color=colour, label=labels[one.group], linewidth=1.5)
         for low, high in one.bands:
             axes.fill_between(one.steps, low, high, color=colour, alpha=0.18, linewidth=0)
     axes.set_xlabel("step")
-    axes.set_ylabel(chart.title + (f" ({chart.unit})" if chart.unit else ""))
+    # Names are the user's, and not formulas where they hold `$`.
+    axes.set_ylabel(chart.title + (f" ({chart.unit})" if chart.unit else ""), parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     if len(labels) > 1:
-        axes.legend(frameon=False, fontsize="small")
+        for text in axes.legend(frameon=False, fontsize="small").get_texts():
+            text.set_parse_math(False)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 OF_A_SEED = ("run.seed", "run.output_dir")
 """Keys in which the runs of a group may differ."""
+MOST_KEYS_OF_LABEL = 3
+"""Groups that differ in more keys are called by the name of their first run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,17 +104,11 @@ def group_runs(runs: Sequence[ReportedRun]) -> list[Group]:
     groups = []
     for members in by_recipe.values():
         values = flat_values(members[0].recipe)
-        label = ", ".join(f"{key.split('.')[-1]} {shown(values.get(key))}" for key in keys[:MOST_KEYS_OF_LABEL])
-        if len(by_recipe) == 1:
+        label = ", ".join(f"{key.split('.')[-1]} {shown(values.get(key))}" for key in keys)
+        if not 1 <= len(keys) <= MOST_KEYS_OF_LABEL:
             label = members[0].name
-        if len(keys) > MOST_KEYS_OF_LABEL:
-            label = members[0].name
-        groups.append(Group(label + (f" ({len(members)} seeds)" if len(members) > 1 else ""), members))
+        groups.append(Group(label + (f" ({len(members)} runs)" if len(members) > 1 else ""), members))
     return groups
-
-
-MOST_KEYS_OF_LABEL = 3
-"""Groups that differ in more keys are called by the name of their first run."""
 
 
 def differences(runs: Sequence[ReportedRun], ignored: Sequence[str] = ("run.output_dir",)) -> dict[str, list[Any]]:
