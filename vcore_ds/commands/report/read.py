@@ -104,11 +104,17 @@ def group_runs(runs: Sequence[ReportedRun]) -> list[Group]:
     groups = []
     for members in by_recipe.values():
         values = flat_values(members[0].recipe)
-        label = ", ".join(f"{key.split('.')[-1]} {shown(values.get(key))}" for key in keys)
-        if not 1 <= len(keys) <= MOST_KEYS_OF_LABEL:
+        label = ", ".join(_words(key, values[key]) for key in keys if values.get(key) is not None)
+        if not label or len(keys) > MOST_KEYS_OF_LABEL:
             label = members[0].name
         groups.append(Group(label + (f" ({len(members)} runs)" if len(members) > 1 else ""), members))
     return groups
+
+
+def _words(key: str, value: Any) -> str:
+    """A key and its value, in a label: `vcore` for method.name, `kl_budget 0.1` for method.kl_budget."""
+    *_, name = key.split(".")
+    return shown(value) if name == "name" else f"{name} {shown(value)}"
 
 
 def differences(runs: Sequence[ReportedRun], ignored: Sequence[str] = ("run.output_dir",)) -> dict[str, list[Any]]:

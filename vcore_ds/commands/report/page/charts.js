@@ -1,6 +1,7 @@
 // Curves over optimizer steps, with one cursor for all of them.
 
 const WIDTH = 340, HEIGHT = 190, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 22;
+const MOST_DOTS = 16;
 const DASHES = ["", "6 3", "2 2", "8 3 2 3", "1 3", "10 4"];
 const lineColour = (group) => `var(--line${(group % 6) + 1})`;
 const moveCursors = [];
@@ -46,7 +47,10 @@ function drawChart(chart) {
     svg.append(shape("polyline", {
       class: "curve", stroke: lineColour(one.group), "stroke-dasharray": DASHES[one.group % 6], points: points(one.values).join(" "),
     }));
-    if (one.steps.length === 1) svg.append(shape("circle", { cx: x(one.steps[0]), cy: y(one.values[0]), r: 3, fill: lineColour(one.group) }));
+    // Few enough to see which steps were measured.
+    for (const i of one.steps.length <= MOST_DOTS ? one.steps.keys() : []) {
+      svg.append(shape("circle", { cx: x(one.steps[i]), cy: y(one.values[i]), r: 2, fill: lineColour(one.group) }));
+    }
   }
   const cursor = shape("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
   svg.append(cursor);
@@ -84,7 +88,7 @@ function drawChart(chart) {
 function readAt(one, step) {
   const place = nearest(one.steps, step);
   const [lower, upper] = one.bands[0] ?? [];
-  const text = number(one.values[place]) + (lower ? ` [${number(lower[place])}, ${number(upper[place])}]` : "");
+  const text = number(one.values[place]) + (lower && lower[place] !== upper[place] ? ` [${number(lower[place])}, ${number(upper[place])}]` : "");
   const swatch = element("i");
   swatch.style.background = lineColour(one.group);
   return report.groups.length > 1 ? element("span", {}, swatch, text) : element("span", {}, text);
