@@ -2,14 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from tests.helpers.browser import opened, started_browser, why_not
+from tests.helpers.browser import opened
 from tests.helpers.commands import read_metrics, run_command
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup
@@ -62,15 +61,6 @@ def several(runs: Path) -> tuple[Path, Path]:
     assert done.stdout.split() == [str(page), *(str(path) for path in map(Path, done.stdout.split()[1:]))]
     assert {Path(word) for word in done.stdout.split()[1:]} == set(pictures.iterdir())
     return page, pictures
-
-
-@pytest.fixture(scope="module")
-def browser(runs: Path) -> "Iterator[Browser]":
-    missing = why_not()
-    if missing:
-        pytest.skip(f"REPORTS ARE NOT TESTED IN A BROWSER HERE: {missing}")
-    with started_browser() as browser:
-        yield browser
 
 
 def test_the_report_is_one_file(one: Path, runs: Path) -> None:

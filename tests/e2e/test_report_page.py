@@ -2,13 +2,12 @@
 can be read, a phone, dark mode, print."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.helpers.browser import opened, started_browser, why_not
+from tests.helpers.browser import opened
 from tests.helpers.report_runs import random_sequence, step_line, write_run
 from tests.helpers.tokenizer import SPECIAL_TOKENS, make_tokenizer
 from vcore_ds.cli import main
@@ -27,15 +26,6 @@ HOSTILE = (
     "\u202egnp.exe",
 )
 TEXT = "日本 😀 so \\boxed{42} is\n\tright & <b>bold</b> — done"
-
-
-@pytest.fixture(scope="module")
-def browser() -> "Iterator[Browser]":
-    missing = why_not()
-    if missing:
-        pytest.skip(f"REPORTS ARE NOT TESTED IN A BROWSER HERE: {missing}")
-    with started_browser() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")

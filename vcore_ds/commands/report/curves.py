@@ -57,9 +57,9 @@ _MEASURES = (
     _Measure("alpha", "Alpha", "", "Learning", "What the weighted loss is multiplied by", can_be_constant=False),
     _Measure("grad_norm", "Gradient norm", "", "Learning", "Before clipping"),
     _Measure("learning_rate", "Learning rate", "", "Learning", can_be_constant=False),
-    _Measure("probe_loss", "Probe loss", "nats", "Learning", "Of the batch that utilities look at"),
-    _Measure("effective_sample_size", "Effective sample size", "tokens", "Weights", "Mean over sequences; the tokens "
-             "that a sequence's weights amount to"),
+    _Measure("probe_loss", "Probe loss", "nats", "Learning", "On the batch that gives the direction"),
+    _Measure("effective_sample_size", "Effective sample size", "tokens", "Weights", "Tokens that a sequence's weights "
+             "amount to, mean over sequences"),
     _Measure("kl", "KL from uniform weights", "nats", "Weights", "Mean over sequences"),
     _Measure("tau", "Temperature tau", "", "Weights", "Mean over sequences"),
     _Measure("total_weight", "Total weight of a sequence", "", "Weights", "1 where weights are a distribution",
@@ -68,7 +68,7 @@ _MEASURES = (
     _Measure("utility_mean", "Mean utility", "", "Utilities", "Over the tokens of the batch"),
     _Measure("utility_std", "Standard deviation of utility", "", "Utilities", "Over the tokens of the batch"),
     _Measure("probe_grad_norm", "Norm of the probe's gradient", "", "Utilities"),
-    _Measure("signal_to_noise", "Signal to noise", "", "Utilities", "Of the finite difference; 3 is needed"),
+    _Measure("signal_to_noise", "Signal to noise", "", "Utilities", "Finite difference: 3 is needed"),
     _Measure("tokens_per_second", "Throughput", "supervised tokens/s", "Cost"),
     _Measure("seconds", "Time of a step", "s", "Cost"),
     _Measure("peak_memory_bytes", "Peak memory of rank 0", "GiB", "Cost", scale=2.0**-30),
@@ -136,10 +136,10 @@ def _of_records(groups: Sequence[Group]) -> Iterator[Chart]:
 
     shares = list(series(lambda utilities: np.array([100 * np.mean(utilities < 0)])))
     if shares:
-        note = "Of the recorded tokens; learning one raises the loss on the probe"
+        note = "Recorded tokens whose learning raises the loss on the probe"
         yield Chart("negative", "Negative utilities", "% of tokens", "Utilities", note, shares)
         quantiles = list(series(lambda utilities: np.quantile(utilities, [0.5, 0.05, 0.95, 0.25, 0.75])))
-        note = "Of the recorded tokens: median, middle half, and 5% to 95%"
+        note = "Recorded tokens: median, middle half, and 5% to 95%"
         yield Chart("quantiles", "Distribution of utilities", "", "Utilities", note, quantiles)
 
 

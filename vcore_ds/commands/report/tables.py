@@ -37,7 +37,7 @@ class Phases:
     head: list[str]
     rows: list[list[str]]
     runs: list[dict[str, Any]]
-    """Of each run its name, the widths of its bars in percent of the slowest run, and the same in words."""
+    """For each run: its name, the widths of its bars in percent of the slowest run, and the same in words."""
 
 
 def overview_table(runs: Sequence[ReportedRun]) -> Table:
