@@ -7,4 +7,5 @@ const density = document.getElementById("density");
 if (viewer) await viewer.open(0);
 if (withUtilities >= 0) await new Density(density).open(withUtilities);
 else density.append(element("p", {}, "No utilities were recorded: only `method.name: vcore` has them."));
+performance.mark("drawn");
 document.documentElement.dataset.ready = "true";
