@@ -24,4 +24,4 @@ from vcore_ds.cli import launch  # noqa: E402
 from vcore_ds.commands.quickstart.session import RECIPE, prepare, say_what_next  # noqa: E402
 
 if __name__ == "__main__":  # processes that prepare data import this file
-    sys.exit(launch(str(RECIPE), sys.argv[1:], before=prepare, after=say_what_next))
+    sys.exit(launch(str(RECIPE), sys.argv[1:], before=prepare, after=say_what_next, with_report=True))

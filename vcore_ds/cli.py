@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from vcore_ds import __version__
-from vcore_ds.commands import check, export, fidelity, preflight, prepare, recipes, reference, tokens, train
+from vcore_ds.commands import check, export, fidelity, preflight, prepare, recipes, reference, report, tokens, train
 from vcore_ds.commands.arguments import add_overrides
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.errors import RunFailed, RunStopped, UserError
@@ -24,6 +24,7 @@ COMMANDS = {
     "prepare": prepare,
     "export": export,
     "tokens": tokens,
+    "report": report,
 }
 
 EXIT_UNREAD = 128 + signal.SIGPIPE
@@ -56,6 +57,7 @@ def launch(
     *,
     before: Callable[[Sequence[str]], Sequence[str]] | None = None,
     after: Callable[[], None] | None = None,
+    with_report: bool = False,
 ) -> int:
     """What a script in launch_scripts/ runs as one rank: `train` with a recipe of its own.
 
@@ -63,6 +65,7 @@ def launch(
         arguments: overrides and fragments, `--recipe FILE`, and what the launcher adds (`--local_rank`).
         before: runs first; gets the overrides and fragments, returns overrides to add.
         after: runs when the training is done.
+        with_report: write the run's report before that, and say where it is.
     """
     parser = argparse.ArgumentParser(description=f"Train {recipe}; arguments are overrides and fragments.")
     parser.add_argument("--recipe", default=recipe, help="another recipe (YAML)")
@@ -73,6 +76,8 @@ def launch(
         if before is not None:
             parsed.overrides = [*parsed.overrides, *before(parsed.overrides)]
         train.main(parsed)
+        if with_report:
+            report.after_training(parsed.recipe, parsed.overrides)
         if after is not None:
             after()
     except (UserError, RunFailed, RunStopped) as error:

@@ -20,13 +20,11 @@ from vcore_ds.setup import learning_rate_at, measures_noise, step_seed
 from vcore_ds.step import train_step
 from vcore_ds.track.console import Console
 from vcore_ds.track.metrics_log import MetricsLog
+from vcore_ds.track.run_notes import RELIABLE_SIGNAL_TO_NOISE
 from vcore_ds.track.step_metrics import StepMetrics, StepRecorder
 from vcore_ds.track.token_gather import record_tokens
 from vcore_ds.track.token_records import record_steps
 from vcore_ds.utility import Estimator
-
-RELIABLE_SIGNAL_TO_NOISE = 3.0
-"""Below this, a finite difference orders tokens by rounding as much as by utility (Spearman under about 0.9)."""
 
 
 @dataclass(frozen=True)

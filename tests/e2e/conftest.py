@@ -2,11 +2,16 @@
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from tests.helpers.browser import started_browser, why_not
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +35,12 @@ def one_process() -> Iterator[None]:
         torch.distributed.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    missing = why_not()
+    if missing:
+        pytest.skip(f"REPORTS ARE NOT TESTED IN A BROWSER HERE: {missing}")
+    with started_browser() as browser:
+        yield browser

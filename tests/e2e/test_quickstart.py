@@ -58,6 +58,8 @@ def test_quickstart(tmp_path: Path):
     assert weights[0][-1] > 1 > weights[1][-1]  # of the uniform weight
 
     assert f"{folder / 'adapter'} (Hugging Face format)" in output
+    assert f"Report: {folder / 'report.html'} " in output
+    assert "Tokens that gained most weight" in (folder / "report.html").read_text()
     assert "bash launch_scripts/quickstart.sh schedule.num_steps=" in output  # what to do next
 
     first, second = read_metrics(folder)

@@ -6,7 +6,7 @@ from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.memory import Available, MemoryPlan, plan_memory
 from vcore_ds.config.memory_text import describe_memory, describe_shortage, describe_tightness
 from vcore_ds.config.problems import RecipeError
-from vcore_ds.config.resume import differing_keys, read_resolved_recipe
+from vcore_ds.config.resume import differing_keys, flat_values, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "describe_tightness",
     "differing_keys",
     "dump_recipe",
+    "flat_values",
     "load_recipe",
     "num_trusted",
     "plan_batch",

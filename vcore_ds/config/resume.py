@@ -61,7 +61,7 @@ def read_resolved_recipe(path: Path) -> Recipe:
 
 def differing_keys(there: Recipe, here: Recipe) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (value there, value here) of every key that may not change between the attempts of a run."""
-    left, right = _flat(there), _flat(here)
+    left, right = flat_values(there), flat_values(here)
     differing = {
         key: (left.get(key), right.get(key))
         for key in dict.fromkeys([*left, *right])
@@ -77,7 +77,8 @@ def _may_differ(key: str, recipe: Recipe) -> bool:
     return key in MAY_DIFFER or key.partition(".")[0] in SECTIONS_THAT_MAY_DIFFER
 
 
-def _flat(recipe: Recipe) -> dict[str, Any]:
+def flat_values(recipe: Recipe) -> dict[str, Any]:
+    """Dotted key -> value, as in recipe.yaml; a section that is null is a key by itself."""
     flat: dict[str, Any] = {}
     for section, values in recipe.model_dump(mode="json").items():
         flat |= {f"{section}.{key}": value for key, value in values.items()} if values is not None else {section: None}

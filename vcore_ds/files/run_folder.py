@@ -23,6 +23,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 """Packages whose versions environment.json records."""
 
 RECIPE, ENVIRONMENT, METRICS, LOST_METRICS = "recipe.yaml", "environment.json", "metrics.jsonl", "metrics_lost.jsonl"
+REPORT = "report.html"
 TOKENS, LOST_TOKENS = "tokens", "tokens_lost"
 """Folders with a file for each optimizer step whose tokens are recorded, see `token_record_path`."""
 _TOKEN_RECORD = re.compile(r"step_(\d{8,})\.npz")

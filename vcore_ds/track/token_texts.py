@@ -20,6 +20,9 @@ KINDS = ("word", "digit", "operator", "punctuation", "LaTeX command", "white spa
 BROKEN = "\ufffd"
 """How a token decodes that holds a part of a character only."""
 
+MOST_TOKENS_OF_CHARACTER = 8
+"""A character has at most 4 bytes, and an emoji of several parts may share tokens with its neighbours."""
+
 _OPERATORS = frozenset("+-*/=<>^_|&~%·×÷±")
 _LATEX = re.compile(r"\\(?:[A-Za-z]+|[^A-Za-z\s])")
 _WORD = re.compile(r"\S+")
@@ -60,6 +63,7 @@ class TokenTexts:
         # Behind a letter: some tokenizers decode the first token of a text without the space that it begins with.
         before = tokenizer.encode("a", add_special_tokens=False)
         start = len(self._decode(before))
+        self._before, self._start = before, start
         self.texts: dict[int, str] = {i: self._decode([*before, i])[start:] for i in ids}
         """Text of each token in the records."""
         special = set(tokenizer.all_special_ids)
@@ -98,6 +102,24 @@ class TokenTexts:
             words[number] = self._decode([ids[t] for t in own]).strip()
         words = [word.strip(_EDGES) or word for word in words]
         return SequenceTexts(kinds, in_answer, words, word_of_token, sentences)
+
+    def pieces_of(self, sequence: SequenceTokens) -> list[str]:
+        """The text of each token, as a reader sees it: the first of several tokens that make up one character has the
+        character, and the others are empty."""
+        ids = sequence.token_ids.tolist()
+        pieces = [self.texts[i] for i in ids]
+        place = 0
+        while place < len(ids):
+            end = place + 1
+            if BROKEN in pieces[place]:
+                for longer in range(place + 2, min(place + MOST_TOKENS_OF_CHARACTER, len(ids)) + 1):
+                    text = self._decode([*self._before, *ids[place:longer]])[self._start :]
+                    if BROKEN not in text:
+                        end = longer
+                        pieces[place:end] = [text, *[""] * (end - place - 1)]
+                        break
+            place = end
+        return pieces
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

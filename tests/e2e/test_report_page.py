@@ -1,0 +1,173 @@
+"""The page of a report in a real browser, on run folders written for it: hostile text, split characters, colours that
+can be read, a phone, dark mode, print."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.helpers.browser import opened
+from tests.helpers.report_runs import random_sequence, step_line, write_run
+from tests.helpers.tokenizer import SPECIAL_TOKENS, make_tokenizer
+from vcore_ds.cli import main
+from vcore_ds.commands.report import write_report
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.e2e
+
+HOSTILE = (
+    "<img src=x onerror=\"document.title='hacked'\">",
+    "</script><script>document.title='hacked'</script>",
+    "--><svg onload=\"document.title='hacked'\">",
+    "{{ 7 * 7 }}",
+    "\u202egnp.exe",
+)
+TEXT = "日本 😀 so \\boxed{42} is\n\tright & <b>bold</b> — done"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose tokens, names and numbers' names are hostile; every token occurs often enough for the tables."""
+    tokenizer = make_tokenizer(special_tokens=(*SPECIAL_TOKENS, *HOSTILE))
+    ids = tokenizer("".join(HOSTILE) + TEXT, add_special_tokens=False)["input_ids"]
+    records = {step: [random_sequence(ids * 3, i, seed=10 * step + i, share=0.5) for i in range(2)] for step in (1, 2)}
+    folder = tmp_path_factory.mktemp("hostile") / f"run {HOSTILE[0].replace('/', '')}"
+    lines = [step_line(step, **{HOSTILE[1]: 0.5 * step}) for step in (1, 2)]
+    environment = {"host": HOSTILE[0], "command": [HOSTILE[1]], "devices": [HOSTILE[2]], "git_commit": "1-dirty"}
+    run = write_run(folder, tokenizer, lines, records, environment=environment, model={"path": HOSTILE[1]})
+    (page,) = write_report([run], output=folder.parent / "report.html")
+    return page
+
+
+def test_text_of_a_run_is_text(browser: "Browser", report: Path) -> None:
+    with opened(browser, report) as page:
+        assert "hacked" not in page.title().replace("'hacked'", "")
+        assert page.locator("img, svg[onload], b:not(#tip b)").count() == 0
+        assert page.locator("script").count() == 3  # JSON, tokens, and the page's own
+        tokens = page.locator(".tokens").first
+        for text in HOSTILE[:4]:
+            assert text in tokens.inner_text()
+        assert "\u202e" not in tokens.inner_text()
+        tokens.locator("span", has_text="onerror").first.hover()
+        assert json.loads(page.locator("#tip b").inner_text()) == HOSTILE[0]
+        assert page.locator("figcaption", has_text="script").count() == 1
+
+
+def test_a_character_of_several_tokens_is_whole(browser: "Browser", report: Path) -> None:
+    with opened(browser, report) as page:
+        spans = page.locator(".tokens").first.locator("span")
+        texts = spans.evaluate_all("spans => spans.map(span => span.textContent)")
+        place = texts.index("😀")
+        assert texts[place : place + 5] == ["😀", "·", "·", "·", " "]
+        assert texts.count("日") == 3 and "\ufffd" not in "".join(texts).replace("\ufffdgnp.exe", "")
+        assert "⏎\n" in texts and "⇥\t" in texts
+        spans.nth(place + 1).hover()
+        assert page.locator("#tip b").inner_text() == "(part of the character before)"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_tokens_can_be_read_on_every_colour(browser: "Browser", report: Path, scheme: str) -> None:
+    """WCAG's contrast of 4.5 on all 256 shades of every measure, and for the words of the page."""
+    with opened(browser, report, color_scheme=scheme) as page:
+        for measure in ("weight", "loss", "utility", "probability"):
+            page.locator("#viewer").get_by_role("combobox", name="Colour by").select_option(measure)
+            assert min(page.evaluate(CONTRASTS)) >= 4.5, measure
+        for name in ("p", "figcaption small", "nav a", ".notes li", "thead th", "svg text"):
+            assert page.evaluate(CONTRAST_OF, name) >= 4.5, name
+
+
+CONTRAST = """
+const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1});
+const context = canvas.getContext('2d', {willReadFrequently: true});
+const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+const luminance = (colour) => {
+  context.fillStyle = colour;
+  context.fillRect(0, 0, 1, 1);
+  const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].map((v) => linear(v / 255));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const contrast = (...colours) => {
+  const [dark, bright] = colours.map(luminance).sort((a, b) => a - b);
+  return (bright + 0.05) / (dark + 0.05);
+};
+"""
+"""WCAG's contrast of two colours of any notation."""
+CONTRASTS = f"""() => {{ {CONTRAST}
+  const span = document.querySelector('.tokens span');
+  const own = span.className;
+  const found = [...Array(256).keys()].map((code) => {{
+    span.className = 'c' + code;
+    const style = getComputedStyle(span);
+    return contrast(style.color, style.backgroundColor);
+  }});
+  span.className = own;
+  return found;
+}}"""
+CONTRAST_OF = f"""(name) => {{ {CONTRAST}
+  const node = document.querySelector(name), style = getComputedStyle(node);
+  let behind = node;
+  while (getComputedStyle(behind).backgroundColor === 'rgba(0, 0, 0, 0)') behind = behind.parentElement;
+  return contrast(node instanceof SVGElement ? style.fill : style.color, getComputedStyle(behind).backgroundColor);
+}}"""
+
+
+def test_on_a_phone(browser: "Browser", report: Path) -> None:
+    options = dict(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True, device_scale_factor=2)
+    with opened(browser, report, **options) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        page.locator(".tokens span").nth(2).tap()
+        box = page.locator("#tip").bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+        small = page.evaluate(
+            "[...document.querySelectorAll('select, button')].filter(e => e.getBoundingClientRect().height < 32).length"
+        )
+        assert small == 0
+
+
+def test_printed(browser: "Browser", report: Path) -> None:
+    with opened(browser, report, color_scheme="dark") as page:
+        page.emulate_media(media="print", color_scheme="dark")
+        assert not page.locator("nav").is_visible() and not page.locator(".controls").first.is_visible()
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert page.locator("figure[data-chart=loss] svg").is_visible() and page.locator(".tokens").first.is_visible()
+        assert page.pdf(format="A4").startswith(b"%PDF")
+
+
+def test_every_control_is_reached_by_the_keyboard(browser: "Browser", report: Path) -> None:
+    with opened(browser, report) as page:
+        reached = []
+        for _ in range(200):
+            page.keyboard.press("Tab")
+            reached.append(
+                page.evaluate("document.activeElement.closest('label')?.firstChild?.textContent.trim() ?? ''")
+            )
+            if page.evaluate("document.activeElement.parentElement?.className === 'tokens'"):
+                break
+        assert {"Colour by", "Step", "Trace", "Weights", "Answer"} <= set(reached)
+        # One stop a trace, not one a token: the next one is the next trace.
+        page.keyboard.press("Tab")
+        stops = (
+            "[...document.querySelectorAll('.tokens')].map(trace => trace.querySelectorAll('[tabindex=\"0\"]').length)"
+        )
+        assert set(page.evaluate(stops)) == {1}
+        place = "[...document.querySelectorAll('.tokens')].indexOf(document.activeElement.parentElement)"
+        assert page.evaluate(place) == 1
+        unnamed = page.evaluate(
+            "[...document.querySelectorAll('svg[role=img], [role=listbox], [role=region], select, button')]"
+            ".filter(e => !(e.getAttribute('aria-label') || e.closest('label') || e.textContent)).length"
+        )
+        assert unnamed == 0
+
+
+def test_a_run_without_recorded_tokens(browser: "Browser", tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [step_line(1, kl=None, tau=None)]
+    run = write_run(tmp_path / "run", make_tokenizer(), lines, {}, run={"num_token_records": 0})
+    assert main(["report", str(run)]) == 0 and capsys.readouterr().out.strip() == str(run / "report.html")
+    with opened(browser, run / "report.html") as page:
+        assert "run.num_token_records is 0" in page.locator("#viewer").inner_text()
+        assert page.locator("#viewer select").count() == 0
+        assert page.locator("figure[data-chart=loss] circle").count() == 1  # one step: a point
+        assert page.locator("figure[data-chart=kl]").count() == 0

@@ -1,0 +1,83 @@
+"""Run folders for reports, written without training: any tokens, any numbers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from tests.helpers.recipes import smallest_recipe
+from vcore_ds.config import Recipe, dump_recipe
+from vcore_ds.track.token_records import SequenceTokens, TokenRecord, write_record
+
+
+def write_run(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    metrics: Sequence[Mapping[str, Any]],
+    records: Mapping[int, Sequence[SequenceTokens]],
+    *,
+    environment: Mapping[str, Any] | None = None,
+    **changes: Mapping[str, Any],
+) -> Path:
+    """A finished run.
+
+    Args:
+        records: sequences by step.
+        changes: sections of the recipe, merged over the smallest one.
+    """
+    folder.mkdir(parents=True)
+    recipe = smallest_recipe()
+    recipe["run"]["output_dir"] = str(folder)
+    for section, values in changes.items():
+        recipe[section] = recipe.get(section, {}) | values
+    (folder / "recipe.yaml").write_text(dump_recipe(Recipe.model_validate(recipe)))
+    (folder / "environment.json").write_text(json.dumps(environment or {}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    result = "adapter" if recipe.get("lora") else "model"
+    tokenizer.save_pretrained(folder / result)
+    for step, sequences in records.items():
+        num_tokens = sum(map(len, sequences))
+        write_record(folder, TokenRecord(step, None, len(sequences), num_tokens, sequences))
+    return folder
+
+
+def random_sequence(ids: Sequence[int], sequence_id: int, seed: int, share: float = 1.0) -> SequenceTokens:
+    """Random losses and utilities of given tokens, and the weights that a method might have made of them."""
+    generator = np.random.default_rng(seed)
+    n = len(ids)
+    utilities = generator.standard_t(3, n)
+    weights = np.exp(0.3 * utilities)
+    return SequenceTokens(
+        sequence_id,
+        share,
+        share,
+        0.9,
+        np.arange(5, 5 + n, dtype=np.int32),
+        np.array(ids, dtype=np.int32),
+        generator.exponential(0.8, n).astype(np.float32),
+        utilities.astype(np.float32),
+        (weights / weights.sum()).astype(np.float32),
+    )
+
+
+def step_line(step: int, **values: float | None) -> dict[str, float | None]:
+    """A line of metrics.jsonl with the numbers that every run has."""
+    return {
+        "step": step,
+        "loss": 2.0 / step,
+        "weighted_loss": 2.1 / step,
+        "alpha": 0.95,
+        "grad_norm": 0.5 + 0.1 * step,
+        "effective_sample_size": 100.0 - step,
+        "kl": 0.05,
+        "seconds": 4.0,
+        "seconds_probe": 1.0,
+        "seconds_utility": 0.5,
+        "seconds_main": 2.0,
+        "seconds_step": 0.25,
+        "tokens_per_second": 250.0,
+        **values,
+    }

@@ -1,0 +1,295 @@
+"""Reports: what is encoded for the page, curves over seeds, groups, warnings, and bad input."""
+
+import base64
+import gzip
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.report_runs import random_sequence, step_line, write_run
+from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.cli import main
+from vcore_ds.commands.report.curves import MOST_POINTS, make_charts
+from vcore_ds.commands.report.page import SCRIPTS, SOURCES, as_json, rank_correlation, weight_range
+from vcore_ds.commands.report.pictures import write_pictures
+from vcore_ds.commands.report.read import Group, ReportedRun, group_runs, read_runs
+from vcore_ds.commands.report.traces import (
+    IN_ANSWER,
+    KIND_BITS,
+    encode_traces,
+    loss_levels,
+    nearest,
+    ranks,
+    utility_levels,
+    weight_levels,
+)
+from vcore_ds.errors import UserError
+from vcore_ds.track.token_texts import KINDS
+
+TOKENIZER = make_tokenizer()
+TEXT = "so \\boxed{42} 😀 is right"
+IDS = TOKENIZER(TEXT, add_special_tokens=False)["input_ids"]
+
+
+def written(folder: Path, *, num_steps: int = 4, seed: int = 0, records: bool = True, **sections) -> Path:
+    lines = [step_line(step, loss=(1 + seed) / step) for step in range(1, num_steps + 1)]
+    sequences = {2: [random_sequence(IDS, i, seed=seed + i, share=0.5) for i in range(2)]} if records else {}
+    return write_run(folder, TOKENIZER, lines, sequences, run={"output_dir": str(folder), "seed": seed}, **sections)
+
+
+def read(*folders: Path) -> list[ReportedRun]:
+    return read_runs(folders, top=5, tokenizer_path=None)
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_decoded_as_they_were_recorded(tmp_path: Path) -> None:
+    (run,) = read(written(tmp_path / "run"))
+    description, blob = encode_traces(run, 10**6)
+    n = 2 * len(IDS)
+    packed = gzip.decompress(base64.b64decode(blob))
+    assert (description["bytesText"], description["bytesRank"]) == (2, 2) and len(packed) == 8 * n
+    texts, places = np.frombuffer(packed[: 4 * n], dtype="<u2").reshape(2, n)
+    weights, losses, utilities, flags = np.frombuffer(packed[4 * n :], dtype=np.uint8).reshape(4, n)
+
+    pieces = [description["texts"][i] for i in texts]
+    assert "".join(pieces) == TEXT * 2 and pieces[pieces.index("😀") + 1] == ""
+    answer = "".join(piece for piece, flag in zip(pieces, flags, strict=True) if flag & IN_ANSWER)
+    assert answer.startswith("42") or answer == "\\boxed{42}" * 2
+    kinds = [KINDS[flag & KIND_BITS] for flag in flags]
+    assert kinds[pieces.index("4")] == "digit" and kinds[pieces.index(" ")] == "white space"
+
+    sequences = run.records[0].sequences
+    levels = {name: np.array(description["levels"][name]) for name in ("weight", "loss")}
+    relative = np.concatenate([sequence.relative_weights for sequence in sequences])
+    spread = np.log(relative.max() / relative.min())
+    assert np.abs(np.log(levels["weight"][weights] / relative)).max() < spread / 128
+    assert np.abs(levels["loss"][losses] - np.concatenate([s.losses for s in sequences])).max() < 0.05
+    expected = np.concatenate([s.utilities for s in sequences])
+    decoded = np.array(description["levels"]["utility"][2])[utilities]
+    assert np.abs(decoded - expected).max() < 0.02 * np.abs(expected).max()
+    assert (np.sign(decoded) * np.sign(expected) >= 0).all()
+    for own, sequence in zip(places.reshape(2, -1), sequences, strict=True):
+        assert (sequence.weights[np.argsort(own)] == np.sort(sequence.weights)[::-1]).all()
+
+
+def test_small_utilities_of_a_step_are_as_fine_as_large_ones_of_another(tmp_path: Path) -> None:
+    small, large = (random_sequence(IDS, 0, seed=0) for _ in range(2))
+    small = replace(small, utilities=small.utilities * np.float32(1e-4))
+    run = write_run(tmp_path / "run", TOKENIZER, [step_line(1), step_line(2)], {1: [small], 2: [large]})
+    description, blob = encode_traces(read(run)[0], 10**6)
+    codes = np.frombuffer(gzip.decompress(base64.b64decode(blob)), dtype=np.uint8)[-4 * len(IDS) : -2 * len(IDS)]
+    first, second = codes.reshape(2, -1)
+    decoded = np.array(description["levels"]["utility"][1])[first]
+    assert np.abs(decoded - small.utilities).max() < 0.02 * np.abs(small.utilities).max()
+    assert (first == second).all()
+
+
+def test_the_uniform_weight_and_no_utility_are_exact() -> None:
+    levels = weight_levels(np.array([0.0, 0.3, 1.0, 7.0]))
+    codes = nearest(levels, np.array([0.0, 0.3, 1.0, 7.0]))
+    assert levels[codes].tolist() == pytest.approx([0.0, 0.3, 1.0, 7.0]) and levels[128] == 1.0
+    assert utility_levels(np.array([-3.0, 0.0, 100.0]))[[0, 128, 255]].tolist() == pytest.approx([-3.0, 0.0, 100.0])
+    for levels in (
+        weight_levels(np.ones(3)),
+        weight_levels(np.array([1e-30, 2e4])),
+        utility_levels(np.zeros(3)),
+        utility_levels(np.array([-1e-9, 1e6])),
+        loss_levels(np.zeros(2)),
+        loss_levels(np.array([1e-6, 30.0])),
+    ):
+        assert len(levels) == 256 and np.isfinite(levels).all() and (np.diff(levels) > 0).all()
+
+
+def test_ranks_begin_with_the_largest() -> None:
+    assert ranks(np.array([0.1, 0.5, 0.1, 0.3])).tolist() == [2, 0, 3, 1]
+
+
+def test_a_page_holds_whole_sequences_up_to_its_size(tmp_path: Path) -> None:
+    (run,) = read(written(tmp_path / "run"))
+    for most_tokens, expected in ((1, 1), (2 * len(IDS) - 1, 1), (2 * len(IDS), 2)):
+        description, _ = encode_traces(run, most_tokens)
+        assert len(description["sequences"]) == expected and description["numRecorded"] == 2 * len(IDS)
+
+
+def test_colours_and_correlation(tmp_path: Path) -> None:
+    (run,) = read(written(tmp_path / "run"))
+    (without,) = read(written(tmp_path / "without", records=False))
+    powers = np.abs(np.log2(np.concatenate([s.relative_weights for s in run.records[0].sequences])))
+    assert np.median(powers) < weight_range([run]) < powers.max() and weight_range([without]) == 1.0
+    scipy_stats = pytest.importorskip("scipy.stats")
+    sequences = run.records[0].sequences
+    expected = scipy_stats.spearmanr(
+        *(np.concatenate([getattr(s, f) for s in sequences]) for f in ("utilities", "losses"))
+    )
+    assert rank_correlation(run) == pytest.approx(expected.statistic, abs=1e-9)
+
+
+# ---- curves ----------------------------------------------------------------------------------------------------------
+
+
+def test_seeds_of_a_recipe_are_one_curve(tmp_path: Path) -> None:
+    budgets = {"method": {"kl_budget": 0.1}}
+    runs = read(
+        written(tmp_path / "a", seed=0),
+        written(tmp_path / "b", seed=1, num_steps=3),
+        written(tmp_path / "c", seed=0, **budgets),
+        tmp_path / "a",
+    )
+    assert [run.name for run in runs] == ["a", "b", "c"]
+    groups = group_runs(runs)
+    assert [group.label for group in groups] == ["kl_budget 0.05 (2 runs)", "kl_budget 0.1"]
+    charts = {chart.key: chart for chart in make_charts(groups)}
+    both, single = charts["loss"].series
+    assert both.steps == [1, 2, 3] and both.values == pytest.approx([1.5, 0.75, 0.5])  # steps that both have
+    assert both.bands[0][0] == pytest.approx([1, 0.5, 1 / 3], rel=1e-5) and both.bands[0][1][0] == 2
+    assert single.steps == [1, 2, 3, 4] and single.bands == []
+    assert charts["negative"].series[0].steps == [2]
+    utilities = [np.concatenate([s.utilities for s in run.records[0].sequences]) for run in runs[:2]]
+    assert charts["negative"].series[0].values[0] == pytest.approx(
+        100 * np.mean([(u < 0).mean() for u in utilities]), rel=1e-5
+    )
+    middle, wide = charts["quantiles"].series[0].bands[1], charts["quantiles"].series[0].bands[0]
+    assert wide[0][0] < middle[0][0] < charts["quantiles"].series[0].values[0] < middle[1][0] < wide[1][0]
+    assert "alpha" not in charts and "tau" not in charts  # constant, or not measured
+
+
+def test_long_runs_are_thinned(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", num_steps=3 * MOST_POINTS + 1, records=False)
+    (chart,) = (chart for chart in make_charts([Group("", read(run))]) if chart.key == "loss")
+    assert len(chart.series[0].steps) == MOST_POINTS and chart.series[0].steps[-1] == 3 * MOST_POINTS + 1
+
+
+def test_a_measure_that_no_list_names_gets_a_curve(tmp_path: Path) -> None:
+    lines = [step_line(step, utilisation=0.4 + step / 100, validation_loss_correct=1.0 / step) for step in (1, 2)]
+    runs = read(write_run(tmp_path / "run", TOKENIZER, [line | {"$^{": line["step"]} for line in lines], {}))
+    charts = make_charts(group_runs(runs))
+    titles = {chart.key: (chart.title, chart.section) for chart in charts}
+    assert titles["utilisation"] == ("Utilisation", "Other measures")
+    assert titles["validation_loss_correct"] == ("Held-out loss, correct", "Learning")
+    assert len(write_pictures(runs, tmp_path / "pictures")) == 2 * len(charts)  # `$` begins no formula
+
+
+# ---- warnings and the page -------------------------------------------------------------------------------------------
+
+
+def test_warnings(tmp_path: Path) -> None:
+    clean = written(tmp_path / "clean")
+    assert read(clean)[0].notes == []
+    lines = [step_line(1), step_line(2, loss=None, signal_to_noise=0.5, num_saturated=3)]
+    environment = {"git_commit": "abc-dirty", "resumed": [{"step": 1}]}
+    run = write_run(tmp_path / "run", TOKENIZER, lines, {}, environment=environment)
+    (run / "metrics_lost.jsonl").touch()
+    (run / "model").rename(run / "elsewhere")
+    notes = " ".join(read(run)[0].notes)
+    for part in ("Last step: 2", "Resumed once, from step 1", "taken again", "not finite in step 2", "noise in step 2",
+                 "out of reach in 3 sequences", "differed from its git commit"):  # fmt: skip
+        assert part in notes
+    assert len(read(run)[0].notes) == 7
+
+
+def test_a_run_whose_tokenizer_is_elsewhere_has_its_curves(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", model={"path": str(tmp_path / "no_model")})
+    (run / "model").rename(tmp_path / "moved")
+    (found,) = read(run)
+    assert found.texts is None and "--tokenizer" in found.why_no_tables
+    (found,) = read_runs([run], top=5, tokenizer_path=str(tmp_path / "moved"))
+    assert found.texts is not None and found.tables is not None
+
+
+def test_json_and_scripts_cannot_end_their_element() -> None:
+    assert "<" not in as_json({"</script>": ["<!--", "\u2028"]}) and as_json(["<a"]) == '["\\u003ca"]'
+    for name in SCRIPTS:
+        assert "</script" not in (SOURCES / name).read_text().lower()
+    assert "</style" not in (SOURCES / "style.css").read_text().lower()
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one message of a report that cannot be written."""
+    assert main(["report", *map(str, words)]) == UserError.EXIT_CODE == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("vcore-ds: ") and "Traceback" not in captured.err
+    return captured.err
+
+
+def test_folders_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "nothing", tmp_path, tmp_path / "file"):
+        message = refused(capsys, path)
+        assert f"RUN: {path}: " in message and "expected a run's folder" in message
+    run = written(tmp_path / "run")
+    assert f"RUN: {tmp_path}: " in refused(capsys, run, tmp_path)
+
+
+def test_runs_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = written(tmp_path / "run")
+    (run / "metrics.jsonl").write_text("")
+    assert f"{run / 'metrics.jsonl'}: is empty; expected a run that has taken a step" in refused(capsys, run)
+    (run / "metrics.jsonl").unlink()
+    assert "found no metrics.jsonl there" in refused(capsys, run)
+    assert not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"step": 3, "lo', "[1]", "null", '{"loss": 1.0}', '{"step": "3"}', '{"step": 0}', '{"step": 2}', "\ufffd", "",
+     "[" * 100_000],
+)  # fmt: skip
+def test_damaged_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+    run = written(tmp_path / "run", num_steps=2)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    message = refused(capsys, run)
+    assert f"{run / 'metrics.jsonl'}: line 3: found " in message and "Remove the line" in message and len(message) < 500
+
+
+def test_other_damaged_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = written(tmp_path / "run")
+    (record,) = (run / "tokens").iterdir()
+    good = record.read_bytes()
+    record.write_bytes(good[:100])
+    assert f"{record}: is damaged" in refused(capsys, run)
+    record.write_bytes(good)
+    for text in ("[]", "{", "\0"):
+        (run / "environment.json").write_text(text)
+        assert f"{run / 'environment.json'}: is damaged" in refused(capsys, run)
+    (run / "environment.json").write_text(json.dumps({"devices": 3, "packages": [1], "resumed": "no", "started": None}))
+    (run / "recipe.yaml").write_text("method: [")
+    assert f"{run / 'recipe.yaml'}: " in refused(capsys, run)
+
+
+def test_odd_environments_are_shown(tmp_path: Path) -> None:
+    run = written(tmp_path / "run")
+    (run / "environment.json").write_text(json.dumps({"devices": 3, "packages": [1], "resumed": "no", "started": None}))
+    assert main(["report", str(run)]) == 0
+    (run / "environment.json").unlink()
+    assert main(["report", str(run)]) == 0
+
+
+def test_places_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = written(tmp_path / "run")
+    (tmp_path / "file").touch()
+    page = tmp_path / "file" / "report.html"
+    assert f"--output: {page}: cannot be written" in refused(capsys, run, "--output", page)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    assert "--output: " in refused(capsys, run, "--output", tmp_path / "full")
+    assert f"--png: {tmp_path / 'file'}: " in refused(capsys, run, "--png", tmp_path / "file")
+    assert "--tokenizer: " in refused(capsys, run, "--tokenizer", tmp_path / "full")
+
+
+def test_pictures_without_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = written(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    message = refused(capsys, run, "--png", tmp_path / "pictures")
+    assert "--png: " in message and "pip install matplotlib" in message

@@ -1,0 +1,137 @@
+"""The HTML file: everything in it, nothing fetched.
+
+What a run has written, traces above all, is untrusted. The template escapes it, JSON has no `<`, the scripts make text
+nodes of it, and the page's policy lets no other script run than its own.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from markupsafe import Markup
+
+from vcore_ds.commands.report.curves import make_charts
+from vcore_ds.commands.report.read import Group, ReportedRun, group_runs
+from vcore_ds.commands.report.tables import (
+    compare_tables,
+    difference_table,
+    environment_table,
+    overview_table,
+    phases_of,
+    tables_of,
+)
+from vcore_ds.commands.report.traces import encode_traces, most_tokens_of_run, ranks, utilities_of
+from vcore_ds.config import dump_recipe
+from vcore_ds.files.aside import written_aside
+from vcore_ds.files.user_paths import writing
+
+SOURCES = Path(__file__).parent / "page"
+SCRIPTS = ("base.js", "charts.js", "traces.js", "density.js", "main.js")
+"""In the order in which they stand in the page, as one module."""
+
+
+def write_page(runs: Sequence[ReportedRun], path: Path) -> Path:
+    """Writes the report of the runs, at least one.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    page = render(runs)
+    with writing("--output", path, "a file that can be written"), written_aside(path) as unfinished:
+        unfinished.write_text(page, encoding="utf-8")
+    return path
+
+
+def render(runs: Sequence[ReportedRun]) -> str:
+    """The page as text."""
+    groups = group_runs(runs)
+    described = [encode_traces(run, most_tokens_of_run(runs)) for run in runs if run.texts is not None]
+    with_texts = [run for run in runs if run.texts is not None]
+    for run, (description, _) in zip(with_texts, described, strict=True):
+        description["spearman"] = rank_correlation(run)
+    report = {
+        "groups": [group.label for group in groups],
+        "charts": [asdict(chart) for chart in make_charts(groups)],
+        "tokens": [description for description, _ in described],
+        "weightRange": weight_range(with_texts),
+    }
+    script = "\n" + "\n".join((SOURCES / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment = jinja2.Environment(
+        autoescape=True,
+        loader=jinja2.FileSystemLoader(SOURCES),
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("report.html").render(
+        policy=f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'",
+        style=Markup((SOURCES / "style.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        report=Markup(as_json(report)),
+        blobs=[Markup(blob) for _, blob in described],
+        **_words(runs, groups),
+    )
+
+
+def _words(runs: Sequence[ReportedRun], groups: Sequence[Group]) -> dict[str, Any]:
+    """What the template writes itself."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+    recipe = runs[0].recipe
+    methods = ", ".join(dict.fromkeys(run.recipe.method.name for run in runs))
+    models = ", ".join(dict.fromkeys(run.recipe.model.path for run in runs))
+    return {
+        "title": f"Report on {title}",
+        "summary": f"{methods}; {models}; {'LoRA' if recipe.lora is not None else 'all parameters'}"
+        if len(runs) == 1
+        else f"{methods}; {models}",
+        "has_seeds": any(len(group.runs) > 1 for group in groups),
+        "runs": [
+            {
+                "name": run.name,
+                "notes": run.notes,
+                "why_no_tables": run.why_no_tables,
+                "recipe": dump_recipe(run.recipe),
+            }
+            for run in runs
+        ],
+        "overview": overview_table(runs),
+        "phases": phases_of(runs),
+        "comparisons": compare_tables(runs),
+        "gained": [tables_of(run, run.tables) for run in runs if run.tables is not None],
+        "differences": difference_table(runs),
+        "environment": environment_table(runs),
+    }
+
+
+def as_json(value: Any) -> str:
+    """JSON that can stand in a script element: without `<`, and ASCII only."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def weight_range(runs: Sequence[ReportedRun]) -> float:
+    """Where the colours of weights end, as a power of 2: 98% of the recorded tokens of all runs lie within, so that a
+    colour means the same in each."""
+    weights = [sequence.relative_weights for run in runs for record in run.records for sequence in record.sequences]
+    if not weights:
+        return 1.0
+    positive = np.concatenate(weights)
+    powers = np.abs(np.log2(positive[positive > 0]))
+    return max(0.02, float(np.quantile(powers, 0.98))) if len(powers) else 1.0
+
+
+def rank_correlation(run: ReportedRun) -> float | None:
+    """Spearman's, of utility and loss over the tokens of a record, mean over records; None without utilities, or where
+    either is constant."""
+    found = []
+    for record in run.records:
+        utilities, losses = utilities_of(record), np.concatenate([sequence.losses for sequence in record.sequences])
+        if utilities is not None and np.ptp(utilities) > 0 and np.ptp(losses) > 0:
+            found.append(np.corrcoef(ranks(utilities), ranks(losses))[0, 1])
+    return float(np.mean(found)) if found else None

@@ -1,0 +1,82 @@
+// Elements, numbers and colours. Text from a run reaches the page as text nodes only.
+
+const report = JSON.parse(document.getElementById("report").textContent);
+const SVG = "http://www.w3.org/2000/svg";
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== false) node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children);
+  return node;
+}
+
+const element = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
+const shape = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
+
+// About four digits, without an exponent where a person would not write one.
+function number(value) {
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e6 || size < 1e-3) return Number(value.toPrecision(3)).toExponential().replace("e+", "e");
+  if (size >= 1000) return value.toLocaleString("en-US", { maximumFractionDigits: 0 });
+  return String(Number(value.toPrecision(4)));
+}
+
+// Round numbers that divide a range into about `count` parts.
+function ticks(low, high, count) {
+  const rough = (high - low) / count;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const unit = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999) ?? rough;
+  const found = [];
+  for (let k = Math.ceil(low / unit - 1e-9); k * unit <= high + unit * 1e-9; k++) found.push(k * unit);
+  return found;
+}
+
+// A colour of a scale: from -1 (low) through 0 to 1 (high), or from 0 to 1 (much). The theme's colours, mixed by the
+// browser, so that they change with it.
+function colour(place, isDiverging) {
+  const end = !isDiverging ? "--much" : place < 0 ? "--low" : "--high";
+  const share = Math.min(1, Math.abs(place)) * 100;
+  return `color-mix(in oklab, var(${end}) ${share.toFixed(1)}%, var(--middle))`;
+}
+
+function bytesOf(base64) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(base64);
+  const text = atob(base64);
+  const bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  return bytes;
+}
+
+// The tokens of a run, as commands/report/traces.py packs them.
+async function unpack(place) {
+  const stream = new Blob([bytesOf(document.getElementById(`tokens-${place}`).textContent)]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const bytes = await new Response(stream).arrayBuffer();
+  const run = report.tokens[place];
+  const numTokens = run.sequences.reduce((sum, sequence) => sum + sequence.tokens, 0);
+  let offset = 0;
+  const take = (size) => {
+    const part = bytes.slice(offset, (offset += size * numTokens));
+    return size === 4 ? new Uint32Array(part) : size === 2 ? new Uint16Array(part) : new Uint8Array(part);
+  };
+  const data = { ...run, numTokens, text: take(run.bytesText), rank: take(run.bytesRank), codes: {} };
+  for (const name of ["weight", "loss", "utility"]) if (name in run.levels) data.codes[name] = take(1);
+  data.flags = take(1);
+  let start = 0;
+  data.sequences = run.sequences.map((sequence) => ({ ...sequence, start, end: (start += sequence.tokens) }));
+  return data;
+}
+
+const unpacked = new Map();
+function tokensOf(place) {
+  if (!unpacked.has(place)) unpacked.set(place, unpack(place));
+  return unpacked.get(place);
+}
+
+function select(label, options, onchange) {
+  const control = element("select", { onchange: () => onchange(control.value) });
+  control.append(...options.map(([value, text]) => element("option", { value }, text)));
+  return [element("label", {}, label, control), control];
+}

@@ -1,0 +1,11 @@
+// Draws the page. Curves first; tokens once they are unpacked.
+
+drawCharts();
+const viewer = report.tokens.length ? new Viewer(document.getElementById("viewer")) : null;
+const withUtilities = report.tokens.findIndex((run) => "utility" in run.levels);
+const density = document.getElementById("density");
+if (viewer) await viewer.open(0);
+if (withUtilities >= 0) await new Density(density).open(withUtilities);
+else density.append(element("p", {}, "No utilities were recorded: only `method.name: vcore` has them."));
+performance.mark("drawn");
+document.documentElement.dataset.ready = "true";

@@ -1,0 +1,288 @@
+// The recorded tokens of a run, each coloured by one of its measures.
+
+const TOKENS_OF_PAGE = 2500;
+const EXTREME = 0.05;
+const MEASURES = {
+  weight: "Weight", loss: "Loss", utility: "Utility", probability: "Probability",
+};
+const IN_ANSWER = 8, AFTER_GAP = 16, KIND = 7;
+
+// What the codes of a measure stand for in a step.
+const levelsOf = (data, measure, step) => (measure === "utility" ? data.levels.utility[step] : data.levels[measure]);
+
+// Place of each code on the colour scale, from -1 to 1, and whether the scale has two sides.
+function scaleOf(data, measure) {
+  if (measure === "utility") return { isDiverging: true, places: Array.from({ length: 256 }, (_, code) => (code - 128) / 128) };
+  const levels = data.levels[measure === "probability" ? "loss" : measure];
+  if (measure === "weight") {
+    const range = report.weightRange;
+    return { isDiverging: true, places: levels.map((w) => Math.max(-1, Math.min(1, Math.log2(w || 1e-9) / range))) };
+  }
+  if (measure === "loss") return { isDiverging: false, places: levels.map((_, code) => code / 255) };
+  return { isDiverging: false, places: levels.map((loss) => Math.exp(-loss)) };
+}
+
+// What the ends and the middle of a scale are called.
+function scaleLabels(data, measure, step) {
+  if (measure === "weight") return [`${number(2 ** -report.weightRange)}× or less`, "1× (uniform)", `${number(2 ** report.weightRange)}× or more`];
+  if (measure === "utility") {
+    const levels = data.levels.utility[step];
+    return levels ? [number(levels[0]), "0", number(levels[255])] : ["lowest of its step", "0", "highest of its step"];
+  }
+  return measure === "loss" ? ["0", "", `${number(data.levels.loss[255])} nats`] : ["0", "", "1"];
+}
+
+// Everything that is known of a token, by name.
+function describe(data, sequence, i) {
+  const value = (measure) => levelsOf(data, measure, sequence.step)[data.codes[measure][i]];
+  const facts = [["weight", `${number(value("weight"))}×`]];
+  if (!data.isUniform) facts.push(["rank", `${(data.rank[i] + 1).toLocaleString("en-US")} of ${sequence.tokens.toLocaleString("en-US")}`]);
+  if (data.codes.utility) facts.push(["utility", number(value("utility"))]);
+  facts.push(["loss", `${number(value("loss"))} nats`], ["probability", number(Math.exp(-value("loss")))]);
+  facts.push(["kind", data.kinds[data.flags[i] & KIND] + (data.flags[i] & IN_ANSWER ? ", in the answer" : "")]);
+  facts.push(["place", `${(i - sequence.start + 1).toLocaleString("en-US")} of ${sequence.tokens.toLocaleString("en-US")}`]);
+  return facts;
+}
+
+// Control characters, and those that turn the direction of the text, could hide what is there.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g;
+const visible = (text) => text.replace(HIDDEN, "\ufffd").replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t");
+
+class Viewer {
+  constructor(place) {
+    this.place = place;
+    this.state = { step: "", sequence: "", measure: "weight", show: "all", where: "all", kinds: new Set(), page: 0 };
+    this.colours = document.head.appendChild(element("style"));
+    this.controls = element("div", { class: "controls" });
+    this.kinds = element("fieldset", {}, element("legend", {}, "Kinds"));
+    this.scale = element("div", { class: "scale" });
+    this.count = element("p", { class: "faint", role: "status" });
+    this.pages = element("div", { class: "controls" });
+    this.list = element("div");
+    place.append(this.controls, this.kinds, this.scale, this.count, this.list, this.pages);
+    this.followPointer();
+  }
+
+  async open(run) {
+    this.data = await tokensOf(run);
+    Object.assign(this.state, { step: "", sequence: "", page: 0, kinds: new Set(this.data.kinds.keys()) });
+    if (!(this.state.measure in this.data.codes) && this.state.measure !== "probability") this.state.measure = "weight";
+    this.buildControls(run);
+    this.draw();
+  }
+
+  buildControls(run) {
+    const { data, state } = this;
+    const set = (key) => (value) => (Object.assign(state, { [key]: value, page: 0 }), this.draw());
+    const distinct = (values) => [...new Set(values)].map((value) => [value, value]);
+    const name = ({ source, id }) => `${source}, ${id}`;
+    const measures = Object.entries(MEASURES).filter(([key]) => key in data.codes || key === "probability");
+    const controls = [
+      select("Colour by", measures, set("measure")),
+      select("Step", [["", "all"], ...distinct(data.sequences.map((one) => one.step))], set("step")),
+      select("Trace", [["", "all"], ...distinct(data.sequences.map(name).sort((a, b) => a.localeCompare(b, "en", { numeric: true })))], set("sequence")),
+      select("Weights", [["all", "all"], ["most", "top 5% of each trace"], ["least", "bottom 5% of each trace"]], set("show")),
+      select("Answer", [["all", "inside and outside"], ["inside", "inside \\boxed{}"], ["outside", "outside"]], set("where")),
+    ];
+    if (report.tokens.length > 1) {
+      const runs = select("Run", report.tokens.map((one, i) => [i, one.run]), (value) => this.open(Number(value)));
+      runs[1].value = run;
+      controls.unshift(runs);
+    }
+    this.controls.replaceChildren(...controls.map(([label]) => label));
+    const present = new Set([...new Set(data.flags)].map((flag) => flag & KIND));
+    this.kinds.replaceChildren(this.kinds.firstChild, ...data.kinds.flatMap((kind, i) => {
+      const toggle = (event) => (event.target.checked ? state.kinds.add(i) : state.kinds.delete(i), (state.page = 0), this.draw());
+      return present.has(i) ? [element("label", {}, element("input", { type: "checkbox", checked: true, onchange: toggle }), ` ${kind}`)] : [];
+    }));
+  }
+
+  matches(sequence, i) {
+    const { data, state } = this;
+    const few = Math.ceil(EXTREME * sequence.tokens);
+    return state.kinds.has(data.flags[i] & KIND)
+      && (state.where === "all" || (state.where === "inside") === Boolean(data.flags[i] & IN_ANSWER))
+      && (state.show === "all" || (state.show === "most" ? data.rank[i] < few : data.rank[i] >= sequence.tokens - few));
+  }
+
+  // Traces that the filters leave, with the number of their tokens that match.
+  chosen() {
+    const { data, state } = this;
+    const found = [];
+    for (const sequence of data.sequences) {
+      if (state.step !== "" && String(sequence.step) !== state.step) continue;
+      if (state.sequence !== "" && `${sequence.source}, ${sequence.id}` !== state.sequence) continue;
+      let numMatching = 0;
+      for (let i = sequence.start; i < sequence.end; i++) numMatching += this.matches(sequence, i);
+      if (numMatching) found.push({ sequence, numMatching });
+    }
+    return found;
+  }
+
+  draw() {
+    const { data, state } = this;
+    hideTip();
+    const { places, isDiverging } = scaleOf(data, state.measure);
+    this.codes = data.codes[state.measure === "probability" ? "loss" : state.measure];
+    this.colours.textContent = places.map((place, code) => `.c${code}{background:${colour(place, isDiverging)}}`).join("");
+    this.drawScale(isDiverging);
+    const chosen = this.chosen();
+    const pages = pagesOf(chosen);
+    state.page = Math.min(state.page, pages.length - 1);
+    const matching = chosen.reduce((sum, one) => sum + one.numMatching, 0);
+    const total = data.sequences.length;
+    const left = data.numRecorded > data.numTokens ? `; ${(data.numRecorded - data.numTokens).toLocaleString("en-US")} more are recorded and not in this file` : "";
+    this.count.textContent = `${matching.toLocaleString("en-US")} of ${data.numTokens.toLocaleString("en-US")} tokens, in ${chosen.length.toLocaleString("en-US")} of ${total.toLocaleString("en-US")} traces${left}`;
+    this.list.replaceChildren(...pages[state.page].map(({ sequence }) => this.trace(sequence)));
+    for (const [canvas, sequence] of this.strips.splice(0)) this.drawStrip(canvas, sequence, places, isDiverging);
+    this.drawPages(pages.length);
+  }
+
+  strips = [];
+
+  drawScale(isDiverging) {
+    const stops = Array.from({ length: 9 }, (_, i) => colour(isDiverging ? i / 4 - 1 : i / 8, isDiverging));
+    const bar = element("div", { "aria-hidden": "true" });
+    bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
+    this.scale.replaceChildren(bar, ...scaleLabels(this.data, this.state.measure, this.state.step).map((text) => element("span", {}, text)));
+  }
+
+  trace(sequence) {
+    const { data } = this;
+    const title = `Step ${sequence.step}, ${sequence.source} ${sequence.id}`;
+    const facts = [`${sequence.tokens.toLocaleString("en-US")} tokens`, `alpha ${number(sequence.alpha)}`];
+    if (sequence.share !== 1) facts.push(`${number(sequence.share)}× the uniform share of the batch`);
+    const strip = element("canvas", { height: 1, width: Math.min(sequence.tokens, 1000), "aria-hidden": "true" });
+    this.strips.push([strip, sequence]);
+    const tokens = element("div", { class: "tokens", role: "listbox", "aria-label": `Tokens of ${title}` });
+    for (let i = sequence.start; i < sequence.end; i++) {
+      const span = document.createElement("span");
+      const text = data.texts[data.text[i]];
+      span.className = `c${this.codes[i]}${this.matches(sequence, i) ? "" : " dim"}${data.flags[i] & AFTER_GAP && i > sequence.start ? " gap" : ""}`;
+      span.tabIndex = -1;
+      span.setAttribute("role", "option");
+      span.textContent = text === "" ? "·" : visible(text);
+      span.place = i;
+      span.sequence = sequence;
+      tokens.append(span);
+    }
+    (tokens.querySelector("span:not(.dim)") ?? tokens.firstChild).tabIndex = 0;
+    return element("article", { class: "trace" }, element("h4", {}, title, element("small", {}, ` · ${facts.join(", ")}`)), strip, tokens);
+  }
+
+  // The whole trace on one line: each pixel is the mean of its tokens.
+  drawStrip(canvas, sequence, places, isDiverging) {
+    const context = canvas.getContext("2d");
+    const probe = this.place.appendChild(element("i"));
+    for (let x = 0; x < canvas.width; x++) {
+      const begin = sequence.start + Math.floor((x * sequence.tokens) / canvas.width);
+      const end = Math.max(begin + 1, sequence.start + Math.floor(((x + 1) * sequence.tokens) / canvas.width));
+      let sum = 0;
+      for (let i = begin; i < end; i++) sum += places[this.codes[i]];
+      const shade = Math.round((sum / (end - begin)) * 32) / 32;
+      context.fillStyle = stripColour(probe, shade, isDiverging);
+      context.fillRect(x, 0, 1, 1);
+    }
+    probe.remove();
+  }
+
+  drawPages(number) {
+    const go = (by) => () => {
+      this.state.page += by;
+      this.draw();
+      this.place.scrollIntoView();
+    };
+    const { page } = this.state;
+    this.pages.replaceChildren(...(number < 2 ? [] : [
+      element("button", { type: "button", disabled: page === 0, onclick: go(-1) }, "Previous traces"),
+      element("span", { class: "faint" }, `page ${page + 1} of ${number}`),
+      element("button", { type: "button", disabled: page === number - 1, onclick: go(1) }, "Next traces"),
+    ]));
+  }
+
+  followPointer() {
+    const token = (event) => (event.target.place === undefined ? null : event.target);
+    this.list.addEventListener("pointerover", (event) => (token(event) ? this.tell(event.target) : hideTip()));
+    this.list.addEventListener("pointerleave", hideTip);
+    this.list.addEventListener("focusin", (event) => token(event) && this.tell(event.target));
+    this.list.addEventListener("focusout", hideTip);
+    this.list.addEventListener("keydown", (event) => {
+      if (!token(event)) return;
+      if (event.key === "Escape") hideTip();
+      const found = this.neighbour(event.target, event.key);
+      if (!found) return;
+      event.preventDefault();
+      event.target.tabIndex = -1;
+      found.tabIndex = 0;
+      found.focus();
+    });
+  }
+
+  // The token that a key leads to, over those that the filters dim.
+  neighbour(span, key) {
+    const forward = { ArrowRight: true, ArrowLeft: false, Home: true, End: false }[key];
+    if (forward === undefined) return null;
+    const step = (node) => (forward ? node?.nextElementSibling : node?.previousElementSibling);
+    let found = key === "Home" ? span.parentNode.firstChild : key === "End" ? span.parentNode.lastChild : step(span);
+    while (found?.classList.contains("dim")) found = step(found);
+    return found;
+  }
+
+  tell(span) {
+    const { data } = this;
+    const text = data.texts[data.text[span.place]];
+    const facts = describe(data, span.sequence, span.place);
+    const title = text === "" ? "(part of the character before)" : JSON.stringify(text).replace(HIDDEN, "\ufffd");
+    span.setAttribute("aria-label", `${title}: ${facts.map((pair) => pair.join(" ")).join(", ")}`);
+    showTip(span, element("b", {}, title), element("dl", {}, ...facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)])));
+  }
+}
+
+function pagesOf(chosen) {
+  const pages = [[]];
+  let numTokens = 0;
+  for (const one of chosen) {
+    if (numTokens && numTokens + one.sequence.tokens > TOKENS_OF_PAGE) {
+      pages.push([]);
+      numTokens = 0;
+    }
+    pages.at(-1).push(one);
+    numTokens += one.sequence.tokens;
+  }
+  return pages;
+}
+
+// A canvas takes no variables, so the browser works the colour out on an element.
+const shades = new Map();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (shades.clear(), viewer?.data && viewer.draw()));
+function stripColour(probe, shade, isDiverging) {
+  const key = `${shade} ${isDiverging}`;
+  if (!shades.has(key)) {
+    probe.style.color = colour(shade, isDiverging);
+    shades.set(key, getComputedStyle(probe).color);
+  }
+  return shades.get(key);
+}
+
+const tip = document.getElementById("tip");
+let tipIsNear = null;
+function hideTip() {
+  tip.hidden = true;
+  tipIsNear = null;
+}
+
+function showTip(near, ...content) {
+  tip.replaceChildren(...content);
+  tip.hidden = false;
+  tipIsNear = near;
+  placeTip(near);
+}
+
+function placeTip(near) {
+  const box = near.getClientRects()[0] ?? near.getBoundingClientRect();
+  const below = box.bottom + 6 + tip.offsetHeight <= innerHeight;
+  tip.style.top = `${Math.max(4, below ? box.bottom + 6 : box.top - 6 - tip.offsetHeight)}px`;
+  tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 4))}px`;
+}
+
+addEventListener("scroll", () => tipIsNear && placeTip(tipIsNear), { passive: true });

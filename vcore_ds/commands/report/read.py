@@ -1,0 +1,134 @@
+"""From folders to runs: what a report shows of each, and which of them are the same but for the seed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vcore_ds.config import Recipe, flat_values
+from vcore_ds.errors import UserError
+from vcore_ds.files.run_folder import TOKENS
+from vcore_ds.track.run_notes import notes_on
+from vcore_ds.track.run_reader import read_environment_of, read_metrics_of, read_recipe_of, tokenizer_of
+from vcore_ds.track.token_records import TokenRecord, read_records
+from vcore_ds.track.token_tables import TokenTables, are_uniform, make_tables
+from vcore_ds.track.token_texts import TokenTexts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OF_A_SEED = ("run.seed", "run.output_dir")
+"""Keys in which the runs of a group may differ."""
+MOST_KEYS_OF_LABEL = 3
+"""Groups that differ in more keys are called by the name of their first run."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReportedRun:
+    """A run as a report shows it."""
+
+    name: str
+    """The folder's name; its path where several folders have the same name."""
+    folder: Path
+    recipe: Recipe
+    environment: dict[str, Any]
+    metrics: list[dict[str, float | None]]
+    """Lines of metrics.jsonl, at least one."""
+    records: list[TokenRecord]
+    texts: TokenTexts | None
+    """None where there are no records, or no tokenizer that knows their tokens."""
+    tables: TokenTables | None
+    why_no_tables: str | None
+    notes: list[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Runs whose recipes differ in the seed only, one or more."""
+
+    label: str
+    runs: list[ReportedRun]
+
+
+def read_runs(folders: Sequence[Path], *, top: int, tokenizer_path: str | None) -> list[ReportedRun]:
+    """Reads the folders, a folder that is named twice once.
+
+    Args:
+        top: longest list of tokens or phrases.
+        tokenizer_path: folder or hub id; None for each run's own.
+
+    Raises:
+        UserError: a folder holds no run, or a file in it is missing or damaged.
+    """
+    once = list({folder.resolve(): folder for folder in folders}.values())
+    names = [folder.resolve().name for folder in once]
+    return [
+        _read_run(folder, name if names.count(name) == 1 else str(folder), top, tokenizer_path)
+        for folder, name in zip(once, names, strict=True)
+    ]
+
+
+def _read_run(folder: Path, name: str, top: int, tokenizer_path: str | None) -> ReportedRun:
+    recipe = read_recipe_of(folder)
+    environment, metrics = read_environment_of(folder), read_metrics_of(folder)
+    records = read_records(folder)
+    notes = notes_on(folder, recipe, environment, metrics)
+    texts, tables, why = None, None, None
+    if not records:
+        asked = "run.num_token_records is 0" if recipe.run.num_token_records == 0 else f"{TOKENS}/ is empty or missing"
+        why = f"No tokens were recorded: {asked}."
+    else:
+        try:
+            tokenizer: PreTrainedTokenizerBase = tokenizer_of(folder, recipe, tokenizer_path)
+            texts = TokenTexts(tokenizer, records)
+            if are_uniform(records):
+                why = "All recorded tokens have the uniform weight: none gained or lost."
+            else:
+                tables = make_tables(records, tokenizer, top=top)
+        except UserError as error:
+            if tokenizer_path is not None:
+                raise
+            # Curves and costs need no tokenizer, and the model may be on another machine.
+            why = f"The recorded tokens cannot be shown: {error}"
+            notes.append(why)
+    return ReportedRun(name, folder, recipe, environment, metrics, records, texts, tables, why, notes)
+
+
+def group_runs(runs: Sequence[ReportedRun]) -> list[Group]:
+    """Groups in the order of their first runs. Their labels are the values in which their recipes differ."""
+    keys = list(differences(runs, ignored=OF_A_SEED))
+    by_recipe: dict[str, list[ReportedRun]] = {}
+    for run in runs:
+        own = {key: value for key, value in flat_values(run.recipe).items() if key not in OF_A_SEED}
+        by_recipe.setdefault(repr(sorted(own.items())), []).append(run)
+    groups = []
+    for members in by_recipe.values():
+        values = flat_values(members[0].recipe)
+        label = ", ".join(_words(key, values[key]) for key in keys if values.get(key) is not None)
+        if not label or len(keys) > MOST_KEYS_OF_LABEL:
+            label = members[0].name
+        groups.append(Group(label + (f" ({len(members)} runs)" if len(members) > 1 else ""), members))
+    return groups
+
+
+def _words(key: str, value: Any) -> str:
+    """A key and its value, in a label: `vcore` for method.name, `kl_budget 0.1` for method.kl_budget."""
+    *_, name = key.split(".")
+    return shown(value) if name == "name" else f"{name} {shown(value)}"
+
+
+def differences(runs: Sequence[ReportedRun], ignored: Sequence[str] = ("run.output_dir",)) -> dict[str, list[Any]]:
+    """Dotted key -> its value in each run, of the keys in which any two recipes differ."""
+    flat = [flat_values(run.recipe) for run in runs]
+    keys = dict.fromkeys(key for values in flat for key in values)
+    values_of = {key: [values.get(key) for values in flat] for key in keys if key not in ignored}
+    return {key: values for key, values in values_of.items() if any(value != values[0] for value in values)}
+
+
+def shown(value: Any) -> str:
+    """A value of a recipe, as a person writes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

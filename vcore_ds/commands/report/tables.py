@@ -1,0 +1,189 @@
+"""The tables of the page, as words: what ran, what it cost, what gained and lost weight, what differs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vcore_ds.commands.report.read import ReportedRun, differences, shown
+from vcore_ds.track.token_tables import Row, TokenTables
+
+PHASES = {
+    "probe": "seconds_probe",
+    "utilities": "seconds_utility",
+    "main pass": "seconds_main",
+    "update": "seconds_step",
+}
+"""Name -> key of metrics.jsonl."""
+NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as they are shown."""
+
+    caption: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Where the time of a step went."""
+
+    note: str
+    names: list[str]
+    head: list[str]
+    rows: list[list[str]]
+    runs: list[dict[str, Any]]
+    """For each run: its name, the widths of its bars in percent of the slowest run, and the same in words."""
+
+
+def overview_table(runs: Sequence[ReportedRun]) -> Table:
+    """A line for each run."""
+    head = ["", "method", "seed", "steps", "first loss", "last loss", "tokens/s", "ranks", "device", "started"]
+    rows = []
+    for run in runs:
+        losses = [line.get("loss") for line in run.metrics]
+        speeds = [speed for line in run.metrics if (speed := line.get("tokens_per_second")) is not None]
+        devices = run.environment.get("devices")
+        rows.append(
+            [
+                run.name,
+                run.recipe.method.name,
+                str(run.recipe.run.seed),
+                f"{int(run.metrics[-1]['step'] or 0):,}",
+                _number(losses[0]),
+                _number(losses[-1]),
+                f"{np.median(speeds):,.0f}" if speeds else NOTHING,
+                str(run.environment.get("world_size", NOTHING)),
+                str(devices[0]) if isinstance(devices, list) and devices else NOTHING,
+                str(run.environment.get("started", NOTHING)),
+            ]
+        )
+    return Table("Runs", head, rows)
+
+
+def phases_of(runs: Sequence[ReportedRun]) -> Phases:
+    """Mean seconds of a step by phase. The first step is left out where there are others: it allocates and compiles."""
+    names = [*PHASES, "saving", "rest"]
+    seconds = [_seconds_of(run) for run in runs]
+    slowest = max(sum(one) for one in seconds) or 1.0
+    return Phases(
+        note="Mean over the steps, without the first, which allocates and compiles. Saving is the time of checkpoints, "
+        "spread over the steps; rest is what remains of a step. Utilities that are computed in the main pass "
+        "itself (utility.fused) have no time of their own.",
+        names=names,
+        head=["", *names, "step in all"],
+        rows=[[run.name, *map(_number, one), _number(sum(one))] for run, one in zip(runs, seconds, strict=True)],
+        runs=[
+            {
+                "name": run.name,
+                "widths": [f"{100 * value / slowest:.2f}" for value in one],
+                "label": f"{run.name}: "
+                + ", ".join(f"{name} {_number(value)} s" for name, value in zip(names, one, strict=True)),
+            }
+            for run, one in zip(runs, seconds, strict=True)
+        ],
+    )
+
+
+def _seconds_of(run: ReportedRun) -> list[float]:
+    lines = run.metrics[1:] or run.metrics
+
+    def mean(key: str) -> float:
+        return sum(line.get(key) or 0.0 for line in lines) / len(lines)
+
+    parts = [mean(key) for key in PHASES.values()]
+    return [*parts, mean("seconds_checkpoint"), max(0.0, mean("seconds") - sum(parts))]
+
+
+def tables_of(run: ReportedRun, tables: TokenTables) -> dict[str, Any]:
+    """What gained and lost in one run."""
+    often = f"at least {tables.min_count} times"
+    titles = [
+        (f"Tokens that gained most weight ({often})", tables.tokens.gained),
+        (f"Tokens that lost most weight ({often})", tables.tokens.lost),
+        (f"Phrases that gained most weight ({often})", tables.phrases.gained),
+        (f"Phrases that lost most weight ({often})", tables.phrases.lost),
+        ("By kind of token", tables.kinds),
+        ("By position in the trace", tables.positions),
+    ]
+    if tables.sources:
+        titles.append(("By source of the sequence", tables.sources))
+    if tables.first_third:
+        titles += [
+            ("Tokens whose weight rose most over the run", tables.tokens.rose),
+            ("Tokens whose weight fell most over the run", tables.tokens.fell),
+            ("Phrases whose weight rose most over the run", tables.phrases.rose),
+            ("Phrases whose weight fell most over the run", tables.phrases.fell),
+        ]
+    steps = ", ".join(f"{step:,}" for step in tables.steps)
+    heading = f"{tables.num_tokens:,} tokens of {tables.num_sequences:,} sequences, of steps {steps}"
+    return {"name": run.name, "heading": heading, "tables": [_token_table(title, rows) for title, rows in titles]}
+
+
+def _token_table(caption: str, rows: Sequence[Row]) -> Table:
+    head = ["", "weight", "count", "of weight", "of tokens", "utility", "loss", "first third", "last third"]
+    cells = [
+        [
+            row.name,
+            _number(row.relative_weight),
+            f"{row.count:,}",
+            f"{row.share_of_weight:.2%}",
+            f"{row.share_of_tokens:.2%}",
+            _number(row.utility),
+            _number(row.loss),
+            _number(row.first_third),
+            _number(row.last_third),
+        ]
+        for row in rows
+    ]
+    return Table(caption, head, cells)
+
+
+def compare_tables(runs: Sequence[ReportedRun]) -> list[Table]:
+    """Relative weights of several runs by kind and position; none of a single run."""
+    found = [(run.name, run.tables) for run in runs if run.tables is not None]
+    if len(found) < 2:
+        return []
+    tables = []
+    for caption, rows_of in (
+        ("Relative weight by kind of token", [tables.kinds for _, tables in found]),
+        ("Relative weight by position in the trace", [tables.positions for _, tables in found]),
+    ):
+        by_name = [{row.name: row.relative_weight for row in rows} for rows in rows_of]
+        names = list(dict.fromkeys(name for own in by_name for name in own))
+        rows = [[name, *(_number(own.get(name)) for own in by_name)] for name in names]
+        tables.append(Table(caption, ["", *(name for name, _ in found)], rows))
+    return tables
+
+
+def difference_table(runs: Sequence[ReportedRun]) -> Table:
+    """The keys in which recipes differ; without rows where they do not."""
+    rows = [[key, *map(shown, values)] for key, values in differences(runs).items()]
+    return Table("Keys in which the recipes differ", ["", *(run.name for run in runs)], rows)
+
+
+def environment_table(runs: Sequence[ReportedRun]) -> Table:
+    """Commands, versions, commits and devices."""
+    flat = []
+    for run in runs:
+        values = {key: value for key, value in run.environment.items() if key not in ("packages", "resumed")}
+        packages = run.environment.get("packages")
+        flat.append(values | (packages if isinstance(packages, dict) else {}))
+    keys = list(dict.fromkeys(key for values in flat for key in values))
+    rows = [[key, *(_words(values.get(key)) for values in flat)] for key in keys]
+    return Table("Environment", ["", *(run.name for run in runs)], rows)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, list):
+        different = list(dict.fromkeys(map(str, value)))
+        return " ".join(different if len(different) > 1 else map(str, value))
+    return NOTHING if value is None else str(value)
+
+
+def _number(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -1,0 +1,103 @@
+"""A run's folder, read back: recipe, environment, metrics, tokenizer. Neither the model nor the data are needed."""
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vcore_ds.config import Recipe, read_resolved_recipe
+from vcore_ds.data import load_tokenizer
+from vcore_ds.errors import UserError
+from vcore_ds.files.run_folder import ENVIRONMENT, METRICS, RECIPE, export_folder
+from vcore_ds.files.user_paths import reading
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_A_STEP = "the JSON object of an optimizer step, with `step` from 1 on and ascending"
+
+
+def read_recipe_of(folder: Path) -> Recipe:
+    """The resolved recipe of a run.
+
+    Raises:
+        UserError: the folder holds no run, or one that this version does not know.
+    """
+    with reading("RUN", folder, "a run's folder (run.output_dir)"):
+        is_run = (folder / RECIPE).is_file()
+    if not is_run:
+        raise UserError(f"RUN: {folder}: found no {RECIPE} there; expected a run's folder (run.output_dir)")
+    return read_resolved_recipe(folder / RECIPE)
+
+
+def read_metrics_of(folder: Path) -> list[dict[str, float | None]]:
+    """The numbers in the lines of metrics.jsonl, at least one line; None for what a step does not have, or what was
+    not finite.
+
+    Raises:
+        UserError: the file is missing, empty or damaged.
+    """
+    path = folder / METRICS
+    with reading("RUN", folder, "a run's folder (run.output_dir)"):
+        if not path.is_file():
+            raise UserError(f"RUN: {folder}: found no {METRICS} there; expected a run that has taken a step")
+        written = path.read_bytes().splitlines()
+    lines: list[dict[str, float | None]] = []
+    for number, text in enumerate(written, start=1):
+        line = _line(text)
+        steps = [one["step"] for one in (*lines[-1:], line) if one is not None]
+        if line is None or steps != sorted(set(steps)):
+            found = text[:80].decode(errors="replace")
+            raise UserError(
+                f"{path}: line {number}: found {found!r}; expected {_A_STEP}. Remove the line: the others can be read"
+            )
+        lines.append(line)
+    if not lines:
+        raise UserError(f"{path}: is empty; expected a run that has taken a step")
+    return lines
+
+
+def _line(text: bytes) -> dict[str, float | None] | None:
+    """None where the line is damaged."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    step = values.get("step") if isinstance(values, dict) else None
+    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+        return None
+    numbers = {key: value for key, value in values.items() if value is None or type(value) in (int, float)}
+    return {key: None if value is None or not math.isfinite(value) else value for key, value in numbers.items()}
+
+
+def read_environment_of(folder: Path) -> dict[str, Any]:
+    """environment.json; empty where the folder has none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = folder / ENVIRONMENT
+    try:
+        with reading("", path, "what a run writes there"):
+            found = json.loads(path.read_bytes()) if path.is_file() else {}
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: is damaged; expected the JSON object that a run writes there. Remove the file")
+    return found
+
+
+def tokenizer_of(folder: Path, recipe: Recipe, path: str | None) -> "PreTrainedTokenizerBase":
+    """The tokenizer that `path` names; where it is None that of the run's result, else that of its model.
+
+    Raises:
+        UserError: there is none.
+    """
+    if path is not None:
+        return load_tokenizer(path, "--tokenizer")
+    exported = folder / export_folder(recipe).name  # the run may have been moved since
+    try:
+        # The result's first: it needs no network, and a relative model.path depends on the working directory.
+        return load_tokenizer(str(exported) if exported.is_dir() else recipe.model.path)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}; expected the tokenizer of the run. Name it with --tokenizer") from None
