@@ -7,24 +7,40 @@ from vcore_ds.config.memory import Available, MemoryPlan, plan_memory
 from vcore_ds.config.memory_text import describe_memory, describe_shortage, describe_tightness
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.resume import differing_keys, read_resolved_recipe
+from vcore_ds.config.run_plan import (
+    COALESCING_SHARE,
+    RunPlan,
+    Way,
+    cheapest_ways,
+    find_shape,
+    plan_run,
+    smallest_cluster,
+)
 from vcore_ds.config.schema import Recipe
 
 __all__ = [
+    "COALESCING_SHARE",
     "Available",
     "BatchPlan",
     "MemoryPlan",
     "Part",
     "Recipe",
     "RecipeError",
+    "RunPlan",
+    "Way",
+    "cheapest_ways",
     "deepspeed_config",
     "describe_memory",
     "describe_shortage",
     "describe_tightness",
     "differing_keys",
     "dump_recipe",
+    "find_shape",
     "load_recipe",
     "num_trusted",
     "plan_batch",
     "plan_memory",
+    "plan_run",
     "read_resolved_recipe",
+    "smallest_cluster",
 ]
