@@ -5,6 +5,7 @@ from vcore_ds.config.deepspeed_json import deepspeed_config
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.memory import Available, MemoryPlan, plan_memory
 from vcore_ds.config.memory_text import describe_memory, describe_shortage, describe_tightness
+from vcore_ds.config.plan_text import describe_plan, describe_refusal, plan_verdict
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.resume import differing_keys, read_resolved_recipe
 from vcore_ds.config.run_plan import (
@@ -12,7 +13,9 @@ from vcore_ds.config.run_plan import (
     RunPlan,
     Way,
     cheapest_ways,
+    find_model,
     find_shape,
+    named_gpu,
     plan_run,
     smallest_cluster,
 )
@@ -31,16 +34,21 @@ __all__ = [
     "cheapest_ways",
     "deepspeed_config",
     "describe_memory",
+    "describe_plan",
+    "describe_refusal",
     "describe_shortage",
     "describe_tightness",
     "differing_keys",
     "dump_recipe",
+    "find_model",
     "find_shape",
     "load_recipe",
+    "named_gpu",
     "num_trusted",
     "plan_batch",
     "plan_memory",
     "plan_run",
+    "plan_verdict",
     "read_resolved_recipe",
     "smallest_cluster",
 ]

@@ -1,5 +1,6 @@
 """What a recipe costs on a cluster: memory by kind, bytes between GPUs, seconds by phase, and the cluster it needs."""
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -7,18 +8,22 @@ from functools import partial
 from vcore_ds.config.batch_plan import BatchPlan, Part, plan_batch
 from vcore_ds.config.deepspeed_json import deepspeed_config
 from vcore_ds.config.memory import Available, MemoryPlan, plan_memory
-from vcore_ds.config.problems import RecipeError
+from vcore_ds.config.problems import RecipeError, did_you_mean, shorten
 from vcore_ds.config.schema import Recipe
+from vcore_ds.errors import UserError
 from vcore_ds.planning import (
+    GPUS,
     KNOWN_MODELS,
     SIMULATED_MEAN,
     Cluster,
+    Gpu,
     ModelShape,
     ParameterCounts,
     StepCost,
     StepModel,
     StepPasses,
     Utilization,
+    find_gpu,
     known_model,
     parameter_counts,
     shape_on_disk,
@@ -83,6 +88,29 @@ def find_shape(path: str) -> tuple[ModelShape, str] | None:
         return shape, f"read from {path}"
     name = known_model(path)
     return None if name is None else (KNOWN_MODELS[name], f"{name} by its name")
+
+
+def find_model(path: str) -> tuple[ModelShape, str]:
+    """As `find_shape`. Raises UserError for a model that is neither."""
+    found = find_shape(path)
+    if found is not None:
+        return found
+    last = path.rstrip("/").rpartition("/")[2]
+    by_lower = {name.lower(): name for name in KNOWN_MODELS}
+    near = [by_lower[name] for name in difflib.get_close_matches(last.lower(), by_lower, n=1)]
+    raise UserError(
+        f"model.path: found {shorten(path)}, which is not on this machine; expected a model folder, a config.json, or "
+        f"a name that begins with one of {', '.join(KNOWN_MODELS)}{did_you_mean(near)}"
+    )
+
+
+def named_gpu(name: str) -> Gpu:
+    """Raises UserError for a GPU that is not known."""
+    gpu = find_gpu(name)
+    if gpu is not None:
+        return gpu
+    near = difflib.get_close_matches(name.upper(), GPUS, n=1, cutoff=0.4)
+    raise UserError(f"--gpu: found {shorten(name)}; expected one of {', '.join(GPUS)}{did_you_mean(near)}")
 
 
 def plan_run(recipe: Recipe, cluster: Cluster, shape: ModelShape, *, mean_tokens: float = SIMULATED_MEAN) -> RunPlan:

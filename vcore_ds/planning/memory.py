@@ -8,7 +8,7 @@ Transient bytes of small models were estimated within 20% of what was measured.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings, ParameterCounts
@@ -41,6 +41,9 @@ class MemoryEstimate:
     """By kind, on the device at the peak of each phase that the run has, beyond what is persistent."""
     host: Mapping[str, int]
     """By kind, in host memory: what is offloaded."""
+    with_tangents: Mapping[str, int] = field(default_factory=dict)
+    """By kind, beyond what is persistent, while the main forward carries tangents; the peak of main is at least that.
+    Empty where it carries none."""
 
     @property
     def persistent_bytes(self) -> int:
@@ -105,7 +108,7 @@ def memory_of(shape: ModelShape, settings: MemorySettings, counts: ParameterCoun
     if settings.offloads_checkpoints:
         most = max(settings.main_tokens, settings.probe_tokens)
         host["activation checkpoints"] = model.kept_activations(most)
-    return MemoryEstimate(device, phases, host)
+    return MemoryEstimate(device, phases, host, model.forward_with_tangents() if settings.is_fused else {})
 
 
 def _shard(numel: int, settings: MemorySettings) -> int:
@@ -152,10 +155,7 @@ class _Model:
     def pass_with_gradient(self, num_tokens: int, *, carries_tangents: bool = False) -> dict[str, int]:
         """Forward and backward of one micro-batch."""
         settings, b = self.settings, self.b
-        found = {"gathered parameters": self._gathered()}
-        found["activation checkpoints" if settings.is_checkpointed else "activations"] = (
-            0 if settings.offloads_checkpoints else self.kept_activations(num_tokens)
-        )
+        found = self._kept_on_device(num_tokens)
         # In 16 bits with an fp32 sum beside them.
         coalesced = (4 if b == 4 else b + 4) * self.counts.trained if settings.coalesces_gradients else 0
         gradients = b * (self.trained_layer + min(settings.bucket_numel, self.trained_layer))
@@ -170,6 +170,11 @@ class _Model:
             stages.append(self._with_tangents(num_tokens))
         return found | max(stages, key=lambda stage: sum(stage.values()))
 
+    def forward_with_tangents(self) -> dict[str, int]:
+        """The main forward, where it gives the utilities too."""
+        num_tokens = self.settings.main_tokens
+        return self._kept_on_device(num_tokens) | self._with_tangents(num_tokens)
+
     def pass_without_gradient(self, num_tokens: int) -> dict[str, int]:
         """A forward with tangents, or a plain one for a finite difference."""
         gathered = {"gathered parameters": self._gathered()}
@@ -183,6 +188,13 @@ class _Model:
         shape = self.shape
         inputs = num_tokens * self.b * shape.hidden_size * (shape.num_layers + 1)
         return inputs if self.settings.is_checkpointed else inputs + shape.num_layers * self._layer_kept(num_tokens)
+
+    def _kept_on_device(self, num_tokens: int) -> dict[str, int]:
+        """What a pass with a gradient keeps from its forward to its backward."""
+        settings = self.settings
+        kept = 0 if settings.offloads_checkpoints else self.kept_activations(num_tokens)
+        name = "activation checkpoints" if settings.is_checkpointed else "activations"
+        return {"gathered parameters": self._gathered(), name: kept}
 
     # ---- parts of a pass -------------------------------------------------------------------------------------------
 
