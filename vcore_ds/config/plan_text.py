@@ -25,13 +25,11 @@ def describe_plan(plan: RunPlan) -> str:
 
 
 def describe_refusal(plan: RunPlan, ways: Sequence[Way]) -> str:
-    """The message of a run that does not fit: bytes by kind, and the changes that cost least."""
-    shortage = describe_shortage(plan.memory, plan.available)
-    if not ways:
-        return shortage
+    """The message of a run that does not fit: bytes by kind, and the changes with which it would, cheapest first."""
     lines = [
         f"  {way.change}: {way.plan.memory.estimate.peak_bytes / _GIB:,.2f} GiB, "
         f"{way.plan.gpu_hours(100):,.1f} GPU hours of 100 steps"
         for way in ways
     ]
-    return "\n".join([shortage, f"Cheapest on {plan.cluster.gpu.name}, predicted:", *lines])
+    heading = "It fits, with the fewest GPU hours by a prediction, with"
+    return describe_shortage(plan.memory, plan.available, "\n".join([heading, *lines]) if ways else "")

@@ -58,11 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for what the user gave: recipe, GPU, model, run or picture."""
     from vcore_ds.commands.plan.columns import build_columns
+    from vcore_ds.commands.plan.picture import check_picture, draw
     from vcore_ds.commands.plan.table import as_dict, describe
 
+    picture = None if arguments.picture is None else Path(arguments.picture)
+    if picture is not None:
+        check_picture(picture)
     found = build_columns(arguments)
+    if picture is not None:
+        draw(found, picture)
     print(json.dumps(as_dict(found), indent=2) if arguments.json else describe(found))
-    if arguments.picture is not None:
-        from vcore_ds.commands.plan.picture import draw
-
-        draw(found, Path(arguments.picture))

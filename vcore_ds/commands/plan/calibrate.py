@@ -9,10 +9,12 @@ from pathlib import Path
 from vcore_ds.config import find_model, plan_run, read_resolved_recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import ENVIRONMENT, METRICS, RECIPE
-from vcore_ds.planning import Achieved, Cluster, StepCost, find_gpu
+from vcore_ds.planning import Achieved, Cluster, Phase, StepCost, find_gpu
 
 NUM_WARM_UP = 2
 """First steps of a run, in which kernels are compiled and connections made; they are left out."""
+
+_PHASES: tuple[Phase, ...] = ("probe", "utility", "main", "step")
 
 _SMALLEST_SHARE, _LARGEST_SHARE = 1e-4, 1.0
 
@@ -51,6 +53,9 @@ def calibrate(run: str) -> Calibration:
     lines = _read(folder / METRICS, lambda text: [json.loads(line) for line in text.splitlines()])[NUM_WARM_UP:]
     if not lines:
         raise UserError(f"--calibrate: {folder / METRICS}: found {NUM_WARM_UP} steps or fewer; expected more")
+    needed = {"supervised_tokens", "sequences", *(f"seconds_{phase}" for phase in _PHASES)}
+    if not all(isinstance(line, dict) and needed <= line.keys() for line in lines):
+        raise UserError(f"--calibrate: {folder / METRICS}: expected {', '.join(sorted(needed))} in every line")
     device = environment["devices"][0]
     gpu = find_gpu(device)
     if gpu is None:
@@ -62,7 +67,7 @@ def calibrate(run: str) -> Calibration:
     cluster = Cluster(gpu, environment["world_size"], len(environment["devices"]))
     mean_tokens = statistics.median(line["supervised_tokens"] / line["sequences"] for line in lines)
 
-    def median(*phases: str) -> float:
+    def median(*phases: Phase) -> float:
         return statistics.median(sum(line[f"seconds_{phase}"] for phase in phases) for line in lines)
 
     def predict(achieved: Achieved) -> StepCost:

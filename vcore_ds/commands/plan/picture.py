@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from vcore_ds.commands.plan.columns import Columns
@@ -14,19 +15,23 @@ FORMATS = (".png", ".pdf", ".svg")
 _GIB = 2**30
 
 
+def check_picture(path: Path) -> None:
+    """Raises UserError where the file's format is unknown, or matplotlib is missing."""
+    if path.suffix.lower() not in FORMATS:
+        raise UserError(f"--picture: found {path.name}; expected a name that ends in {', '.join(FORMATS)}")
+    if find_spec("matplotlib") is None:
+        raise UserError("--picture: found no matplotlib; expected it: pip install matplotlib")
+
+
 def draw(found: Columns, path: Path) -> None:
     """Draws every column on 1 GPU up to four times as many as were asked for, at least 64.
 
-    Raises UserError where the file's format is unknown, the file cannot be written, or matplotlib is missing.
+    Raises UserError where the file cannot be written.
     """
-    if path.suffix.lower() not in FORMATS:
-        raise UserError(f"--picture: found {path.name}; expected a name that ends in {', '.join(FORMATS)}")
-    try:
-        import matplotlib  # takes a second to import, and only this needs it
-    except ImportError:
-        raise UserError("--picture: found no matplotlib; expected it: pip install matplotlib") from None
+    import matplotlib  # takes a second to import, and only this needs it
+
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, (memory, seconds) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     most = max(64, 4 * found.cluster.num_gpus)
@@ -44,10 +49,11 @@ def draw(found: Columns, path: Path) -> None:
     for axes in (memory, seconds):
         axes.set(xlabel=f"{gpu.name} GPUs")
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        axes.set_yscale("log", base=2)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
         axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     with writing("--picture", path):
         figure.savefig(path, dpi=150)
     pyplot.close(figure)
