@@ -167,13 +167,15 @@ class _Model:
             {"loss": loss, "whole gradients": coalesced},
         ]
         if carries_tangents:
-            stages.append(self._with_tangents(num_tokens))
+            stages.append(self._with_tangents(num_tokens, has_values=not settings.is_checkpointed))
         return found | max(stages, key=lambda stage: sum(stage.values()))
 
     def forward_with_tangents(self) -> dict[str, int]:
         """The main forward, where it gives the utilities too."""
         num_tokens = self.settings.main_tokens
-        return self._kept_on_device(num_tokens) | self._with_tangents(num_tokens)
+        # Without checkpoints the values are among what is kept, and only tangents come on top.
+        has_values = not self.settings.is_checkpointed
+        return self._kept_on_device(num_tokens) | self._with_tangents(num_tokens, has_values=has_values)
 
     def pass_without_gradient(self, num_tokens: int) -> dict[str, int]:
         """A forward with tangents, or a plain one for a finite difference."""
@@ -184,10 +186,12 @@ class _Model:
         return gathered | ({"a layer's forward": layer} if layer > loss else {"loss": loss})
 
     def kept_activations(self, num_tokens: int) -> int:
-        """What the backward needs of the forward: each layer's input, or everything."""
-        shape = self.shape
-        inputs = num_tokens * self.b * shape.hidden_size * (shape.num_layers + 1)
-        return inputs if self.settings.is_checkpointed else inputs + shape.num_layers * self._layer_kept(num_tokens)
+        """What the backward needs of the forward: each layer's input, or everything; and the last norm."""
+        shape, b = self.shape, self.b
+        if self.settings.is_checkpointed:
+            return num_tokens * b * shape.hidden_size * (shape.num_layers + 1)
+        last_norm = num_tokens * shape.hidden_size * (_FP32 + 2 * b)
+        return shape.num_layers * self._layer_kept(num_tokens) + last_norm
 
     def _kept_on_device(self, num_tokens: int) -> dict[str, int]:
         """What a pass with a gradient keeps from its forward to its backward."""
@@ -203,40 +207,49 @@ class _Model:
         live = min(self.counts.all, max(self.settings.max_live_parameters, 2 * self.layer, self.embedding))
         return self.b * (live + min(self.layer, self.counts.all))
 
-    def _with_tangents(self, num_tokens: int) -> dict[str, int]:
+    def _with_tangents(self, num_tokens: int, *, has_values: bool = False) -> dict[str, int]:
         """The larger of a layer and the loss, each with its group of the direction: as it came from the ranks, and by
-        parameter. While a layer runs, the next one's is on its way."""
+        parameter. While a layer runs, the next one's is on its way.
+
+        Args:
+            has_values: the layer's values are counted elsewhere.
+        """
         b = self.b if self.is_full else _FP32
         name, of_layer, of_loss = "tangents of the parameters", 3 * b * self.trained_layer, 0
         if self.is_full:
             of_loss = 2 * b * self.embedding
         return max(
-            {"a layer's forward": self._layer_with_tangents(num_tokens), name: of_layer},
+            {"a layer's forward": self._layer_forward(num_tokens) * (1 if has_values else 2), name: of_layer},
             {"loss": self._loss(num_tokens, has_tangent=True), name: of_loss},
             key=lambda stage: sum(stage.values()),
         )
 
     def _layer_kept(self, num_tokens: int) -> int:
-        """What a layer's backward needs, beside its input."""
+        """What a layer's backward needs: the tensors that autograd saves in its forward, one by one."""
         shape, b = self.shape, self.b
-        heads, query_heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim, shape.num_heads * shape.head_dim
-        copy = _FP32 if b < _FP32 else 0  # norms compute in fp32
-        # The input in fp32, the output, and, for the gradient of a norm's weight, what that is multiplied by.
-        norms = (copy + (2 if self.is_full else 1) * b) * (2 * shape.hidden_size + shape.normalizes_heads * heads)
-        # Rotated queries and keys, values, the output as attention and as its projection need it.
-        attention = b * (2 * heads + query_heads)
-        mlp = 4 * b * shape.intermediate_size  # gate, its activation, up, their product
-        residual = b * shape.hidden_size
-        return num_tokens * (norms + attention + mlp + residual + self._inputs_of_adapters())
+        heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+        # Norms compute in fp32: their input; for the gradient of their weight, what that is multiplied by.
+        of_weight = b if self.is_full else 0
+        norms = 2 * shape.hidden_size * (_FP32 + of_weight) + shape.normalizes_heads * heads * (_FP32 + of_weight)
+        # Rotated queries and keys, values, the output, which its projection needs too; the log-sum-exp of each head.
+        attention = b * 2 * heads + _FP32 * shape.num_heads
+        mlp = 3 * b * shape.intermediate_size  # gate, its activation, up
+        # Outputs of the norms and the product of the MLP: inputs of linear layers whose weights are trained, or whose
+        # adapters take them as they are. Other adapters keep copies of their own.
+        inputs = b * (2 * shape.hidden_size + shape.intermediate_size)
+        if not self.is_full and b < _FP32:
+            inputs = 0
+        return num_tokens * (norms + attention + mlp + inputs + self._kept_by_adapters())
 
-    def _inputs_of_adapters(self) -> int:
-        """Bytes for each token of what the adapters of a layer keep: their inputs in fp32, and masks of dropout."""
+    def _kept_by_adapters(self) -> int:
+        """Bytes for each token of what the adapters of a layer keep: their inputs in fp32, with dropout masks too; and
+        what is between their two products."""
         adapters, shape = self.settings.adapters, self.shape
         if adapters is None:
             return 0
         inputs = 5 * shape.hidden_size + shape.num_heads * shape.head_dim + shape.intermediate_size
         copies = _FP32 if adapters.has_dropout or self.b < _FP32 else 0  # an input in fp32 is kept by the layer already
-        return (copies + adapters.has_dropout) * inputs
+        return (copies + adapters.has_dropout) * inputs + 7 * _FP32 * adapters.rank
 
     def _layer_backward(self, num_tokens: int) -> int:
         """With checkpoints, the layer that is computed again; and the gradients of its widest activations."""
@@ -250,10 +263,6 @@ class _Model:
         of_adapter = 0 if self.is_full else _FP32 * shape.intermediate_size  # the output of one, in fp32
         widest = max(4 * shape.intermediate_size, 2 * attention)
         return num_tokens * (b * (4 * shape.hidden_size + widest) + of_adapter)
-
-    def _layer_with_tangents(self, num_tokens: int) -> int:
-        """Twice a plain forward, and the products of the tangents' rule."""
-        return 2 * self._layer_forward(num_tokens)
 
     def _loss(self, num_tokens: int, *, has_gradient: bool = False, has_tangent: bool = False) -> int:
         shape, b = self.shape, self.b

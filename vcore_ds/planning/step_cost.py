@@ -4,6 +4,7 @@ Every pass is counted in multiples of one forward. Products run at an assumed sh
 does everything else; gathers and reductions hide behind a share of them. docs/planning.md has the formulas.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -226,13 +227,19 @@ class StepModel:
                 sums.move(kind, traffic * weight)
 
     def _parameters(self, work: PassWork) -> dict[str, Traffic]:
-        """Gathers of one micro-step. What a backward uses first is still there from the forward."""
-        counts, settings = self.counts, self.settings
-        frozen = counts.all - counts.trained
+        """Gathers of one micro-step. A backward needs the layers only, less the last ones, which ZeRO-3 keeps because
+        they are used again soon: the forward and backward of what follows them have fewer parameters than the reuse
+        distance."""
+        counts, settings, shape = self.counts, self.settings, self.shape
         b_trained = settings.number_bytes if settings.adapters is None else _FP32
-        whole = settings.number_bytes * frozen + b_trained * counts.trained
-        again = 1 - min(1.0, self.reuse_distance / 2 / counts.all) if work.reduces else 1.0
-        times = work.gathers - 1 + again if work.reduces else work.gathers
+        whole = settings.number_bytes * (counts.all - counts.trained) + b_trained * counts.trained
+        times = float(work.gathers)
+        if work.reduces:
+            embeddings = shape.vocabulary_size * shape.hidden_size * (1 if shape.is_tied else 2)
+            layer = (counts.all - embeddings) / shape.num_layers
+            num_again = max(0, shape.num_layers - math.ceil(self.reuse_distance / (2 * layer)))
+            layer_bytes = (whole - settings.number_bytes * embeddings) / shape.num_layers
+            times += num_again * layer_bytes / whole - 1
         moved = {"parameters": self._gathered(whole) * times}
         if settings.ranks_of_second_copy > 1:  # it is what is gathered, from the ranks of a node
             inside = gathered(whole, settings.ranks_of_second_copy, settings.ranks_of_second_copy)

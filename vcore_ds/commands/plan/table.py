@@ -1,9 +1,11 @@
 """A plan as a table and as JSON."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from vcore_ds.commands.plan.columns import Column, Columns
+from vcore_ds.commands.plan.verify import Comparison, describe_comparisons
 from vcore_ds.config import RunPlan, plan_verdict
 from vcore_ds.planning import GPUS, Achieved, Cluster
 
@@ -13,8 +15,8 @@ _PHASES = {"probe": "probe", "utility": "utilities", "main": "main", "step": "up
 _GIB = 2**30
 
 
-def describe(found: Columns) -> str:
-    """The table, with what it assumes below."""
+def describe(found: Columns, comparisons: Sequence[Comparison] | None = None) -> str:
+    """The table, with what it assumes below, and the comparison with a real engine where there was one."""
     lines = [
         f"Plan: {found.recipe_name} on {found.cluster.describe()}",
         f"Model: {found.model}: {found.columns[0].plan.counts.all:,} parameters, "
@@ -26,10 +28,12 @@ def describe(found: Columns) -> str:
         "",
         *_assumptions(found),
     ]
+    if comparisons is not None:
+        lines += ["", describe_comparisons(comparisons)]
     return "\n".join(lines)
 
 
-def as_dict(found: Columns) -> dict[str, Any]:
+def as_dict(found: Columns, comparisons: Sequence[Comparison] | None = None) -> dict[str, Any]:
     """The plan for programs: bytes, seconds and counts, without units of the table."""
     return {
         "recipe": found.recipe_name,
@@ -37,6 +41,7 @@ def as_dict(found: Columns) -> dict[str, Any]:
         "cluster": _cluster(found.cluster),
         "mean_tokens": found.mean_tokens,
         "columns": [_column(column) for column in found.columns],
+        "verified": None if comparisons is None else [asdict(one) for one in comparisons],
     }
 
 
