@@ -227,19 +227,11 @@ class StepModel:
                 sums.move(kind, traffic * weight)
 
     def _parameters(self, work: PassWork) -> dict[str, Traffic]:
-        """Gathers of one micro-step. A backward needs the layers only, less the last ones, which ZeRO-3 keeps because
-        they are used again soon: the forward and backward of what follows them have fewer parameters than the reuse
-        distance."""
-        counts, settings, shape = self.counts, self.settings, self.shape
+        """Gathers of one micro-step."""
+        counts, settings = self.counts, self.settings
         b_trained = settings.number_bytes if settings.adapters is None else _FP32
         whole = settings.number_bytes * (counts.all - counts.trained) + b_trained * counts.trained
-        times = float(work.gathers)
-        if work.reduces:
-            embeddings = shape.vocabulary_size * shape.hidden_size * (1 if shape.is_tied else 2)
-            layer = (counts.all - embeddings) / shape.num_layers
-            num_again = max(0, shape.num_layers - math.ceil(self.reuse_distance / (2 * layer)))
-            layer_bytes = (whole - settings.number_bytes * embeddings) / shape.num_layers
-            times += num_again * layer_bytes / whole - 1
+        times = work.gathers - 1 + self._share_of_backward(whole) if work.reduces else float(work.gathers)
         moved = {"parameters": self._gathered(whole) * times}
         if settings.ranks_of_second_copy > 1:  # it is what is gathered, from the ranks of a node
             inside = gathered(whole, settings.ranks_of_second_copy, settings.ranks_of_second_copy)
@@ -247,6 +239,23 @@ class StepModel:
         if work.tangent_gathers:
             moved["tangents"] = self._gathered(b_trained * counts.trained) * work.tangent_gathers
         return moved
+
+    def _share_of_backward(self, whole: float) -> float:
+        """Share of all parameters' bytes, `whole`, that a backward gathers after its forward.
+
+        It needs layers and head. ZeRO-3 keeps what is used again within the reuse distance, as it walks through the
+        order of the modules: a layer, where the layers after it and the head have fewer parameters; the last layer in
+        any case; the head, where twice its own are fewer.
+        """
+        shape, b, reuse = self.shape, self.settings.number_bytes, self.reuse_distance
+        head = shape.vocabulary_size * shape.hidden_size
+        embeddings = head if shape.is_tied else 2 * head
+        layer = (self.counts.all - embeddings) / shape.num_layers
+        num_kept = max(1, math.ceil((reuse - head) / layer))
+        again = max(0, shape.num_layers - num_kept) * (whole - b * embeddings) / shape.num_layers
+        if reuse <= 2 * head:
+            again += b * head
+        return again / whole
 
     def _host_seconds(self, work: PassWork) -> float:
         """Copies of offloaded shards between host and device in one micro-step."""
