@@ -77,7 +77,9 @@ def prepare(large: ModelShape, folder: Path) -> None:
     """Writes the small model with random weights, and its DeepSpeed JSON."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     small = scaled_shape(large)
     write_config(small, folder / MODEL)
     torch.manual_seed(0)
