@@ -227,6 +227,10 @@ def test_a_run_that_says_nothing_of_gpus_calibrates_nothing(tmp_path: Path) -> N
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
     with pytest.raises(UserError, match="found 2 steps or fewer"):
         calibrate(str(tmp_path / "short"))
+    (tmp_path / "short" / "environment.json").write_text('{"devices": []}')
+    metrics.write_text(metrics.read_text() * 2)
+    with pytest.raises(UserError, match="environment.json: expected devices and world_size"):
+        calibrate(str(tmp_path / "short"))
     for text in ("{", '{"step": 1}\n' * 4):
         metrics.write_text(text)
         with pytest.raises(UserError, match="metrics.jsonl"):

@@ -98,7 +98,7 @@ def memory_of(shape: ModelShape, settings: MemorySettings, counts: ParameterCoun
     device, host = _persistent(shape, settings, counts)
     model = _Model(shape, settings, counts)
     phases: dict[Phase, Mapping[str, int]] = {}
-    if settings.estimator is not None:
+    if settings.estimator is not None and settings.probe_tokens:
         phases["probe"] = model.pass_with_gradient(settings.probe_tokens)
     if settings.utility_tokens:
         phases["utility"] = model.pass_without_gradient(settings.utility_tokens)

@@ -56,7 +56,10 @@ def calibrate(run: str) -> Calibration:
     needed = {"supervised_tokens", "sequences", *(f"seconds_{phase}" for phase in _PHASES)}
     if not all(isinstance(line, dict) and needed <= line.keys() for line in lines):
         raise UserError(f"--calibrate: {folder / METRICS}: expected {', '.join(sorted(needed))} in every line")
-    device = environment["devices"][0]
+    devices = environment.get("devices") if isinstance(environment, dict) else None
+    if not isinstance(devices, list) or not devices or not isinstance(environment.get("world_size"), int):
+        raise UserError(f"--calibrate: {folder / ENVIRONMENT}: expected devices and world_size, as a run writes them")
+    device = str(devices[0])
     gpu = find_gpu(device)
     if gpu is None:
         raise UserError(
@@ -64,7 +67,7 @@ def calibrate(run: str) -> Calibration:
             "the shares of other devices say nothing of a GPU"
         )
     shape, _ = find_model(recipe.model.path)
-    cluster = Cluster(gpu, environment["world_size"], len(environment["devices"]))
+    cluster = Cluster(gpu, environment["world_size"], len(devices))
     mean_tokens = statistics.median(line["supervised_tokens"] / line["sequences"] for line in lines)
 
     def median(*phases: Phase) -> float:
