@@ -246,7 +246,7 @@ def test_check_says_what_a_run_costs_and_refuses_what_cannot_fit(
     assert last.startswith("Plan on 64 H100 (8 nodes of 8): fits, 18.8 of 79 GiB; ")
     assert main([*words, "--ranks", "8"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("vcore-ds: memory: found 79.00 GiB of GPU memory for each rank; expected 98.76 GiB")
+    assert error.startswith("vcore-ds: memory: found 79.00 GiB of GPU memory for each rank; expected 97.47 GiB")
     _, _, remedies = error.partition("It fits, with the fewest GPU hours by a prediction, with\n")
     assert [line.split(":")[0].strip() for line in remedies.splitlines()[:3]] == [
         "16 ranks",

@@ -219,7 +219,7 @@ class _Model:
         if self.is_full:
             of_loss = 2 * b * self.embedding
         return max(
-            {"a layer's forward": self._layer_forward(num_tokens) * (1 if has_values else 2), name: of_layer},
+            {"a layer's forward": self._layer_with_tangents(num_tokens) // (2 if has_values else 1), name: of_layer},
             {"loss": self._loss(num_tokens, has_tangent=True), name: of_loss},
             key=lambda stage: sum(stage.values()),
         )
@@ -263,6 +263,17 @@ class _Model:
         of_adapter = 0 if self.is_full else _FP32 * shape.intermediate_size  # the output of one, in fp32
         widest = max(4 * shape.intermediate_size, 2 * attention)
         return num_tokens * (b * (4 * shape.hidden_size + widest) + of_adapter)
+
+    def _layer_with_tangents(self, num_tokens: int) -> int:
+        """Values and tangents together, as they were found in the forward of small models: six widths of the MLP, or
+        queries, keys and values twelve times (projected, normalized, rotated, laid out for the kernel), beside the
+        residual and the norm."""
+        shape, b = self.shape, self.b
+        query_heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        of_adapters = 0 if self.is_full else 2 * _FP32  # the output of one and its tangent, in fp32
+        mlp = (6 * b + of_adapters) * shape.intermediate_size
+        attention = 12 * b * (query_heads + 2 * kv_heads) + of_adapters * query_heads
+        return num_tokens * (4 * b * shape.hidden_size + max(mlp, attention))
 
     def _loss(self, num_tokens: int, *, has_gradient: bool = False, has_tangent: bool = False) -> int:
         shape, b = self.shape, self.b
