@@ -36,14 +36,17 @@ class Allocations(TorchDispatchMode):
             self._live[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
             self.largest_numel = max(self.largest_numel, tensor.untyped_storage().nbytes() // tensor.element_size())
             self.shapes.add(tuple(tensor.shape))
-        self._live = {storage: nbytes for storage, nbytes in self._live.items() if not storage.expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
         return result
+
+    def live_bytes(self) -> int:
+        """Sum over the tensors created inside that are alive now."""
+        self._live = {storage: nbytes for storage, nbytes in self._live.items() if not storage.expired()}
+        return sum(self._live.values())
 
     def restart(self) -> None:
         """Forgets the peak so far, but not what is alive."""
-        self._live = {storage: nbytes for storage, nbytes in self._live.items() if not storage.expired()}
-        self.peak_bytes = sum(self._live.values())
+        self.peak_bytes = self.live_bytes()
 
 
 def _received(name: str, args: tuple[Any, ...]) -> tuple[str, float] | None:
