@@ -9,7 +9,19 @@ import time
 from collections.abc import Callable, Sequence
 
 from vcore_ds import __version__
-from vcore_ds.commands import check, export, fidelity, preflight, prepare, recipes, reference, report, tokens, train
+from vcore_ds.commands import (
+    check,
+    export,
+    fidelity,
+    plan,
+    preflight,
+    prepare,
+    recipes,
+    reference,
+    report,
+    tokens,
+    train,
+)
 from vcore_ds.commands.arguments import add_overrides
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.errors import RunFailed, RunStopped, UserError
@@ -17,6 +29,7 @@ from vcore_ds.errors import RunFailed, RunStopped, UserError
 COMMANDS = {
     "train": train,
     "check": check,
+    "plan": plan,
     "recipes": recipes,
     "preflight": preflight,
     "reference": reference,

@@ -14,6 +14,7 @@ from vcore_ds.data import (
     MainOrder,
     RandomDraws,
     StepBatches,
+    TokenizedSequence,
     TokenStore,
     cache_root,
     check_contents,
@@ -109,17 +110,22 @@ class Feed:
         return self.plan.spread_probe(ids, _lengths(ids, self.probe_dataset))
 
     def _of_rank(self, spread: Spread, dataset: Dataset) -> list[Batch]:
-        degree, pad = spread.sequence_parallel, self.pad_token_id
-        batches = []
-        for ids in spread.of_group(layout.rank("data", degree)):
-            sequences = [dataset[i] for i in ids]
-            if not sequences:
-                batches.append(idle_batch(pad, degree))
-            elif spread.is_packed:
-                batches.append(pack([sequences], pad, degree))
-            else:
-                batches.append(collate(sequences, pad, degree))
-        return batches
+        return batches_of_rank(spread, dataset, self.pad_token_id)
+
+
+def batches_of_rank(spread: Spread, sequences: Sequence[TokenizedSequence], pad_token_id: int) -> list[Batch]:
+    """This rank's micro-batches of a spread batch, whose ids are positions in `sequences`."""
+    degree = spread.sequence_parallel
+    batches = []
+    for ids in spread.of_group(layout.rank("data", degree)):
+        own = [sequences[i] for i in ids]
+        if not own:
+            batches.append(idle_batch(pad_token_id, degree))
+        elif spread.is_packed:
+            batches.append(pack([own], pad_token_id, degree))
+        else:
+            batches.append(collate(own, pad_token_id, degree))
+    return batches
 
 
 def _lengths(ids: Sequence[int], dataset: Dataset) -> list[int]:

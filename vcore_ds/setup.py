@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from vcore_ds.config import BatchPlan, Recipe, num_trusted, plan_batch
+from vcore_ds.config import COALESCING_SHARE, BatchPlan, Recipe, num_trusted, plan_batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, total_memory_bytes
 from vcore_ds.distributed.process_group import first_rank_first
@@ -28,9 +28,6 @@ from vcore_ds.weighting import has_batch_scope
 
 MEASURE_NOISE_EVERY = 100
 """Optimizer steps between two measurements of a finite difference's noise (and searches for `epsilon: auto`)."""
-
-COALESCING_SHARE = 0.05
-"""Share of a rank's memory that unsharded gradients may take with `engine.coalesce_gradient_reduction: auto`."""
 
 
 def check_model(recipe: Recipe) -> None:

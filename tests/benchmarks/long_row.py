@@ -13,10 +13,10 @@ import time
 import numpy as np
 
 from tests.helpers import step_runs, tiny
-from tests.helpers.allocations import Allocations
 from vcore_ds.data import Batch, StepBatches, TokenizedSequence, pack
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine import Engine, build_optimizer
+from vcore_ds.track.allocations import Allocations
 
 NUM_TOKENS, VOCABULARY, HIDDEN = 16_384, 151_936, 64
 METHODS = {

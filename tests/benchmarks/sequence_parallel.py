@@ -20,12 +20,12 @@ import time
 import torch
 
 from tests.helpers import step_runs, tiny
-from tests.helpers.allocations import Allocations
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data import Batch, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.planning import CPU, ModelShape, RowLimit, TimeModel, layer_parameters, spread
 from vcore_ds.step import take_direction
+from vcore_ds.track.allocations import Allocations
 from vcore_ds.utility import jvp_utilities
 
 NUM_RANKS = 4

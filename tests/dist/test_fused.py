@@ -9,7 +9,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from tests.helpers import step_runs, tiny
-from tests.helpers.allocations import Allocations
+from vcore_ds.track.allocations import Allocations
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data import StepBatches
 from vcore_ds.distributed import layout

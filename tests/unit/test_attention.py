@@ -16,11 +16,11 @@ from transformers import (
 )
 
 from tests.helpers import tiny
-from tests.helpers.allocations import Allocations
 from vcore_ds.data import Batch
 from vcore_ds.errors import UserError
 from vcore_ds.models import FORWARD_MODE_ATTENTION, RowLayout, TokenLossModel, block_attention
 from vcore_ds.models.attention import TRAINING_ATTENTION, forward_mode_attention, training_attention
+from vcore_ds.track.allocations import Allocations
 
 SCALE = 0.37
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers import tiny
-from tests.helpers.allocations import Allocations
 from tests.helpers.recipes import smallest_recipe
 from tests.helpers.setups import write_model
 from tests.helpers.tokenizer import CHATML
@@ -25,6 +24,7 @@ from vcore_ds.config import Recipe, dump_recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder
 from vcore_ds.files import model_folder as files
+from vcore_ds.track.allocations import Allocations
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 

@@ -15,9 +15,9 @@ from torch.nn.functional import dropout, linear
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import tiny
-from tests.helpers.allocations import Allocations
 from tests.helpers.step_runs import relative_error
 from vcore_ds.models.lora_linear import BaseLinear, LoraLinear, add_before_rounding
+from vcore_ds.track.allocations import Allocations
 
 NUM_TOKENS, IN, OUT, RANK = 256, 64, 192, 4
 SCALING = 3.0

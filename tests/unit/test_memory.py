@@ -155,7 +155,7 @@ def test_remedies_together_where_none_is_enough_alone() -> None:
 
 def test_the_message_says_bytes_and_remedies() -> None:
     message = describe_shortage(plan_of(8), H100)
-    assert message.startswith("memory: found 79.00 GiB of GPU memory for each rank; expected 99.80")
+    assert message.startswith("memory: found 79.00 GiB of GPU memory for each rank; expected 98.52")
     for words in ("moments", "at the peak, in main", "activation checkpoints", "  16 ranks: ", "not enough alone"):
         assert words in message
     no_host = describe_shortage(plan_of(8, "engine.deepspeed_config=ds_configs/zero3_bf16_offload_all.json"),

@@ -8,8 +8,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from tests.helpers.allocations import Allocations
 from vcore_ds.method import token_loss
+from vcore_ds.track.allocations import Allocations
 
 # The package exports a function of the module's name, which hides the module from an ordinary import.
 module = importlib.import_module("vcore_ds.method.token_loss")

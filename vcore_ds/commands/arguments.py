@@ -1,6 +1,7 @@
 """Arguments that several commands have."""
 
 import argparse
+import math
 
 from vcore_ds.config.fields import LARGEST_COUNT
 
@@ -33,6 +34,18 @@ def positive(word: str) -> int:
         raise argparse.ArgumentTypeError(f"found {shown}, expected a whole number of at least 1") from None
     if not 1 <= number <= LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"found {shown}, expected 1 to {LARGEST_COUNT:,}")
+    return number
+
+
+def positive_number(word: str) -> float:
+    """A finite number above 0, for argparse."""
+    try:
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        shown = word if len(word) <= 20 else f"a word of {len(word):,} characters"
+        raise argparse.ArgumentTypeError(f"found {shown}, expected a number above 0")
     return number
 
 

@@ -1,7 +1,7 @@
 """`vcore-ds check`: a recipe, resolved and validated, without a GPU."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,15 +9,23 @@ from vcore_ds.commands.arguments import add_recipe, positive
 from vcore_ds.config import (
     BatchPlan,
     Recipe,
+    cheapest_ways,
     deepspeed_config,
     describe_memory,
+    describe_plan,
+    describe_refusal,
     dump_recipe,
+    find_model,
+    find_shape,
     load_recipe,
+    named_gpu,
     plan_batch,
     plan_memory,
+    plan_run,
 )
+from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import can_resume, check_output_folder
-from vcore_ds.planning import QWEN3_32B, SIMULATED_MEAN, shape_on_disk
+from vcore_ds.planning import GPUS, QWEN3_32B, SIMULATED_MEAN, Cluster, known_model, shape_on_disk
 
 HELP = "validate a recipe without a GPU"
 DESCRIPTION = (
@@ -35,13 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="spread the batch over N ranks: the GPUs of the run, over all nodes of 8 (default 1)",
     )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help=f"also say what the run costs on this kind of GPU, and refuse one that cannot fit: {', '.join(GPUS)}",
+    )
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Raises UserError for impossible arithmetic, a contradiction with the DeepSpeed JSON, or an output folder that is
-    used or cannot be written."""
+    """Raises UserError for impossible arithmetic, a contradiction with the DeepSpeed JSON, an output folder that is
+    used or cannot be written, or with --gpu a run that does not fit."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    plan = plan_batch(recipe, arguments.ranks, shape_on_disk(recipe.model.path) or replace(QWEN3_32B, is_assumed=True))
+    found = find_shape(recipe.model.path)
+    plan = plan_batch(recipe, arguments.ranks, replace(QWEN3_32B, is_assumed=True) if found is None else found[0])
     ds_config = deepspeed_config(recipe, plan)
     can_resume(recipe)
     check_output_folder(recipe)
@@ -50,6 +64,22 @@ def main(arguments: argparse.Namespace) -> None:
         *describe_ranks(recipe, plan, ds_config),
         sep="\n",
     )
+    if arguments.gpu is not None:
+        print(plan_on(arguments, recipe))
+
+
+def plan_on(arguments: argparse.Namespace, recipe: Recipe) -> str:
+    """The line on what the run costs on its GPUs. Raises UserError for a run that does not fit, with the cheapest
+    changes with which it would; unless the recipe does without that check."""
+    shape, _ = find_model(recipe.model.path)
+    plan = plan_run(recipe, Cluster(named_gpu(arguments.gpu), arguments.ranks), shape)
+    if plan.fits or not recipe.engine.memory_check:
+        return describe_plan(plan)
+
+    def reload(extra: Sequence[str]) -> Recipe:
+        return load_recipe(arguments.recipe, [*arguments.overrides, *extra])
+
+    raise UserError(describe_refusal(plan, cheapest_ways(plan, shape, reload)))
 
 
 def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any]) -> Iterator[str]:
@@ -71,5 +101,6 @@ def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any]) -
             f"Assumed: lengths as of reasoning traces (lognormal, mean {SIMULATED_MEAN:,} tokens, cut at {longest:,}), "
             "8 GPUs a node; a run says the same of its own data"
         )
-    if plan.time_model.shape.is_assumed:
-        yield f"Assumed: the layers and heads of Qwen3-32B, since {recipe.model.path} is not on this machine"
+    if shape_on_disk(recipe.model.path) is None:
+        name = known_model(recipe.model.path) or "Qwen3-32B"
+        yield f"Assumed: the layers and heads of {name}, since {recipe.model.path} is not on this machine"

@@ -5,27 +5,51 @@ from vcore_ds.config.deepspeed_json import deepspeed_config
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.memory import Available, MemoryPlan, plan_memory
 from vcore_ds.config.memory_text import describe_memory, describe_shortage, describe_tightness
+from vcore_ds.config.plan_text import describe_plan, describe_refusal, plan_verdict
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.resume import differing_keys, flat_values, read_resolved_recipe
+from vcore_ds.config.run_plan import (
+    COALESCING_SHARE,
+    RunPlan,
+    Way,
+    cheapest_ways,
+    find_model,
+    find_shape,
+    named_gpu,
+    plan_run,
+    smallest_cluster,
+)
 from vcore_ds.config.schema import Recipe
 
 __all__ = [
+    "COALESCING_SHARE",
     "Available",
     "BatchPlan",
     "MemoryPlan",
     "Part",
     "Recipe",
     "RecipeError",
+    "RunPlan",
+    "Way",
+    "cheapest_ways",
     "deepspeed_config",
     "describe_memory",
+    "describe_plan",
+    "describe_refusal",
     "describe_shortage",
     "describe_tightness",
     "differing_keys",
     "dump_recipe",
     "flat_values",
+    "find_model",
+    "find_shape",
     "load_recipe",
+    "named_gpu",
     "num_trusted",
     "plan_batch",
     "plan_memory",
+    "plan_run",
+    "plan_verdict",
     "read_resolved_recipe",
+    "smallest_cluster",
 ]

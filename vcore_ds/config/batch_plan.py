@@ -9,6 +9,7 @@ from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning import (
     H100,
+    SIMULATED_MEAN,
     Machine,
     ModelShape,
     RowLimit,
@@ -100,13 +101,22 @@ class BatchPlan:
     def simulate(self, longest: int) -> dict[Part, Utilization]:
         """How batches of simulated lengths, of `longest` tokens at most, would use the ranks. Nothing of batches so
         large that simulating them would take long."""
-        found: dict[Part, Utilization] = {}
-        batches = simulated_batches(self.global_batch_size, longest)
-        if batches:
-            found["main"] = summarize([self.spread_main(range(len(lengths)), lengths) for lengths in batches])
-        batches = simulated_batches(self.probe_batch_size_global or 0, longest)
-        if batches:
-            found["probe"] = summarize([self.spread_probe(range(len(lengths)), lengths) for lengths in batches])
+        batches = self.simulated_spreads(longest)
+        return {part: summarize([found for _, found in spreads]) for part, spreads in batches.items()}
+
+    def simulated_spreads(
+        self, longest: int, mean: float = SIMULATED_MEAN
+    ) -> dict[Part, list[tuple[list[int], Spread]]]:
+        """Lengths of simulated batches, and how they would be spread; as in `simulate`.
+
+        Args:
+            mean: tokens of the mean sequence.
+        """
+        found: dict[Part, list[tuple[list[int], Spread]]] = {}
+        if batches := simulated_batches(self.global_batch_size, longest, mean=mean):
+            found["main"] = [(lengths, self.spread_main(range(len(lengths)), lengths)) for lengths in batches]
+        if batches := simulated_batches(self.probe_batch_size_global or 0, longest, mean=mean):
+            found["probe"] = [(lengths, self.spread_probe(range(len(lengths)), lengths)) for lengths in batches]
         return found
 
     def warning(self, part: Part) -> str:

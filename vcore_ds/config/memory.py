@@ -53,6 +53,9 @@ class Remedy:
     change: str
     """Overrides, a number of ranks, or both."""
     estimate: MemoryEstimate
+    overrides: tuple[str, ...] = ()
+    num_ranks: int | None = None
+    """None for as many as there are."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,11 @@ class _Change:
     """What they change in `MemorySettings`."""
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.overrides.items())
+        return " ".join(self.words)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return tuple(f"{key}={value}" for key, value in self.overrides.items())
 
 
 @dataclass(frozen=True)
@@ -84,13 +91,13 @@ class MemoryPlan:
     def remedies(self, available: Available) -> list[Remedy]:
         """Changes by themselves, from the cheapest on; and together, where none of them is enough."""
         changes = [*self._changes(available)]
-        found = [Remedy(str(change), self._with(change.settings)) for change in changes]
+        found = [Remedy(str(change), self._with(change.settings), change.words) for change in changes]
         found += self._more_ranks(available)
         if len(changes) > 1 and not any(available.holds(remedy.estimate) for remedy in found):
             overrides = {key: value for change in changes for key, value in change.overrides.items()}
             settings = {key: value for change in changes for key, value in change.settings.items()}
             together = _Change(overrides, settings)
-            found.append(Remedy(str(together), self._with(settings)))
+            found.append(Remedy(str(together), self._with(settings), together.words))
             if not available.holds(found[-1].estimate):
                 found += self._more_ranks(available, together)
         return found
@@ -145,7 +152,7 @@ class MemoryPlan:
             estimate = self._with(settings)
             if available.holds(estimate):
                 words = f"{num_ranks} ranks" if change is None else f"{num_ranks} ranks and {change}"
-                yield Remedy(words, estimate)
+                yield Remedy(words, estimate, () if change is None else change.words, num_ranks)
                 return
             num_ranks *= 2
 

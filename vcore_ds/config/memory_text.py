@@ -26,8 +26,12 @@ def describe_tightness(plan: MemoryPlan, available: Available) -> str:
     )
 
 
-def describe_shortage(plan: MemoryPlan, available: Available) -> str:
-    """The message of a run that does not fit."""
+def describe_shortage(plan: MemoryPlan, available: Available, remedies: str = "") -> str:
+    """The message of a run that does not fit.
+
+    Args:
+        remedies: what to do, a line each; empty for every change that takes less, with its bytes.
+    """
     estimate = plan.estimate
     where = "host memory" if available.is_cpu else "GPU memory"
     needed, room = estimate.peak_bytes + (estimate.host_bytes if available.is_cpu else 0), available.device
@@ -40,8 +44,7 @@ def describe_shortage(plan: MemoryPlan, available: Available) -> str:
         *_table("for the whole run", estimate.persistent),
         *_table(f"at the peak, in {phase}", estimate.phases[phase]),
         *_table("in host memory", estimate.host),
-        "Less is taken with",
-        _remedies(plan, available),
+        remedies or f"Less is taken with\n{_remedies(plan, available)}",
         "engine.memory_check=false starts anyway",
     ]
     return "\n".join(lines)

@@ -1,7 +1,9 @@
 """The arithmetic of a batch on many ranks: which share a row, what runs together, how long that takes. Pure Python."""
 
-from vcore_ds.planning.flops import forward_flops, peak_flops, step_flops
-from vcore_ds.planning.memory import MemoryEstimate, memory_of, parameter_counts
+from vcore_ds.planning.flops import forward_flops, step_flops
+from vcore_ds.planning.gpus import GPUS, Achieved, Cluster, Gpu, find_gpu, peak_flops
+from vcore_ds.planning.known_models import KNOWN_MODELS, known_model
+from vcore_ds.planning.memory import MemoryEstimate, Phase, memory_of, parameter_counts
 from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings, ParameterCounts
 from vcore_ds.planning.model_shape import (
     ATTENTION_LAYERS,
@@ -15,7 +17,9 @@ from vcore_ds.planning.model_shape import (
 )
 from vcore_ds.planning.packing import pack_batch, padded_length, split_batch
 from vcore_ds.planning.spread import FREE_TOKENS, RowLimit, Spread, degrees_that_hold, possible_degrees, spread
-from vcore_ds.planning.time_model import CPU, H100, Machine, TimeModel
+from vcore_ds.planning.step_cost import PassWork, StepCost, StepModel, StepPasses
+from vcore_ds.planning.time_model import CPU, H100, TimeModel
+from vcore_ds.planning.traffic import Machine, Traffic, exchanged, exchanged_numbers, gathered
 from vcore_ds.planning.utilization import SIMULATED_MEAN, Utilization, simulated_batches, summarize
 from vcore_ds.planning.waste import Waste, measure_waste
 
@@ -23,23 +27,39 @@ __all__ = [
     "ATTENTION_LAYERS",
     "CPU",
     "FREE_TOKENS",
+    "GPUS",
     "H100",
+    "KNOWN_MODELS",
     "OTHER_LAYERS",
     "QWEN3_32B",
     "SIMULATED_MEAN",
+    "Achieved",
     "AdapterShape",
+    "Cluster",
+    "Gpu",
     "Machine",
     "MemoryEstimate",
     "MemorySettings",
     "ModelShape",
     "ParameterCounts",
+    "PassWork",
+    "Phase",
     "RowLimit",
     "Spread",
+    "StepCost",
+    "StepModel",
+    "StepPasses",
     "TimeModel",
+    "Traffic",
     "Utilization",
     "Waste",
     "degrees_that_hold",
+    "exchanged",
+    "exchanged_numbers",
+    "find_gpu",
     "forward_flops",
+    "gathered",
+    "known_model",
     "layer_parameters",
     "measure_waste",
     "memory_of",

@@ -4,29 +4,27 @@ from collections.abc import Iterable
 
 from vcore_ds.planning.model_shape import ModelShape
 
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-}
-"""Dense bf16 FLOP a second from data sheets (SXM where there are several), by a part of the device's name."""
+
+def linear_flops_per_token(shape: ModelShape) -> int:
+    """FLOP of a forward's linear layers and head for one token."""
+    return 2 * (shape.num_layers * shape.layer_parameters + shape.vocabulary_size * shape.hidden_size)
 
 
-def peak_flops(device_name: str) -> float | None:
-    """None for a device that is not in the table."""
-    words = device_name.upper().replace("-", " ").split()
-    return next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
+def attention_flops_per_square(shape: ModelShape) -> int:
+    """FLOP of a forward's causal attention over a sequence, divided by the square of its tokens: scores and values,
+    half of them hidden."""
+    return 2 * shape.num_layers * shape.num_heads * shape.head_dim
 
 
-def forward_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
-    """FLOP of the products in one forward over sequences of so many tokens: linear layers, head, causal attention."""
-    linear = 2 * (shape.num_layers * shape.layer_parameters + shape.vocabulary_size * shape.hidden_size)
-    attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim  # scores and values, half of them hidden
-    return float(sum(linear * n + attention * n * n for n in lengths))
+def forward_flops(shape: ModelShape, lengths: Iterable[int], *, linear: float = 1.0, attention: float = 1.0) -> float:
+    """FLOP of the products in one forward over sequences of so many tokens: linear layers, head, causal attention.
+
+    Args:
+        linear, attention: how often a pass takes the products of both.
+    """
+    per_token = linear * linear_flops_per_token(shape)
+    per_square = attention * attention_flops_per_square(shape)
+    return float(sum(per_token * n + per_square * n * n for n in lengths))
 
 
 def step_flops(main: float, probe: float, *, forwards_of_utilities: float = 0.0) -> float:

@@ -131,8 +131,10 @@ QWEN3_32B = ModelShape(
 
 
 def shape_on_disk(path: str) -> ModelShape | None:
-    """The shape of a model in a folder, or of a hub id in Hugging Face's cache; None where neither can be read."""
-    for file in (Path(path) / "config.json", _cached_config(path)):
+    """The shape of a model in a folder, of a configuration in a .json file, or of a hub id in Hugging Face's cache;
+    None where none of them can be read."""
+    own = Path(path) if path.endswith(".json") else Path(path) / "config.json"
+    for file in (own, _cached_config(path)):
         try:
             raw = json.loads(file.read_text(encoding="utf-8")) if file is not None else None
         except (OSError, ValueError, RecursionError):

@@ -4,30 +4,13 @@ The unit is the time that one rank takes for one token's linear layers in a pass
 counts is the ratio of speeds: of the machine's arithmetic, of the links within a node, and of the network.
 """
 
-import math
 from dataclasses import dataclass
 
 from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.traffic import Machine, exchanged, exchanged_numbers, gathered
 
 _BYTES = 2
 """Of a bf16 number."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Sustained speeds of one device, the part of the peak that large passes reach."""
-
-    flops: float
-    """FLOP a second of matrix products."""
-    node_bandwidth: float
-    """Bytes a second that a device sends to others of its node."""
-    network_bandwidth: float
-    """Bytes a second that a device sends to other nodes."""
-    exchange_latency: float
-    """Seconds of an exchange without contents."""
-    half_speed_tokens: float
-    """Tokens at which matrix products reach half of `flops`: what a pass of no tokens costs, in tokens."""
-
 
 H100 = Machine(400e12, 360e9, 42e9, 40e-6, 300.0)
 """An HGX node: 40% of 989 TFLOP/s in bf16, 0.8 of NVLink's 450 GB/s in one direction, 0.85 of one 400 Gb/s adapter a
@@ -60,30 +43,18 @@ class TimeModel:
         together). It is added to the work although a part of it runs behind it: a step with little work has nothing to
         hide it behind, and in one with much work it is small.
         """
-        seconds_per_byte = max(
-            (self.ranks_per_node - 1) / self.ranks_per_node / self.machine.node_bandwidth,
-            (1 - self.ranks_per_node / self.num_ranks) / (self.ranks_per_node * self.machine.network_bandwidth),
-        )
+        seconds_per_byte = gathered(1.0, self.num_ranks, self.ranks_per_node).seconds(self.machine)
         return self.machine.flops * _BYTES / 2 * seconds_per_byte + self.machine.half_speed_tokens
 
     def exchange(self, sequence_parallel: int) -> float:
         """Sending query, key, value and output of one of this rank's tokens to the ranks that share its row.
 
-        Of a token's `2 A + 2 lcm(K, k)` heads of D numbers, all but a k-th leave the rank; key and value heads are
-        repeated until k divides their number. What goes to the ranks of other nodes and what stays in the node are on
-        their way at the same time. The slowest rank counts: of its group at least `gcd(k, ranks per node)` ranks are in
-        its own node.
+        What goes to the ranks of other nodes and what stays in the node are on their way at the same time. The slowest
+        rank counts.
         """
-        k, shape = sequence_parallel, self.shape
-        if k == 1:
-            return 0.0
-        heads = 2 * shape.num_heads + 2 * math.lcm(shape.num_kv_heads, k)
-        bytes_to_each = _BYTES * shape.head_dim * heads / k
-        neighbours = math.gcd(k, self.ranks_per_node)
-        seconds = bytes_to_each * max(
-            (neighbours - 1) / self.machine.node_bandwidth, (k - neighbours) / self.machine.network_bandwidth
-        )
-        return seconds / self._seconds_per_token
+        handed_over = _BYTES * exchanged_numbers(self.shape, sequence_parallel)
+        traffic = exchanged(handed_over, sequence_parallel, self.ranks_per_node)
+        return traffic.seconds(self.machine) / self._seconds_per_token
 
     def exchanges(self, sequence_parallel: int) -> float:
         """The latency of a layer's two exchanges, in every micro-step."""

@@ -1,0 +1,74 @@
+"""Shapes that are known by name: parameter counts as published, and as transformers builds the models."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+
+from vcore_ds.planning import KNOWN_MODELS, QWEN3_32B, AdapterShape, ModelShape, known_model, parameter_counts
+
+PUBLISHED = {
+    "Qwen3-0.6B": (596_049_920, 440_467_456, 5_046_272, 40_370_176),
+    "Qwen3-1.7B": (1_720_574_976, 1_409_410_048, 8_716_288, 69_730_304),
+    "Qwen3-4B": (4_022_468_096, 3_633_511_936, 16_515_072, 132_120_576),
+    "Qwen3-8B": (8_190_735_360, 6_946_075_648, 21_823_488, 174_587_904),
+    "Qwen3-14B": (14_768_307_200, 13_212_482_560, 32_112_640, 256_901_120),
+    "Qwen3-32B": (32_762_123_264, 31_206_298_624, 67_108_864, 536_870_912),
+    "Llama-3.1-8B": (8_030_261_248, 6_979_588_096, 20_971_520, 167_772_160),
+}
+"""All, all but the embeddings, adapters of rank 8 and of rank 64."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_exact(name: str) -> None:
+    shape, (everything, without_embeddings, rank_8, rank_64) = KNOWN_MODELS[name], PUBLISHED[name]
+    embeddings = shape.vocabulary_size * shape.hidden_size * (1 if shape.is_tied else 2)
+    assert parameter_counts(shape).all == everything
+    assert parameter_counts(shape).all - embeddings == without_embeddings
+    assert parameter_counts(shape, AdapterShape(8)).trained == rank_8
+    assert parameter_counts(shape, AdapterShape(64)).trained == rank_64
+
+
+def config_of(name: str, shape: ModelShape) -> PretrainedConfig:
+    kinds = {"Qwen3": Qwen3Config, "Mistral": MistralConfig}
+    kind = next((config for prefix, config in kinds.items() if name.startswith(prefix)), LlamaConfig)
+    return kind(
+        num_hidden_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate_size,
+        vocab_size=shape.vocabulary_size,
+        tie_word_embeddings=shape.is_tied,
+    )
+
+
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_transformers_builds_as_many_parameters(name: str) -> None:
+    shape = KNOWN_MODELS[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(name, shape))
+    sizes = {parameter.numel() for parameter in model.model.layers[0].parameters() if parameter.dim() == 2}
+    assert parameter_counts(shape).all == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.hidden_size * shape.intermediate_size in sizes
+
+
+def test_the_assumed_model_is_one_of_them() -> None:
+    assert KNOWN_MODELS["Qwen3-32B"] == QWEN3_32B
+
+
+@pytest.mark.parametrize(
+    "path, name",
+    [
+        ("Qwen/Qwen3-32B", "Qwen3-32B"),
+        ("models/qwen3-8b-base/", "Qwen3-8B"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "Qwen3-4B"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
+        ("runs/quickstart_data/SmolLM2-135M-Instruct", "SmolLM2-135M"),
+        ("Qwen/Qwen3-30B-A3B", None),
+        ("Qwen/Qwen3-4B2", None),
+        ("", None),
+    ],
+)
+def test_models_by_name(path: str, name: str | None) -> None:
+    assert known_model(path) == name

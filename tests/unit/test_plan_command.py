@@ -1,0 +1,257 @@
+"""`vcore-ds plan`: every shipped recipe, what it prints, bad input, calibration; and what `check` says of a plan."""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from matplotlib import image
+from transformers import Qwen3Config
+
+from tests.unit.test_recipes import RECIPES
+from vcore_ds.cli import main
+from vcore_ds.commands.plan.calibrate import calibrate
+from vcore_ds.commands.plan.columns import choose_gpu, of_method
+from vcore_ds.config import dump_recipe, find_model, load_recipe, plan_run, smallest_cluster
+from vcore_ds.errors import UserError
+from vcore_ds.planning import GPUS, QWEN3_32B, Achieved, Cluster
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_32b_math_full.yaml"
+LORA = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_4b_math_lora.yaml"
+GIB = 2**30
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    assert main(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_plans(path: Path) -> None:
+    recipe = load_recipe(path)
+    shape, _ = find_model(recipe.model.path)
+    plan = plan_run(recipe, Cluster(GPUS["H200"], 16), shape)
+    assert 0 < plan.utilization < 0.4  # what products achieve, at most
+    assert plan.cost.seconds_step > 0 and plan.tokens_per_day > 0
+    smallest = smallest_cluster(plan, shape)
+    assert smallest is not None and smallest.fits_with_margin
+    sft = plan_run(of_method(recipe, "sft"), plan.cluster, shape)
+    assert sft.cost.seconds_step < plan.cost.seconds_step
+    assert sft.memory.estimate.persistent_bytes < plan.memory.estimate.persistent_bytes
+
+
+@pytest.mark.parametrize("num_gpus, sft, difference", [(16, 13.1, 18.6), (64, 3.8, 5.7), (128, 2.3, 3.7)])
+def test_seconds_agree_with_an_earlier_calculation(num_gpus: int, sft: float, difference: float) -> None:
+    """docs/scale.md has its numbers: another script, its own draws of lengths, gathers that hide less."""
+    cluster = Cluster(GPUS["H100"], num_gpus)
+    words = ["utility.estimator=finite_difference", "utility.epsilon=auto", "probe.batch_size=4"]
+    recipe = load_recipe(RECIPE, words)
+    for found, expected in ((of_method(recipe, "sft"), sft), (recipe, difference)):
+        plan = plan_run(found, cluster, QWEN3_32B, mean_tokens=8000)
+        assert plan.cost.seconds_step == pytest.approx(expected, rel=0.15)
+
+
+def test_the_table_has_both_methods_and_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(RECIPE), "--gpus", "32", "--gpu", "b200"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("qwen3_32b_math_full.yaml on 32 B200 (4 nodes of 8)")
+    assert lines[1].startswith("Model: Qwen3-32B by its name: 32,762,123,264 parameters, 32,762,123,264 trained")
+    rows = {line[:50].strip(): line.split()[-2:] for line in lines}
+    assert rows["moments"] == ["7.63", "7.63"]  # 8 bytes of 32.76e9 parameters over 32, in GiB
+    assert rows["direction"] == ["-", "1.91"] and rows["verdict"] == ["fits", "fits"]
+    for name in ("for the whole run", "at the peak", "margin", "main batch", "gradients", "of which products", "all"):
+        assert name in rows, name
+    text = "\n".join(lines)
+    assert "main, forward with tangents: tangents of the parameters" in text
+    assert "of B200's 2,250 TFLOP/s products reach 40%, fused attention 25%" in text
+    assert "Tensor parallelism within a node would not lower the bytes between nodes" in text
+    assert main(["plan", str(RECIPE), "--gpus", "8", "--gpu", "B300"]) == 0
+    one_node = capsys.readouterr().out
+    assert "Tensor parallelism" not in one_node and "from other nodes" not in one_node
+
+
+def test_json_says_the_same_in_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, str(RECIPE), "--gpus", "64")
+    sft, vcore = found["columns"]
+    assert (sft["title"], vcore["title"]) == ("sft", "vcore")
+    assert vcore["memory_bytes"]["persistent"]["moments"] == 8 * -(-32_762_123_264 // 64)
+    assert vcore["seconds_step"] == pytest.approx(sum(vcore["seconds"].values()))
+    assert vcore["seconds_step"] == pytest.approx(sum(vcore["seconds_by_part"].values()))
+    assert vcore["tokens_per_day"] == pytest.approx(86_400 * vcore["tokens_per_step"] / vcore["seconds_step"])
+    assert vcore["gpu_hours_per_100_steps"] == pytest.approx(100 * vcore["seconds_step"] * 64 / 3600)
+    assert vcore["smallest_cluster"]["gpus"] == 16 and vcore["ways_to_fit"] == []
+    assert found["cluster"]["gpu"]["name"] == "H100"
+
+
+def test_what_does_not_fit_has_its_cheapest_remedies(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(RECIPE), "--gpus", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "vcore does not fit. With the fewest GPU hours it would with\n  16 ranks: " in text
+    _, vcore = planned(capsys, str(RECIPE), "--gpus", "8")["columns"]
+    ways = vcore["ways_to_fit"]
+    assert len(ways) == 3
+    assert [way["gpu_hours_per_100_steps"] for way in ways] == sorted(way["gpu_hours_per_100_steps"] for way in ways)
+    for way in ways:
+        assert way["memory_bytes"]["peak"] <= 79 * GIB < vcore["memory_bytes"]["peak"]
+        words = way["change"].split()
+        again = ["--gpus", words[0]] if words[1:] == ["ranks"] else ["--gpus", "8", *words]
+        assert planned(capsys, str(RECIPE), *again)["columns"][1]["verdict"] != "does not fit"
+    tiny = planned(capsys, str(RECIPE), "--gpus", "8", "--gpu-memory", "1", "--host-memory", "1")["columns"][1]
+    assert tiny["ways_to_fit"] == [] and tiny["smallest_cluster"] is None
+
+
+def test_settings_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["model.gradient_checkpointing=false", "lora.rank=8 lora.alpha=16", "methods/sft.yaml"]
+    found = planned(capsys, str(RECIPE), "--gpus", "16", "--compare", *settings)
+    recipe, plain, lora, sft = found["columns"]
+    assert [column["title"] for column in found["columns"]] == ["recipe", *settings]
+    assert plain["memory_bytes"]["peak"] > recipe["memory_bytes"]["peak"] > lora["memory_bytes"]["peak"]
+    assert plain["seconds"]["main"] < recipe["seconds"]["main"]
+    assert sft["seconds"]["probe"] == 0 and lora["trained_parameters"] == 67_108_864
+    assert main(["plan", str(RECIPE), "--gpus", "16", "--compare", "'a"]) == 2
+    assert "--compare: found" in capsys.readouterr().err
+
+
+def test_a_model_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Qwen3Config(
+        num_hidden_layers=3, hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=8,
+        intermediate_size=192, vocab_size=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    counts = {
+        planned(capsys, str(LORA), f"model.path={path}", "lora=null", "--gpus", "2")["columns"][0]["parameters"]
+        for path in (tmp_path, tmp_path / "config.json")
+    }
+    # Query and output, key and value, the MLP; norms of the layer and of the heads; the last norm and the embedding.
+    assert counts == {3 * (2 * 64 * 64 + 2 * 64 * 16 + 3 * 64 * 192 + 2 * 64 + 2 * 8) + 64 + 512 * 64}
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--gpu", "H1000"], "--gpu: found H1000; expected one of A100, H100, H200, B200, B300, GB200, RTX PRO 6000"),
+        (["--gpu", "H1000"], 'did you mean "H100"?'),
+        (["model.path=Qwen/Qwen3-23B"], 'model.path: found Qwen/Qwen3-23B, which is not on this machine'),
+        (["model.path=Qwen/Qwen3-23B"], 'did you mean "Qwen3-32B"?'),
+        (["model.pth=x"], "model.pth"),
+        (["batch.sequence_parallel=3"], "batch.sequence_parallel: found 3 on 16 ranks"),
+        (["batch.global_size=5000"], "plan: found batch.global_size 5000 and probe.batch_size 32; expected at most"),
+        (["--picture", "plan.gif"], "--picture: found plan.gif; expected a name that ends in .png, .pdf, .svg"),
+        (["--calibrate", "nowhere"], "nowhere"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(RECIPE), "--gpus", "16", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--gpus", "0"], ["--gpus", "-1"], ["--gpus", "many"], ["--gpus", "8", "--tflops", "0"],
+     ["--gpus", "8", "--gpu-memory", "nan"], ["--gpus", "8", "--gpus-per-node", "0"], []],
+)  # fmt: skip
+def test_numbers_that_are_none(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(RECIPE), *words])
+    assert ended.value.code == 2 and "vcore-ds plan: error: " in capsys.readouterr().err
+
+
+def test_other_gpus() -> None:
+    options = dict(gpu="H100", gpu_memory=96.0, tflops=500.0, bandwidth=1.5, nvlink=None, nic=100.0)
+    gpu = choose_gpu(argparse.Namespace(**options))
+    assert (gpu.name, gpu.memory_bytes, gpu.flops) == ("H100 (changed)", 96 * GIB, 500e12)
+    assert (gpu.memory_bandwidth, gpu.node_bandwidth, gpu.network_bandwidth) == (1.5e12, 450e9, 12.5e9)
+    unchanged = {**dict.fromkeys(options), "gpu": "a100"}
+    assert choose_gpu(argparse.Namespace(**unchanged)) == GPUS["A100"]
+
+
+def test_plans_import_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from vcore_ds.cli import main\n"
+        "main(sys.argv[1:])\n"
+        "loaded = {name.split('.')[0] for name in sys.modules}\n"
+        "heavy = loaded & {'torch', 'transformers', 'deepspeed', 'matplotlib', 'numpy'}\n"
+        "print('loaded:', *sorted(heavy), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, "plan", str(RECIPE), "--gpus", "8", "--json"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert (done.stderr, done.returncode) == ("loaded:\n", 0)
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    assert main(["plan", str(LORA), "--gpus", "8", "--picture", str(tmp_path / "plan.png")]) == 0
+    pixels = image.imread(tmp_path / "plan.png")
+    assert pixels.shape[:2] == (600, 1500) and pixels[..., :3].std() > 0.05
+
+
+def write_run(folder: Path, achieved: Achieved, device: str = "NVIDIA H100 80GB HBM3") -> None:
+    """A run whose metrics are those that a plan predicts with these shares."""
+    recipe = load_recipe(RECIPE, [f"run.output_dir={folder}"])
+    plan = plan_run(recipe, Cluster(GPUS["H100"], 16, achieved=achieved), QWEN3_32B, mean_tokens=3000)
+    environment = {"devices": [device] * 8, "world_size": 16}
+    line = {"supervised_tokens": 32 * 3000, "sequences": 32}
+    line |= {f"seconds_{phase}": seconds for phase, seconds in plan.cost.seconds.items()}
+    first = {**line, "seconds_main": 1000.0}
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(dump_recipe(recipe))
+    (folder / "environment.json").write_text(json.dumps(environment))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [first, first, line, line, line]))
+
+
+def test_calibration_finds_the_shares_that_a_run_achieved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    true = replace(Achieved(), compute=0.27, memory=0.5)
+    write_run(tmp_path / "run", true)
+    found = calibrate(str(tmp_path / "run"))
+    assert found.num_steps == 3
+    assert found.achieved.compute == pytest.approx(0.27, rel=1e-3)
+    assert found.achieved.memory == pytest.approx(0.5, rel=1e-6)
+    words = [str(RECIPE), "--gpus", "16", "--mean-tokens", "3000", "--calibrate", str(tmp_path / "run")]
+    expected = plan_run(load_recipe(RECIPE), Cluster(GPUS["H100"], 16, achieved=true), QWEN3_32B, mean_tokens=3000)
+    assert planned(capsys, *words)["columns"][1]["seconds_step"] == pytest.approx(expected.cost.seconds_step, rel=1e-3)
+    assert main(["plan", *words]) == 0
+    assert "3 steps on NVIDIA H100 80GB HBM3" in capsys.readouterr().out
+
+
+def test_a_run_that_says_nothing_of_gpus_calibrates_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path / "cpu", Achieved(), device="x86_64")
+    with pytest.raises(UserError, match="found devices x86_64; expected GPUs whose peak is known"):
+        calibrate(str(tmp_path / "cpu"))
+    write_run(tmp_path / "short", Achieved())
+    metrics = tmp_path / "short" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(UserError, match="found 2 steps or fewer"):
+        calibrate(str(tmp_path / "short"))
+    (tmp_path / "short" / "environment.json").write_text('{"devices": []}')
+    metrics.write_text(metrics.read_text() * 2)
+    with pytest.raises(UserError, match="environment.json: expected devices and world_size"):
+        calibrate(str(tmp_path / "short"))
+    for text in ("{", '{"step": 1}\n' * 4):
+        metrics.write_text(text)
+        with pytest.raises(UserError, match="metrics.jsonl"):
+            calibrate(str(tmp_path / "short"))
+
+
+def test_check_says_what_a_run_costs_and_refuses_what_cannot_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["check", str(RECIPE), f"run.output_dir={tmp_path}/new", "--gpu", "H100"]
+    assert main([*words, "--ranks", "64"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("Plan on 64 H100 (8 nodes of 8): fits, 18.8 of 79 GiB; ")
+    assert main([*words, "--ranks", "8"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("vcore-ds: memory: found 79.00 GiB of GPU memory for each rank; expected 97.47 GiB")
+    _, _, remedies = error.partition("It fits, with the fewest GPU hours by a prediction, with\n")
+    assert [line.split(":")[0].strip() for line in remedies.splitlines()[:3]] == [
+        "16 ranks",
+        "engine.deepspeed_config=ds_configs/zero3_bf16_offload_optimizer.json",
+        "engine.deepspeed_config=ds_configs/zero3_bf16_offload_all.json",
+    ]
+    assert main([*words, "--ranks", "8", "engine.memory_check=false"]) == 0
+    assert "does not fit" in capsys.readouterr().out.splitlines()[-1]

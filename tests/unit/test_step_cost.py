@@ -1,0 +1,194 @@
+"""Bytes and seconds of a step, against numbers that can be computed by hand."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from vcore_ds.planning import (
+    GPUS,
+    QWEN3_32B,
+    Achieved,
+    AdapterShape,
+    Cluster,
+    Gpu,
+    MemorySettings,
+    ModelShape,
+    ParameterCounts,
+    PassWork,
+    RowLimit,
+    StepCost,
+    StepModel,
+    StepPasses,
+    TimeModel,
+    Traffic,
+    exchanged,
+    exchanged_numbers,
+    find_gpu,
+    forward_flops,
+    gathered,
+    peak_flops,
+    spread,
+)
+
+SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)
+"""A layer has 1,000 linear parameters, the head 500."""
+COUNTS = ParameterCounts(3000, 3000)
+IDEAL = Achieved(1.0, 1.0, 1.0, 1.0, 1.0, hidden=0.0, exchange_latency=0.0, layer_overhead=0.0)
+FAST = Gpu("any", 10**9, 1e6, math.inf, math.inf, math.inf)
+"""A million FLOP a second, everything else at once."""
+SFT = MemorySettings(num_ranks=1, main_tokens=100, number_bytes=2)
+JVP = replace(SFT, probe_tokens=100, estimator="jvp", is_fused=True)
+
+
+def cost_of(settings: MemorySettings, gpu: Gpu, num_gpus: int, lengths: list[int], k: int = 1, **changed) -> StepCost:
+    """One batch as main and as probe batch, each sequence in a row of its own; `changed`: fields of `Achieved`."""
+    time_model = TimeModel(SHAPE, num_gpus, min(8, num_gpus))
+    found = spread(range(len(lengths)), lengths, degrees=[k], limit=RowLimit(None, 1), time_model=time_model)
+    cluster = Cluster(gpu, num_gpus, achieved=replace(IDEAL, **changed))
+    model = StepModel(SHAPE, COUNTS, settings, cluster, reuse_distance=0)
+    return model.step(StepPasses.of(settings), [(lengths, found)], [(lengths, found)])
+
+
+@pytest.mark.parametrize(
+    "settings, main, probe, utility",
+    [
+        (SFT, 3, 0, 0),
+        (replace(SFT, is_checkpointed=True), 4, 0, 0),
+        (JVP, 5, 3, 0),
+        (replace(JVP, is_fused=False), 3, 3, 3),
+        (replace(JVP, is_fused=False, estimator="finite_difference"), 3, 3, 1),
+    ],
+)  # fmt: skip
+def test_seconds_of_products_by_hand(settings: MemorySettings, main: int, probe: int, utility: int) -> None:
+    """One sequence of 16 tokens: 2 x 2,500 FLOP a token, 2 x 2 layers x 4 heads x 8 for each square."""
+    forward = (5000 * 16 + 128 * 16**2) / 1e6
+    assert forward_flops(SHAPE, [16]) == forward * 1e6
+    cost = cost_of(settings, FAST, 1, [16])
+    expected = {"probe": probe * forward, "utility": utility * forward, "main": main * forward, "step": 0.0}
+    assert cost.seconds == pytest.approx(expected)
+    assert cost.seconds_step == pytest.approx((main + probe + utility) * forward)
+
+
+def test_adapters_need_no_gradient_of_weights() -> None:
+    lora = replace(SFT, adapters=AdapterShape(4))
+    assert StepPasses.of(lora).main == PassWork(2, 3, gathers=2, exchanges=2, runs=2, reduces=True)
+    fused = StepPasses.of(replace(lora, estimator="jvp", is_fused=True))
+    assert (fused.main.linear, fused.main.attention, fused.main.tangent_gathers) == (3, 5, 1)
+    with_dropout = replace(lora, adapters=AdapterShape(4, True), estimator="finite_difference")
+    assert StepPasses.of(with_dropout).utility == PassWork(2, 2, gathers=2, exchanges=2, runs=2)
+    assert StepPasses.of(lora, reference_forwards=1).utility == PassWork(1, 1, 1, 1, 1)
+
+
+def test_the_products_that_a_step_needs_are_those_of_mfu() -> None:
+    model = StepModel(SHAPE, COUNTS, JVP, Cluster(FAST, 1))
+    main, probe = forward_flops(SHAPE, [16, 8]), forward_flops(SHAPE, [8])
+    assert model.needed_flops(StepPasses.of(JVP), [[16, 8]], [[8]]) == pytest.approx(5 * main + 3 * probe)
+    rarer = StepPasses.of(JVP, steps_per_probe=2)
+    assert model.needed_flops(rarer, [[16, 8]], [[8]]) == pytest.approx(5 * main + 1.5 * probe)
+
+
+def test_bytes_of_gathers_by_hand() -> None:
+    assert gathered(800.0, 8, 8) == Traffic(700.0, 0.0)
+    assert gathered(800.0, 16, 8) == Traffic(700.0, 50.0)  # half is in the node already; eight adapters bring the rest
+    assert gathered(800.0, 1, 1) == Traffic(0.0, 0.0)
+    cost = cost_of(JVP, FAST, 16, [16] * 16)
+    # 3,000 parameters of 2 bytes, a third of them in embeddings. Both batches gather all of them, the first layer and
+    # the head again in the backward, and reduce all gradients; the tangents are gathered once.
+    assert cost.traffic["parameters"].inside == pytest.approx(2 * 9000 * 7 / 8)
+    assert cost.traffic["parameters"].between == pytest.approx(2 * 9000 / 2 / 8)
+    assert cost.traffic["gradients"] == Traffic(2 * 6000 * 7 / 8, 2 * 6000 / 2 / 8)
+    assert cost.traffic["tangents"] == cost.traffic["gradients"] * 0.5
+    assert cost.total_traffic.between == pytest.approx(36_000 / 2 / 8)
+
+
+@pytest.mark.parametrize(
+    "reuse_distance, again", [(0, 1500), (999, 1500), (1001, 1000), (1499, 1000), (1501, 0), (10**9, 0)]
+)
+def test_what_a_backward_finds_gathered_is_not_gathered_again(reuse_distance: int, again: int) -> None:
+    """Layers of 1,000 parameters, a head of 500: the last layer stays, the head up to twice its size, and the first
+    layer where the second and the head are within the distance."""
+    lengths, time_model = [16], TimeModel(SHAPE, 2, 2)
+    found = spread([0], lengths, degrees=[1], limit=RowLimit(None, 1), time_model=time_model)
+    model = StepModel(SHAPE, COUNTS, SFT, Cluster(FAST, 2), reuse_distance=reuse_distance)
+    cost = model.step(StepPasses.of(SFT), [(lengths, found)], [])
+    assert cost.traffic["parameters"].inside == pytest.approx((6000 + 2 * again) / 2)
+
+
+def test_bytes_of_shared_rows_by_hand() -> None:
+    assert exchanged_numbers(QWEN3_32B, 8) == 128 * (64 + 2 * 8 + 64)
+    assert exchanged_numbers(QWEN3_32B, 16) == 128 * (64 + 2 * 16 + 64)
+    assert exchanged(1600.0, 16, 8) == Traffic(700.0, 800.0) and exchanged(100.0, 1, 8) == Traffic()
+    cost = cost_of(JVP, FAST, 2, [32], k=2)
+    # A forward: 16 tokens, 2 layers, 8 x (2 x 4 + 2 x 2) numbers of 2 bytes, half of them to the other rank.
+    forward = 16 * 2 * 96 * 2 / 2
+    assert cost.traffic["shared rows"] == Traffic(inside=(2 + 3) * forward)  # of the probe, and of main with tangents
+
+
+def test_gathers_hide_behind_products() -> None:
+    slow = replace(FAST, node_bandwidth=1000.0)  # 3 s for all parameters, 1.5 for the backward, 3 for the gradients
+    exposed = cost_of(SFT, slow, 2, [16] * 2)
+    products = exposed.parts["products"]
+    assert exposed.parts["gathers and reductions"] == pytest.approx(7.5)
+    half = cost_of(SFT, slow, 2, [16] * 2, hidden=0.5)
+    assert half.parts["gathers and reductions"] == pytest.approx(7.5 - 0.5 * products)
+    many = cost_of(SFT, slow, 2, [16] * 2, compute=1e-3, hidden=0.5)
+    assert many.parts["gathers and reductions"] == pytest.approx(0.75)  # the first layer's are never hidden
+    assert half.seconds_step == pytest.approx(sum(half.parts.values()))
+
+
+def test_the_update_reads_and_writes_the_shard() -> None:
+    memory = replace(FAST, flops=math.inf, memory_bandwidth=1000.0)
+    shard = 3000 / 2
+    assert cost_of(SFT, memory, 2, [16] * 2).seconds["step"] == pytest.approx(shard * (24 + 16 + 2) / 1000)
+    sgd = cost_of(replace(SFT, has_moments=False), memory, 2, [16] * 2)
+    assert sgd.seconds["step"] == pytest.approx(shard * (24 + 2) / 1000)
+
+
+def test_bytes_agree_with_the_first_estimate_of_the_largest_model() -> None:
+    """21.5 GB through each adapter for SFT on 64 GPUs, 57.3 for jvp in a pass of its own, by a script from before."""
+    settings = replace(SFT, num_ranks=64, is_checkpointed=True)
+    parameters = 2 * (64 * QWEN3_32B.layer_parameters + 2 * 151936 * 5120)
+    once = gathered(parameters, 64, 8).between
+    assert 3 * once / 1e9 == pytest.approx(21.5, abs=0.05)
+    passes = StepPasses.of(replace(settings, estimator="jvp", probe_tokens=1))
+    assert passes.probe is not None and passes.utility is not None
+    units = sum(
+        work.gathers + work.tangent_gathers + work.reduces for work in (passes.main, passes.probe, passes.utility)
+    )
+    assert units * once / 1e9 == pytest.approx(57.3, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "name, known",
+    [
+        ("H100", "H100"),
+        ("h200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("GB200", "GB200"),
+        ("NVIDIA B200", "B200"),
+        ("rtx-pro-6000", "RTX PRO 6000"),
+        ("RTXPRO6000", "RTX PRO 6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("V100", None),
+        ("x86_64", None),
+    ],
+)
+def test_gpus_by_name(name: str, known: str | None) -> None:
+    gpu = find_gpu(name)
+    assert (gpu.name if gpu is not None else None) == known
+    if " " in name and gpu is not None:
+        assert peak_flops(name) == gpu.flops
+
+
+def test_a_run_lays_out_its_batches_for_the_gpu_that_a_plan_calls_h100() -> None:
+    planned, of_runs = Cluster(GPUS["H100"], 8).machine, TimeModel(QWEN3_32B, 8, 8).machine
+    for field in ("flops", "node_bandwidth", "network_bandwidth", "exchange_latency", "half_speed_tokens"):
+        assert getattr(planned, field) == pytest.approx(getattr(of_runs, field), rel=0.02), field
+
+
+def test_a_cluster_in_words() -> None:
+    assert Cluster(GPUS["B200"], 32).describe() == "32 B200 (4 nodes of 8)"
+    small = Cluster(GPUS["A100"], 2)
+    assert (small.describe(), small.num_nodes, small.ranks_per_node) == ("2 A100", 1, 2)

@@ -1,0 +1,107 @@
+"""Achieved speeds from a run's metrics.jsonl, for the plan of another one."""
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vcore_ds.config import find_model, plan_run, read_resolved_recipe
+from vcore_ds.errors import UserError
+from vcore_ds.files.run_folder import ENVIRONMENT, METRICS, RECIPE
+from vcore_ds.planning import Achieved, Cluster, Phase, StepCost, find_gpu
+
+NUM_WARM_UP = 2
+"""First steps of a run, in which kernels are compiled and connections made; they are left out."""
+
+_PHASES: tuple[Phase, ...] = ("probe", "utility", "main", "step")
+
+_SMALLEST_SHARE, _LARGEST_SHARE = 1e-4, 1.0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a run says of its GPUs' speed."""
+
+    run: str
+    device: str
+    num_steps: int
+    """Steps that were measured, without the first ones."""
+    seconds_step: float
+    """Median of all phases together."""
+    achieved: Achieved
+
+    def describe(self) -> str:
+        return (
+            f"Calibrated on {self.run}: {self.num_steps} steps on {self.device}, median {self.seconds_step:.3g} s; "
+            f"products reach {self.achieved.compute:.0%} of the peak, the update {self.achieved.memory:.0%} of the "
+            "memory's; everything else as assumed"
+        )
+
+
+def calibrate(run: str) -> Calibration:
+    """The shares of a GPU's peak with which the predictions for a run's own recipe and cluster equal its metrics.
+
+    Its phases with products give the share of compute, its update that of memory. Lengths are simulated with the mean
+    that the metrics imply, prompts left out.
+
+    Raises UserError for a folder without a run, a run that is too short, or one on devices without a data sheet here.
+    """
+    folder = Path(run)
+    recipe = read_resolved_recipe(folder / RECIPE)
+    environment = _read(folder / ENVIRONMENT, json.loads)
+    lines = _read(folder / METRICS, lambda text: [json.loads(line) for line in text.splitlines()])[NUM_WARM_UP:]
+    if not lines:
+        raise UserError(f"--calibrate: {folder / METRICS}: found {NUM_WARM_UP} steps or fewer; expected more")
+    needed = {"supervised_tokens", "sequences", *(f"seconds_{phase}" for phase in _PHASES)}
+    if not all(isinstance(line, dict) and needed <= line.keys() for line in lines):
+        raise UserError(f"--calibrate: {folder / METRICS}: expected {', '.join(sorted(needed))} in every line")
+    devices = environment.get("devices") if isinstance(environment, dict) else None
+    if not isinstance(devices, list) or not devices or not isinstance(environment.get("world_size"), int):
+        raise UserError(f"--calibrate: {folder / ENVIRONMENT}: expected devices and world_size, as a run writes them")
+    device = str(devices[0])
+    gpu = find_gpu(device)
+    if gpu is None:
+        raise UserError(
+            f"--calibrate: {folder / ENVIRONMENT}: found devices {device}; expected GPUs whose peak is known, since "
+            "the shares of other devices say nothing of a GPU"
+        )
+    shape, _ = find_model(recipe.model.path)
+    cluster = Cluster(gpu, environment["world_size"], len(devices))
+    mean_tokens = statistics.median(line["supervised_tokens"] / line["sequences"] for line in lines)
+
+    def median(*phases: Phase) -> float:
+        return statistics.median(sum(line[f"seconds_{phase}"] for phase in phases) for line in lines)
+
+    def predict(achieved: Achieved) -> StepCost:
+        plan = plan_run(recipe, replace(cluster, achieved=achieved), shape, mean_tokens=mean_tokens)
+        return plan.cost
+
+    measured, update = median("probe", "utility", "main"), median("step")
+    achieved = Achieved()
+    if update > 0:
+        share = achieved.memory * predict(achieved).seconds["step"] / update
+        achieved = replace(achieved, memory=min(max(share, _SMALLEST_SHARE), _LARGEST_SHARE))
+
+    def with_compute(share: float) -> float:
+        cost = predict(replace(achieved, compute=share))
+        return cost.seconds_step - cost.seconds["step"]
+
+    achieved = replace(achieved, compute=_share_for(with_compute, measured))
+    return Calibration(run, device, len(lines), measured + update, achieved)
+
+
+def _share_for(seconds: Callable[[float], float], measured: float) -> float:
+    """The share at which a falling function takes the measured value, or the end of the range that is nearer."""
+    low, high = _SMALLEST_SHARE, _LARGEST_SHARE
+    for _ in range(24):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if seconds(middle) > measured else (low, middle)
+    return high
+
+
+def _read(path: Path, parse: Callable[[str], list | dict]) -> list | dict:
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--calibrate: {path}: {error}; expected what a run writes") from None

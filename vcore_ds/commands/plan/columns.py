@@ -1,0 +1,142 @@
+"""The columns of a plan: the recipe as it is, beside plain fine-tuning or beside other settings."""
+
+import argparse
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from vcore_ds.commands.plan.calibrate import Calibration, calibrate
+from vcore_ds.config import (
+    Recipe,
+    RunPlan,
+    Way,
+    cheapest_ways,
+    find_model,
+    find_shape,
+    load_recipe,
+    named_gpu,
+    plan_run,
+    smallest_cluster,
+)
+from vcore_ds.errors import UserError
+from vcore_ds.planning import Achieved, Cluster, Gpu, ModelShape
+
+_GIB = 2**30
+
+_KL_BUDGET = 0.005
+"""Of `vcore` beside a recipe of another method; what a step costs does not depend on it."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A plan, and how the run would fit where it does not."""
+
+    title: str
+    plan: RunPlan
+    smallest: RunPlan | None
+    """On the fewest GPUs of the kind on which it fits; None where that are too many."""
+    ways: list[Way]
+    """The cheapest changes with which it fits; empty where it fits already."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What is printed."""
+
+    recipe_name: str
+    model: str
+    """Where its shape is from, in words."""
+    shape: ModelShape
+    columns: list[Column]
+    calibration: Calibration | None
+    mean_tokens: float
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.columns[0].plan.cluster
+
+
+def build_columns(arguments: argparse.Namespace) -> Columns:
+    """Raises UserError for a recipe, GPU, model or run that cannot be planned with."""
+    overrides: list[str] = arguments.overrides
+
+    def reload(extra: Sequence[str]) -> Recipe:
+        return load_recipe(arguments.recipe, [*overrides, *extra])
+
+    recipe = reload(())
+    gpu = choose_gpu(arguments)
+    shape, model = find_model(recipe.model.path)
+    calibration = None if arguments.calibrate is None else calibrate(arguments.calibrate)
+    cluster = Cluster(
+        gpu,
+        arguments.gpus,
+        arguments.gpus_per_node,
+        Achieved() if calibration is None else calibration.achieved,
+        int(arguments.host_memory * _GIB),
+    )
+
+    def column(title: str, recipe: Recipe, reload: Callable[[Sequence[str]], Recipe]) -> Column:
+        own = find_shape(recipe.model.path) or (shape, model)
+        plan = plan_run(recipe, cluster, own[0], mean_tokens=arguments.mean_tokens)
+        ways = [] if plan.fits else cheapest_ways(plan, own[0], reload, mean_tokens=arguments.mean_tokens)
+        return Column(title, plan, smallest_cluster(plan, own[0], mean_tokens=arguments.mean_tokens), ways)
+
+    columns = []
+    if arguments.compare:
+        columns.append(column("recipe", recipe, reload))
+        for setting in arguments.compare:
+            words = split_setting(setting)
+
+            def with_setting(extra: Sequence[str], words: Sequence[str] = words) -> Recipe:
+                return reload([*words, *extra])
+
+            columns.append(column(setting, with_setting(()), with_setting))
+    else:
+        for name in dict.fromkeys(["sft", recipe.method.name, "vcore"]):
+
+            def with_method(extra: Sequence[str], name: str = name) -> Recipe:
+                return of_method(reload(extra), name)
+
+            columns.append(column(name, with_method(()), with_method))
+    return Columns(arguments.recipe, model, shape, columns, calibration, arguments.mean_tokens)
+
+
+def of_method(recipe: Recipe, name: str) -> Recipe:
+    """The recipe with another method, all else as it is."""
+    if recipe.method.name == name:
+        return recipe
+    strength = {"temperature": None, "kl_budget": _KL_BUDGET if name == "vcore" else None}
+    return recipe.model_copy(update={"method": recipe.method.model_copy(update={"name": name, **strength})})
+
+
+def split_setting(setting: str) -> list[str]:
+    """The words of a column's setting."""
+    try:
+        return shlex.split(setting)
+    except ValueError as error:
+        raise UserError(f"--compare: found {setting!r}: {error}; expected overrides in balanced quotes") from None
+
+
+def choose_gpu(arguments: argparse.Namespace) -> Gpu:
+    """The GPU of `--gpu`, with the values that other options replace.
+
+    Raises UserError for a name that is not known.
+    """
+    gpu = named_gpu(arguments.gpu)
+    options = {
+        "memory_bytes": ("gpu_memory", _GIB),
+        "flops": ("tflops", 1e12),
+        "memory_bandwidth": ("bandwidth", 1e12),
+        "node_bandwidth": ("nvlink", 1e9),
+        "network_bandwidth": ("nic", 1e9 / 8),
+    }
+    changed = {
+        field: getattr(arguments, option) * unit
+        for field, (option, unit) in options.items()
+        if getattr(arguments, option) is not None
+    }
+    if not changed:
+        return gpu
+    if "memory_bytes" in changed:
+        changed["memory_bytes"] = int(changed["memory_bytes"])
+    return replace(gpu, name=f"{gpu.name} (changed)", **changed)

@@ -1,0 +1,73 @@
+"""Memory and seconds of a step against the number of GPUs, as a picture."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from vcore_ds.commands.plan.columns import Columns
+from vcore_ds.config import RecipeError, RunPlan, find_shape, plan_run
+from vcore_ds.errors import UserError
+from vcore_ds.files.user_paths import writing
+
+FORMATS = (".png", ".pdf", ".svg")
+
+_GIB = 2**30
+
+
+def check_picture(path: Path) -> None:
+    """Raises UserError where the file's format is unknown, or matplotlib is missing."""
+    if path.suffix.lower() not in FORMATS:
+        raise UserError(f"--picture: found {path.name}; expected a name that ends in {', '.join(FORMATS)}")
+    if find_spec("matplotlib") is None:
+        raise UserError("--picture: found no matplotlib; expected it: pip install matplotlib")
+
+
+def draw(found: Columns, path: Path) -> None:
+    """Draws every column on 1 GPU up to four times as many as were asked for, at least 64.
+
+    Raises UserError where the file cannot be written.
+    """
+    import matplotlib  # takes a second to import, and only this needs it
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    figure, (memory, seconds) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    most = max(64, 4 * found.cluster.num_gpus)
+    for column in found.columns:
+        plans = list(plans_by_size(column.plan, found.mean_tokens, most))
+        sizes = [plan.cluster.num_gpus for plan in plans]
+        memory.plot(sizes, [plan.memory.estimate.peak_bytes / _GIB for plan in plans], marker="o", label=column.title)
+        fitting = [plan for plan in plans if plan.fits]
+        times = [plan.cost.seconds_step for plan in fitting]
+        seconds.plot([plan.cluster.num_gpus for plan in fitting], times, marker="o", label=column.title)
+    gpu = found.cluster.gpu
+    memory.axhline(gpu.memory_bytes / _GIB, color="black", linestyle="--", label=gpu.name)
+    memory.set(title="Memory of a GPU at the peak", ylabel="GiB")
+    seconds.set(title="Step, where it fits (assumed speeds)", ylabel="seconds")
+    for axes in (memory, seconds):
+        axes.set(xlabel=f"{gpu.name} GPUs")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.grid(alpha=0.3)
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    with writing("--picture", path):
+        figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def plans_by_size(plan: RunPlan, mean_tokens: float, most: int) -> Iterator[RunPlan]:
+    """The plan on 1, 2, 4, ... GPUs, without sizes on which the recipe's rows are not possible."""
+    shape = plan.batch.time_model.shape
+    found = find_shape(plan.recipe.model.path)
+    size = 1
+    while size <= most:
+        try:
+            cluster = replace(plan.cluster, num_gpus=size)
+            yield plan_run(plan.recipe, cluster, shape if found is None else found[0], mean_tokens=mean_tokens)
+        except RecipeError:
+            pass
+        size *= 2

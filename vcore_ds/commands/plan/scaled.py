@@ -1,0 +1,128 @@
+"""A small model with the proportions of a large one, and the recipes with which a plan is checked on it."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vcore_ds.config import Recipe
+from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
+from vcore_ds.planning import ModelShape, layer_parameters
+
+NUM_RANKS = 2
+
+NUM_TOKENS = 1024
+"""Of a micro-batch on each rank."""
+
+_HEAD_DIM = 16
+_NUM_LAYERS = 4
+_VOCABULARY_SIZE = 512
+
+_SIZES = (
+    "reduce_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+)
+"""Keys of the DeepSpeed JSON that count elements."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to run the small model."""
+
+    name: str
+    lora: bool = False
+    checkpoints: bool = False
+    packed: bool = False
+    sequence_parallel: int = 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of the main batch's sequences: two micro-steps of `NUM_TOKENS` on each rank."""
+        if self.packed:
+            return [NUM_TOKENS // 4] * 16
+        return [NUM_TOKENS * self.sequence_parallel] * (2 * NUM_RANKS // self.sequence_parallel)
+
+
+CASES = (
+    Case("full"),
+    Case("lora", lora=True),
+    Case("checkpoints", checkpoints=True),
+    Case("packed", checkpoints=True, packed=True),
+    Case("k = 2", checkpoints=True, sequence_parallel=2),
+)
+
+
+def scaled_shape(shape: ModelShape) -> ModelShape:
+    """A model of four narrow layers with the proportions of `shape`: heads to key/value heads, MLP and heads to the
+    hidden size, tied or not, normalized heads or not."""
+    ratio = shape.num_heads // shape.num_kv_heads
+    heads = ratio * max(1, math.ceil(8 / ratio))
+    heads += heads % 2 * ratio  # so that two ranks can share a row
+    hidden = 8 * max(1, round(heads * _HEAD_DIM * shape.hidden_size / (shape.num_heads * shape.head_dim) / 8))
+    width = 8 * max(1, round(hidden * shape.intermediate_size / shape.hidden_size / 8))
+    kv_heads = heads // ratio
+    return ModelShape(
+        _NUM_LAYERS,
+        heads,
+        kv_heads,
+        _HEAD_DIM,
+        layer_parameters(hidden, heads, kv_heads, _HEAD_DIM, width),
+        hidden_size=hidden,
+        intermediate_size=width,
+        vocabulary_size=_VOCABULARY_SIZE,
+        is_tied=shape.is_tied,
+        normalizes_heads=shape.normalizes_heads,
+    )
+
+
+def write_config(shape: ModelShape, folder: Path) -> None:
+    """config.json of a Qwen3, or where heads are not normalized of a Llama."""
+    from transformers import LlamaConfig, Qwen3Config
+
+    kind = Qwen3Config if shape.normalizes_heads else LlamaConfig
+    kind(
+        num_hidden_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate_size,
+        vocab_size=shape.vocabulary_size,
+        tie_word_embeddings=shape.is_tied,
+        max_position_embeddings=8 * NUM_TOKENS,
+    ).save_pretrained(folder)
+
+
+def write_deepspeed_json(large: ModelShape, small: ModelShape, path: Path) -> None:
+    """The shipped JSON for large models, with sizes as much smaller as the layers are."""
+    config = json.loads((SHIPPED_DEEPSPEED_CONFIGS / "zero3_bf16_large.json").read_text(encoding="utf-8"))
+    zero = config["zero_optimization"]
+    for key in _SIZES:
+        zero[key] = max(1, round(zero[key] * small.layer_parameters / large.layer_parameters))
+    path.write_text(json.dumps(config), encoding="utf-8")
+
+
+def recipe_of(case: Case, model: Path, deepspeed_json: Path) -> Recipe:
+    """VCORE by jvp in bf16, with a probe batch half as large as the main one."""
+    sections: dict[str, dict[str, Any] | None] = {
+        "method": {"kl_budget": 0.005},
+        "model": {"path": str(model), "gradient_checkpointing": case.checkpoints},
+        "lora": {"rank": 4, "alpha": 8} if case.lora else None,
+        "data": {"train_path": "none", "cutoff_length": max(case.lengths)},
+        "batch": {
+            "global_size": len(case.lengths),
+            "micro_batch_size_per_rank": 1,
+            "packed_row_tokens": NUM_TOKENS if case.packed else None,
+            "sequence_parallel": case.sequence_parallel,
+        },
+        "probe": {"batch_size": len(case.lengths) // 2, "sequence_parallel": case.sequence_parallel},
+        "optimizer": {"learning_rate": 1e-5},
+        "schedule": {"num_steps": 1},
+        "run": {"output_dir": "none"},
+        "engine": {"deepspeed_config": str(deepspeed_json), "coalesce_gradient_reduction": False},
+    }
+    return Recipe.model_validate(sections)

@@ -1,0 +1,236 @@
+"""A plan as a table and as JSON."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from vcore_ds.commands.plan.columns import Column, Columns
+from vcore_ds.commands.plan.verify import Comparison, describe_comparisons
+from vcore_ds.config import RunPlan, plan_verdict
+from vcore_ds.planning import GPUS, Achieved, Cluster
+
+_PHASES = {"probe": "probe", "utility": "utilities", "main": "main", "step": "update"}
+"""What the phases of a step are called in the table."""
+
+_GIB = 2**30
+
+
+def describe(found: Columns, comparisons: Sequence[Comparison] | None = None) -> str:
+    """The table, with what it assumes below, and the comparison with a real engine where there was one."""
+    lines = [
+        f"Plan: {found.recipe_name} on {found.cluster.describe()}",
+        f"Model: {found.model}: {found.columns[0].plan.counts.all:,} parameters, "
+        f"{found.columns[0].plan.counts.trained:,} trained",
+        f"Batch: {found.columns[-1].plan.batch.describe()}",
+        "",
+        *_table(found),
+        *(line for column in found.columns for line in _ways(column)),
+        "",
+        *_assumptions(found),
+    ]
+    if comparisons is not None:
+        lines += ["", describe_comparisons(comparisons)]
+    return "\n".join(lines)
+
+
+def as_dict(found: Columns, comparisons: Sequence[Comparison] | None = None) -> dict[str, Any]:
+    """The plan for programs: bytes, seconds and counts, without units of the table."""
+    return {
+        "recipe": found.recipe_name,
+        "model": found.model,
+        "cluster": _cluster(found.cluster),
+        "mean_tokens": found.mean_tokens,
+        "columns": [_column(column) for column in found.columns],
+        "verified": None if comparisons is None else [asdict(one) for one in comparisons],
+    }
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+Row = tuple[str, list[str]]
+
+
+def _table(found: Columns) -> list[str]:
+    titles = [column.title for column in found.columns]
+    rows: list[Row] = [("", titles), *_rows([column.plan for column in found.columns])]
+    rows += _cluster_rows(found.columns)
+    first = max(len(name) for name, _ in rows)
+    widths = [max(len(cells[i]) for _, cells in rows if cells) for i in range(len(titles))]
+    return [
+        f"{name:{first}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
+        if cells
+        else name
+        for name, cells in rows
+    ]
+
+
+def _rows(plans: list[RunPlan]) -> Iterator[Row]:
+    estimates = [plan.memory.estimate for plan in plans]
+
+    def row(name: str, value: Callable[[RunPlan], str]) -> Row:
+        return name, [value(plan) for plan in plans]
+
+    yield "Memory of a GPU, GiB", []
+    yield from _kinds([dict(estimate.persistent) for estimate in estimates])
+    yield "  for the whole run", [_gib(estimate.persistent_bytes) for estimate in estimates]
+    for phase, name in _PHASES.items():
+        yield from _kinds([dict(estimate.phases.get(phase, {})) for estimate in estimates], f"{name}: ")
+    yield from _kinds([dict(estimate.with_tangents) for estimate in estimates], "main, forward with tangents: ")
+    yield row("  at the peak", lambda plan: _gib(plan.memory.estimate.peak_bytes))
+    yield row("  in phase", lambda plan: _PHASES[plan.memory.estimate.peak_phase])
+    yield row("  margin", lambda plan: _gib(plan.memory.estimate.margin_bytes))
+    yield row("  of", lambda plan: _gib(plan.available.device))
+    if any(estimate.host for estimate in estimates):
+        yield row("  in host memory", lambda plan: _gib(plan.memory.estimate.host_bytes))
+        yield row("  of host memory", lambda plan: _gib(plan.available.host))
+    yield row("  verdict", plan_verdict)
+    yield "GPUs that share a row", []
+    yield row("  main batch", lambda plan: str(plan.passes["main"].typical_degree))
+    yield row("  probe batch", lambda plan: str(plan.passes["probe"].typical_degree) if "probe" in plan.passes else "-")
+    yield row("  tokens of a micro-batch, at most", lambda plan: f"{plan.memory.settings.main_tokens:,}")
+    for place, name in (("inside", "Bytes a GPU receives inside its node, GB a step"),
+                        ("between", "Bytes a GPU receives from other nodes, GB a step")):  # fmt: skip
+        if not any(getattr(plan.cost.total_traffic, place) for plan in plans):
+            continue
+        kinds = list(dict.fromkeys(kind for plan in plans for kind in plan.cost.traffic))
+        yield name, []
+        for kind in kinds:
+            values = [getattr(plan.cost.traffic.get(kind), place, 0.0) for plan in plans]
+            yield f"  {kind}", [_gb(value) for value in values]
+    yield "Seconds of a step", []
+    for phase, name in _PHASES.items():
+        yield f"  {name}", [_seconds(plan.cost.seconds[phase]) for plan in plans]
+    yield row("  all", lambda plan: _seconds(plan.cost.seconds_step))
+    for part in dict.fromkeys(part for plan in plans for part in plan.cost.parts):
+        yield f"  of which {part}", [_seconds(plan.cost.parts.get(part, 0.0)) for plan in plans]
+    yield row("Tokens a day, millions", lambda plan: f"{plan.tokens_per_day / 1e6:,.0f}")
+    yield row("Share of the GPUs' peak (MFU)", lambda plan: f"{plan.utilization:.1%}")
+    yield row("GPU hours of 100 steps", lambda plan: f"{plan.gpu_hours(100):,.1f}")
+    if all(plan.recipe.schedule.num_steps is not None for plan in plans):
+        yield row("GPU hours of the run", lambda plan: f"{plan.gpu_hours(plan.recipe.schedule.num_steps or 0):,.1f}")
+
+
+def _kinds(of_plans: list[dict[str, int]], prefix: str = "") -> Iterator[Row]:
+    for kind in dict.fromkeys(kind for kinds in of_plans for kind in kinds):
+        values = [kinds.get(kind, 0) for kinds in of_plans]
+        if any(values):
+            yield f"  {prefix}{kind}", [_gib(value) if value else "-" for value in values]
+
+
+def _cluster_rows(columns: list[Column]) -> Iterator[Row]:
+    cells = [f"{c.smallest.cluster.num_gpus:,}" if c.smallest is not None else "none" for c in columns]
+    yield "Fewest GPUs with margin", cells
+    cells = [_seconds(c.smallest.cost.seconds_step) if c.smallest is not None else "-" for c in columns]
+    yield "  seconds of a step there", cells
+
+
+def _ways(column: Column) -> Iterator[str]:
+    if column.plan.fits:
+        return
+    yield ""
+    if not column.ways:
+        yield f"{column.title} does not fit, and nothing that the recipe could say makes it fit on these GPUs"
+        return
+    yield f"{column.title} does not fit. With the fewest GPU hours it would with"
+    for way in column.ways:
+        plan = way.plan
+        yield (
+            f"  {way.change}: {_gib(plan.memory.estimate.peak_bytes)} GiB, {_seconds(plan.cost.seconds_step)} s a step,"
+            f" {plan.gpu_hours(100):,.1f} GPU hours of 100 steps"
+        )
+
+
+def _assumptions(found: Columns) -> Iterator[str]:
+    cluster, achieved = found.cluster, found.cluster.achieved
+    gpu = cluster.gpu
+    longest = found.columns[0].plan.recipe.data.cutoff_length
+    yield (
+        f"Assumed: lengths of reasoning traces (lognormal, mean {found.mean_tokens:,.0f} tokens, cut at {longest:,}; "
+        f"{found.columns[0].plan.tokens_per_step:,.0f} tokens a step)"
+    )
+    yield (
+        f"Assumed: of {gpu.name}'s {gpu.flops / 1e12:,.0f} TFLOP/s products reach {achieved.compute:.0%}, fused "
+        f"attention {achieved.compute * achieved.attention:.0%}; of {gpu.memory_bandwidth / 1e12:.2f} TB/s of memory "
+        f"{achieved.memory:.0%}, of {gpu.node_bandwidth / 1e9:,.0f} GB/s within a node {achieved.node:.0%}, of "
+        f"{gpu.network_bandwidth * 8 / 1e9:,.0f} Gbit/s of network {achieved.network:.0%}; gathers and reductions hide "
+        f"behind {achieved.hidden:.0%} of the computation"
+    )
+    if found.calibration is not None:
+        yield found.calibration.describe()
+    else:
+        yield "No speed was measured: --calibrate RUN takes it from a run"
+    if any(column.plan.recipe.lora is not None for column in found.columns):
+        targets = {column.plan.recipe.lora.target_modules for column in found.columns if column.plan.recipe.lora}
+        if targets != {"all-linear"}:
+            yield "Assumed: adapters on all linear layers, although lora.target_modules lists some"
+    if cluster.num_nodes > 1:
+        yield (
+            "Tensor parallelism within a node would not lower the bytes between nodes: every gather brings all weights "
+            "to each node once, whichever of its GPUs holds them"
+        )
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def _cluster(cluster: Cluster) -> dict[str, Any]:
+    gpu, achieved = cluster.gpu, cluster.achieved
+    return {
+        "gpus": cluster.num_gpus,
+        "gpus_per_node": cluster.gpus_per_node,
+        "gpu": {field: getattr(gpu, field) for field in type(GPUS["H100"]).__dataclass_fields__},
+        "achieved": {field: getattr(achieved, field) for field in Achieved.__dataclass_fields__},
+    }
+
+
+def _column(column: Column) -> dict[str, Any]:
+    plan, smallest = column.plan, column.smallest
+    return {
+        "title": column.title,
+        **_numbers(plan),
+        "smallest_cluster": None if smallest is None else {"gpus": smallest.cluster.num_gpus, **_numbers(smallest)},
+        "ways_to_fit": [{"change": way.change, **_numbers(way.plan)} for way in column.ways],
+    }
+
+
+def _numbers(plan: RunPlan) -> dict[str, Any]:
+    estimate, cost = plan.memory.estimate, plan.cost
+    return {
+        "parameters": plan.counts.all,
+        "trained_parameters": plan.counts.trained,
+        "memory_bytes": {
+            "persistent": dict(estimate.persistent),
+            "phases": {phase: dict(kinds) for phase, kinds in estimate.phases.items()},
+            "main_forward_with_tangents": dict(estimate.with_tangents),
+            "host": dict(estimate.host),
+            "peak": estimate.peak_bytes,
+            "peak_phase": estimate.peak_phase,
+            "margin": estimate.margin_bytes,
+            "available": plan.available.device,
+        },
+        "verdict": plan_verdict(plan),
+        "sequence_parallel": {part: found.typical_degree for part, found in plan.passes.items()},
+        "received_bytes": {
+            kind: {"inside_node": traffic.inside, "between_nodes": traffic.between}
+            for kind, traffic in cost.traffic.items()
+        },
+        "seconds": dict(cost.seconds),
+        "seconds_by_part": dict(cost.parts),
+        "seconds_step": cost.seconds_step,
+        "tokens_per_step": plan.tokens_per_step,
+        "tokens_per_day": plan.tokens_per_day,
+        "model_flops_utilization": plan.utilization,
+        "gpu_hours_per_100_steps": plan.gpu_hours(100),
+    }
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:,.2f}"
+
+
+def _gb(num_bytes: float) -> str:
+    return "-" if num_bytes == 0 else f"{num_bytes / 1e9:,.1f}"
+
+
+def _seconds(seconds: float) -> str:
+    return "-" if seconds == 0 else f"{seconds:,.2f}" if seconds >= 0.1 else f"{seconds:,.3f}"

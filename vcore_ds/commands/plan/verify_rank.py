@@ -1,0 +1,115 @@
+"""What one rank measures of a step on the scaled-down model: `python -m ... FOLDER`, started once for each rank."""
+
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vcore_ds.commands.plan.scaled import CASES, Case, recipe_of
+from vcore_ds.commands.plan.verify import DEEPSPEED_JSON, MEASURED, MODEL
+from vcore_ds.config import deepspeed_config, plan_batch
+from vcore_ds.data import StepBatches, TokenizedSequence
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.engine import Engine
+from vcore_ds.feed import batches_of_rank
+from vcore_ds.models import model_shape
+from vcore_ds.setup import build_engine, build_estimator
+from vcore_ds.step import train_step
+from vcore_ds.track.allocations import Allocations, ReceivedBytes
+from vcore_ds.track.step_metrics import StepRecorder
+from vcore_ds.utility import Direction
+
+NUM_WARM_UP = 2
+"""Steps before the measured one: ZeRO-3 learns the order of the layers in them."""
+
+
+class PhaseRecorder(StepRecorder):
+    """Also keeps the peak of each phase."""
+
+    def __init__(self, device: torch.device, allocations: Allocations):
+        super().__init__(device)
+        self.peaks: dict[str, int] = {}
+        self._allocations = allocations
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self._allocations.restart()
+        with super().part(name):
+            yield
+        self.peaks[name] = self._allocations.peak_bytes
+
+
+def measure(case: Case, folder: Path) -> dict[str, Any]:
+    """Bytes that this rank keeps, by kind; the peak of each phase of a step beyond that; bytes received in it."""
+    recipe = recipe_of(case, folder / MODEL, folder / DEEPSPEED_JSON)
+    plan = plan_batch(recipe, layout.size("shards"), model_shape(recipe.model.path), ranks_per_node=layout.size("job"))
+    engine = build_engine(recipe, deepspeed_config(recipe, plan))
+    estimator = build_estimator(recipe, engine, batches_per_pass=plan.batches_per_utility_pass)
+    sequences = [random_sequence(i, n) for i, n in enumerate(case.lengths)]
+    ids, num_probe = list(range(len(sequences))), len(sequences) // 2
+    batches = StepBatches(
+        batches_of_rank(plan.spread_main(ids, case.lengths), sequences, 0),
+        batches_of_rank(plan.spread_probe(ids[:num_probe], case.lengths[:num_probe]), sequences, 0),
+    )
+    for _ in range(NUM_WARM_UP):
+        train_step(engine, recipe, batches, estimator, StepRecorder(engine.device), learning_rate=1e-5)
+    gc.collect()
+    allocations, received = Allocations(), ReceivedBytes()
+    recorder = PhaseRecorder(engine.device, allocations)
+    with received, allocations:
+        train_step(engine, recipe, batches, estimator, recorder, learning_rate=1e-5)
+    found = {
+        "kept": kept_bytes(engine, estimator.direction),
+        "peaks": {phase: peak for phase, peak in recorder.peaks.items() if peak},
+        "received": received.received,
+    }
+    engine.close()
+    return found
+
+
+def random_sequence(sequence_id: int, num_tokens: int) -> TokenizedSequence:
+    ids = np.random.default_rng(sequence_id).integers(0, 512, num_tokens, dtype=np.int32)
+    return TokenizedSequence(sequence_id, ids, np.arange(num_tokens) > 0)
+
+
+def kept_bytes(engine: Engine, direction: Direction | None) -> dict[str, int]:
+    """What the engine and the direction keep between steps, by kind."""
+
+    def total(tensors) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    zero = engine.optimizer
+    states = zero.optimizer.state.values()
+    return {
+        "parameters": total(parameter.ds_tensor for parameter in engine.module.parameters()),
+        "gradients": total(engine.shards.gradients()),
+        "master weights": total(engine.shards.masters()),
+        "moments": total(state[key] for state in states for key in ("exp_avg", "exp_avg_sq")),
+        "direction": 0 if direction is None else direction.persistent_bytes,
+        "reduction buffer": total(bucket.buffer for bucket in zero.ipg_buckets.values()),
+    }
+
+
+def measure_all(folder: str) -> list[dict[str, Any]]:
+    """Every case in turn, on this rank. A collective."""
+    layout.make_sequence_groups({case.sequence_parallel for case in CASES}, timeout_minutes=10)
+    return [measure(case, Path(folder)) for case in CASES]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    start_process_group(timeout_minutes=10)
+    found = measure_all(str(folder))
+    if layout.is_first():
+        (folder / MEASURED).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""What a recipe costs on a cluster: memory by kind, bytes between GPUs, seconds by phase, and the cluster it needs."""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from vcore_ds.config.batch_plan import BatchPlan, Part, plan_batch
+from vcore_ds.config.deepspeed_json import deepspeed_config
+from vcore_ds.config.memory import Available, MemoryPlan, plan_memory
+from vcore_ds.config.problems import RecipeError, did_you_mean, shorten
+from vcore_ds.config.schema import Recipe
+from vcore_ds.errors import UserError
+from vcore_ds.planning import (
+    GPUS,
+    KNOWN_MODELS,
+    SIMULATED_MEAN,
+    Cluster,
+    Gpu,
+    ModelShape,
+    ParameterCounts,
+    StepCost,
+    StepModel,
+    StepPasses,
+    Utilization,
+    find_gpu,
+    known_model,
+    parameter_counts,
+    shape_on_disk,
+    summarize,
+)
+
+COALESCING_SHARE = 0.05
+"""Share of a rank's memory that unsharded gradients may take with `engine.coalesce_gradient_reduction: auto`."""
+
+MOST_GPUS = 4096
+"""Largest cluster that is searched."""
+
+_SECONDS_PER_DAY = 86_400
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A recipe on a cluster."""
+
+    recipe: Recipe
+    cluster: Cluster
+    batch: BatchPlan
+    memory: MemoryPlan
+    passes: Mapping[Part, Utilization]
+    counts: ParameterCounts
+    cost: StepCost
+    tokens_per_step: float
+    """Of the main batch, mean of the simulated batches."""
+    flops_per_step: float
+    """That the step needs, over all GPUs; what activation checkpoints compute again does not count."""
+
+    @property
+    def available(self) -> Available:
+        return Available(self.cluster.gpu.memory_bytes, self.cluster.host_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.available.holds(self.memory.estimate)
+
+    @property
+    def fits_with_margin(self) -> bool:
+        return self.available.holds_with_margin(self.memory.estimate)
+
+    @property
+    def tokens_per_day(self) -> float:
+        return self.tokens_per_step / self.cost.seconds_step * _SECONDS_PER_DAY
+
+    @property
+    def utilization(self) -> float:
+        """Share of the GPUs' peak that the step's products take (MFU)."""
+        peak = self.cluster.num_gpus * self.cluster.gpu.flops
+        return self.flops_per_step / self.cost.seconds_step / peak
+
+    def gpu_hours(self, num_steps: int) -> float:
+        return num_steps * self.cost.seconds_step * self.cluster.num_gpus / 3600
+
+
+def find_shape(path: str) -> tuple[ModelShape, str] | None:
+    """The shape of a model that is on this machine or whose name is known, and which of both; None for others."""
+    shape = shape_on_disk(path)
+    if shape is not None:
+        return shape, f"read from {path}"
+    name = known_model(path)
+    return None if name is None else (KNOWN_MODELS[name], f"{name} by its name")
+
+
+def find_model(path: str) -> tuple[ModelShape, str]:
+    """As `find_shape`. Raises UserError for a model that is neither."""
+    found = find_shape(path)
+    if found is not None:
+        return found
+    last = path.rstrip("/").rpartition("/")[2]
+    by_lower = {name.lower(): name for name in KNOWN_MODELS}
+    near = [by_lower[name] for name in difflib.get_close_matches(last.lower(), by_lower, n=1)]
+    raise UserError(
+        f"model.path: found {shorten(path)}, which is not on this machine; expected a model folder, a config.json, or "
+        f"a name that begins with one of {', '.join(KNOWN_MODELS)}{did_you_mean(near)}"
+    )
+
+
+def named_gpu(name: str) -> Gpu:
+    """Raises UserError for a GPU that is not known."""
+    gpu = find_gpu(name)
+    if gpu is not None:
+        return gpu
+    near = difflib.get_close_matches(name.upper(), GPUS, n=1, cutoff=0.4)
+    raise UserError(f"--gpu: found {shorten(name)}; expected one of {', '.join(GPUS)}{did_you_mean(near)}")
+
+
+def plan_run(recipe: Recipe, cluster: Cluster, shape: ModelShape, *, mean_tokens: float = SIMULATED_MEAN) -> RunPlan:
+    """Raises RecipeError as `plan_batch` and `deepspeed_config` do, and for what a plan cannot be made of.
+
+    The layout of the batches is what a run chooses, with the speeds that it assumes for any GPU; their seconds are
+    predicted with those of the cluster.
+
+    Args:
+        mean_tokens: of the simulated sequences, before those above data.cutoff_length are cut.
+    """
+    plan = plan_batch(recipe, cluster.num_gpus, shape, ranks_per_node=cluster.gpus_per_node)
+    ds_config = deepspeed_config(recipe, plan)
+    if plan.probe_batch_size_global is None:  # the size of the pool is not known before it is read
+        plan = replace(plan, probe_batch_size_global=plan.global_batch_size)
+    spreads = plan.simulated_spreads(recipe.data.cutoff_length, mean_tokens)
+    passes = {part: summarize([spread for _, spread in found]) for part, found in spreads.items()}
+    memory = plan_memory(recipe, plan, ds_config, passes)
+    if "main" not in spreads or (plan.probe_batch_size_global and "probe" not in spreads):
+        sizes = f"batch.global_size {recipe.batch.global_size} and probe.batch_size {recipe.probe.batch_size}"
+        raise RecipeError([f"plan: found {sizes}; expected at most 4,096 of each"])
+    if memory is None:
+        raise RecipeError(
+            [
+                f"model.path: found {recipe.model.path}, whose configuration lacks hidden or vocabulary size; expected "
+                "the configuration of a decoder"
+            ]
+        )
+    settings = memory.settings
+    counts = parameter_counts(shape, settings.adapters)
+    unsharded = counts.trained * (4 if settings.adapters is not None or settings.number_bytes == 4 else 6)
+    coalesces = recipe.engine.coalesce_gradient_reduction
+    if coalesces == "auto":
+        coalesces = unsharded <= COALESCING_SHARE * cluster.gpu.memory_bytes
+    reuse = ds_config["zero_optimization"].get("stage3_max_reuse_distance", 10**9)
+    model = StepModel(shape, counts, replace(settings, coalesces_gradients=coalesces), cluster, int(reuse))
+    is_vcore = recipe.method.name == "vcore"
+    # iw_sft with adapters computes its reference without them, in every step.
+    reference_forwards = int(recipe.method.name == "iw_sft" and recipe.lora is not None)
+    of_step = partial(
+        StepPasses.of, reference_forwards=reference_forwards, steps_per_probe=recipe.probe.every if is_vcore else 1
+    )
+    main, probe = spreads["main"], spreads.get("probe", [])
+    lengths = {"main": [own for own, _ in main], "probe": [own for own, _ in probe]}
+    needed = of_step(replace(settings, is_checkpointed=False))
+    return RunPlan(
+        recipe,
+        cluster,
+        plan,
+        memory,
+        passes,
+        counts,
+        model.step(of_step(settings), main, probe),
+        sum(map(sum, lengths["main"])) / len(main),
+        model.needed_flops(needed, lengths["main"], lengths["probe"]),
+    )
+
+
+def smallest_cluster(plan: RunPlan, shape: ModelShape, *, mean_tokens: float = SIMULATED_MEAN) -> RunPlan | None:
+    """The plan on the fewest GPUs of the same kind on which the recipe fits with its margin; None above `MOST_GPUS`.
+
+    Parts of a node are tried in powers of two, then whole nodes.
+    """
+    for num_gpus in _sizes(plan.cluster.gpus_per_node):
+        try:
+            found = plan_run(plan.recipe, replace(plan.cluster, num_gpus=num_gpus), shape, mean_tokens=mean_tokens)
+        except RecipeError:  # rows that this number of ranks cannot share
+            continue
+        if found.fits_with_margin:
+            return found
+    return None
+
+
+def _sizes(gpus_per_node: int) -> Iterator[int]:
+    size = 1
+    while size < gpus_per_node:
+        yield size
+        size *= 2
+    num_nodes = 1
+    while num_nodes * gpus_per_node <= MOST_GPUS:
+        yield num_nodes * gpus_per_node
+        num_nodes += 1 if num_nodes < 16 else num_nodes // 8
+
+
+@dataclass(frozen=True)
+class Way:
+    """A change with which a run fits."""
+
+    change: str
+    plan: RunPlan
+
+
+def cheapest_ways(
+    plan: RunPlan,
+    shape: ModelShape,
+    reload: Callable[[Sequence[str]], Recipe],
+    *,
+    most: int = 3,
+    mean_tokens: float = SIMULATED_MEAN,
+) -> list[Way]:
+    """The changes with which the run fits that take the fewest GPU hours, cheapest first.
+
+    Args:
+        reload: the recipe with further overrides.
+    """
+    ways = []
+    for remedy in plan.memory.remedies(plan.available):
+        recipe = reload(remedy.overrides) if remedy.overrides else plan.recipe
+        cluster = replace(plan.cluster, num_gpus=remedy.num_ranks or plan.cluster.num_gpus)
+        try:
+            found = plan_run(recipe, cluster, shape, mean_tokens=mean_tokens)
+        except RecipeError:
+            continue
+        if found.fits:
+            ways.append(Way(remedy.change, found))
+    ways.sort(key=lambda way: way.plan.gpu_hours(1))
+    return ways[:most]

@@ -1,0 +1,135 @@
+"""GPUs by name: what their data sheets promise, and which part of it a step is assumed to achieve."""
+
+from dataclasses import dataclass
+
+from vcore_ds.planning.traffic import Machine
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peak numbers of one device in its usual server."""
+
+    name: str
+    memory_bytes: int
+    """What the driver leaves to processes, in whole GiB."""
+    flops: float
+    """FLOP a second of dense bf16 matrix products."""
+    memory_bandwidth: float
+    """Bytes a second."""
+    node_bandwidth: float
+    """Bytes a second in one direction to the other devices of the node."""
+    network_bandwidth: float
+    """Bytes a second in one direction through the device's share of the node's network adapters."""
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        # NVIDIA A100 data sheet, SXM 80 GB; DGX A100: eight 200 Gb/s adapters.
+        Gpu("A100", 79 * _GIB, 312e12, 2.039e12, 300e9, 25e9),
+        # NVIDIA H100 data sheet, SXM 80 GB; DGX H100: eight 400 Gb/s adapters.
+        Gpu("H100", 79 * _GIB, 989e12, 3.35e12, 450e9, 50e9),
+        # NVIDIA H200 data sheet, SXM 141 GB; DGX H200: eight 400 Gb/s adapters.
+        Gpu("H200", 139 * _GIB, 989e12, 4.8e12, 450e9, 50e9),
+        # NVIDIA HGX B200: 36 PFLOP/s sparse bf16, 1.4 TB and 14.4 TB/s of NVLink in both directions over 8; DGX B200:
+        # 64 TB/s of memory over 8, eight 400 Gb/s adapters. 183,359 MiB by nvidia-smi.
+        Gpu("B200", 178 * _GIB, 2250e12, 8e12, 900e9, 50e9),
+        # NVIDIA HGX B300: 36 PFLOP/s sparse bf16 over 8, 8 TB/s of memory, eight 800 Gb/s adapters. 288 GB, which is
+        # 268 GiB.
+        Gpu("B300", 267 * _GIB, 2250e12, 8e12, 900e9, 100e9),
+        # NVIDIA GB200 NVL72: 360 PFLOP/s sparse bf16, 13.4 TB, 576 TB/s and 130 TB/s of NVLink in both directions over
+        # 72; a 400 Gb/s adapter a GPU. Its NVLink joins the nodes of a rack (--gpus-per-node 72).
+        Gpu("GB200", 184 * _GIB, 2500e12, 8e12, 900e9, 50e9),
+        # NVIDIA RTX Blackwell PRO architecture paper, Workstation Edition: 503.8 TFLOP/s with fp32 sums, 96 GB of GDDR7
+        # at 1,792 GB/s; PCIe 5.0 x16 instead of NVLink. 400 Gb/s a GPU as in NVIDIA's RTX PRO servers.
+        Gpu("RTX PRO 6000", 94 * _GIB, 503.8e12, 1.792e12, 64e9, 50e9),
+    )
+}
+"""By the name that `--gpu` takes. Memory is what nvidia-smi shows for such devices, less what its context takes."""
+
+_OTHER_PEAKS = {"GH200": 989e12, "L40S": 362e12, "L4": 121e12}
+"""Dense bf16 FLOP a second of devices on which single runs are timed, but no clusters planned."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP a second of a device by its driver's name; None for one that is not in the table."""
+    words = f" {device_name.upper().replace('-', ' ')} "
+    peaks = {name: gpu.flops for name, gpu in GPUS.items()} | _OTHER_PEAKS
+    return next((flops for name, flops in peaks.items() if f" {name} " in words), None)
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """The device of that name, in any case and with any separators, also as a driver writes it."""
+    words = " ".join(name.upper().replace("-", " ").replace("_", " ").split())
+    found = [gpu for known, gpu in GPUS.items() if f" {known} " in f" {words} " or known.replace(" ", "") == words]
+    return found[0] if found else None
+
+
+@dataclass(frozen=True)
+class Achieved:
+    """Shares of a device's peak that a step achieves. The defaults are usual values, fitted to no run."""
+
+    compute: float = 0.40
+    """Of matrix products in large passes."""
+    attention: float = 1 / 1.6
+    """Of fused attention, over the speed of other matrix products."""
+    memory: float = 0.80
+    node: float = 0.80
+    network: float = 0.84
+    hidden: float = 0.70
+    """Share of the computation behind which gathers and reductions can hide."""
+    exchange_latency: float = 40e-6
+    """Seconds of an all-to-all without contents."""
+    layer_overhead: float = 0.8e-3
+    """Seconds of hooks, Python and kernel tails for each layer of a run through the model."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The devices of a job, and how much of their peak it achieves."""
+
+    gpu: Gpu
+    num_gpus: int
+    gpus_per_node: int = 8
+    achieved: Achieved = Achieved()
+    host_bytes_per_node: int = 2048 * _GIB
+    """Host memory, for what is offloaded."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        return min(self.gpus_per_node, self.num_gpus)
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.num_gpus // self.gpus_per_node)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of each rank."""
+        return self.host_bytes_per_node // self.ranks_per_node
+
+    @property
+    def machine(self) -> Machine:
+        """Sustained speeds of one device."""
+        gpu, achieved = self.gpu, self.achieved
+        flops, bandwidth = achieved.compute * gpu.flops, achieved.memory * gpu.memory_bandwidth
+        return Machine(
+            flops=flops,
+            node_bandwidth=achieved.node * gpu.node_bandwidth,
+            network_bandwidth=achieved.network * gpu.network_bandwidth,
+            exchange_latency=achieved.exchange_latency,
+            # Tokens whose products take as long as reading the bf16 weights once, and as much again for tails.
+            half_speed_tokens=2 * flops / bandwidth,
+        )
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Sustained bytes a second of one device's memory."""
+        return self.achieved.memory * self.gpu.memory_bandwidth
+
+    def describe(self) -> str:
+        """Such as `32 B200 (4 nodes of 8)`."""
+        nodes = f" ({self.num_nodes} nodes of {self.gpus_per_node})" if self.num_nodes > 1 else ""
+        return f"{self.num_gpus:,} {self.gpu.name}{nodes}"

@@ -1,0 +1,291 @@
+"""Seconds and bytes of an optimizer step by phase: products, gathers, reductions, exchanges and the update.
+
+Every pass is counted in multiples of one forward. Products run at an assumed share of the peak (`gpus.Achieved`), so
+does everything else; gathers and reductions hide behind a share of them. docs/planning.md has the formulas.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vcore_ds.planning.flops import attention_flops_per_square, forward_flops, linear_flops_per_token
+from vcore_ds.planning.gpus import Cluster
+from vcore_ds.planning.memory import Phase
+from vcore_ds.planning.memory_settings import MemorySettings, ParameterCounts
+from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.spread import Spread
+from vcore_ds.planning.traffic import Traffic, exchanged, exchanged_numbers, gathered
+from vcore_ds.planning.waste import padded_rows
+
+_FP32 = 4
+
+SpreadBatch = tuple[Sequence[int], Spread]
+"""Lengths in tokens of a batch's sequences, and their spread, whose ids are positions in the lengths."""
+
+_NEVER_HIDDEN = 0.1
+"""Share of gathers and reductions that nothing hides: the first layer's and the last one's."""
+
+HOST_LINK = 50e9
+"""Bytes a second between a device and its host: 0.8 of PCIe 5.0 x16."""
+
+HOST_MEMORY = 40e9
+"""Bytes a second of host memory for each rank: an eighth of two sockets, shared with everything else."""
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """What one micro-step of a pass does, in multiples of what a plain forward does."""
+
+    linear: int
+    """Products of linear layers."""
+    attention: int
+    """Products of attention."""
+    gathers: int
+    """Gathers of all parameters."""
+    exchanges: int
+    """Exchanges of a forward between ranks that share a row."""
+    runs: int
+    """Runs through the layers."""
+    tangent_gathers: int = 0
+    """Gathers of the direction of all trained parameters."""
+    reduces: bool = False
+    """Whether the gradient is reduced."""
+
+    def __add__(self, other: "PassWork") -> "PassWork":
+        return PassWork(
+            self.linear + other.linear,
+            self.attention + other.attention,
+            self.gathers + other.gathers,
+            self.exchanges + other.exchanges,
+            self.runs + other.runs,
+            self.tangent_gathers + other.tangent_gathers,
+            self.reduces or other.reduces,
+        )
+
+
+FORWARD = PassWork(1, 1, 1, 1, 1)
+
+
+@dataclass(frozen=True)
+class StepPasses:
+    """The passes of an optimizer step; None for one that it does not have."""
+
+    main: PassWork
+    probe: PassWork | None = None
+    utility: PassWork | None = None
+    """A pass of its own over the main batch."""
+    steps_per_probe: int = 1
+
+    @classmethod
+    def of(cls, settings: MemorySettings, *, reference_forwards: int = 0, steps_per_probe: int = 1) -> "StepPasses":
+        """Args:
+        reference_forwards: forwards over the main batch that serve no utilities, such as a reference model's.
+        """
+        # A backward takes the products for the inputs and, where weights are trained, those for the weights.
+        is_full, again = settings.adapters is None, int(settings.is_checkpointed)
+        linear = (3 if is_full else 2) + again
+        train = PassWork(linear, 3 + again, gathers=2, exchanges=2 + again, runs=2, reduces=True)
+        # Products of a weight with the input's tangent and, where it is trained, of its tangent with the input.
+        tangents = PassWork(2 if is_full else 1, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1)
+        forwards = reference_forwards
+        utility: PassWork | None = None
+        if settings.estimator == "jvp" and not settings.is_fused:
+            utility = FORWARD + tangents
+        elif settings.estimator == "finite_difference":
+            # With dropout the main forward has a mask, and cannot serve as the loss before the perturbation.
+            forwards += 2 if settings.adapters is not None and settings.adapters.has_dropout else 1
+        for _ in range(forwards):
+            utility = FORWARD if utility is None else utility + FORWARD
+        has_probe = settings.estimator is not None and settings.probe_tokens > 0
+        main = train + tangents if settings.is_fused else train
+        return cls(main, train if has_probe else None, utility, steps_per_probe)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Predictions for one optimizer step."""
+
+    seconds: Mapping[Phase, float]
+    """By phase; 0 for one that the step does not have."""
+    parts: Mapping[str, float]
+    """The same seconds by what takes them: products, exchanges, and what of gathers and reductions is not hidden."""
+    traffic: Mapping[str, Traffic]
+    """Bytes that a rank receives, by kind."""
+
+    @property
+    def seconds_step(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def total_traffic(self) -> Traffic:
+        return sum(self.traffic.values(), Traffic())
+
+
+@dataclass
+class _Sums:
+    """What the passes of a step add up to, over all batches that were spread."""
+
+    seconds: dict[Phase, float] = field(
+        default_factory=lambda: {"probe": 0.0, "utility": 0.0, "main": 0.0, "step": 0.0}
+    )
+    parts: dict[str, float] = field(default_factory=dict)
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+
+    def spend(self, phase: Phase, part: str, seconds: float) -> None:
+        self.seconds[phase] += seconds
+        self.parts[part] = self.parts.get(part, 0.0) + seconds
+
+    def move(self, kind: str, traffic: Traffic) -> None:
+        self.traffic[kind] = self.traffic.get(kind, Traffic()) + traffic
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """A model and a cluster, for the costs of steps."""
+
+    shape: ModelShape
+    counts: ParameterCounts
+    settings: MemorySettings
+    cluster: Cluster
+    reuse_distance: int = 10**9
+    """Parameters between two uses of a layer within which ZeRO-3 keeps it gathered."""
+
+    def step(self, passes: StepPasses, main: Sequence[SpreadBatch], probe: Sequence[SpreadBatch]) -> StepCost:
+        """Means over the batches that were spread.
+
+        Args:
+            main, probe: batches, spread over the cluster.
+        """
+        sums = _Sums()
+        for batch in main:
+            if passes.utility is not None:
+                self._pass(sums, "utility", passes.utility, batch, 1 / len(main))
+            self._pass(sums, "main", passes.main, batch, 1 / len(main))
+        if passes.probe is not None:
+            for batch in probe:
+                self._pass(sums, "probe", passes.probe, batch, 1 / (len(probe) * passes.steps_per_probe))
+        self._update(sums, passes)
+        return StepCost(sums.seconds, sums.parts, sums.traffic)
+
+    def needed_flops(self, passes: StepPasses, main: Sequence[Sequence[int]], probe: Sequence[Sequence[int]]) -> float:
+        """FLOP that a step needs over all ranks, mean over batches of sequences of so many tokens.
+
+        Args:
+            passes: without activation checkpoints, since what they compute again is not needed.
+        """
+
+        def mean(work: PassWork | None, batches: Sequence[Sequence[int]]) -> float:
+            if work is None or not batches:
+                return 0.0
+            return sum(
+                forward_flops(self.shape, lengths, linear=work.linear, attention=work.attention) for lengths in batches
+            ) / len(batches)
+
+        of_probe = mean(passes.probe, probe) / passes.steps_per_probe
+        return mean(passes.main, main) + mean(passes.utility, main) + of_probe
+
+    # ---- parts of a step -------------------------------------------------------------------------------------------
+
+    def _pass(self, sums: _Sums, phase: Phase, work: PassWork, batch: SpreadBatch, weight: float) -> None:
+        """All micro-steps of one pass over one batch."""
+        machine, achieved, shape = self.cluster.machine, self.cluster.achieved, self.shape
+        b, (lengths, spread) = self.settings.number_bytes, batch
+        k, num_micro_steps = spread.sequence_parallel, len(spread.micro_steps)
+        per_token = linear_flops_per_token(shape)
+        per_square = attention_flops_per_square(shape) / achieved.attention
+        reduces_once = self.settings.coalesces_gradients
+        for step, groups in enumerate(spread.micro_steps):
+            linear = attention = tokens = 0.0
+            for positions in groups:
+                own = [lengths[i] for i in positions]
+                rows = padded_rows(own, k, is_packed=spread.is_packed)
+                squares = sum(n * n for n in (own if spread.is_packed else rows))
+                row_linear, row_attention = per_token * sum(rows) / k, per_square * squares / k
+                if row_linear + row_attention > linear + attention:
+                    linear, attention, tokens = row_linear, row_attention, sum(rows) / k
+            compute = work.linear * (linear + per_token * machine.half_speed_tokens) + work.attention * attention
+            compute /= machine.flops
+            moved: dict[str, Traffic] = self._parameters(work)
+            if work.reduces and (step == num_micro_steps - 1 or not reduces_once):
+                moved["gradients"] = self._gathered(b * self.counts.trained)
+            hidden = sum((traffic.seconds(machine) for traffic in moved.values()), 0.0)
+            hidden += self._host_seconds(work)
+            if k > 1:
+                handed_over = b * exchanged_numbers(shape, k) * shape.num_layers * tokens * work.exchanges
+                moved["shared rows"] = exchanged(handed_over, k, self.cluster.ranks_per_node)
+                seconds = moved["shared rows"].seconds(machine)
+                seconds += work.exchanges * 2 * shape.num_layers * machine.exchange_latency
+                sums.spend(phase, "exchanges", weight * seconds)
+            exposed = max(hidden - achieved.hidden * compute, _NEVER_HIDDEN * hidden)
+            sums.spend(phase, "products", weight * compute)
+            sums.spend(phase, "gathers and reductions", weight * exposed)
+            sums.spend(phase, "overhead", weight * work.runs * shape.num_layers * achieved.layer_overhead)
+            if self.settings.offloads_checkpoints and work.reduces:
+                checkpoints = b * tokens * shape.hidden_size * (shape.num_layers + 1)
+                sums.spend(phase, "copies to the host", weight * 2 * checkpoints / HOST_LINK)
+            for kind, traffic in moved.items():
+                sums.move(kind, traffic * weight)
+
+    def _parameters(self, work: PassWork) -> dict[str, Traffic]:
+        """Gathers of one micro-step."""
+        counts, settings = self.counts, self.settings
+        b_trained = settings.number_bytes if settings.adapters is None else _FP32
+        whole = settings.number_bytes * (counts.all - counts.trained) + b_trained * counts.trained
+        times = work.gathers - 1 + self._share_of_backward(whole) if work.reduces else float(work.gathers)
+        moved = {"parameters": self._gathered(whole) * times}
+        if settings.ranks_of_second_copy > 1:  # it is what is gathered, from the ranks of a node
+            inside = gathered(whole, settings.ranks_of_second_copy, settings.ranks_of_second_copy)
+            moved = {"parameters": inside * times}
+        if work.tangent_gathers:
+            moved["tangents"] = self._gathered(b_trained * counts.trained) * work.tangent_gathers
+        return moved
+
+    def _share_of_backward(self, whole: float) -> float:
+        """Share of all parameters' bytes, `whole`, that a backward gathers after its forward.
+
+        It needs layers and head. ZeRO-3 keeps what is used again within the reuse distance, as it walks through the
+        order of the modules: a layer, where the layers after it and the head have fewer parameters; the last layer in
+        any case; the head, where twice its own are fewer.
+        """
+        shape, b, reuse = self.shape, self.settings.number_bytes, self.reuse_distance
+        head = shape.vocabulary_size * shape.hidden_size
+        embeddings = head if shape.is_tied else 2 * head
+        layer = (self.counts.all - embeddings) / shape.num_layers
+        num_kept = max(1, math.ceil((reuse - head) / layer))
+        again = max(0, shape.num_layers - num_kept) * (whole - b * embeddings) / shape.num_layers
+        if reuse <= 2 * head:
+            again += b * head
+        return again / whole
+
+    def _host_seconds(self, work: PassWork) -> float:
+        """Copies of offloaded shards between host and device in one micro-step."""
+        settings, n = self.settings, self.cluster.num_gpus
+        num_bytes = 0.0
+        if settings.offloads_parameters:
+            num_bytes += work.gathers * settings.number_bytes * self.counts.all / n
+        if settings.offloads_optimizer and work.reduces:
+            num_bytes += _FP32 * self.counts.trained / n
+        return num_bytes / HOST_LINK
+
+    def _update(self, sums: _Sums, passes: StepPasses) -> None:
+        """The optimizer, and what the direction takes: bytes of a shard, read and written."""
+        settings, memory = self.settings, self.cluster.memory_bandwidth
+        shard = self.counts.trained / self.cluster.num_gpus
+        # Norm and alpha read and write the gradient; the update reads gradient, master and moments, writes the last
+        # three and the parameter.
+        moments = 4 * _FP32 if settings.has_moments else 0
+        update = (3 + 1 + 2) * _FP32 + moments + settings.number_bytes
+        if settings.offloads_optimizer:
+            sums.spend("step", "update", shard * update / HOST_MEMORY + shard * settings.number_bytes / HOST_LINK)
+        else:
+            sums.spend("step", "update", shard * update / memory)
+        if settings.estimator is None:
+            return
+        if passes.probe is not None:  # reads the gradient and the moments, writes the direction
+            read = 3 * _FP32 + settings.number_bytes
+            sums.spend("probe", "update", shard * read / memory / passes.steps_per_probe)
+        if settings.estimator == "finite_difference":  # perturbed and put back
+            sums.spend("utility", "update", 2 * shard * (_FP32 + 2 * settings.number_bytes) / memory)
+
+    def _gathered(self, num_bytes: float) -> Traffic:
+        return gathered(num_bytes, self.cluster.num_gpus, self.cluster.ranks_per_node)

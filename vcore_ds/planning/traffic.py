@@ -1,0 +1,68 @@
+"""Bytes that ranks send each other, inside a node and between nodes, and how long they take."""
+
+import math
+from dataclasses import dataclass
+
+from vcore_ds.planning.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Sustained speeds of one device, the part of the peak that large passes reach."""
+
+    flops: float
+    """FLOP a second of matrix products."""
+    node_bandwidth: float
+    """Bytes a second that a device sends to others of its node."""
+    network_bandwidth: float
+    """Bytes a second that a device sends to other nodes."""
+    exchange_latency: float
+    """Seconds of an exchange without contents."""
+    half_speed_tokens: float
+    """Tokens at which matrix products reach half of `flops`: what a pass of no tokens costs, in tokens."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank receives."""
+
+    inside: float = 0.0
+    """From ranks of its own node."""
+    between: float = 0.0
+    """From other nodes, through its share of the node's adapters."""
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.inside + other.inside, self.between + other.between)
+
+    def __mul__(self, factor: float) -> "Traffic":
+        return Traffic(self.inside * factor, self.between * factor)
+
+    def seconds(self, machine: Machine) -> float:
+        """Both ways are used at the same time."""
+        return max(self.inside / machine.node_bandwidth, self.between / machine.network_bandwidth)
+
+
+def gathered(num_bytes: float, num_ranks: int, ranks_per_node: int) -> Traffic:
+    """A rank's traffic when `num_bytes` of shards are gathered on all ranks, or reduced to shards.
+
+    Inside a node all but the rank's own share comes over its link. From other nodes all that the node does not hold
+    arrives once, divided among the node's adapters: no other division of the weights within a node changes that.
+    """
+    r = ranks_per_node
+    return Traffic(num_bytes * (r - 1) / r, num_bytes * (1 - r / num_ranks) / r)
+
+
+def exchanged(num_bytes: float, sequence_parallel: int, ranks_per_node: int) -> Traffic:
+    """A rank's traffic when it hands over `num_bytes` in all-to-alls of the ranks that share its row.
+
+    A k-th stays with the rank. Of its group at least `gcd(k, ranks per node)` ranks are in its own node.
+    """
+    k = sequence_parallel
+    neighbours = math.gcd(k, ranks_per_node)
+    return Traffic(num_bytes * (neighbours - 1) / k, num_bytes * (k - neighbours) / k)
+
+
+def exchanged_numbers(shape: ModelShape, sequence_parallel: int) -> int:
+    """Numbers that a rank hands over in one layer's forward for each of its tokens: queries, keys, values, and the
+    output. Key and value heads are repeated until k divides their number."""
+    return shape.head_dim * (2 * shape.num_heads + 2 * math.lcm(shape.num_kv_heads, sequence_parallel))

@@ -1,0 +1,87 @@
+"""Memory that code allocates and bytes that it receives from other ranks, counted tensor by tensor: the same on every
+machine, unlike a process's size and the counters of a network."""
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the tensors that operations inside the block create. Views and in-place results create none.
+
+    Attributes:
+        peak_bytes: largest sum over the tensors created inside that were alive at the same time.
+        largest_numel: number of elements of the largest one.
+        shapes: the shapes of all of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = self.largest_numel = 0
+        self.shapes: set[tuple[int, ...]] = set()
+        self._live: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        known = {StorageWeakRef(tensor.untyped_storage()) for tensor in inputs}
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor) or StorageWeakRef(tensor.untyped_storage()) in known:
+                continue
+            if tensor.is_meta:  # has a size, and no memory
+                continue
+            self._live[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+            self.largest_numel = max(self.largest_numel, tensor.untyped_storage().nbytes() // tensor.element_size())
+            self.shapes.add(tuple(tensor.shape))
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
+        return result
+
+    def live_bytes(self) -> int:
+        """Sum over the tensors created inside that are alive now."""
+        self._live = {storage: nbytes for storage, nbytes in self._live.items() if not storage.expired()}
+        return sum(self._live.values())
+
+    def restart(self) -> None:
+        """Forgets the peak so far, but not what is alive."""
+        self.peak_bytes = self.live_bytes()
+
+
+def _received(name: str, args: tuple[Any, ...]) -> tuple[str, float] | None:
+    """Kind of a collective, and the bytes that it brings to each of its ranks; None for an operation that is none, or
+    one whose bytes are not those of parameters, gradients or tokens (sums of a few numbers, barriers)."""
+
+    def size(tensors: Any) -> int:
+        found = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in found)
+
+    match name:
+        case "c10d::_allgather_base_" | "c10d::allgather_" | "c10d::allgather_into_tensor_coalesced_":
+            return "gathers", size(args[0]) - size(args[1])
+        case "c10d::_reduce_scatter_base_" | "c10d::reduce_scatter_" | "c10d::reduce_scatter_tensor_coalesced_":
+            return "reductions", size(args[1]) - size(args[0])
+        case "c10d::alltoall_base_" | "c10d::alltoall_":
+            return "exchanges", size(args[0])
+    return None
+
+
+class ReceivedBytes(TorchDispatchMode):
+    """Counts what collectives inside the block bring to this rank: gathers and reductions all but the rank's own part;
+    exchanges with the part that stays.
+
+    Attributes:
+        received: bytes by kind, `gathers`, `reductions` and `exchanges`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received: dict[str, float] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = _received(func._schema.name, args)
+        if found is not None:
+            kind, num_bytes = found
+            self.received[kind] = self.received.get(kind, 0.0) + num_bytes
+        return func(*args, **(kwargs or {}))
