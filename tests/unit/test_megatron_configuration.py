@@ -58,7 +58,11 @@ def test_dense_architectures(config, has_head_norms, has_bias, head_dim):
             2,
             "rotary positions of type dynamic; expected default, linear, llama3, yarn",
         ),
-        (Qwen3Config(**SIZES), 4, "found 4 together with model.path m, which has 2 key/value heads; expected a divisor"),
+        (
+            Qwen3Config(**SIZES),
+            4,
+            "found 4 together with model.path m, which has 2 key/value heads; expected a divisor",
+        ),
         (Qwen3Config(**{**SIZES, "intermediate_size": 65}), 2, "an intermediate size of 65; expected a divisor"),
         (
             Qwen3Config(**{**SIZES, "vocab_size": 9, "num_attention_heads": 8, "num_key_value_heads": 8}),

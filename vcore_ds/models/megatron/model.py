@@ -1,0 +1,108 @@
+"""A decoder of parallel layers that returns the loss of every supervised token, as `vcore_ds.models.TokenLossModel`."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from vcore_ds.data import IGNORED_LABEL
+from vcore_ds.distributed import layout
+from vcore_ds.errors import UserError
+from vcore_ds.method import VocabularyPart, token_loss
+from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
+from vcore_ds.models.megatron.configuration import padded_vocabulary, transformer_config
+from vcore_ds.models.megatron.decoder import DecoderLayer, column_linear, norm
+from vcore_ds.models.megatron.parallel_layers import ColumnLinear, RowLinear, TokenEmbedding
+from vcore_ds.models.megatron.token_exchange import gather_tokens
+
+
+class ParallelTokenLossHead(nn.Module):
+    """This rank's rows of the output embedding, giving losses: see `vcore_ds.models.TokenLossHead`."""
+
+    def __init__(self, weight: nn.Parameter, vocabulary: int):
+        """Args:
+        weight: `[padded vocabulary / n, H]`.
+        vocabulary: number of tokens.
+        """
+        super().__init__()
+        self.weight = weight
+        first = layout.rank("tensor") * len(weight)
+        num_tokens = min(len(weight), vocabulary - first)
+        self._part = VocabularyPart(first, num_tokens, lambda own: layout.all_gather("tensor", own))
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Losses `[N]` of `targets [N]` given `hidden [N, H]`, the same on all ranks. A collective; the gradient by
+        `hidden` is this rank's part of a sum."""
+        return token_loss(hidden, self.weight, targets, part=self._part)
+
+
+class ParallelTokenLossModel(nn.Module):
+    """A decoder each of whose layers the ranks of a tensor group share; `forward` gives the loss of each supervised
+    token, the same on all of them.
+
+    Its parameters have no values yet. Those that are divided bear the mark by which DeepSpeed knows them,
+    `tensor_model_parallel`; the others, norms, are the same on all ranks of a group, and their gradient is the sum over
+    them.
+    """
+
+    def __init__(
+        self, path: str, config: PretrainedConfig, *, dtype: torch.dtype, gradient_checkpointing: bool = False
+    ):
+        """Args:
+        path: of the model, for messages.
+        config: of the Hugging Face model.
+        dtype: of the parameters.
+
+        Raises:
+            UserError: see `transformer_config`.
+        """
+        super().__init__()
+        tensor = layout.size("tensor")
+        made = transformer_config(path, config, tensor=tensor, dtype=dtype)
+        config._attn_implementation = TRAINING_ATTENTION
+        self.config = config
+        num_rows = padded_vocabulary(config, tensor)
+        self.embed_tokens = TokenEmbedding(
+            num_rows, made.hidden_size, config=made, init_method=nn.init.zeros_, tp_group=layout.group("tensor")
+        )
+        self.rotary = LlamaRotaryEmbedding(config)
+        self.layers = nn.ModuleList(DecoderLayer(made, config, i) for i in range(made.num_layers))
+        self.norm = norm(made, made.hidden_size)
+        weight = self.embed_tokens.weight
+        if not config.tie_word_embeddings:
+            weight = column_linear(made, made.hidden_size, num_rows, bias=False).weight
+        self.lm_head = ParallelTokenLossHead(weight, config.vocab_size)
+        if gradient_checkpointing:
+            for layer in self.layers:
+                layer.checkpoint_activations()
+        for module in self.modules():
+            if isinstance(module, ColumnLinear | RowLinear | TokenEmbedding | ParallelTokenLossHead):
+                for parameter in module.parameters(recurse=False):
+                    parameter.tensor_model_parallel = True
+
+    @property
+    def base(self) -> SimpleNamespace:
+        """What has the configuration, as the Hugging Face model within a `TokenLossModel` has it."""
+        return SimpleNamespace(config=self.config)
+
+    def forward(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor, row_layout: RowLayout) -> Tensor:
+        """Losses in nats, fp32, `[N]`: the supervised tokens among this rank's columns, in row-major order.
+
+        A collective over the tensor axis, whose ranks have the same columns.
+
+        Args: those of `vcore_ds.models.TokenLossModel`; t is a multiple of the ranks along the tensor axis.
+        """
+        if input_ids.shape[1] % layout.size("tensor"):
+            raise UserError(
+                f"parallel.tensor: found {layout.size('tensor')} together with rows of {input_ids.shape[1]} tokens on "
+                "each rank; expected a divisor of them"
+            )
+        hidden = self.embed_tokens(input_ids)
+        angles = self.rotary(hidden, position_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, angles, row_layout)
+        hidden = gather_tokens(self.norm(hidden)).transpose(0, 1)
+        supervised = targets != IGNORED_LABEL
+        return self.lm_head(hidden[supervised], targets[supervised])

@@ -1,0 +1,119 @@
+"""megatron-core's parallel layers with forwards that take dual numbers.
+
+Of megatron-core: which part of a weight a rank has, and how it is made. Its own forwards end in autograd Functions
+without a rule for tangents, and take their buffers from a global one on the current CUDA device. These run wherever
+PyTorch runs, and compute the same value with tangents as without, so that one forward can serve for losses and
+utilities (`vcore_ds.utility.fused_forward`).
+
+Between layers a rank has a part of the tokens, see `token_exchange`. Shapes as there; I input, O output size.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from vcore_ds.models.megatron.token_exchange import all_tokens, dual_or_plain, own_tokens, scatter_tokens
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """A part of the outputs of all tokens: `[t / n, b, I]` to `[t, b, O / n]`. A collective."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, d_value = forward_ad.unpack_dual(x)
+        weight, d_weight = value_and_tangent(self, "weight")
+        bias, d_bias = value_and_tangent(self, "bias")
+        return dual_or_plain(*_ColumnProduct.apply(value, weight, bias, d_value, d_weight, d_bias))
+
+
+class RowLinear(RowParallelLinear):
+    """All outputs of this rank's tokens: `[t, b, I / n]` to `[t / n, b, O]`, without a bias. A collective."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, d_value = forward_ad.unpack_dual(x)
+        weight, d_weight = value_and_tangent(self, "weight")
+        partial = linear(value, weight)
+        with torch.no_grad():
+            d_partial = product_tangent(value, weight, d_value, d_weight)
+        return scatter_tokens(dual_or_plain(partial, d_partial))
+
+
+class TokenEmbedding(VocabParallelEmbedding):
+    """`[b, t]` ids to `[t / n, b, H]`, of which each rank knows the rows of some tokens. A collective."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight, d_weight = value_and_tangent(self, "weight")
+        ids = ids.t()
+        is_other = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
+        rows = (ids - self.vocab_start_index).masked_fill(is_other, 0)
+        partial = embedding(rows, weight).masked_fill(is_other[..., None], 0.0)
+        d_partial = None
+        if d_weight is not None:
+            with torch.no_grad():
+                d_partial = embedding(rows, d_weight).masked_fill(is_other[..., None], 0.0)
+        return scatter_tokens(dual_or_plain(partial, d_partial))
+
+
+def value_and_tangent(module: nn.Module, name: str) -> tuple[Tensor | None, Tensor | None]:
+    """A parameter of a module that runs, and its tangent, if any.
+
+    With a graph the value is the parameter itself: a view of it, as a dual number's value is, would keep the memory of
+    the gathered parameter until the backward.
+    """
+    found = getattr(module, name)
+    if found is None:
+        return None, None
+    value, tangent = forward_ad.unpack_dual(found)
+    return module._parameters[name] if torch.is_grad_enabled() else value, tangent
+
+
+def product_tangent(x: Tensor, weight: Tensor, d_x: Tensor | None, d_weight: Tensor | None) -> Tensor | None:
+    """The tangent of `x W^T`; None where neither has one."""
+    found = None if d_x is None else linear(d_x, weight)
+    if d_weight is None:
+        return found
+    if found is None:
+        return linear(x, d_weight)
+    return torch.addmm(found.flatten(0, -2), x.flatten(0, -2), d_weight.t()).view(found.shape)
+
+
+class _ColumnProduct(torch.autograd.Function):
+    """`x W^T + b` of the tokens of all ranks. Keeps this rank's tokens for the backward, and gathers them again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        d_x: Tensor | None,
+        d_weight: Tensor | None,
+        d_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(x, weight)
+        whole, d_whole = all_tokens(x, d_x)
+        out, d_out = linear(whole, weight, bias), product_tangent(whole, weight, d_whole, d_weight)
+        if d_bias is not None:
+            d_out = d_bias.expand_as(out) if d_out is None else d_out + d_bias
+        if d_out is not None:
+            ctx.mark_non_differentiable(d_out)
+        return out, d_out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        flat = gradient.flatten(0, -2)
+        return (
+            own_tokens(gradient @ weight)[0] if needs_x else None,
+            flat.t() @ all_tokens(x)[0].flatten(0, -2) if needs_weight else None,
+            flat.sum(0) if needs_bias else None,
+            *(None,) * 3,
+        )

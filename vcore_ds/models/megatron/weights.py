@@ -1,0 +1,101 @@
+"""Which parts of a Hugging Face model's weights the parameters of a rank are, for both ways between the two."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from vcore_ds.models.megatron.configuration import head_dim, padded_vocabulary
+
+
+class Piece(NamedTuple):
+    """A part of one of the Hugging Face model's weights."""
+
+    name: str
+    rows: slice
+    columns: slice = slice(None)
+    """Not used for weights of one dimension."""
+
+    def of(self, weight: Tensor) -> Tensor:
+        """The part of that weight; a view."""
+        return weight[self.rows] if weight.dim() == 1 else weight[self.rows, self.columns]
+
+
+def pieces(config: PretrainedConfig, *, rank: int, size: int) -> dict[str, list[Piece]]:
+    """The pieces that lie one below the other in each parameter of a `ParallelTokenLossModel`, by its name.
+
+    Args:
+        config: of the Hugging Face model.
+        rank, size: along the tensor axis.
+    """
+
+    def part(total: int) -> slice:
+        return slice(rank * total // size, (rank + 1) * total // size)
+
+    rows = padded_vocabulary(config, size) // size
+    vocabulary = slice(rank * rows, min((rank + 1) * rows, config.vocab_size))
+    whole, dim = slice(None), head_dim(config)
+    queries, keys = part(config.num_attention_heads * dim), part(config.num_key_value_heads * dim)
+    found = {
+        "embed_tokens.weight": [Piece("model.embed_tokens.weight", vocabulary)],
+        "norm.weight": [Piece("model.norm.weight", whole)],
+    }
+    if not config.tie_word_embeddings:
+        found["lm_head.weight"] = [Piece("lm_head.weight", vocabulary)]
+    for layer in range(config.num_hidden_layers):
+        ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        norms += ["self_attn.q_norm", "self_attn.k_norm"] if config.model_type == "qwen3" else []
+        found |= {f"{ours}{name}.weight": [Piece(f"{theirs}{name}.weight", whole)] for name in norms}
+        for kind in ("weight", "bias") if config.model_type == "qwen2" else ("weight",):
+            found[f"{ours}self_attn.qkv_proj.{kind}"] = [
+                Piece(f"{theirs}self_attn.{name}_proj.{kind}", heads)
+                for name, heads in (("q", queries), ("k", keys), ("v", keys))
+            ]
+        columns = part(config.intermediate_size)
+        found |= {
+            f"{ours}self_attn.o_proj.weight": [Piece(f"{theirs}self_attn.o_proj.weight", whole, queries)],
+            f"{ours}mlp.gate_up_proj.weight": [
+                Piece(f"{theirs}mlp.{name}_proj.weight", columns) for name in ("gate", "up")
+            ],
+            f"{ours}mlp.down_proj.weight": [Piece(f"{theirs}mlp.down_proj.weight", whole, columns)],
+        }
+    return found
+
+
+def fill(model: nn.Module, of_rank: Mapping[str, Sequence[Piece]], read: Callable[[Piece], Tensor]) -> None:
+    """Copies a Hugging Face model's weights into a model that is not sharded; rows of no token become zero.
+
+    Args:
+        of_rank: the rank's pieces of every parameter.
+        read: gives a piece.
+    """
+    with torch.no_grad():
+        for name, parts in of_rank.items():
+            parameter, start = model.get_parameter(name), 0
+            for piece in parts:
+                values = read(piece)
+                parameter[start : start + len(values)].copy_(values)
+                start += len(values)
+            parameter[start:].zero_()
+
+
+def put_together(
+    weights: Mapping[str, Tensor], config: PretrainedConfig, of_ranks: Sequence[Mapping[str, Tensor]]
+) -> None:
+    """The way back: copies the parameters of all ranks of a tensor group into a Hugging Face model's weights.
+
+    Args:
+        weights: the model's tensors by name, which are overwritten.
+        config: of the Hugging Face model.
+        of_ranks: each rank's parameters by name, or other tensors of their shapes, such as gradients.
+    """
+    for rank, tensors in enumerate(of_ranks):
+        for name, parts in pieces(config, rank=rank, size=len(of_ranks)).items():
+            start = 0
+            for piece in parts:
+                place = piece.of(weights[piece.name])
+                place.copy_(tensors[name][start : start + len(place)])
+                start += len(place)
