@@ -38,12 +38,21 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
     return Recipe(**{**base, **sections})
 
 
-def make_engine(model, recipe: Recipe, *, persistence_threshold: int = 0, coalesce: bool = False) -> Engine:
+def make_engine(
+    model,
+    recipe: Recipe,
+    *,
+    persistence_threshold: int = 0,
+    coalesce: bool = False,
+    zero: dict[str, Any] | None = None,
+) -> Engine:
+    """`zero`: changes of DeepSpeed's configuration, in its section on ZeRO."""
     config = tiny.deepspeed_config(
         bf16=recipe.model.precision == "bf16",
         gradient_clipping=recipe.optimizer.gradient_clipping or 0.0,
         persistence_threshold=persistence_threshold,
     )
+    config["zero_optimization"] |= zero or {}
     return Engine(model, build_optimizer(model, recipe.optimizer), config, coalesce_gradient_reduction=coalesce)
 
 

@@ -46,10 +46,10 @@ def token_loss_model(
     return wrapped
 
 
-def rows(num_rows: int, num_tokens: int = 24, seed: int = 3) -> Batch:
+def rows(num_rows: int, num_tokens: int = 24, seed: int = 3, vocabulary: int = VOCABULARY) -> Batch:
     """Random sequences of different lengths, right-padded, with prompts of different lengths."""
     generator = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(0, VOCABULARY, (num_rows, num_tokens), generator=generator)
+    input_ids = torch.randint(0, vocabulary, (num_rows, num_tokens), generator=generator)
     labels = input_ids.clone()
     for row in range(num_rows):
         labels[row, : 3 + row % 4] = -100
@@ -108,6 +108,7 @@ def deepspeed_config(*, bf16: bool = False, gradient_clipping: float = 0.0, pers
         "gradient_clipping": gradient_clipping,
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": 3,
             "memory_efficient_linear": False,
