@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, local_torch_dtype
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from vcore_ds.distributed import layout
@@ -121,4 +121,5 @@ def row_linear(config: TransformerConfig, num_inputs: int, num_outputs: int) -> 
 
 def norm(config: TransformerConfig, size: int) -> LlamaRMSNorm:
     """A norm whose weight all ranks of a tensor group have; each has the gradient of its tokens or heads."""
-    return LlamaRMSNorm(size, eps=config.layernorm_epsilon).to(config.params_dtype)
+    with local_torch_dtype(config.params_dtype):
+        return LlamaRMSNorm(size, eps=config.layernorm_epsilon)

@@ -1,9 +1,11 @@
 """A decoder of parallel layers that returns the loss of every supervised token, as `vcore_ds.models.TokenLossModel`."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -21,15 +23,16 @@ from vcore_ds.models.megatron.token_exchange import gather_tokens
 class ParallelTokenLossHead(nn.Module):
     """This rank's rows of the output embedding, giving losses: see `vcore_ds.models.TokenLossHead`."""
 
-    def __init__(self, weight: nn.Parameter, vocabulary: int):
+    def __init__(self, weight: nn.Parameter, num_rows: int, vocabulary: int):
         """Args:
-        weight: `[padded vocabulary / n, H]`.
+        weight: `[num_rows, H]`, or a shard of it.
+        num_rows: on each rank.
         vocabulary: number of tokens.
         """
         super().__init__()
         self.weight = weight
-        first = layout.rank("tensor") * len(weight)
-        num_tokens = min(len(weight), vocabulary - first)
+        first = layout.rank("tensor") * num_rows
+        num_tokens = min(num_rows, vocabulary - first)
         self._part = VocabularyPart(first, num_tokens, lambda own: layout.all_gather("tensor", own))
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -48,12 +51,20 @@ class ParallelTokenLossModel(nn.Module):
     """
 
     def __init__(
-        self, path: str, config: PretrainedConfig, *, dtype: torch.dtype, gradient_checkpointing: bool = False
+        self,
+        path: str,
+        config: PretrainedConfig,
+        *,
+        dtype: torch.dtype,
+        gradient_checkpointing: bool = False,
+        activation_offload: bool = False,
     ):
         """Args:
         path: of the model, for messages.
         config: of the Hugging Face model.
         dtype: of the parameters.
+        gradient_checkpointing: keep the input of each layer alone for the backward.
+        activation_offload: keep what the backward needs of the layers in host memory until then.
 
         Raises:
             UserError: see `transformer_config`.
@@ -62,7 +73,7 @@ class ParallelTokenLossModel(nn.Module):
         tensor = layout.size("tensor")
         made = transformer_config(path, config, tensor=tensor, dtype=dtype)
         config._attn_implementation = TRAINING_ATTENTION
-        self.config = config
+        self.config, self._activation_offload = config, activation_offload
         num_rows = padded_vocabulary(config, tensor)
         self.embed_tokens = TokenEmbedding(
             num_rows, made.hidden_size, config=made, init_method=nn.init.zeros_, tp_group=layout.group("tensor")
@@ -73,7 +84,7 @@ class ParallelTokenLossModel(nn.Module):
         weight = self.embed_tokens.weight
         if not config.tie_word_embeddings:
             weight = column_linear(made, made.hidden_size, num_rows, bias=False).weight
-        self.lm_head = ParallelTokenLossHead(weight, config.vocab_size)
+        self.lm_head = ParallelTokenLossHead(weight, num_rows // tensor, config.vocab_size)
         if gradient_checkpointing:
             for layer in self.layers:
                 layer.checkpoint_activations()
@@ -87,6 +98,11 @@ class ParallelTokenLossModel(nn.Module):
         """What has the configuration, as the Hugging Face model within a `TokenLossModel` has it."""
         return SimpleNamespace(config=self.config)
 
+    def compute_buffers(self) -> None:
+        """Computes the rotary frequencies, which are in no file, again: those that were made while zero.Init replaced
+        torch's constructors may have passed through bf16."""
+        self.rotary = LlamaRotaryEmbedding(self.config)
+
     def forward(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor, row_layout: RowLayout) -> Tensor:
         """Losses in nats, fp32, `[N]`: the supervised tokens among this rank's columns, in row-major order.
 
@@ -99,10 +115,11 @@ class ParallelTokenLossModel(nn.Module):
                 f"parallel.tensor: found {layout.size('tensor')} together with rows of {input_ids.shape[1]} tokens on "
                 "each rank; expected a divisor of them"
             )
-        hidden = self.embed_tokens(input_ids)
-        angles = self.rotary(hidden, position_ids)
-        for layer in self.layers:
-            hidden = layer(hidden, angles, row_layout)
+        with save_on_cpu(pin_memory=input_ids.is_cuda) if self._activation_offload else nullcontext():
+            hidden = self.embed_tokens(input_ids)
+            angles = self.rotary(hidden, position_ids)
+            for layer in self.layers:
+                hidden = layer(hidden, angles, row_layout)
         hidden = gather_tokens(self.norm(hidden)).transpose(0, 1)
         supervised = targets != IGNORED_LABEL
         return self.lm_head(hidden[supervised], targets[supervised])

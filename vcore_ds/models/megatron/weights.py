@@ -1,6 +1,7 @@
 """Which parts of a Hugging Face model's weights the parameters of a rank are, for both ways between the two."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,45 @@ def pieces(config: PretrainedConfig, *, rank: int, size: int) -> dict[str, list[
             f"{ours}mlp.down_proj.weight": [Piece(f"{theirs}mlp.down_proj.weight", whole, columns)],
         }
     return found
+
+
+class Run(NamedTuple):
+    """Elements of one of the Hugging Face model's weights that follow each other in a parameter too."""
+
+    name: str
+    start: int
+    """First element, counted in the flattened weight."""
+    offset: int
+    """Its place in the part of the parameter that was asked for."""
+    numel: int
+
+
+def runs(parts: Sequence[Piece], shapes: Mapping[str, Sequence[int]], start: int, end: int) -> Iterator[Run]:
+    """What elements `start` to `end` of a flattened parameter are; nothing of those that are padding.
+
+    A piece of whole rows is one run, of some columns a run for each row.
+
+    Args:
+        parts: the parameter's pieces.
+        shapes: of the weights.
+    """
+    first = 0  # element of the parameter at which the piece begins
+    for piece in parts:
+        shape = shapes[piece.name]
+        width = math.prod(shape[1:])
+        first_row, end_row, _ = piece.rows.indices(shape[0])
+        first_column, end_column, _ = piece.columns.indices(width)
+        num_columns = end_column - first_column
+        num_rows = end_row - first_row
+        if num_columns == width:  # as one long row
+            num_rows, num_columns = 1, num_rows * width
+        begin, stop = max(start, first), min(end, first + num_rows * num_columns)
+        for row in range((begin - first) // num_columns, -(-(stop - first) // num_columns)) if begin < stop else ():
+            of_row = first + row * num_columns
+            left, right = max(begin, of_row), min(stop, of_row + num_columns)
+            place = (first_row + row) * width + first_column
+            yield Run(piece.name, place + left - of_row, left - start, right - left)
+        first += num_rows * num_columns
 
 
 def fill(model: nn.Module, of_rank: Mapping[str, Sequence[Piece]], read: Callable[[Piece], Tensor]) -> None:
