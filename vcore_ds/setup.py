@@ -36,6 +36,11 @@ COALESCING_SHARE = 0.05
 def check_model(recipe: Recipe) -> None:
     """Raises UserError where the model's folder cannot serve the recipe; cheap, no weights are read."""
     check_model_folder(recipe.model.path)
+    if recipe.model.provider == "megatron":
+        from vcore_ds.models.megatron.configuration import transformer_config
+
+        config = read_config(recipe.model.path)
+        transformer_config(recipe.model.path, config, tensor=recipe.parallel.tensor, dtype=_dtype(recipe))
     if recipe.method.name == "vcore" and recipe.utility.estimator == "jvp":
         check_forward_mode(recipe.model.path)
 
@@ -52,7 +57,7 @@ def plan_ranks(recipe: Recipe) -> BatchPlan:
     shape, ranks_per_node = layout.gather_objects("job", here)[0]
     plan = plan_batch(
         recipe,
-        layout.size("shards"),
+        layout.size("job"),
         shape,
         ranks_per_node=ranks_per_node,
         machine=CPU if device().type == "cpu" else H100,
@@ -62,8 +67,8 @@ def plan_ranks(recipe: Recipe) -> BatchPlan:
 
 
 def count_parameters(recipe: Recipe) -> ParameterCounts:
-    """The model's parameters, from one without weights; zeros where the model cannot be read, which is said
-    elsewhere."""
+    """Parameters of the model, or of a rank's part of every layer, from a model without weights; zeros where it cannot
+    be read, which is said elsewhere."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(read_config(recipe.model.path))
@@ -71,25 +76,17 @@ def count_parameters(recipe: Recipe) -> ParameterCounts:
                 model = add_lora(model, recipe.lora)
     except (UserError, OSError, ValueError):
         return ParameterCounts(0, 0)
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained))
+    all_of_them = [parameter.numel() for parameter in model.parameters()]
+    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    tensor = recipe.parallel.tensor
+    return ParameterCounts(*(-(-sum(part) // tensor) for part in (all_of_them, trained)))
 
 
 def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
     """Model, adapters, optimizer and ZeRO-3, from the recipe. A collective."""
     # The same on every rank: adapters are initialised before they are sharded.
     torch.manual_seed(recipe.run.seed)
-    causal_lm = load_sharded(
-        recipe.model.path,
-        ds_config,
-        dtype=torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32,
-        attention=recipe.model.attention,
-        gradient_checkpointing=recipe.model.gradient_checkpointing,
-        say=partial(print, flush=True),
-    )
-    if recipe.lora is not None:
-        causal_lm = add_lora(causal_lm, recipe.lora)
-    model = TokenLossModel(causal_lm, activation_offload=recipe.model.activation_offload)
+    model = _load_parallel(recipe, ds_config) if recipe.model.provider == "megatron" else _load(recipe, ds_config)
     model.train()
     return Engine(
         model,
@@ -97,6 +94,37 @@ def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
         ds_config,
         coalesce_gradient_reduction=coalesces(recipe, model),
     )
+
+
+def _load(recipe: Recipe, ds_config: dict) -> TokenLossModel:
+    causal_lm = load_sharded(
+        recipe.model.path,
+        ds_config,
+        dtype=_dtype(recipe),
+        attention=recipe.model.attention,
+        gradient_checkpointing=recipe.model.gradient_checkpointing,
+        say=partial(print, flush=True),
+    )
+    if recipe.lora is not None:
+        causal_lm = add_lora(causal_lm, recipe.lora)
+    return TokenLossModel(causal_lm, activation_offload=recipe.model.activation_offload)
+
+
+def _load_parallel(recipe: Recipe, ds_config: dict) -> torch.nn.Module:
+    from vcore_ds.engine.parallel_loading import load_parallel  # here alone: megatron-core takes seconds to import
+
+    return load_parallel(
+        recipe.model.path,
+        ds_config,
+        dtype=_dtype(recipe),
+        gradient_checkpointing=recipe.model.gradient_checkpointing,
+        activation_offload=recipe.model.activation_offload,
+        say=partial(print, flush=True),
+    )
+
+
+def _dtype(recipe: Recipe) -> torch.dtype:
+    return torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32
 
 
 def coalesces(recipe: Recipe, model: torch.nn.Module) -> bool:

@@ -27,7 +27,10 @@ def parallel_model(plain: PreTrainedModel, *, checkpointing: bool = False) -> Pa
 def whole(plain: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What this rank's tensor group has of each parameter, under the Hugging Face model's names."""
     found = {name: torch.full_like(p.detach(), torch.nan) for name, p in plain.named_parameters()}
-    put_together(found, plain.config, layout.gather_objects("tensor", dict(tensors)))
+    of_ranks = layout.gather_objects("tensor", dict(tensors))
+    for rank, of_rank in enumerate(of_ranks):
+        for name, parts in pieces(plain.config, rank=rank, size=len(of_ranks)).items():
+            put_together(found, of_rank[name], parts)
     return found
 
 

@@ -4,6 +4,7 @@ what a checkpoint holds, tensor by tensor, without a process group."""
 import itertools
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import deepspeed
@@ -49,18 +50,23 @@ def save_hugging_face(
     """
     is_first = layout.is_first()
     unfinished = unfinished_path(folder)
-    model = engine.module.causal_lm
+    model = getattr(engine.module, "causal_lm", None)  # parallel layers have none
     try:
         if isinstance(model, PeftModel):
             adapter = {name: tensor for name, tensor in _gathered(engine, _adapter_owner(engine)) if tensor is not None}
             on_all_ranks(unfinished, lambda: _write_adapter(model, adapter, tokenizer, folder) if is_first else None)
             return
-        weights = _described(engine)
+        weights, gathered = _described(engine), _gathered
+        if model is None:
+            from vcore_ds.engine.parallel_export import gathered_parallel  # megatron-core takes seconds to import
+
+            weights = files.described_weights(model_path, next(engine.module.parameters()).dtype)
+            gathered = partial(gathered_parallel, weights=weights)
         split = files.plan_files(weights, max_file_bytes)
         num_bytes = split.metadata["total_size"]
         on_all_ranks(unfinished, lambda: files.begin(folder, num_bytes) if is_first else None)
         owner = _file_owner(split)
-        for file, tensors in files.collect_files(split, _gathered(engine, owner)):
+        for file, tensors in files.collect_files(split, gathered(engine, owner)):
             expected = {name: weights[name] for name in split.filename_to_tensors[file]}
             mine = owner[next(iter(expected))] == layout.rank("job")
             # Every rank waits for the writer here: if it fails, all of them learn it instead of hanging in a gather.

@@ -19,6 +19,10 @@ class Piece(NamedTuple):
     columns: slice = slice(None)
     """Not used for weights of one dimension."""
 
+    @property
+    def num_rows(self) -> int:
+        return self.rows.stop - self.rows.start
+
     def of(self, weight: Tensor) -> Tensor:
         """The part of that weight; a view."""
         return weight[self.rows] if weight.dim() == 1 else weight[self.rows, self.columns]
@@ -37,19 +41,20 @@ def pieces(config: PretrainedConfig, *, rank: int, size: int) -> dict[str, list[
 
     rows = padded_vocabulary(config, size) // size
     vocabulary = slice(rank * rows, min((rank + 1) * rows, config.vocab_size))
-    whole, dim = slice(None), head_dim(config)
+    dim, every_row = head_dim(config), slice(0, config.hidden_size)
     queries, keys = part(config.num_attention_heads * dim), part(config.num_key_value_heads * dim)
     found = {
         "embed_tokens.weight": [Piece("model.embed_tokens.weight", vocabulary)],
-        "norm.weight": [Piece("model.norm.weight", whole)],
+        "norm.weight": [Piece("model.norm.weight", every_row)],
     }
     if not config.tie_word_embeddings:
         found["lm_head.weight"] = [Piece("lm_head.weight", vocabulary)]
     for layer in range(config.num_hidden_layers):
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        norms += ["self_attn.q_norm", "self_attn.k_norm"] if config.model_type == "qwen3" else []
-        found |= {f"{ours}{name}.weight": [Piece(f"{theirs}{name}.weight", whole)] for name in norms}
+        norms = {"input_layernorm": every_row, "post_attention_layernorm": every_row}
+        if config.model_type == "qwen3":
+            norms |= {"self_attn.q_norm": slice(0, dim), "self_attn.k_norm": slice(0, dim)}
+        found |= {f"{ours}{name}.weight": [Piece(f"{theirs}{name}.weight", rows)] for name, rows in norms.items()}
         for kind in ("weight", "bias") if config.model_type == "qwen2" else ("weight",):
             found[f"{ours}self_attn.qkv_proj.{kind}"] = [
                 Piece(f"{theirs}self_attn.{name}_proj.{kind}", heads)
@@ -57,11 +62,11 @@ def pieces(config: PretrainedConfig, *, rank: int, size: int) -> dict[str, list[
             ]
         columns = part(config.intermediate_size)
         found |= {
-            f"{ours}self_attn.o_proj.weight": [Piece(f"{theirs}self_attn.o_proj.weight", whole, queries)],
+            f"{ours}self_attn.o_proj.weight": [Piece(f"{theirs}self_attn.o_proj.weight", every_row, queries)],
             f"{ours}mlp.gate_up_proj.weight": [
                 Piece(f"{theirs}mlp.{name}_proj.weight", columns) for name in ("gate", "up")
             ],
-            f"{ours}mlp.down_proj.weight": [Piece(f"{theirs}mlp.down_proj.weight", whole, columns)],
+            f"{ours}mlp.down_proj.weight": [Piece(f"{theirs}mlp.down_proj.weight", every_row, columns)],
         }
     return found
 
@@ -90,17 +95,16 @@ def runs(parts: Sequence[Piece], shapes: Mapping[str, Sequence[int]], start: int
     for piece in parts:
         shape = shapes[piece.name]
         width = math.prod(shape[1:])
-        first_row, end_row, _ = piece.rows.indices(shape[0])
         first_column, end_column, _ = piece.columns.indices(width)
         num_columns = end_column - first_column
-        num_rows = end_row - first_row
+        num_rows = piece.num_rows
         if num_columns == width:  # as one long row
             num_rows, num_columns = 1, num_rows * width
         begin, stop = max(start, first), min(end, first + num_rows * num_columns)
         for row in range((begin - first) // num_columns, -(-(stop - first) // num_columns)) if begin < stop else ():
             of_row = first + row * num_columns
             left, right = max(begin, of_row), min(stop, of_row + num_columns)
-            place = (first_row + row) * width + first_column
+            place = (piece.rows.start + row) * width + first_column
             yield Run(piece.name, place + left - of_row, left - start, right - left)
         first += num_rows * num_columns
 
@@ -122,20 +126,17 @@ def fill(model: nn.Module, of_rank: Mapping[str, Sequence[Piece]], read: Callabl
             parameter[start:].zero_()
 
 
-def put_together(
-    weights: Mapping[str, Tensor], config: PretrainedConfig, of_ranks: Sequence[Mapping[str, Tensor]]
-) -> None:
-    """The way back: copies the parameters of all ranks of a tensor group into a Hugging Face model's weights.
+def put_together(weights: Mapping[str, Tensor], parameter: Tensor, parts: Sequence[Piece]) -> None:
+    """The way back: copies a rank's parameter into a Hugging Face model's weights.
 
     Args:
-        weights: the model's tensors by name, which are overwritten.
-        config: of the Hugging Face model.
-        of_ranks: each rank's parameters by name, or other tensors of their shapes, such as gradients.
+        weights: the model's tensors by name, which are overwritten; pieces of others are passed over.
+        parameter: or another tensor of its shape, such as its gradient.
+        parts: its pieces.
     """
-    for rank, tensors in enumerate(of_ranks):
-        for name, parts in pieces(config, rank=rank, size=len(of_ranks)).items():
-            start = 0
-            for piece in parts:
-                place = piece.of(weights[piece.name])
-                place.copy_(tensors[name][start : start + len(place)])
-                start += len(place)
+    start = 0
+    for piece in parts:
+        end = start + piece.num_rows
+        if piece.name in weights:
+            piece.of(weights[piece.name]).copy_(parameter[start:end])
+        start = end

@@ -1,0 +1,124 @@
+"""Whole runs with parallel layers: loaded from a Hugging Face folder, stopped, resumed, exported, loaded again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.helpers import resumed_runs, tiny
+from tests.helpers.ranks import run_ranks
+from tests.helpers.setups import sums, write_conversations
+from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.commands.export.write import export_run
+from vcore_ds.config import Recipe
+
+pytestmark = pytest.mark.dist
+
+DEEPSPEED_CONFIG = Path(__file__).resolve().parents[2] / "ds_configs" / "zero3_fp32.json"
+STOP = 3
+NUM_STEPS = resumed_runs.NUM_STEPS
+
+
+def make_recipe(folder: Path, name: str, **sections: Any) -> Recipe:
+    tied = "tied" if name.startswith("tied") else "untied"
+    model = {"path": str(folder / tied), "precision": "fp32", **sections.pop("model", {})}
+    return Recipe(
+        model=model,
+        method={"kl_budget": 0.05},
+        data={"train_path": str(folder / "train.jsonl"), "cache_dir": str(folder / "cache")},
+        batch={"global_size": 4},
+        probe={"batch_size": 2, "every": 2},
+        optimizer={"learning_rate": 1e-3, "eps": 1e-4},
+        schedule={"num_steps": NUM_STEPS},
+        run={"output_dir": str(folder / "runs" / name)},
+        engine={"deepspeed_config": str(DEEPSPEED_CONFIG)},
+        **sections,
+    )
+
+
+PARALLEL: dict[str, Any] = {"model": {"provider": "megatron"}, "parallel": {"tensor": 2}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("megatron")
+    tokenizer = make_tokenizer()
+    for name in ("tied", "untied"):
+        # One token that the ranks cannot share out evenly.
+        tiny.qwen3(tied=name == "tied", vocab_size=len(tokenizer) + 1 - len(tokenizer) % 2).save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    write_conversations(root / "train.jsonl", sums(range(13)))
+    return root
+
+
+def train_parallel(folder: Path) -> None:
+    resumed_runs.to_the_end(make_recipe(folder, "tied", **PARALLEL))
+    whole = make_recipe(folder, "whole", **PARALLEL)
+    resumed_runs.to_the_end(whole)
+    stopped = make_recipe(folder, "stopped", **PARALLEL)
+    resumed_runs.until(stopped, STOP)
+    resumed_runs.to_the_end(stopped)
+
+
+def train_alone(folder: Path) -> None:
+    for name in ("alone", "tied_alone"):
+        resumed_runs.to_the_end(make_recipe(folder, name))
+
+
+def resume_on_two(folder: Path) -> None:
+    resumed_runs.to_the_end(make_recipe(folder, "on_two", **PARALLEL))
+
+
+def stop_on_four(folder: Path) -> None:
+    resumed_runs.until(make_recipe(folder, "on_two", **PARALLEL), STOP)
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Path:
+    run_ranks(train_parallel, 4, folder)
+    run_ranks(train_alone, 2, folder)
+    return folder / "runs"
+
+
+def test_a_resumed_run_equals_one_that_was_not_stopped(runs):
+    assert resumed_runs.differences(runs / "stopped", runs / "whole") == []
+
+
+@pytest.mark.parametrize(("parallel", "alone"), [("whole", "alone"), ("tied", "tied_alone")])
+def test_losses_are_those_of_hugging_faces_layers(runs, parallel, alone):
+    found, expected = (resumed_runs.timeless_metrics(runs / name) for name in (parallel, alone))
+    for a, b in zip(found, expected, strict=True):
+        for key in ("loss", "alpha", "grad_norm", "direction_norm", "supervised_tokens", "sequences"):
+            assert a.get(key) == pytest.approx(b.get(key), rel=2e-4), (a["step"], key)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(("parallel", "alone"), [("whole", "alone"), ("tied", "tied_alone")])
+def test_exports_are_those_of_hugging_faces_layers(runs, parallel, alone, tmp_path):
+    ours, theirs = weights_of(runs / parallel / "model"), weights_of(runs / alone / "model")
+    assert list(ours) == list(theirs)
+    for name, weight in theirs.items():
+        assert ours[name].shape == weight.shape
+        assert float((ours[name] - weight).abs().max()) < 1e-4, name
+    from_checkpoint = export_run(runs / parallel, output=tmp_path / "export")
+    assert all(torch.equal(weight, ours[name]) for name, weight in weights_of(from_checkpoint).items())
+    for file in (runs / alone / "model").iterdir():
+        if file.name != "model.safetensors":
+            assert (runs / parallel / "model" / file.name).read_bytes() == file.read_bytes()
+    AutoModelForCausalLM.from_pretrained(runs / parallel / "model")
+
+
+def test_resuming_on_fewer_ranks(folder, runs):
+    run_ranks(stop_on_four, 4, folder)
+    run_ranks(resume_on_two, 2, folder)
+    on_two, whole = (resumed_runs.tensors_of(runs / name) for name in ("on_two", "whole"))
+    assert on_two.keys() == whole.keys()
+    for name, tensor in whole.items():
+        if name.startswith("master"):
+            torch.testing.assert_close(on_two[name], tensor, rtol=0, atol=1e-4)

@@ -1,0 +1,44 @@
+"""What a checkpoint of parallel layers holds, as weights of the Hugging Face model."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vcore_ds.config import Recipe
+from vcore_ds.engine.checkpoint_shards import stored_name
+from vcore_ds.engine.export_shards import CheckpointTensors
+from vcore_ds.files import checkpoint_folder
+from vcore_ds.files.model_folder import described_weights
+from vcore_ds.models import read_config
+from vcore_ds.models.megatron.weights import Piece, pieces, put_together
+
+
+class ParallelCheckpointWeights:
+    """The fp32 parameters that a checkpoint's optimizer state holds, a part of every layer under each name: see
+    `vcore_ds.commands.export.write.TrainedWeights`."""
+
+    def __init__(self, folder: Path, recipe: Recipe):
+        """Args:
+        folder: of the checkpoint.
+        recipe: of its run.
+        """
+        self.name = folder.name
+        self.shapes = {name: like.shape for name, like in described_weights(recipe.model.path, torch.float32).items()}
+        self._tensors = CheckpointTensors(folder / checkpoint_folder.STATE)
+        self._own_shapes: dict[str, list[int]] = checkpoint_folder.read_run_state(folder)["shapes"]
+        self._parameters: dict[str, list[tuple[str, str, list[Piece]]]] = {}
+        config, size = read_config(recipe.model.path), recipe.parallel.tensor
+        for rank in range(size):
+            for name, parts in pieces(config, rank=rank, size=size).items():
+                for weight in {piece.name for piece in parts}:
+                    found = self._parameters.setdefault(weight, [])
+                    found.append((name, f"master.{stored_name(name, rank, size)}", parts))
+
+    def read(self, name: str) -> Tensor:
+        """The whole weight, fp32, on the CPU."""
+        whole = torch.empty(self.shapes[name])
+        for parameter, stored, parts in self._parameters[name]:
+            values = self._tensors.read(stored).view(self._own_shapes[parameter])
+            put_together({name: whole}, values, parts)
+        return whole
