@@ -17,8 +17,9 @@ pytestmark = pytest.mark.dist
 
 
 def sections(clipping: float | None = None, **others) -> dict:
-    """Of a recipe with SGD: Adam moves a parameter whose gradient is near zero by the sign of its rounding."""
-    optimizer = {"learning_rate": step_runs.LEARNING_RATE, "name": "sgd", "gradient_clipping": clipping}
+    """Of a recipe with SGD: Adam moves a parameter whose gradient is near zero by the sign of its rounding. Steps of
+    this length move parameters by a thousand times the bound on their deviation."""
+    optimizer = {"learning_rate": 0.1, "name": "sgd", "gradient_clipping": clipping}
     return {"optimizer": optimizer, **others}
 
 

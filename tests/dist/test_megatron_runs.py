@@ -6,18 +6,24 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds import setup as shared
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.config import Recipe
+from vcore_ds.config import Recipe, deepspeed_config
+from vcore_ds.data import load_tokenizer
+from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.engine import save_hugging_face
 
 pytestmark = pytest.mark.dist
 
-DEEPSPEED_CONFIG = Path(__file__).resolve().parents[2] / "ds_configs" / "zero3_fp32.json"
+DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
+UNTRAINED = (("untied", "fp32"), ("tied", "bf16"))
 STOP = 3
 NUM_STEPS = resumed_runs.NUM_STEPS
 
@@ -34,7 +40,7 @@ def make_recipe(folder: Path, name: str, **sections: Any) -> Recipe:
         optimizer={"learning_rate": 1e-3, "eps": 1e-4},
         schedule={"num_steps": NUM_STEPS},
         run={"output_dir": str(folder / "runs" / name)},
-        engine={"deepspeed_config": str(DEEPSPEED_CONFIG)},
+        engine={"deepspeed_config": str(DEEPSPEED_CONFIGS / f"zero3_{model['precision']}.json")},
         **sections,
     )
 
@@ -61,6 +67,26 @@ def train_parallel(folder: Path) -> None:
     stopped = make_recipe(folder, "stopped", **PARALLEL)
     resumed_runs.until(stopped, STOP)
     resumed_runs.to_the_end(stopped)
+
+
+def load_and_export(folder: Path, kind: str, sections: dict[str, Any]) -> dict[str, Any]:
+    """Exports without training, in files of a few weights; what the engine computes with what it has loaded."""
+    found: dict[str, Any] = {}
+    for name, precision in UNTRAINED:
+        recipe = make_recipe(folder, f"{name}_{kind}", **_with_precision(sections, precision))
+        start_process_group(10, recipe.parallel.tensor)
+        engine = shared.build_engine(recipe, deepspeed_config(recipe, shared.plan_ranks(recipe)))
+        target = folder / "untrained" / f"{name}_{kind}"
+        save_hugging_face(engine, load_tokenizer(recipe.model.path), recipe.model.path, target, max_file_bytes=20_000)
+        with engine.without_gradient():
+            found[name] = engine.token_losses(tiny.rows(3)).float()
+        found[f"{name}, frequencies"] = [b for n, b in engine.module.named_buffers() if n.endswith("rotary.inv_freq")]
+        engine.close()
+    return found
+
+
+def _with_precision(sections: dict[str, Any], precision: str) -> dict[str, Any]:
+    return {**sections, "model": {**sections.get("model", {}), "precision": precision}}
 
 
 def train_alone(folder: Path) -> None:
@@ -93,6 +119,41 @@ def test_losses_are_those_of_hugging_faces_layers(runs, parallel, alone):
     for a, b in zip(found, expected, strict=True):
         for key in ("loss", "alpha", "grad_norm", "direction_norm", "supervised_tokens", "sequences"):
             assert a.get(key) == pytest.approx(b.get(key), rel=2e-4), (a["step"], key)
+
+
+@pytest.fixture(scope="module")
+def untrained(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """With Hugging Face's layers on 2 ranks, and with parallel ones on 4."""
+    return run_ranks(load_and_export, 2, folder, "alone", {})[0], run_ranks(
+        load_and_export, 4, folder, "parallel", PARALLEL
+    )[3]
+
+
+@pytest.mark.parametrize(("name", "precision"), UNTRAINED)
+def test_an_untrained_export_is_the_other_providers_byte_for_byte(folder, untrained, name, precision):
+    alone, parallel = (folder / "untrained" / f"{name}_{kind}" for kind in ("alone", "parallel"))
+    names = sorted(file.name for file in alone.iterdir())
+    assert len([name for name in names if name.endswith(".safetensors")]) == 3
+    assert sorted(file.name for file in parallel.iterdir()) == names
+    for file in names:
+        assert (parallel / file).read_bytes() == (alone / file).read_bytes(), file
+
+
+@pytest.mark.parametrize(("name", "precision"), UNTRAINED)
+def test_loaded_layers_compute_what_the_model_computes(folder, untrained, name, precision):
+    plain, batch = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32), tiny.rows(3)
+    targets = batch.targets()
+    with torch.no_grad():
+        logits = plain(input_ids=batch.input_ids).logits
+    expected = cross_entropy(logits[targets != -100], targets[targets != -100], reduction="none")
+    of_alone, of_parallel = (float((of[name] - expected).abs().max()) for of in untrained)
+    print(of_alone, of_parallel)
+    if precision == "fp32":
+        assert of_parallel < 2e-6
+    else:  # within the rounding that the other provider has too
+        assert of_parallel < 2 * of_alone
+    (frequencies,) = untrained[1][f"{name}, frequencies"]
+    assert torch.equal(frequencies, plain.model.rotary_emb.inv_freq)
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

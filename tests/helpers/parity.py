@@ -71,7 +71,8 @@ def run_case(case: Case) -> dict[str, float]:
         dealt_probe = [] if probe is None else step_runs.deal(probe, 2, k_probe, packed=case.packed)
         dealt = StepBatches(step_runs.deal(main, 2, k_main, packed=case.packed), dealt_probe)
         recorded = step_runs.Recorder(engine)
-        metrics = step_runs.train_step(engine, recipe, dealt, estimator, recorded)
+        rate = recipe.optimizer.learning_rate
+        metrics = step_runs.train_step(engine, recipe, dealt, estimator, recorded, learning_rate=rate)
         own_alpha = recipe.method.alpha_scope == "micro_batch"
         groups = step_runs.micro_batch_rows(case.num_main, 2, k_main) if own_alpha else None
         expected = reference.step(main, probe, groups=groups, kept=masks, **step_runs.reference_options(recipe))

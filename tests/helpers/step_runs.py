@@ -146,10 +146,12 @@ def reference_of(model, recipe: Recipe) -> Reference:
             module.config._attn_implementation = "eager"
     trained = [p for p in plain.parameters() if p.requires_grad]
     if recipe.optimizer.name == "sgd":
-        optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
+        optimizer = torch.optim.SGD(trained, lr=recipe.optimizer.learning_rate)
     else:
         adamw = recipe.optimizer
-        optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=adamw.betas, eps=adamw.eps, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(
+            trained, lr=adamw.learning_rate, betas=adamw.betas, eps=adamw.eps, weight_decay=0.0
+        )
     return Reference(plain, optimizer)
 
 
