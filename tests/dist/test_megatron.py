@@ -3,7 +3,7 @@
 Two ranks share every layer, and two such pairs, or pairs of pairs that share their rows, make the ZeRO-3 shards.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -51,6 +51,7 @@ CASES = {
         sequence_parallel=(2, 1), packed=True, checkpointing=True, sections=sections(**SEPARATE)
     ),
 }
+OF_FOUR = Case(tensor=4, num_kv_heads=4, vocabulary=122, packed=True, checkpointing=True, sections=sections())
 SIZES = dict(
     hidden_size=32,
     intermediate_size=64,
@@ -78,32 +79,63 @@ ARCHITECTURES = {
 }
 
 
-def run_all() -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
-    from tests.helpers.megatron import compare_with
+@dataclass
+class Found:
+    """Deviations on one rank, by quantity."""
+
+    architectures: dict[str, dict[str, float]]
+    cases: dict[str, dict[str, float]]
+    rounding: dict[str, float]
+    of_four: dict[str, float]
+    """Where all ranks share every layer."""
+
+
+def run_all() -> Found:
+    from tests.helpers import megatron  # here alone, as megatron-core takes seconds to import
 
     layout.arrange(tensor=2)
     layout.make_sequence_groups([2], timeout_minutes=10)
-    families = {name: compare_with(config) for name, config in ARCHITECTURES.items()}
-    return families, {name: run_case(replace(case, tensor=2)) for name, case in CASES.items()}
+    architectures = {name: megatron.compare_with(config) for name, config in ARCHITECTURES.items()}
+    cases = {name: run_case(replace(case, tensor=2)) for name, case in CASES.items()}
+    rounding = megatron.stochastic_rounding()
+    layout.arrange(tensor=4)
+    return Found(architectures, cases, rounding, run_case(OF_FOUR))
 
 
 @pytest.fixture(scope="module")
-def found() -> list[tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]]:
+def found() -> list[Found]:
     return run_ranks(run_all, 4)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_losses_and_gradients_equal_those_of_hugging_face(found, name):
-    for families, _ in found:
-        print(name, families[name])
-        assert families[name]["losses"] < 2e-6
-        assert families[name]["gradient"] < 1e-5
+    for of_rank in found:
+        deviations = of_rank.architectures[name]
+        print(name, deviations)
+        assert deviations["losses"] < 2e-6
+        assert deviations["gradient"] < 1e-5
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_step_equals_reference(found, name):
-    of_ranks = [of_cases[name] for _, of_cases in found]
+    check([of_rank.cases[name] for of_rank in found])
+
+
+def test_four_ranks_to_a_layer(found):
+    check([of_rank.of_four for of_rank in found])
+
+
+def check(of_ranks):
     assert_equal(of_ranks)
     for worst in of_ranks:
         assert worst["norm"] < 1e-5
         assert worst["drift"] == 0
+
+
+def test_stochastic_rounding_is_the_same_on_replicas(found):
+    for of_rank in found:
+        rounding = of_rank.rounding
+        print(rounding)
+        assert (rounding["masters"], rounding["perturbed"], rounding["losses"]) == (0, 0, 0)
+        assert rounding["changed"] > 0.1
+    assert sum(of_rank.rounding["changed norms"] for of_rank in found) > 0

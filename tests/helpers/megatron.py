@@ -8,9 +8,12 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tests.helpers import step_runs, tiny
+from tests.helpers.step_cases import CASES
+from vcore_ds.data import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
 from vcore_ds.models.megatron.weights import fill, pieces, put_together
+from vcore_ds.utility.perturbation import perturbed
 
 
 def parallel_model(plain: PreTrainedModel, *, checkpointing: bool = False) -> ParallelTokenLossModel:
@@ -70,3 +73,32 @@ def compare_with(config: PretrainedConfig) -> dict[str, float]:
         "losses": float((losses - expected).detach().abs().max()),
         "gradient": max(step_runs.relative_error(found[name], of_plain[name]) for name in of_plain),
     }
+
+
+def stochastic_rounding() -> dict[str, float]:
+    """In bf16, after two steps with stochastically rounded finite differences: how far replicas are apart, in their
+    masters, in a perturbation and in the losses under it; and how much the perturbation changes."""
+    recipe = step_runs.recipe(**CASES["vcore, finite difference, stochastic rounding, bf16"])
+    model = parallel_model(tiny.qwen3(dtype=torch.bfloat16))
+    engine = step_runs.make_engine(model, recipe)
+    estimator = step_runs.make_estimator(recipe, engine)
+    batches = StepBatches(step_runs.deal(tiny.rows(8), 2), step_runs.deal(tiny.rows(4, seed=9), 2))
+    for seed in range(2):
+        step_runs.train_step(engine, recipe, batches, estimator, seed=seed)
+    before = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}
+    masters = drift(model, step_runs.whole_parameters(engine))
+    with perturbed(engine, estimator.direction, 1.0, stochastic_rounding_seed=3) as perturbation:
+        shifted = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}
+        with engine.without_gradient():
+            losses = engine.token_losses(batches.main[0])
+    of_ranks = layout.gather_objects("tensor", losses)
+    norms = [name for name in before if "norm" in name and before[name].numel() > 0]
+    found = {
+        "masters": masters,
+        "perturbed": drift(model, shifted),
+        "losses": max(float((own - of_ranks[0]).abs().max()) for own in of_ranks),
+        "changed": perturbation.changed_fraction,
+        "changed norms": sum(float((shifted[name] != before[name]).sum()) for name in norms),
+    }
+    engine.close()
+    return found
