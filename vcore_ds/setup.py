@@ -55,6 +55,12 @@ def plan_ranks(recipe: Recipe) -> BatchPlan:
     here = shape, int(os.environ.get("LOCAL_WORLD_SIZE", layout.size("job")))
     # Of the first rank: where nodes differ, all ranks still have to come to the same spread.
     shape, ranks_per_node = layout.gather_objects("job", here)[0]
+    if ranks_per_node % recipe.parallel.tensor:
+        raise UserError(
+            f"parallel.tensor: found {recipe.parallel.tensor} with {ranks_per_node} ranks on a node; expected a "
+            "divisor: ranks that share layers exchange the activations of each of them, which only a node's own "
+            "connections are fast enough for"
+        )
     plan = plan_batch(
         recipe,
         layout.size("job"),
@@ -67,8 +73,8 @@ def plan_ranks(recipe: Recipe) -> BatchPlan:
 
 
 def count_parameters(recipe: Recipe) -> ParameterCounts:
-    """Parameters of the model, or of a rank's part of every layer, from a model without weights; zeros where it cannot
-    be read, which is said elsewhere."""
+    """The model's parameters, from one without weights; zeros where the model cannot be read, which is said
+    elsewhere."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(read_config(recipe.model.path))
@@ -76,10 +82,8 @@ def count_parameters(recipe: Recipe) -> ParameterCounts:
                 model = add_lora(model, recipe.lora)
     except (UserError, OSError, ValueError):
         return ParameterCounts(0, 0)
-    all_of_them = [parameter.numel() for parameter in model.parameters()]
-    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-    tensor = recipe.parallel.tensor
-    return ParameterCounts(*(-(-sum(part) // tensor) for part in (all_of_them, trained)))
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained))
 
 
 def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
@@ -206,15 +210,23 @@ def describe_direction(recipe: Recipe) -> str:
     return f"the {probe.direction} direction ({of})"
 
 
+def _numel_of_group(parameter: torch.nn.Parameter) -> int:
+    """Elements over the ranks that share a layer; what all of them have counts once."""
+    is_divided = getattr(parameter, "tensor_model_parallel", False)
+    return parameter.ds_numel * (layout.size("tensor") if is_divided else 1)
+
+
 def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None) -> str:
     """A few lines for the start of a run: model, method, and what the method keeps in memory."""
-    num_all = sum(parameter.ds_numel for parameter in engine.module.parameters())
-    num_trainable = sum(parameter.ds_numel for _, parameter in engine.trainable)
+    num_all = sum(map(_numel_of_group, engine.module.parameters()))
+    num_trainable = sum(_numel_of_group(parameter) for _, parameter in engine.trainable)
     kind = f"LoRA rank {recipe.lora.rank}" if recipe.lora is not None else "full-parameter"
     lines = [
         f"Model: {recipe.model.path}: {num_all:,} parameters, {num_trainable:,} trained ({kind}), "
         f"{recipe.model.precision}, ZeRO-3 over {layout.size('shards')} rank(s) on {engine.device.type}"
     ]
+    if layout.size("tensor") > 1:
+        lines[0] += f", each of which is {layout.size('tensor')} ranks that share every layer"
     size = unsharded_gradient_bytes(parameter for _, parameter in engine.trainable) / 2**20
     is_auto = recipe.engine.coalesce_gradient_reduction == "auto"
     limit = f", {'at most' if engine.coalesces else 'above'} {COALESCING_SHARE:.0%} of its memory" if is_auto else ""

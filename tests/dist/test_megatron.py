@@ -88,6 +88,7 @@ class Found:
     rounding: dict[str, float]
     of_four: dict[str, float]
     """Where all ranks share every layer."""
+    exchanged: tuple[dict[str, list[int]], int, int]
 
 
 def run_all() -> Found:
@@ -97,9 +98,9 @@ def run_all() -> Found:
     layout.make_sequence_groups([2], timeout_minutes=10)
     architectures = {name: megatron.compare_with(config) for name, config in ARCHITECTURES.items()}
     cases = {name: run_case(replace(case, tensor=2)) for name, case in CASES.items()}
-    rounding = megatron.stochastic_rounding()
+    rounding, exchanged = megatron.stochastic_rounding(), megatron.exchanged_numels()
     layout.arrange(tensor=4)
-    return Found(architectures, cases, rounding, run_case(OF_FOUR))
+    return Found(architectures, cases, rounding, run_case(OF_FOUR), exchanged)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +131,17 @@ def check(of_ranks):
     for worst in of_ranks:
         assert worst["norm"] < 1e-5
         assert worst["drift"] == 0
+
+
+def test_exchanges_are_those_of_the_formula(found):
+    passes, hidden, num_layers = found[0].exchanged
+    of_losses = {name: [n for n in numels if n % hidden] for name, numels in passes.items()}
+    of_hidden = {name: [n // hidden for n in numels if n % hidden == 0] for name, numels in passes.items()}
+    assert of_hidden["forward"] == [1] * (4 * num_layers + 2)
+    assert of_hidden["backward"] == [1] * (6 * num_layers + 2)
+    assert of_hidden["tangents"] == [2] * (4 * num_layers + 2)
+    # Of each token the normalizer and the target's logit, and the tangent of its loss, of both ranks.
+    assert [len(of_losses[name]) for name in ("forward", "backward", "tangents")] == [1, 0, 2]
 
 
 def test_stochastic_rounding_is_the_same_on_replicas(found):

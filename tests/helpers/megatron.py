@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -11,6 +12,7 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.step_cases import CASES
 from vcore_ds.data import StepBatches
 from vcore_ds.distributed import layout
+from vcore_ds.models import FORWARD_MODE_ATTENTION
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
 from vcore_ds.models.megatron.weights import fill, pieces, put_together
 from vcore_ds.utility.perturbation import perturbed
@@ -102,3 +104,40 @@ def stochastic_rounding() -> dict[str, float]:
     }
     engine.close()
     return found
+
+
+def exchanged_numels() -> tuple[dict[str, list[int]], int, int]:
+    """Elements of every exchange over the tensor axis in a forward, a forward with tangents and a backward of the tiny
+    Qwen3; those of all tokens' hidden states; and the number of layers."""
+    model, batch = parallel_model(tiny.qwen3()), tiny.rows(3)
+    gather, scatter, seen = layout.all_gather, layout.reduce_scatter, []
+
+    def counted_gather(axis: str, part: Tensor, *others: int) -> Tensor:
+        found = gather(axis, part, *others)
+        seen.append(found.numel())
+        return found
+
+    def counted_scatter(axis: str, parts: Tensor) -> Tensor:
+        seen.append(parts.numel())
+        return scatter(axis, parts)
+
+    found = {}
+    layout.all_gather, layout.reduce_scatter = counted_gather, counted_scatter
+    try:
+        losses = model(*tiny.inputs(batch))
+        found["forward"] = list(seen)
+        seen.clear()
+        losses.sum().backward()
+        found["backward"] = list(seen)
+        seen.clear()
+        model.config._attn_implementation = FORWARD_MODE_ATTENTION
+        with torch.no_grad(), forward_ad.dual_level():
+            for module in model.modules():
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
+                        module.__dict__[name] = forward_ad.make_dual(parameter.detach(), torch.ones_like(parameter))
+            model(*tiny.inputs(batch))
+        found["tangents"] = list(seen)
+    finally:
+        layout.all_gather, layout.reduce_scatter = gather, scatter
+    return found, batch.input_ids.numel() * model.config.hidden_size, len(model.layers)
