@@ -15,6 +15,8 @@ from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds import setup as shared
 from vcore_ds.commands.export.write import export_run
+from vcore_ds.commands.fidelity.choice import FidelityOptions
+from vcore_ds.commands.fidelity.measure import measure_fidelity
 from vcore_ds.config import Recipe, deepspeed_config
 from vcore_ds.data import load_tokenizer
 from vcore_ds.distributed.process_group import start_process_group
@@ -24,6 +26,8 @@ pytestmark = pytest.mark.dist
 
 DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 UNTRAINED = (("untied", "fp32"), ("tied", "bf16"))
+COMPARED = {"loss", "alpha", "grad_norm", "direction_norm", "supervised_tokens", "sequences", "validation_loss"}
+"""Metrics of a step that do not depend on how the ranks are used."""
 STOP = 3
 NUM_STEPS = resumed_runs.NUM_STEPS
 
@@ -34,12 +38,16 @@ def make_recipe(folder: Path, name: str, **sections: Any) -> Recipe:
     return Recipe(
         model=model,
         method={"kl_budget": 0.05},
-        data={"train_path": str(folder / "train.jsonl"), "cache_dir": str(folder / "cache")},
+        data={
+            "train_path": str(folder / "train.jsonl"),
+            "validation_path": str(folder / "validation.jsonl"),
+            "cache_dir": str(folder / "cache"),
+        },
         batch={"global_size": 4},
         probe={"batch_size": 2, "every": 2},
         optimizer={"learning_rate": 1e-3, "eps": 1e-4},
         schedule={"num_steps": NUM_STEPS},
-        run={"output_dir": str(folder / "runs" / name)},
+        run={"output_dir": str(folder / "runs" / name), "validate_every": 4},
         engine={"deepspeed_config": str(DEEPSPEED_CONFIGS / f"zero3_{model['precision']}.json")},
         **sections,
     )
@@ -57,6 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny.qwen3(tied=name == "tied", vocab_size=len(tokenizer) + 1 - len(tokenizer) % 2).save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
     write_conversations(root / "train.jsonl", sums(range(13)))
+    write_conversations(root / "validation.jsonl", sums(range(20, 23)))
     return root
 
 
@@ -82,6 +91,10 @@ def load_and_export(folder: Path, kind: str, sections: dict[str, Any]) -> dict[s
             found[name] = engine.token_losses(tiny.rows(3)).float()
         found[f"{name}, frequencies"] = [b for n, b in engine.module.named_buffers() if n.endswith("rotary.inv_freq")]
         engine.close()
+    for precision in ("fp32", "bf16"):
+        recipe = make_recipe(folder, f"fidelity_{precision}_{kind}", **_with_precision(sections, precision))
+        options = FidelityOptions(3, epsilons=(0.1,), probe_sizes=(1,), large_probe_size=2, stale_steps=(1,))
+        found[f"fidelity, {precision}"] = measure_fidelity(recipe, options)
     return found
 
 
@@ -117,8 +130,11 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(runs):
 def test_losses_are_those_of_hugging_faces_layers(runs, parallel, alone):
     found, expected = (resumed_runs.timeless_metrics(runs / name) for name in (parallel, alone))
     for a, b in zip(found, expected, strict=True):
-        for key in ("loss", "alpha", "grad_norm", "direction_norm", "supervised_tokens", "sequences"):
-            assert a.get(key) == pytest.approx(b.get(key), rel=2e-4), (a["step"], key)
+        assert a.keys() == b.keys()
+        for key in COMPARED & {key for key in b if b[key] is not None}:
+            assert a[key] == pytest.approx(b[key], rel=2e-4), (a["step"], key)
+    assert sum(line.get("validation_loss") is not None for line in found) >= 2
+    assert all(any(line.get(key) is not None for line in expected) for key in COMPARED)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +149,7 @@ def untrained(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_an_untrained_export_is_the_other_providers_byte_for_byte(folder, untrained, name, precision):
     alone, parallel = (folder / "untrained" / f"{name}_{kind}" for kind in ("alone", "parallel"))
     names = sorted(file.name for file in alone.iterdir())
-    assert len([name for name in names if name.endswith(".safetensors")]) == 3
+    assert len([name for name in names if name.endswith(".safetensors")]) >= 3
     assert sorted(file.name for file in parallel.iterdir()) == names
     for file in names:
         assert (parallel / file).read_bytes() == (alone / file).read_bytes(), file
@@ -154,6 +170,16 @@ def test_loaded_layers_compute_what_the_model_computes(folder, untrained, name, 
         assert of_parallel < 2 * of_alone
     (frequencies,) = untrained[1][f"{name}, frequencies"]
     assert torch.equal(frequencies, plain.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fidelity_is_that_of_hugging_faces_layers(untrained, precision):
+    alone, parallel = (of[f"fidelity, {precision}"] for of in untrained)
+    assert parallel.num_tokens == alone.num_tokens > 0
+    assert parallel.utility_std == pytest.approx(alone.utility_std, rel=1e-5 if precision == "fp32" else 2e-2)
+    for ours, theirs in zip(parallel.estimators, alone.estimators, strict=True):
+        assert ours.agreement.spearman == pytest.approx(theirs.agreement.spearman, abs=1e-3)
+    assert parallel.estimators[0].agreement.spearman > 0.99
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
