@@ -6,7 +6,7 @@ Two ranks share every layer, and two such pairs, or pairs of pairs that share th
 from dataclasses import dataclass, replace
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from tests.helpers import step_runs
 from tests.helpers.parity import Case, assert_equal, run_case
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.dist
 
 
 def sections(clipping: float | None = None, **others) -> dict:
-    """Of a recipe with SGD: Adam moves a parameter whose gradient is near zero by the sign of its rounding. Steps of
-    this length move parameters by a thousand times the bound on their deviation."""
+    """Sections of a recipe with SGD: Adam moves a parameter whose gradient is near zero by the sign of its rounding.
+    Steps of this length move parameters by a thousand times the bound on their deviation."""
     optimizer = {"learning_rate": 0.1, "name": "sgd", "gradient_clipping": clipping}
     return {"optimizer": optimizer, **others}
 
@@ -69,13 +69,25 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-ARCHITECTURES = {
-    "Qwen3": Qwen3Config(**SIZES, head_dim=16),
-    "Qwen2, with a window in one layer": Qwen2Config(
-        **SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+ARCHITECTURES: dict[str, tuple[PretrainedConfig, dict[str, bool]]] = {
+    "Qwen3": (Qwen3Config(**SIZES, head_dim=16), {}),
+    "Qwen3, checkpoints in host memory": (
+        Qwen3Config(**SIZES, head_dim=16),
+        {"checkpointing": True, "activation_offload": True},
     ),
-    "Llama 3, scaled positions": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
-    "Mistral, with a window": MistralConfig(**SIZES, sliding_window=5),
+    "Qwen2, with a window in one layer": (
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+        {},
+    ),
+    "Llama 3, scaled positions": (LlamaConfig(**SIZES, rope_parameters=LLAMA3), {}),
+    "Qwen3, positions scaled by yarn": (Qwen3Config(**SIZES, head_dim=16, rope_parameters=YARN), {}),
+    "Mistral, with a window": (MistralConfig(**SIZES, sliding_window=5), {}),
 }
 
 
@@ -96,7 +108,9 @@ def run_all() -> Found:
 
     layout.arrange(tensor=2)
     layout.make_sequence_groups([2], timeout_minutes=10)
-    architectures = {name: megatron.compare_with(config) for name, config in ARCHITECTURES.items()}
+    architectures = {
+        name: megatron.compare_with(config, **options) for name, (config, options) in ARCHITECTURES.items()
+    }
     cases = {name: run_case(replace(case, tensor=2)) for name, case in CASES.items()}
     rounding, exchanged = megatron.stochastic_rounding(), megatron.exchanged_numels()
     layout.arrange(tensor=4)
@@ -140,7 +154,7 @@ def test_exchanges_are_those_of_the_formula(found):
     assert of_hidden["forward"] == [1] * (4 * num_layers + 2)
     assert of_hidden["backward"] == [1] * (6 * num_layers + 2)
     assert of_hidden["tangents"] == [2] * (4 * num_layers + 2)
-    # Of each token the normalizer and the target's logit, and the tangent of its loss, of both ranks.
+    # Each token's normalizer and its target's logit, and the tangent of its loss, from both ranks.
     assert [len(of_losses[name]) for name in ("forward", "backward", "tangents")] == [1, 0, 2]
 
 

@@ -18,10 +18,13 @@ from vcore_ds.models.megatron.weights import fill, pieces, put_together
 from vcore_ds.utility.perturbation import perturbed
 
 
-def parallel_model(plain: PreTrainedModel, *, checkpointing: bool = False) -> ParallelTokenLossModel:
+def parallel_model(
+    plain: PreTrainedModel, *, checkpointing: bool = False, activation_offload: bool = False
+) -> ParallelTokenLossModel:
     """The Hugging Face model's weights in parallel layers, this rank's part."""
     config = type(plain.config)(**plain.config.to_dict())
-    model = ParallelTokenLossModel("tiny", config, dtype=plain.dtype, gradient_checkpointing=checkpointing)
+    options = dict(gradient_checkpointing=checkpointing, activation_offload=activation_offload)
+    model = ParallelTokenLossModel("tiny", config, dtype=plain.dtype, **options)
     weights = plain.state_dict()
     own = pieces(config, rank=layout.rank("tensor"), size=layout.size("tensor"))
     fill(model, own, lambda piece: piece.of(weights[piece.name]))
@@ -46,8 +49,12 @@ def drift(model: ParallelTokenLossModel, tensors: Mapping[str, Tensor]) -> float
     return max(float((own[name] - of_ranks[0][name]).abs().max()) for own in of_ranks for name in names)
 
 
-def compare_with(config: PretrainedConfig) -> dict[str, float]:
-    """Deviations of losses and of their weighted sum's gradient from those of Hugging Face's own model."""
+def compare_with(config: PretrainedConfig, **options: bool) -> dict[str, float]:
+    """Deviations of losses and of their weighted sum's gradient from those of Hugging Face's own model.
+
+    Args:
+        options: those of `parallel_model`.
+    """
     torch.manual_seed(0)
     config._attn_implementation = "eager"
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -62,7 +69,7 @@ def compare_with(config: PretrainedConfig) -> dict[str, float]:
     upstream = torch.linspace(-1, 1, len(expected))
     (upstream * expected).sum().backward()
 
-    model = parallel_model(plain)
+    model = parallel_model(plain, **options)
     losses = model(*tiny.inputs(batch))
     (upstream * losses).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}

@@ -185,12 +185,12 @@ class _TokenLoss(torch.autograd.Function):
 
 
 def _rows(weight: Tensor, part: VocabularyPart | None) -> Tensor:
-    """Those that are tokens; a view."""
+    """The rows that are tokens; a view."""
     return weight if part is None else weight[: part.num_tokens]
 
 
 def _place(targets: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
-    """Where this rank has the targets: whether at all, and the column, any one where it does not."""
+    """Whether this rank has each target, `[block]`, and its column, `[block, 1]`; any column where it does not."""
     column = targets - part.first
     is_own = (column >= 0) & (column < part.num_tokens)
     return is_own, column.clamp(0, part.num_tokens - 1)[:, None]

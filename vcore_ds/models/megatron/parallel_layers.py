@@ -1,9 +1,9 @@
 """megatron-core's parallel layers with forwards that take dual numbers.
 
-Of megatron-core: which part of a weight a rank has, and how it is made. Its own forwards end in autograd Functions
-without a rule for tangents, and take their buffers from a global one on the current CUDA device. These run wherever
-PyTorch runs, and compute the same value with tangents as without, so that one forward can serve for losses and
-utilities (`vcore_ds.utility.fused_forward`).
+megatron-core decides which part of a weight a rank has, and makes it. Its own forwards end in autograd Functions
+without a rule for tangents, and take their buffers from a global one on the current CUDA device. The forwards here run
+wherever PyTorch runs, and compute the same value with tangents as without, so that one forward can serve for losses
+and utilities (`vcore_ds.utility.fused_forward`).
 
 Between layers a rank has a part of the tokens, see `token_exchange`. Shapes as there; I input, O output size.
 """

@@ -1,0 +1,49 @@
+"""Parallel layers: one forward for losses and utilities against two, and what it allocates."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.dist.test_fused import Pass, check, main_pass, peak_bytes
+from tests.helpers.ranks import run_ranks
+from vcore_ds.distributed import layout
+
+pytestmark = pytest.mark.dist
+
+PASSES = {
+    "full": Pass(),
+    "full, tied, checkpointed, packed": Pass(tied=True, checkpointing=True, packed=True),
+    "full, checkpointed, row of 2 groups": Pass(checkpointing=True, sequence_parallel=2),
+    "full, bf16": Pass(precision="bf16"),
+    "full, bf16, checkpointed, packed": Pass(precision="bf16", checkpointing=True, packed=True),
+}
+
+
+def run_all() -> tuple[dict[str, dict[bool, dict[str, Any]]], dict[bool, dict[str, int]]]:
+    layout.arrange(tensor=2)
+    layout.make_sequence_groups([2], 1)
+    passes = {
+        name: {fused: main_pass(replace(case, tensor=2), fused) for fused in (True, False)}
+        for name, case in PASSES.items()
+    }
+    peaks = {c: peak_bytes(Pass(checkpointing=c, precision="bf16", tensor=2)) for c in (False, True)}
+    return passes, peaks
+
+
+@pytest.fixture(scope="module")
+def found() -> list[tuple[dict[str, dict[bool, dict[str, Any]]], dict[bool, dict[str, int]]]]:
+    return run_ranks(run_all, 4)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_one_forward_gives_what_two_give(found, name: str) -> None:
+    check([passes[name] for passes, _ in found], exact=PASSES[name].precision == "fp32")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_memory_stays_within_five_percent_of_the_main_pass(found, checkpointing: bool) -> None:
+    for _, peaks in found:
+        of_rank = peaks[checkpointing]
+        print(of_rank, of_rank["fused"] / of_rank["plain"])
+        assert of_rank["fused"] <= 1.05 * of_rank["plain"]
