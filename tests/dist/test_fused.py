@@ -166,11 +166,11 @@ def test_other_attention_and_dropout_take_a_pass_of_their_own(found_on_one_rank)
     assert "dropout" in dropout
 
 
-def peak_bytes(case: Pass) -> dict[str, int]:
-    """The most that a main pass allocates, without utilities and with them."""
+def peak_bytes(case: Pass, **changes: int) -> dict[str, int]:
+    """The most that a main pass allocates, without utilities and with them; `changes` of the model's sizes."""
     recipe = step_runs.recipe(model={"path": "none", "precision": case.precision})
     sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=16, head_dim=16)
-    engine = step_runs.make_engine(case.model(**sizes), recipe)
+    engine = step_runs.make_engine(case.model(**sizes | changes), recipe)
     estimator, plain = build_estimator(recipe, engine), NoUtilities(engine)
     batch = step_runs.deal(tiny.rows(4, num_tokens=512), 2)[0]
     take_direction(estimator.direction, recipe, step_runs.deal(tiny.rows(2, seed=9), 1))

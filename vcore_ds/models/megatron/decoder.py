@@ -56,7 +56,9 @@ class ParallelAttention(nn.Module):
         output, _ = attend(
             self, query, key, value, None, sliding_window=self._sliding_window, row_layout=row_layout
         )  # [b, t, A, D]
-        return self.o_proj(output.transpose(0, 1).flatten(2))
+        # Contiguous, since PyTorch chooses the kernel of a product with strides by whether a gradient is needed, and a
+        # checkpointed forward with tangents needs none: the last bit of a loss would depend on it.
+        return self.o_proj(output.transpose(0, 1).flatten(2).contiguous())
 
 
 class ParallelMLP(nn.Module):
