@@ -16,7 +16,14 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from vcore_ds.models.megatron.token_exchange import all_tokens, dual_or_plain, own_tokens, scatter_tokens
+from vcore_ds.distributed import layout
+from vcore_ds.models.megatron.token_exchange import (
+    all_tokens,
+    dual_or_plain,
+    own_of_both,
+    own_tokens,
+    scatter_tokens,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -39,10 +46,7 @@ class RowLinear(RowParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         value, d_value = forward_ad.unpack_dual(x)
         weight, d_weight = value_and_tangent(self, "weight")
-        partial = linear(value, weight)
-        with torch.no_grad():
-            d_partial = product_tangent(value, weight, d_value, d_weight)
-        return scatter_tokens(dual_or_plain(partial, d_partial))
+        return dual_or_plain(*_RowProduct.apply(value, weight, d_value, d_weight))
 
 
 class TokenEmbedding(VocabParallelEmbedding):
@@ -75,13 +79,14 @@ def value_and_tangent(module: nn.Module, name: str) -> tuple[Tensor | None, Tens
 
 
 def product_tangent(x: Tensor, weight: Tensor, d_x: Tensor | None, d_weight: Tensor | None) -> Tensor | None:
-    """The tangent of `x W^T`; None where neither has one."""
+    """The tangent of `x W^T`, without a graph; None where neither has one."""
     found = None if d_x is None else linear(d_x, weight)
     if d_weight is None:
         return found
     if found is None:
         return linear(x, d_weight)
-    return torch.addmm(found.flatten(0, -2), x.flatten(0, -2), d_weight.t()).view(found.shape)
+    found.flatten(0, -2).addmm_(x.flatten(0, -2), d_weight.t())  # added inside the product, to what is there
+    return found
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -116,4 +121,35 @@ class _ColumnProduct(torch.autograd.Function):
             flat.t() @ all_tokens(x)[0].flatten(0, -2) if needs_weight else None,
             flat.sum(0) if needs_bias else None,
             *(None,) * 3,
+        )
+
+
+class _RowProduct(torch.autograd.Function):
+    """This rank's tokens of the sum of `x W^T` over the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, d_x: Tensor | None, d_weight: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(x, weight)
+        if d_x is None and d_weight is None:
+            return own_tokens(linear(x, weight))[0], None
+        # Each product goes to its place in what is sent before the next one is made.
+        sent = x.new_empty(layout.size("tensor"), 2, len(x) // layout.size("tensor"), x.shape[1], len(weight))
+        sent[:, 0] = linear(x, weight).view(sent[:, 0].shape)
+        sent[:, 1] = product_tangent(x, weight, d_x, d_weight).view(sent[:, 1].shape)
+        out, d_out = own_of_both(sent)
+        ctx.mark_non_differentiable(d_out)
+        return out, d_out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        whole = all_tokens(gradient)[0]
+        return (
+            whole @ weight if needs_x else None,
+            whole.flatten(0, -2).t() @ x.flatten(0, -2) if needs_weight else None,
+            None,
+            None,
         )

@@ -52,9 +52,14 @@ def own_tokens(partial: Tensor, tangent: Tensor | None = None) -> tuple[Tensor, 
     num_ranks = layout.size("tensor")
     if tangent is None:
         return layout.reduce_scatter("tensor", partial.unflatten(0, (num_ranks, -1))), None
-    both = torch.stack([x.unflatten(0, (num_ranks, -1)) for x in (partial, tangent)], 1)  # [n, 2, t / n, b, ...]
-    value, d_value = layout.reduce_scatter("tensor", both)
-    return value.clone(), d_value  # in memory of its own: a graph that keeps the value would keep the tangent with it
+    return own_of_both(torch.stack([x.unflatten(0, (num_ranks, -1)) for x in (partial, tangent)], 1))
+
+
+def own_of_both(sent: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's sums of values and tangents `[n, 2, t / n, b, ...]`. The value has memory of its own, or a graph that
+    keeps it would keep the tangent with it."""
+    value, d_value = layout.reduce_scatter("tensor", sent)
+    return value.clone(), d_value
 
 
 class _GatherTokens(torch.autograd.Function):
