@@ -115,7 +115,7 @@ def _load(recipe: Recipe, ds_config: dict) -> TokenLossModel:
 
 
 def _load_parallel(recipe: Recipe, ds_config: dict) -> torch.nn.Module:
-    from vcore_ds.engine.parallel_loading import load_parallel  # here alone: megatron-core takes seconds to import
+    from vcore_ds.engine.parallel_weights import load_parallel  # here alone: megatron-core takes seconds to import
 
     return load_parallel(
         recipe.model.path,

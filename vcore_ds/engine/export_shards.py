@@ -58,7 +58,7 @@ def save_hugging_face(
             return
         weights, gathered = _described(engine), _gathered
         if model is None:
-            from vcore_ds.engine.parallel_export import gathered_parallel  # megatron-core takes seconds to import
+            from vcore_ds.engine.parallel_weights import gathered_parallel  # megatron-core takes seconds to import
 
             weights = files.described_weights(model_path, next(engine.module.parameters()).dtype)
             gathered = partial(gathered_parallel, weights=weights)

@@ -1,24 +1,29 @@
-"""Loading a Hugging Face model into parallel layers: of its part of every layer, each rank reads its ZeRO-3 shard.
+"""Weights of a Hugging Face model into the shards of parallel layers, and back.
 
-Rows of a weight that belong together in a rank's part are one range of bytes; of a weight that is divided by columns
-(the output projections of attention and MLP) each row is one. Each byte is read once over all ranks, except norms,
-which every rank of a tensor group has.
+In: of its part of every layer, each rank reads its ZeRO-3 shard from the files. Rows of a weight that belong together
+in a rank's part are one range of bytes; of a weight that is divided by columns (the output projections of attention and
+MLP) each row is one. Each byte is read once over all ranks, except norms, which every rank of a tensor group has.
+
+Out: a layer is gathered over the ranks that hold its shards, then over those that share it.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import deepspeed
 import torch
+from torch import Tensor, nn
 from transformers.modeling_utils import local_torch_dtype
 
 from vcore_ds.distributed import layout
 from vcore_ds.engine.deepspeed_start import TensorAxis, start_deepspeed
 from vcore_ds.engine.loading import find_on_all_ranks, read_shards, shard_of, without_broadcast
+from vcore_ds.engine.zero3 import Engine
 from vcore_ds.errors import UserError
 from vcore_ds.files.safetensors_ranges import Wanted
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
-from vcore_ds.models.megatron.weights import pieces, runs
+from vcore_ds.models.megatron.weights import pieces, put_together, runs
 from vcore_ds.models.stored_weights import StoredWeights
 
 
@@ -81,3 +86,35 @@ def _wanted(model: ParallelTokenLossModel, weights: StoredWeights) -> list[Wante
             for run in runs(parts, shapes, start, start + len(shard))
         ]
     return wanted
+
+
+def gathered_parallel(
+    engine: Engine, owner: Mapping[str, int], *, weights: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Name and whole tensor of each of `weights`, on the CPU of the rank that owns it, None on the others.
+
+    Each item may be a collective: all ranks take all.
+
+    Args:
+        owner: the rank of the job by the weight's name.
+        weights: shape and dtype of every weight of the Hugging Face model, in its order.
+    """
+    size, order = layout.size("tensor"), {name: i for i, name in enumerate(weights)}
+    of_ranks = [pieces(engine.module.config, rank=rank, size=size) for rank in range(size)]
+    layer_of = {id(p): number for number, layer in enumerate(engine.module.layers) for p in layer.parameters()}
+    named = engine.module.named_parameters()
+    for _, group in itertools.groupby(named, key=lambda item: layer_of.get(id(item[1]), item[0])):
+        parameters: list[tuple[str, nn.Parameter]] = list(group)
+        names = {piece.name for name, _ in parameters for piece in of_ranks[0][name]}
+        mine = {
+            name: torch.empty(weights[name].shape, dtype=weights[name].dtype)
+            for name in names
+            if owner[name] == layout.rank("job")
+        }
+        with deepspeed.zero.GatheredParameters([parameter for _, parameter in parameters]):
+            for name, parameter in parameters:
+                of_all = layout.all_gather("tensor", parameter.detach())
+                for parts, of_rank in zip(of_ranks, of_all, strict=True):
+                    put_together(mine, of_rank, parts[name])
+        for name in sorted(names, key=order.__getitem__):
+            yield name, mine.pop(name, None)
