@@ -1,5 +1,5 @@
-"""For all tests: Ctrl-C as on a terminal, one thread for each process, as many workers as fit the machine, and the
-longest files first."""
+"""For all tests: Ctrl-C as on a terminal, one thread for each process, no deadlines, as many workers as fit the
+machine, and the longest files first."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 # In the background of a script, SIGINT is ignored, and every command that a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -14,6 +15,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # One thread for each process: sums do not depend on the number of cores, and workers do not fight over them.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# No example of a property has a deadline: how long it takes depends on the machine's load.
+settings.register_profile("any load", deadline=None)
+settings.load_profile("any load")
 
 BYTES_PER_WORKER = int(3.5e9)
 """A worker, and four ranks of about 0.7 GB each."""

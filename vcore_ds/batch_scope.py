@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vcore_ds.config.schema import MethodConfig
+from vcore_ds.config.method_sections import MethodConfig
 from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.method import GlobalCounts, segment_sum, sequence_shares

@@ -44,8 +44,8 @@ class RunState:
     """Norm and displacement of the probe direction, None for methods without one."""
     data_digests: dict[str, str]
     """Digests of the tokens that training and probe draw from, by recipe key."""
-    validation_loss_before: float | None
-    """Nats, before the first step."""
+    validation_losses_before: dict[str, float]
+    """Nats, before the first step, by name of the held-out set."""
     wandb_run_id: str | None
 
 
@@ -68,12 +68,13 @@ class Checkpoints:
     """The checkpoints of one run. Every rank has one, and its methods are collectives.
 
     Attributes:
-        validation_loss_before: nats, before the first step; a resumed run cannot measure it any more.
+        validation_losses_before: nats, before the first step, by name of the held-out set; a resumed run cannot measure
+            them any more.
         wandb_run_id: the run on Weights & Biases, None without; only rank 0's is saved.
     """
 
     def __init__(self, recipe: Recipe, console: Console):
-        self.validation_loss_before: float | None = None
+        self.validation_losses_before: dict[str, float] = {}
         self.wandb_run_id: str | None = None
         self._recipe, self._console = recipe, console
         self._folder = Path(recipe.run.output_dir) / "checkpoints"
@@ -150,7 +151,7 @@ class Checkpoints:
                 f"The checkpoint is of {state.world_size} rank(s), this is {layout.size('job')}: the steps see "
                 "the same sequences, and differ by rounding"
             )
-        self.validation_loss_before, self.wandb_run_id = state.validation_loss_before, state.wandb_run_id
+        self.validation_losses_before, self.wandb_run_id = state.validation_losses_before, state.wandb_run_id
         self._last_end = time.monotonic()
         return state.step
 
@@ -182,7 +183,7 @@ class Checkpoints:
             shapes=_shapes(engine),
             direction=estimator.state(),
             data_digests=_data_digests(feed),
-            validation_loss_before=self.validation_loss_before,
+            validation_losses_before=self.validation_losses_before,
             wandb_run_id=self.wandb_run_id,
         )
         needed = self._direction_of_next_step(step, estimator)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from vcore_ds import __version__
-from vcore_ds.commands import check, export, fidelity, preflight, prepare, recipes, reference, train
+from vcore_ds.commands import check, export, fidelity, preflight, prepare, recipes, reference, tokens, train
 from vcore_ds.commands.arguments import add_overrides
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.errors import RunFailed, RunStopped, UserError
@@ -23,6 +23,7 @@ COMMANDS = {
     "fidelity": fidelity,
     "prepare": prepare,
     "export": export,
+    "tokens": tokens,
 }
 
 EXIT_UNREAD = 128 + signal.SIGPIPE

@@ -37,3 +37,8 @@ class RunStopped(Exception):
 def first_line(error: Exception) -> str:
     """The first line of the error's message, or the error's class where it has none, to quote in another message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def last_line(error: Exception) -> str:
+    """The last line of the error's message, or its class where it has none: validators name the field there."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()

@@ -51,6 +51,12 @@ class Feed:
     probe_every: int
     """Optimizer steps that share one probe batch."""
 
+    @property
+    def first_trusted_id(self) -> int | None:
+        """Sequences of main batches with this id or a larger one are of the pool; None where none is."""
+        main = self.main_dataset
+        return main.first_id_of_second if isinstance(main, JoinedDataset) else None
+
     def step(self, k: int) -> StepBatches:
         """Batches of optimizer step k, from 0."""
         main, probe = self._spread_main(k), self._spread_probe(k)
@@ -109,7 +115,7 @@ class Feed:
             sequences = [dataset[i] for i in ids]
             if not sequences:
                 batches.append(idle_batch(pad, degree))
-            elif self.plan.packed_row_tokens is not None:
+            elif spread.is_packed:
                 batches.append(pack([sequences], pad, degree))
             else:
                 batches.append(collate(sequences, pad, degree))

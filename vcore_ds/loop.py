@@ -21,6 +21,8 @@ from vcore_ds.step import train_step
 from vcore_ds.track.console import Console
 from vcore_ds.track.metrics_log import MetricsLog
 from vcore_ds.track.step_metrics import StepMetrics, StepRecorder
+from vcore_ds.track.token_gather import record_tokens
+from vcore_ds.track.token_records import record_steps
 from vcore_ds.utility import Estimator
 
 RELIABLE_SIGNAL_TO_NOISE = 3.0
@@ -35,8 +37,8 @@ class Training:
     engine: Engine
     estimator: Estimator
     feed: Feed
-    validation: Dataset | None
-    """Held-out sequences; None without."""
+    validation: dict[str, Dataset]
+    """Held-out sequences by the name of their set."""
     num_steps: int
     """Optimizer steps of the whole run."""
     checkpoints: Checkpoints
@@ -59,16 +61,27 @@ def run_steps(training: Training, num_done: int) -> StepMetrics | None:
     started = time.perf_counter()
     metrics = None
     of_checkpoint: dict[str, float] = {}
+    recorded = set(record_steps(num_steps, recipe.run.num_token_records))
     stops = Stops(Path(recipe.run.output_dir), recipe.run.time_limit_minutes)
     for k in range(num_done, num_steps):
         mark("batches", step=k + 1)
         batches = training.feed.step(k)
-        metrics = take_step(training, k, batches)
         done = k + 1
+        metrics = take_step(training, k, batches, keep_tokens=done in recorded)
+        if metrics.tokens is not None:
+            record_tokens(
+                Path(recipe.run.output_dir),
+                done,
+                metrics.tokens,
+                console,
+                sequence_parallel=batches.main[0].sequence_parallel,
+                first_trusted_id=training.feed.first_trusted_id,
+                seed=recipe.run.seed,
+            )
         line = {"step": done, "epoch": training.feed.epoch(done), **metrics.values, **of_checkpoint, **batches.measured}
         of_checkpoint = {}
         if recipe.run.validate_every is not None and done % recipe.run.validate_every == 0 and done < num_steps:
-            line["validation_loss"] = validate(training)
+            line |= {f"validation_loss{name and '_'}{name}": loss for name, loss in validate(training).items()}
         if training.metrics_log is not None:
             training.metrics_log.write(line)
         seconds_left = (time.perf_counter() - started) / (done - num_done) * (num_steps - done)
@@ -92,8 +105,11 @@ def run_steps(training: Training, num_done: int) -> StepMetrics | None:
     return metrics
 
 
-def take_step(training: Training, k: int, batches: StepBatches) -> StepMetrics:
-    """Optimizer step k, from 0, with a warning where its utilities are noise. A collective."""
+def take_step(training: Training, k: int, batches: StepBatches, *, keep_tokens: bool) -> StepMetrics:
+    """Optimizer step k, from 0, with a warning where its utilities are noise. A collective.
+
+    `keep_tokens`: the result has this rank's single tokens.
+    """
     recipe = training.recipe
     measure_noise = measures_noise(recipe, k)
     try:
@@ -102,7 +118,7 @@ def take_step(training: Training, k: int, batches: StepBatches) -> StepMetrics:
             recipe,
             batches,
             training.estimator,
-            StepRecorder(training.engine.device),
+            StepRecorder(training.engine.device, keep_tokens=keep_tokens),
             learning_rate=learning_rate_at(recipe, k, training.num_steps),
             measure_noise=measure_noise,
             seed=step_seed(recipe, k),
@@ -139,12 +155,15 @@ def warn_of_noise(recipe: Recipe, metrics: StepMetrics, console: Console) -> Non
         console.say(f"epsilon {epsilon:.3g}{how_chosen}: the loss change is {snr:.1f} times its error")
 
 
-def validate(training: Training) -> float | None:
-    """Mean over held-out sequences of the mean token loss, nats; None without held-out data. A collective."""
-    dataset, feed, engine = training.validation, training.feed, training.engine
-    if dataset is None:
-        return None
+def validate(training: Training) -> dict[str, float]:
+    """Mean over the sequences of each held-out set of the mean token loss, nats. A collective."""
     mark("validation")
+    return {name: held_out_loss(training, dataset) for name, dataset in training.validation.items()}
+
+
+def held_out_loss(training: Training, dataset: Dataset) -> float:
+    """Mean over one set's sequences of the mean token loss, nats. A collective."""
+    feed, engine = training.feed, training.engine
     total = num_sequences = 0.0
     with engine.without_gradient():
         every_id = range(len(dataset))

@@ -26,6 +26,8 @@ class Stream(IntEnum):
     """Place: optimizer step, which gives the seed of the step; then rank on the `shards` axis."""
     TRUSTED = 6
     """Trusted sequences of the main batch. Place: optimizer step."""
+    TOKEN_RECORDS = 7
+    """Sequences that the record of a large batch's tokens holds. Place: optimizer step."""
 
 
 def generator(stream: Stream, seed: int, *place: int) -> np.random.Generator:

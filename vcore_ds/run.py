@@ -40,8 +40,9 @@ from vcore_ds.track.wandb_log import WandbLog
 class RunResult:
     folder: Path
     export_folder: Path
-    validation_loss_before: float | None
-    validation_loss_after: float | None
+    validation_losses_before: dict[str, float]
+    """Nats, by name of the held-out set."""
+    validation_losses_after: dict[str, float]
     last_step: StepMetrics | None
     """None where the run was resumed after its last step."""
 
@@ -117,7 +118,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     result = RunResult(
         Path(recipe.run.output_dir),
         run_folder.export_folder(recipe),
-        checkpoints.validation_loss_before,
+        checkpoints.validation_losses_before,
         after,
         last_step,
     )
@@ -143,12 +144,13 @@ def hold_folder(recipe: Recipe, lock: RunLock, resumes: bool, console: Console) 
 
 def read_data(
     recipe: Recipe, plan: BatchPlan, tokenizer: PreTrainedTokenizerBase, console: Console
-) -> tuple[Feed, Dataset | None]:
-    """The batches of every step, and the held-out sequences, None without. A collective."""
+) -> tuple[Feed, dict[str, Dataset]]:
+    """The batches of every step, and the held-out sequences by the name of their set. A collective."""
     training = read_training_data(recipe, tokenizer, console)
-    validation = probe = None
-    if recipe.data.validation_path is not None:
-        validation = read_dataset(recipe, recipe.data.validation_path, tokenizer, console)
+    validation: dict[str, Dataset] = {}
+    for name, path in recipe.data.validation_paths().items():
+        validation[name] = read_dataset(recipe, path, tokenizer, console)
+    probe = None
     if recipe.data.probe_path is not None and (recipe.method.name == "vcore" or recipe.data.trusted_share > 0):
         probe = read_dataset(recipe, recipe.data.probe_path, tokenizer, console)
     return build_feed(recipe, plan, training, tokenizer, probe), validation
@@ -175,9 +177,9 @@ def run_training(training: Training, num_done: int, is_new: bool) -> StepMetrics
     say_utilization(training, num_done)
     console.say(f"Run: {training.num_steps} steps, written to {training.recipe.run.output_dir}\n")
     if is_new:
-        checkpoints.validation_loss_before = validate(training)
-    if checkpoints.validation_loss_before is not None:
-        console.say(f"held-out loss before training: {checkpoints.validation_loss_before:.4f}")
+        checkpoints.validation_losses_before = validate(training)
+    for name, loss in checkpoints.validation_losses_before.items():
+        console.say(f"held-out loss before training{name and ', '}{name}: {loss:.4f}")
     # A signal after the steps ends the process at once: the last checkpoint holds that very state.
     with stop_signals.held_back():
         return run_steps(training, num_done)
@@ -198,14 +200,17 @@ def say_utilization(training: Training, num_done: int) -> None:
 
 def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:
     """What the run prints at its end."""
-    lines = []
-    if result.validation_loss_before is not None and result.validation_loss_after is not None:
-        lines.append(
-            f"\nheld-out loss: {result.validation_loss_before:.4f} before, "
-            f"{result.validation_loss_after:.4f} after training"
-        )
-    example = result.last_step.example if result.last_step is not None else None
-    if example is not None and example.utilities is not None:
-        lines.append("\n" + describe_example(example, tokenizer))
+    before = result.validation_losses_before
+    lines = [
+        f"held-out loss{name and ', '}{name}: {before[name]:.4f} before, {after:.4f} after training"
+        for name, after in result.validation_losses_after.items()
+        if name in before  # data.validation_path may change when a run is resumed
+    ]
+    lines = ["", *lines] if lines else []
+    traces = result.last_step.tokens if result.last_step is not None else None
+    if traces and traces[0].utilities is not None:
+        lines.append("\n" + describe_example(traces[0], tokenizer))
     lines.append(f"\nResult: {result.export_folder} (Hugging Face format)\nMetrics: {result.folder / 'metrics.jsonl'}")
+    if (result.folder / run_folder.TOKENS).is_dir():
+        lines.append(f"Tokens: vcore-ds tokens {result.folder}")
     return "\n".join(lines)

@@ -5,7 +5,6 @@ import os
 from functools import partial
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from vcore_ds.config import BatchPlan, Recipe, num_trusted, plan_batch
 from vcore_ds.distributed import layout
@@ -18,6 +17,7 @@ from vcore_ds.models import (
     add_lora,
     check_forward_mode,
     check_model_folder,
+    empty_model,
     model_shape,
     read_config,
 )
@@ -76,9 +76,9 @@ def count_parameters(recipe: Recipe) -> ParameterCounts:
     """The model's parameters, from one without weights; zeros where the model cannot be read, which is said
     elsewhere."""
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(read_config(recipe.model.path))
-            if recipe.lora is not None:
+        model = empty_model(recipe.model.path, read_config(recipe.model.path))
+        if recipe.lora is not None:
+            with torch.device("meta"):
                 model = add_lora(model, recipe.lora)
     except (UserError, OSError, ValueError):
         return ParameterCounts(0, 0)

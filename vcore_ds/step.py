@@ -83,7 +83,8 @@ def train_step(
             weighted = token_coefficients(q.weights, tokens.sequence_index, shares) * losses
             loss = segment_sum(weighted, tokens.sequence_index, tokens.num_sequences) * alpha
             engine.backward(loss.sum())
-            recorder.add(MicroBatchResult(batch, tokens, q, weighted.detach().sum(), loss.detach().sum()))
+            sums = weighted.detach().sum(), loss.detach().sum()
+            recorder.add(MicroBatchResult(batch, tokens, q, shares, alpha, *sums))
     totals = recorder.totals()
     if totals.num_non_finite > 0:
         sequences = sequences_by_rank(recorder.non_finite_sequence_ids(), main[0].sequence_parallel)

@@ -17,15 +17,7 @@ import torch
 from peft.tuners import lora
 from torch import nn
 
-from tests.benchmarks.overhead import (
-    MODEL,
-    NUM_MAIN,
-    NUM_PROBE,
-    VARIANTS,
-    deepspeed_config,
-    own_batches,
-    ratio,
-)
+from tests.benchmarks.overhead import MODEL, VARIANTS, deepspeed_config, make_feed, ratio
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data import StepBatches
@@ -45,28 +37,27 @@ class Loop:
     def __init__(self, method: str, folder: str, dropout: float):
         model = {"path": folder, "precision": "bf16"}
         adapters = {"rank": 8, "alpha": 16, "dropout": dropout, "target_modules": "all-linear"}
-        self.recipe = step_runs.recipe(model=model, lora=adapters, **VARIANTS[method])
+        self.recipe = step_runs.recipe(model=model, lora=adapters, **VARIANTS[method].sections)
         self.engine = build_engine(self.recipe, deepspeed_config())
         self.estimator = step_runs.make_estimator(self.recipe, self.engine)
 
-    def step(self, main: list, probe: list) -> None:
-        batches = StepBatches(main, [] if self.estimator.direction is None else probe)
+    def step(self, batches: StepBatches) -> None:
         step_runs.train_step(self.engine, self.recipe, batches, self.estimator)
 
 
 def measure(num_rounds: int, folder: str, dropout: float) -> dict[str, list[float]]:
-    loops = {}
+    feed, loops = make_feed(), {}
     for method in METHODS:
         loops[method], loops[f"{method}, peft"] = (Loop(method, folder, dropout) for _ in range(2))
         use_the_forward_of_peft(loops[f"{method}, peft"].engine.module)
     seconds = {name: [] for name in loops}
     for k in range(num_rounds + 1):
-        main, probe = own_batches(NUM_MAIN, k), own_batches(NUM_PROBE, 1000 + k)
+        batches = feed.step(k)
         names = list(loops)
         for name in names[k % 4 :] + names[: k % 4]:
             torch.distributed.barrier()
             start = time.perf_counter()
-            loops[name].step(main, probe)
+            loops[name].step(batches)
             torch.distributed.barrier()
             if k > 0:  # the first round allocates, and records ZeRO-3's trace
                 seconds[name].append(time.perf_counter() - start)

@@ -2,12 +2,14 @@
 
     python -m tests.benchmarks.overhead [--rounds 7] [--only NAME ...] [--output FILE.json]
 
-All engines in the same two processes take turns, step by step over the same batches, so that the machine's moods meet
-all of them: the numbers to quote are the ratios, taken round by round. |B| = 32, |B'| = 4, a Qwen3 of 16.9M parameters,
-bf16.
+Each ratio has two processes of its own with the two engines that it needs: with all of them in two processes, a step's
+time depended on which engine had run before it. The two take turns, step by step over the same batches, so that the
+machine's moods meet both, and the numbers to quote are the ratios, taken round by round. |B| = 32, |B'| = 4, a Qwen3 of
+16.9M parameters, bf16. Batches are drawn and dealt by a run's own feed and plan, with default keys.
 
 The bare loop is `deepspeed.initialize` around the Hugging Face model, tuned as well as ours: the same ZeRO-3
 buckets, the same fused AdamW, one gradient reduction per step, the loss over the supervised tokens of the whole batch.
+Sequences of similar lengths share a micro-batch in it, since packed ones would have a mask.
 """
 
 import argparse
@@ -23,15 +25,18 @@ from torch.nn.functional import cross_entropy
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data import Batch, StepBatches, TokenizedSequence, collate, idle_batch
+from vcore_ds.config import plan_batch
+from vcore_ds.data import Batch, MainOrder, RandomDraws, StepBatches, TokenizedSequence, collate, idle_batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine, build_optimizer
-from vcore_ds.planning import CPU, ModelShape, RowLimit, TimeModel, layer_parameters, spread
+from vcore_ds.feed import Feed
+from vcore_ds.planning import CPU, ModelShape, RowLimit, layer_parameters, spread
+from vcore_ds.random_streams import Stream
 
 MODEL = dict(
     vocab_size=8192, hidden_size=384, intermediate_size=1152, num_hidden_layers=8, num_attention_heads=6, head_dim=64
 )
-NUM_MAIN, NUM_PROBE = 32, 4
+NUM_MAIN, NUM_PROBE, NUM_SEQUENCES = 32, 4, 1024
 BUCKET_NUMEL = 50_000_000
 SHAPE = ModelShape(
     MODEL["num_hidden_layers"],
@@ -78,30 +83,40 @@ BOUNDS = {
 """Largest median of the ratio of a step's time to another's."""
 
 
-def sequences(num: int, seed: int) -> list[TokenizedSequence]:
+class Sequences(list[TokenizedSequence]):
     """Lengths as long-tailed as reasoning traces are (median 200, up to 512 tokens); a fifth of each is the prompt."""
-    generator = torch.Generator().manual_seed(seed)
-    made = []
-    for i in range(num):
-        length = int((200 * torch.exp(0.5 * torch.randn((), generator=generator))).clamp(32, 512))
-        ids = torch.randint(0, MODEL["vocab_size"], (length,), generator=generator).int().numpy()
-        supervised = torch.arange(length).ge(length // 5).numpy()
-        made.append(TokenizedSequence(i, ids, supervised))
-    return made
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.lengths = (200 * torch.exp(0.5 * torch.randn(NUM_SEQUENCES, generator=generator))).clamp(32, 512).int()
+        for i, length in enumerate(self.lengths.tolist()):
+            ids = torch.randint(0, MODEL["vocab_size"], (length,), generator=generator).int().numpy()
+            self.append(TokenizedSequence(i, ids, torch.arange(length).ge(length // 5).numpy()))
 
 
-def own_batches(num: int, seed: int) -> list[Batch]:
-    """This rank's micro-batches, as a run deals them by default: sequences of similar lengths share one."""
-    made = sequences(num, seed)
-    found = spread(
-        range(num),
-        [len(sequence) for sequence in made],
-        degrees=[1],
-        limit=RowLimit(num_sequences=None),
-        time_model=TimeModel(SHAPE, layout.size("shards"), layout.size("shards"), CPU),
+def make_feed() -> Feed:
+    """A run's feed on these ranks. A collective."""
+    recipe = step_runs.recipe(
+        model={"path": "none", "precision": "bf16"},
+        batch={"global_size": NUM_MAIN},
+        probe={"batch_size": NUM_PROBE},
+        data={"train_path": "none", "cutoff_length": 512},
     )
+    plan = plan_batch(recipe, layout.size("shards"), SHAPE, machine=CPU)
+    layout.make_sequence_groups(plan.degrees, recipe.engine.timeout_minutes)
+    data = Sequences()
+    main, probe = MainOrder(len(data), NUM_MAIN, 0), RandomDraws(len(data), NUM_PROBE, 0, Stream.PROBE)
+    return Feed(data, plan, main, probe, data, None, data, pad_token_id=0, probe_every=1)
+
+
+def rows_of_similar_length(feed: Feed, k: int) -> list[Batch]:
+    """This rank's main micro-batches of step k, a row for each sequence."""
+    ids = feed.main_order.step(k)
+    lengths = [len(feed.dataset[i]) for i in ids]
+    limit = RowLimit(num_sequences=None)
+    found = spread(ids, lengths, degrees=[1], limit=limit, time_model=feed.plan.time_model)
     own = found.of_group(layout.rank("shards"))
-    return [collate([made[i] for i in ids], 0) if ids else idle_batch(0, 1) for ids in own]
+    return [collate([feed.dataset[i] for i in row], 0) if row else idle_batch(0) for row in own]
 
 
 def deepspeed_config() -> dict:
@@ -118,7 +133,7 @@ class BareLoop:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config())
 
-    def step(self, main: list[Batch], *_: object) -> None:
+    def step(self, main: list[Batch]) -> None:
         tokens = sum(int(batch.num_supervised_tokens().sum()) for batch in main)
         num_tokens_global = layout.sum_over("shards", [tokens])[0]
         self.engine.set_gradient_accumulation_boundary(True)
@@ -131,32 +146,30 @@ class BareLoop:
 
 
 class OurLoop:
-    def __init__(self, variant: Variant, batches_per_pass: int = 1):
+    def __init__(self, variant: Variant):
         self.recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"}, **variant.sections)
         model = tiny.token_loss_model(
             tied=True, dtype=torch.bfloat16, lora=variant.lora, checkpointing=variant.checkpointing, **MODEL
         )
         optimizer = build_optimizer(model, self.recipe.optimizer)
         self.engine = Engine(model, optimizer, deepspeed_config(), coalesce_gradient_reduction=True)
-        self.estimator = step_runs.make_estimator(self.recipe, self.engine, batches_per_pass)
+        self.estimator = step_runs.make_estimator(self.recipe, self.engine)
 
-    def step(self, main: list[Batch], probe: list[Batch]) -> dict:
-        batches = StepBatches(main, [] if self.estimator.direction is None else probe)
+    def step(self, batches: StepBatches) -> dict:
         return step_runs.train_step(self.engine, self.recipe, batches, self.estimator).values
 
 
-def measure(names: list[str], num_rounds: int, batches_per_utility_pass: int) -> dict:
-    loops: dict[str, Any] = {
-        name: BareLoop() if name == "bare" else OurLoop(VARIANTS[name], batches_per_utility_pass) for name in names
-    }
+def measure(names: tuple[str, str], num_rounds: int) -> dict:
+    """Seconds of each step of two loops, and of its parts, by name."""
+    feed = make_feed()
+    loops: dict[str, Any] = {name: BareLoop() if name == "bare" else OurLoop(VARIANTS[name]) for name in names}
     seconds, parts = ({name: [] for name in names} for _ in range(2))
     for k in range(num_rounds + 1):
-        main, probe = own_batches(NUM_MAIN, k), own_batches(NUM_PROBE, 1000 + k)
-        turn = k % len(names)
-        for name in names[turn:] + names[:turn]:
+        batches, rows = feed.step(k), rows_of_similar_length(feed, k)
+        for name in names if k % 2 else names[::-1]:
             torch.distributed.barrier()
             start = time.perf_counter()
-            values = loops[name].step(main, probe)
+            values = loops[name].step(rows if name == "bare" else batches)
             torch.distributed.barrier()
             if k > 0:  # the first round allocates, and records ZeRO-3's trace
                 seconds[name].append(time.perf_counter() - start)
@@ -172,28 +185,29 @@ def ratio(above: list[float], below: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="counted rounds of all loops")
-    parser.add_argument("--only", nargs="+", default=["bare", *VARIANTS], help="loops to run, by name")
-    parser.add_argument("--batches-per-utility-pass", type=int, default=1, help="micro-batches in a gradient-free pass")
+    parser.add_argument("--rounds", type=int, default=7, help="counted rounds of each ratio's two loops")
+    names = ["bare", *VARIANTS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="ratios between these loops alone")
     parser.add_argument("--output", help="write the numbers as JSON")
     arguments = parser.parse_args()
-    options = arguments.only, arguments.rounds, arguments.batches_per_utility_pass
-    measured = run_ranks(measure, 2, *options, timeout_seconds=3600)[0]
-    seconds = measured["seconds"]
-    for name, times in seconds.items():
-        of_parts = measured["parts"][name] or [{}]
-        medians = {key: statistics.median(step[key] for step in of_parts) for key in of_parts[0]}
-        print(f"{name:32} {statistics.median(times):6.2f} s a step", *(f"{k} {v:.2f}" for k, v in medians.items()))
-    ratios = {
-        f"{above} / {below}": ratio(seconds[above], seconds[below]) | {"bound": bound}
-        for (above, below), bound in BOUNDS.items()
-        if above in seconds and below in seconds
-    }
-    for pair, found in ratios.items():
-        print(f"{pair:54}", *(f"{name} {value:.3f}" for name, value in found.items()))
+    found = {}
+    for pair, bound in BOUNDS.items():
+        if not {*pair} <= {*arguments.only}:
+            continue
+        measured = run_ranks(measure, 2, pair, arguments.rounds, timeout_seconds=3600)[0]
+        of_pair = ratio(*(measured["seconds"][name] for name in pair)) | {"bound": bound}
+        found[" / ".join(pair)] = {**measured, "ratio": of_pair}
+        print(f"{' / '.join(pair):54}", *(f"{name} {value:.3f}" for name, value in of_pair.items()), flush=True)
+        for name in pair:
+            of_parts = measured["parts"][name] or [{}]
+            medians = {key: statistics.median(step[key] for step in of_parts) for key in of_parts[0]}
+            median = statistics.median(measured["seconds"][name])
+            print(f"  {name:32} {median:6.2f} s a step", *(f"{k} {v:.2f}" for k, v in medians.items()), flush=True)
+    if not found:
+        parser.error(f"no ratio between these loops alone; ratios: {', '.join(map(' / '.join, BOUNDS))}")
     if arguments.output:
         with open(arguments.output, "w") as file:
-            json.dump({**measured, "ratios": ratios}, file, indent=2)
+            json.dump(found, file, indent=2)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tests.benchmarks.overhead import MODEL, OurLoop, ratio
+from tests.benchmarks.overhead import MODEL, OurLoop, Variant, ratio
 from tests.helpers import step_runs
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data import (
@@ -71,7 +71,7 @@ def measure(num_rounds: int, folder: str) -> dict:
     found: dict[str, dict[str, list[float]]] = {}
     wastes: dict[str, list] = {name: [] for name in LAYOUTS}
     for method, sections in METHODS.items():
-        loop = OurLoop(sections)
+        loop = OurLoop(Variant(sections))
         seconds = found[method] = {name: [] for name in LAYOUTS}
         for k in range(num_rounds + 1):
             names = list(LAYOUTS)

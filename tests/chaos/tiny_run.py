@@ -10,7 +10,7 @@ import torch
 
 from tests.chaos.inject import Fault
 from tests.helpers.jobs import Job
-from tests.helpers.resumed_runs import tensors_of
+from tests.helpers.resumed_runs import tensors_of, token_records
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
 
 RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
@@ -68,8 +68,8 @@ class TinyRun:
         return [line["step"] for line in timeless_lines(self.folder / "metrics_lost.jsonl")]
 
     def differences(self, undisturbed: "TinyRun") -> list[str]:
-        """Whatever is not equal bit for bit: tensors of the last checkpoint, exported files, metrics of the steps, and
-        of those that were lost and taken again."""
+        """Whatever is not equal bit for bit: tensors of the last checkpoint, exported files, records of tokens, metrics
+        of the steps, and of those that were lost and taken again."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             here, there = (tensors_of(run.folder, self.num_steps) for run in (self, undisturbed))
@@ -77,6 +77,9 @@ class TinyRun:
         found += [name for name in here.keys() & there.keys() if not torch.equal(here[name], there[name])]
         exported = {path.name for run in (self, undisturbed) for path in (run.folder / "adapter").iterdir()}
         found += [name for name in sorted(exported) if self._exported(name) != undisturbed._exported(name)]
+        records, records_there = token_records(self.folder), token_records(undisturbed.folder)
+        names = records.keys() | records_there.keys()
+        found += sorted(name for name in names if records.get(name) != records_there.get(name))
         if self.steps_taken() != list(range(1, self.num_steps + 1)):
             found.append(f"metrics.jsonl holds steps {self.steps_taken()}")
         expected = {line["step"]: line for line in timeless_lines(undisturbed.folder / "metrics.jsonl")}

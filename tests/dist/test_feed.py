@@ -2,6 +2,7 @@
 
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.config import Recipe, plan_batch
-from vcore_ds.data import TokenizedSequence
+from vcore_ds.data import JoinedDataset, TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.feed import build_feed
 from vcore_ds.models import model_shape
@@ -28,6 +29,10 @@ class Tokenizer:
 
 class Sequences(list):
     """A token store as the feed sees it."""
+
+    @property
+    def sequence_ids(self) -> np.ndarray:
+        return np.array([sequence.sequence_id for sequence in self])
 
     @property
     def lengths(self) -> list[int]:
@@ -116,6 +121,7 @@ def test_a_share_of_each_batch_is_trusted(monkeypatch) -> None:
     plan = plan_batch(recipe, 1, model_shape(model_folder()))
     feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), dataset(NUM_TRUSTED, token=7))
     assert count_steps(recipe, NUM_TRAINING) == 7  # 40 of the training data, 6 a step
+    assert feed.first_trusted_id == NUM_TRAINING
     seen: Counter[int] = Counter()
     for k in range(10):
         (batch,) = feed.step(k).main
@@ -130,6 +136,15 @@ def test_a_share_of_each_batch_is_trusted(monkeypatch) -> None:
     assert feed.epoch(10) == 3.0
 
 
+def test_ids_stay_different_where_a_store_has_dropped_rows() -> None:
+    def store(*ids: int) -> Sequences:
+        return Sequences(replace(sequence, sequence_id=i) for i, sequence in zip(ids, dataset(len(ids), 3), strict=True))
+
+    joined = JoinedDataset(store(4, 11, 7), store(0, 4, 8))
+    assert [sequence.sequence_id for sequence in joined[:]] == [4, 11, 7, 12, 16, 20]
+    assert joined.first_id_of_second == 12
+
+
 def test_the_whole_pool_is_a_probe_batch_and_the_previous_step_draws_none(monkeypatch) -> None:
     monkeypatch.setattr(layout, "rank", lambda axis, sequence_parallel=1: 0)
     for probe, size in (({"batch_size": "all"}, NUM_TRUSTED), ({"source": "previous_step"}, 0)):
@@ -142,6 +157,7 @@ def test_the_whole_pool_is_a_probe_batch_and_the_previous_step_draws_none(monkey
         plan = plan_batch(recipe, 1, model_shape(model_folder()))
         pool = dataset(NUM_TRUSTED, token=7) if size else None
         feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), pool)
+        assert feed.first_trusted_id is None
         for k in (0, 1):
             assert sorted(i for batch in feed.step(k).probe for i in batch.sequence_ids) == list(range(size))
         assert ("probe the whole pool" in plan.describe()) == bool(size)

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine, build_optimizer, chunks
+from vcore_ds.engine import Engine, build_optimizer, chunks, flat_shards
 from vcore_ds.method import adam_direction
 from vcore_ds.utility import Direction, perturbed
 
@@ -220,7 +220,7 @@ def test_a_scaled_gradient_is_clipped_and_applied_as_deepspeed_would(offload: st
 
 
 def test_chunks_cover_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vcore_ds.engine.flat_shards.CHUNK_NUMEL", 4)
+    monkeypatch.setitem(flat_shards.CHUNK_NUMEL, "cpu", 4)
     first = [torch.arange(10.0), torch.arange(3.0)]
     second = [torch.zeros(10), torch.zeros(3)]
     sizes = []

@@ -74,8 +74,12 @@ def run_layout(section: str, arrangement: str, batches_per_pass: int, attention:
         found[f"{k} gradient"] = torch.cat([g.flatten() for g in recorded.gradient.values()])
         numbers = ("loss", "weighted_loss", "alpha", "effective_sample_size", "grad_norm")
         found[f"{k} metrics"] = torch.tensor([metrics.values[name] for name in numbers])
-        example = metrics.example
-        found[f"{k} example"] = example.token_ids[:1] * 0 + len(example.token_ids) - len(example.weights)
+        assert metrics.tokens is not None
+        for record in metrics.tokens:
+            for name in ("positions", "token_ids", "losses", "weights"):
+                found[f"{k} recorded_{name} {record.sequence_id}"] = torch.from_numpy(getattr(record, name))
+            coefficients = [record.alpha, record.share, record.uniform_share, record.weights.sum()]
+            found[f"{k} recorded_of_sequence {record.sequence_id}"] = torch.tensor(coefficients)
     engine.close()
     return found
 

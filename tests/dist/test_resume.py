@@ -229,6 +229,8 @@ def damaged(folder: Path) -> dict[str, Any]:
         "refusal": refusal,
         "lost": [json.loads(line)["step"] for line in lost],
         "steps": [line["step"] for line in resumed_runs.timeless_metrics(run_folder)],
+        "records": resumed_runs.token_records(run_folder),
+        "lost_records": resumed_runs.token_records(run_folder, "tokens_lost"),
     }
 
 
@@ -440,6 +442,9 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason_and_the_one_before_it_t
     assert "Resumed after step 3 from" in said
     assert "step_00000007.rejected" in said
     assert found["damaged"]["lost"] == [4, 5, 6, 7] and found["damaged"]["steps"] == [*range(1, 9)]
+    records, lost = found["damaged"]["records"], found["damaged"]["lost_records"]
+    assert list(records) == [f"step_0000000{step}.npz" for step in range(1, 9)]
+    assert lost == {name: records[name] for name in list(records)[3:7]}  # written again, bit for bit
 
 
 def test_no_checkpoint_that_verifies_is_an_error_not_a_new_start(found: dict[str, Any]):

@@ -2,18 +2,24 @@
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
 from tests.helpers.setups import sums, write_conversations
+from tests.helpers.token_records import assert_same_records
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config import Recipe
 from vcore_ds.distributed import layout
+from vcore_ds.track.console import Console
+from vcore_ds.track.token_gather import gather_record, record_tokens
+from vcore_ds.track.token_records import SequenceTokens
 
 pytestmark = pytest.mark.dist
 
@@ -41,24 +47,75 @@ def recipe(folder: Path, name: str, degrees: tuple[Any, Any], row_tokens: int = 
     )
 
 
-def alone(folder: Path) -> None:
+@dataclass(frozen=True)
+class OfRank:
+    chosen: list[list[list[tuple[int, int]]]]
+    """What `chosen_sequences` gave, for each degree."""
+    said: list[str]
+
+
+def chosen_sequences(degree: int) -> list[list[tuple[int, int]]]:
+    """Id and number of tokens of each sequence in records of at most 30 of 70 tokens, on this rank."""
+    group, num_groups = layout.rank("data", degree), layout.size("data", degree)
+    own = []
+    for i in [*range(10), 4, 9][group::num_groups]:  # two of them twice
+        n = 1 + i
+        numbers, places = np.zeros(n, dtype=np.float32), np.arange(n, dtype=np.int32)
+        own.append(SequenceTokens(i, 0.1, 0.1, 1.0, places, places, numbers, None, numbers))
+    found = []
+    for step in range(5):
+        record = gather_record(step, own, degree, None, seed=3, most_tokens=30)
+        assert (record.num_sequences_global, record.num_supervised_tokens_global) == (12, 70)
+        found.append([(sequence.sequence_id, len(sequence)) for sequence in record.sequences])
+    return found
+
+
+def said_where_no_record_can_be_written(folder: Path) -> list[str]:
+    """What this rank prints; nothing is raised on any."""
+    said: list[str] = []
+    console = Console(enabled=layout.is_first())
+    console.say = lambda text="": said.append(text) if console.enabled else None
+    numbers, places = np.zeros(3, dtype=np.float32), np.arange(3, dtype=np.int32)
+    own = [SequenceTokens(layout.rank("shards"), 0.1, 0.1, 1.0, places, places, numbers, None, numbers)]
+    a_file = folder / "train.jsonl"
+    record_tokens(a_file, 5, own, console, sequence_parallel=1, first_trusted_id=None, seed=3)
+    return said
+
+
+def alone(folder: Path) -> OfRank:
     resumed_runs.to_the_end(recipe(folder, "alone", ("auto", "auto")))
+    return OfRank([chosen_sequences(1)], said_where_no_record_can_be_written(folder))
 
 
-def on_two_ranks(folder: Path) -> None:
+def on_two_ranks(folder: Path) -> OfRank:
     resumed_runs.until(recipe(folder, "resumed", (2, 2)), 3)
+    return OfRank(
+        [chosen_sequences(degree) for degree in (1, 2)],
+        said_where_no_record_can_be_written(folder),
+    )
 
 
-def on_four_ranks(folder: Path) -> None:
+def on_four_ranks(folder: Path) -> OfRank:
     for main, probe in DEGREES:
         resumed_runs.to_the_end(recipe(folder, f"{main}_{probe}", (main, probe)))
     # A row of a rank holds a quarter of the longest sequence.
     resumed_runs.to_the_end(recipe(folder, "short_rows", ("auto", "auto"), row_tokens=32))
     resumed_runs.to_the_end(recipe(folder, "resumed", (4, 4)))
+    return OfRank(
+        [chosen_sequences(degree) for degree in (1, 2, 4)],
+        said_where_no_record_can_be_written(folder),
+    )
+
+
+@dataclass(frozen=True)
+class Found:
+    folder: Path
+    of_ranks: list[list[OfRank]]
+    """On 1, 2 and 4 ranks."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("shared_rows")
     tokenizer = make_tokenizer()
     tiny.qwen3(vocab_size=len(tokenizer)).save_pretrained(folder / "model")
@@ -69,10 +126,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
         del config[key]  # the recipe's
     (folder / "fp32.json").write_text(json.dumps(config))
-    run_ranks(alone, 1, folder)
-    run_ranks(on_two_ranks, 2, folder)
-    run_ranks(on_four_ranks, 4, folder)
-    return folder
+    functions = ((alone, 1), (on_two_ranks, 2), (on_four_ranks, 4))
+    return Found(folder, [run_ranks(function, num_ranks, folder) for function, num_ranks in functions])
+
+
+@pytest.fixture(scope="module")
+def folder(found: Found) -> Path:
+    return found.folder
 
 
 @pytest.mark.parametrize("name", [*(f"{main}_{probe}" for main, probe in DEGREES), "short_rows", "resumed"])
@@ -90,6 +150,27 @@ def test_a_run_is_the_same_on_shared_rows(folder: Path, name: str) -> None:
     for tensor, values in resumed_runs.tensors_of(folder / name).items():
         # A few updates of 1e-3, whose rounding Adam magnifies where a gradient is about as small as its eps.
         assert values.allclose(tensors[tensor], rtol=1e-4, atol=1e-5), tensor
+
+
+@pytest.mark.parametrize("name", [*(f"{main}_{probe}" for main, probe in DEGREES), "short_rows", "resumed"])
+def test_the_records_of_tokens_are_the_same_on_shared_rows(folder: Path, name: str) -> None:
+    assert assert_same_records(folder / name, folder / "alone", num_sequences=6) == [*range(1, NUM_STEPS + 1)]
+
+
+def test_a_record_of_a_large_batch_holds_the_same_sequences_at_any_number_of_ranks(found: Found) -> None:
+    every = [chosen for of_ranks in found.of_ranks for of_rank in of_ranks for chosen in of_rank.chosen]
+    assert len(every) == 1 + 2 * 2 + 4 * 3
+    assert all(chosen == every[0] for chosen in every)
+    sizes = [sum(n for _, n in of_step) for of_step in every[0]]
+    assert all(20 <= size <= 30 for size in sizes)  # the next one did not fit
+    assert len({tuple(of_step) for of_step in every[0]}) == 5  # others in each step
+
+
+def test_a_record_that_cannot_be_written_is_a_warning_of_one_rank(found: Found) -> None:
+    for first, *others in found.of_ranks:
+        (warning,) = first.said
+        assert warning.startswith("warning: the tokens of step 5 cannot be written to ") and "it has no record" in warning
+        assert all(of_rank.said == [] for of_rank in others)
 
 
 def test_the_metrics_say_how_many_ranks_share_a_row(folder: Path) -> None:

@@ -38,7 +38,8 @@ with watchdog.watching(lost_rank_seconds=5, timeout_minutes=0.2), stop_signals.h
 """
 
 SAID = {
-    "stuck": r"rank 0: PLACE: stuck there for \d+ s; others wait at: step 3, main; the run ends",
+    # Both ranks end within a beat of each other: the stuck one first, where rank 0 notices it by its collective.
+    "stuck": r"rank 0: PLACE: stuck there for \d+ s; others wait at: step 3, main; (the run ends|what follows)",
     "error": r"rank 0: PLACE: ValueError: no such token; what follows is how this rank noticed",
     "killed elsewhere": r"rank 0: PLACE: no sign of life for \d+ s; what follows is how this rank noticed",
     "stopped elsewhere": r"rank 0: PLACE: no sign of life for \d+ s; the run ends",

@@ -60,10 +60,16 @@ def test_two_ranks_measure_what_one_process_does(setup: TinySetup, tmp_path: Pat
         assert 0 < short["changed_fraction"] < 1 and 0 < short["rounding_floor_nats"] < 1e-4
         assert [found["batch_size"] for found in report["probe_sizes"]] == [1, 2, 4]
         assert [found["num_draws"] for found in report["probe_sizes"]] == [4, 2, 1]
+        other = report["other_probe_loss"]
+        assert (other["batch_size"], other["loss"]) == (report["probe_batch_size"], "dft")
         assert [found["steps"] for found in report["stale_directions"]] == [1]
         assert any("cannot be kept for 8" in note for note in report["notes"])
     for found, again in zip(single["probe_sizes"], double["probe_sizes"], strict=True):
         assert again["spearman"] == pytest.approx(found["spearman"], abs=0.02) and found["spearman"] < 1
+    other, again = single["other_probe_loss"], double["other_probe_loss"]
+    assert again["spearman"] == pytest.approx(other["spearman"], abs=0.02)
+    own = next(found for found in single["probe_sizes"] if found["of_recipe"])
+    assert other["spearman"] != own["spearman"]
     trained, again = single["trained_direction"], double["trained_direction"]
     assert again["spearman"] == pytest.approx(trained["spearman"], abs=0.02) and 0.05 < abs(trained["spearman"]) < 1
     assert "the gradient of the previous step" in trained["description"]

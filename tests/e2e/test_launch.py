@@ -23,6 +23,7 @@ from tests.helpers.commands import (
     wait_for_port,
 )
 from tests.helpers.setups import TinySetup
+from tests.helpers.token_records import assert_same_records
 from vcore_ds.config import dump_recipe, load_recipe
 
 pytestmark = pytest.mark.e2e
@@ -112,6 +113,7 @@ def test_packed_rows_on_two_ranks_are_the_same_run(setup: TinySetup, bash_run: R
     run = train("torchrun --nproc_per_node 2 launch_scripts/train_32b.sh", overrides, folder)
     assert "4 sequences a step on 2 ranks, packed into rows of at most 300 tokens" in run.output
     assert check_folder(run, load_recipe_of(run)) == 2
+    assert assert_same_records(folder, bash_run.folder, num_sequences=4) == [1, 2]
     check_model(run, setup, setup.tied)
     assert run.losses == pytest.approx(bash_run.losses, rel=1e-5)
 

@@ -1,6 +1,8 @@
 """Every method on the quickstart's model, and iw-SFT with all parameters trained, from the command that prepares it."""
 
 import json
+import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +12,13 @@ import pytest
 from tests.helpers.commands import read_metrics, run_command
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup
+from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.cli import main
 from vcore_ds.commands.quickstart.session import RECIPE
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.config import load_recipe
+from vcore_ds.track.token_records import read_records
+from vcore_ds.track.token_tables import IN_ANSWER
 
 pytestmark = pytest.mark.e2e
 
@@ -30,13 +36,19 @@ def train_all(overrides: list[str], folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def lines_by_method(tmp_path_factory) -> dict[str, list[dict]]:
+def folder(tmp_path_factory) -> Path:
+    """The runs of all methods, each in a folder named after it."""
     folder = tmp_path_factory.mktemp("methods")
-    model, training, _ = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
+    model, training, *_ = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
     overrides = [f"model.path={model}", f"data.train_path={training}", "data.validation_path=null"]
     overrides += ["batch.global_size=2", "batch.micro_batch_size_per_rank=2", "schedule.num_steps=2"]
     overrides += ["probe.batch_size=1", "data.cutoff_length=192"]
     run_ranks(train_all, 1, overrides, str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lines_by_method(folder: Path) -> dict[str, list[dict]]:
     return {name: read_metrics(folder / name) for name in ("vcore", *FRAGMENTS)}
 
 
@@ -63,6 +75,106 @@ def test_the_second_steps_differ(lines_by_method) -> None:
     for name, lines in lines_by_method.items():
         keys = [line[key] is None for line in lines for key in ("tau", "kl", "utility_mean", "probe_loss")]
         assert keys == [name != "vcore"] * 8
+
+
+# ---- records of tokens, and the command that reads them --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["vcore", *FRAGMENTS])
+def test_the_records_add_up_to_the_metrics(folder: Path, lines_by_method, name: str) -> None:
+    for record, line in zip(read_records(folder / name), lines_by_method[name], strict=True):
+        assert (record.step, record.num_sequences_global) == (line["step"], line["sequences"])
+        assert record.num_tokens == record.num_supervised_tokens_global == line["supervised_tokens"]
+        sums = [(s.share * (s.weights * s.losses).sum(), s.uniform_share * s.losses.mean()) for s in record.sequences]
+        assert sum(weighted for weighted, _ in sums) == pytest.approx(line["weighted_loss"], rel=1e-5)
+        assert sum(uniform for _, uniform in sums) == pytest.approx(line["loss"], rel=1e-5)
+        assert [s.alpha for s in record.sequences] == [pytest.approx(line["alpha"])] * 2
+        assert all((s.utilities is not None) == (name == "vcore") for s in record.sequences)
+        if name == "vcore":
+            mean = np.concatenate([s.utilities for s in record.sequences]).mean()
+            assert mean == pytest.approx(line["utility_mean"], rel=1e-4, abs=1e-6)
+
+
+def print_tokens(capsys, *words: object) -> tuple[int, str, str]:
+    """Exit code and output of `vcore-ds tokens WORDS`, in this process."""
+    code = main(["tokens", *map(str, words)])
+    return code, *capsys.readouterr()
+
+
+def test_the_command_says_which_tokens_gained_and_lost(folder: Path, capsys) -> None:
+    code, output, _ = print_tokens(capsys, folder / "vcore", "--top", 3, "--min-count", 2)
+    assert code == 0 and output.startswith(f"{folder / 'vcore'} (vcore): ")
+    assert "of steps 1, 2." in output
+    for title in ("Tokens that gained most weight (at least 2 times)", "Phrases that lost most", "By position"):
+        assert title in output
+    found = json.loads(print_tokens(capsys, folder / "vcore", "--json", "--top", 3, "--min-count", 2)[1])
+    ((run,),) = found.values()
+    tables = run["tables"]
+    assert len(tables["tokens"]["gained"]) == len(tables["tokens"]["lost"]) == 3
+    for kind, is_above in (("gained", True), ("lost", False)):
+        for row in tables["tokens"][kind]:
+            assert (row["relative_weight"] > 1) == is_above and row["count"] >= 2
+            assert row["name"] in output
+    for rows in (tables["positions"], [row for row in tables["kinds"] if row["name"] != IN_ANSWER]):
+        assert sum(row["count"] for row in rows) == tables["num_tokens"]
+        assert sum(row["share_of_weight"] for row in rows) == pytest.approx(1.0)
+        assert sum(row["share_of_tokens"] for row in rows) == pytest.approx(1.0)
+    assert tables["relative_weight"] == pytest.approx(1.0, abs=1e-5)
+    one = json.loads(print_tokens(capsys, folder / "vcore", "--json", "--step", 2)[1])["runs"][0]["tables"]
+    assert one["steps"] == [2] and one["tokens"]["rose"] == [] and one["num_tokens"] < tables["num_tokens"]
+
+
+def test_the_command_compares_runs_by_kind_and_position(folder: Path, capsys) -> None:
+    runs = [folder / name for name in ("vcore", "dft", "sft", "random")]
+    code, output, _ = print_tokens(capsys, runs[0], "--top", 3, *runs[1:])
+    assert code == 0
+    assert f"{folder / 'sft'} (sft) weights all tokens alike" in output
+    for number, name in enumerate(("vcore", "dft", "random"), start=1):
+        assert f"{number}: {folder / name} ({name}): " in output
+    header, *rows = output.partition("By position in the trace\n")[2].partition("\n\n")[0].splitlines()
+    assert header.split()[-3:] == ["1", "2", "3"] and len(rows) == 10
+    assert all(float(row.split()[-2]) < 1 for row in rows)  # dft's weights are probabilities
+
+
+def test_runs_without_weights_to_show_get_a_sentence(folder: Path, tmp_path: Path, capsys) -> None:
+    code, output, _ = print_tokens(capsys, folder / "sft")
+    assert code == 0 and output == (
+        f"{folder / 'sft'} (sft) weights all tokens alike: no token gained or lost in its 2 record(s).\n"
+    )
+    (tmp_path / "recipe.yaml").write_text((folder / "vcore" / "recipe.yaml").read_text())
+    code, output, _ = print_tokens(capsys, tmp_path)
+    assert code == 0 and output == f"{tmp_path} has no records of tokens: tokens/ is empty or missing.\n"
+
+
+def test_what_the_command_cannot_read_is_said(folder: Path, tmp_path: Path, capsys) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder / "vcore" / "tokens", copy / "tokens")
+    recipe = (folder / "vcore" / "recipe.yaml").read_text()
+    (copy / "recipe.yaml").write_text(re.sub(r"(?m)^(model:\n  path:) .*$", rf"\1 {tmp_path}/gone", recipe))
+    for words, message in (
+        ([tmp_path / "nowhere"], "found no recipe.yaml there; expected a run's folder (run.output_dir)"),
+        (
+            [folder / "vcore", "--step", 7],
+            f"--step: found 7; expected a step that {folder / 'vcore'} has a record of: 1, 2",
+        ),
+        ([copy], f"{tmp_path}/gone: no tokenizer can be loaded from there"),
+        ([copy, "--tokenizer", tmp_path], f"--tokenizer: {tmp_path}: no tokenizer can be loaded from there"),
+    ):
+        code, output, error = print_tokens(capsys, *words)
+        assert (code, output) == (2, "") and message in error and "Traceback" not in error
+    assert "Name it with --tokenizer" in print_tokens(capsys, copy)[2]
+    make_tokenizer().save_pretrained(tmp_path / "small")
+    code, _, error = print_tokens(capsys, copy, "--tokenizer", tmp_path / "small")
+    assert code == 2 and "and a tokenizer of 259 tokens; expected the one that the run was trained with" in error
+    code, output, _ = print_tokens(capsys, copy, "--tokenizer", folder / "vcore" / "adapter")
+    assert code == 0
+    assert output.partition("\n")[2] == print_tokens(capsys, folder / "vcore")[1].partition("\n")[2]
+    (copy / "tokens" / "step_00000002.npz").write_bytes(b"half")
+    code, _, error = print_tokens(capsys, copy)
+    assert code == 2 and f"{copy}/tokens/step_00000002.npz: is damaged" in error
+
+
+# ---- the reference of iw_sft -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tests.experiments import task
 from tests.experiments.directions import ADAM_EPS, BETAS, CLIP, Direction, small_qwen3, token_losses
 from tests.experiments.settings import BATCH_SIZE, Setting, budget_factor, learning_rate_factor, method_config
 from tests.experiments.task import Traces, TraceStream
-from vcore_ds.config.schema import MethodConfig
+from vcore_ds.config.method_sections import MethodConfig
 from vcore_ds.method import Tokens, random_mask, segment_sum
 from vcore_ds.random_streams import Stream, generator
 from vcore_ds.weighting import alpha_of_micro_batch, has_batch_scope, sequence_weights, token_weights

@@ -95,11 +95,21 @@ def timeless_metrics(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(machine)} for line in lines]
 
 
+def token_records(folder: Path, name: str = "tokens") -> dict[str, bytes]:
+    """Name -> content of each record of tokens in a run's folder."""
+    return {path.name: path.read_bytes() for path in sorted((folder / name).iterdir())}
+
+
 def differences(folder: Path, expected: Path) -> list[str]:
-    """Names of the last checkpoint's tensors, and of the steps' metrics, that are not equal bit for bit."""
+    """Names of the last checkpoint's tensors, the steps' metrics and the records of tokens that are not equal bit for
+    bit."""
     here, there = tensors_of(folder), tensors_of(expected)
     found = sorted(here.keys() ^ there.keys())
     found += [name for name in here.keys() & there.keys() if not torch.equal(here[name], there[name])]
+    records, records_there = token_records(folder), token_records(expected)
+    assert len(records_there) == NUM_STEPS  # few steps: each of them has a record
+    names = sorted(records.keys() | records_there.keys())
+    found += [name for name in names if records.get(name) != records_there.get(name)]
     lines, lines_there = timeless_metrics(folder), timeless_metrics(expected)
     found += [f"{len(lines)} lines"] if [line["step"] for line in lines] != list(range(1, NUM_STEPS + 1)) else []
     found += [

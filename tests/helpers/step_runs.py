@@ -92,7 +92,7 @@ class Recorder(StepRecorder):
     """Also keeps intermediate results of a step: utilities and weights by sequence, the gradient before clipping."""
 
     def __init__(self, engine: Engine):
-        super().__init__(engine.device)
+        super().__init__(engine.device, keep_tokens=True)
         self.results: list[MicroBatchResult] = []
         self.gradient: dict[str, torch.Tensor] = {}
         self._engine = engine

@@ -43,7 +43,13 @@ def test_the_size_of_a_micro_batch_is_left_to_the_time_model_unless_it_changes_t
     chosen = plan(2)
     sizes = chosen.micro_batch_size_per_rank, chosen.probe_micro_batch_size_per_rank
     assert (*sizes, chosen.utility_micro_batch_size_per_rank, chosen.batches_per_utility_pass) == (None, None, None, 1)
-    assert "short ones together in a micro-batch" in chosen.describe()
+    assert chosen.may_pack and "short ones together in a row" in chosen.describe()
+    for changes in ({"unpackable": "whose layers (conv) mix tokens"}, {"unshareable": "whose attention is its own"}):
+        of_rows = plan(2, replace(QWEN3_32B, **changes))
+        assert not of_rows.may_pack and "short ones together in a micro-batch" in of_rows.describe()
+    assert not plan(2, model={"path": "none", "attention": "sdpa"}).may_pack  # it would need a mask of the whole row
+    assert chosen.spread_main(range(4), [100] * 4).is_packed and chosen.spread_probe(range(4), [100] * 4).is_packed
+    assert not chosen.spread_main(range(4), [100] * 4, micro_batch_size=2).is_packed
     assert plan(2, probe={"micro_batch_size_per_rank": 3}).probe_micro_batch_size_per_rank == 3
     assert plan(2, batch={"packed_row_tokens": 16384}).micro_batch_size_per_rank == 1
     of_micro_batch = {"kl_budget": 0.05, "alpha_scope": "micro_batch"}

@@ -14,7 +14,7 @@ from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config import Recipe, differing_keys, dump_recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder as files
-from vcore_ds.files.run_folder import begin, can_resume, move_lost_metrics
+from vcore_ds.files.run_folder import begin, can_resume, move_lost_metrics, move_lost_tokens, token_record_path
 from vcore_ds.track.console import Console
 from vcore_ds.track.metrics_log import MetricsLog
 
@@ -299,6 +299,26 @@ def test_lines_after_the_checkpoint_are_moved_and_none_is_deleted(tmp_path: Path
     assert move_lost_metrics(tmp_path, 3) == 1
     assert (tmp_path / "metrics_lost.jsonl").read_text().splitlines()[-1] == line(4).strip()
     assert move_lost_metrics(tmp_path, 3) == 0
+
+
+def test_records_of_tokens_after_the_checkpoint_are_moved(tmp_path: Path):
+    move_lost_tokens(tmp_path, 3)  # a run without records
+    for attempt, step in ((1, 1), (1, 3), (1, 4), (1, 100_000_000), (2, 4)):
+        path = token_record_path(tmp_path, step)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"attempt {attempt}")
+        if (attempt, step) == (1, 100_000_000):
+            move_lost_tokens(tmp_path, 3)
+    assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [
+        f"step_0000000{step}.npz" for step in (1, 3, 4)
+    ]
+    move_lost_tokens(tmp_path, 3)
+    assert {path.name: path.read_text() for path in (tmp_path / "tokens_lost").iterdir()} == {
+        "step_00000004.npz": "attempt 2",
+        "step_100000000.npz": "attempt 1",
+    }
+    move_lost_tokens(tmp_path, 0)
+    assert not list((tmp_path / "tokens").iterdir())
 
 
 def test_a_resumed_run_adds_to_its_folder(used: Path):

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config import Recipe, RecipeError, dump_recipe, load_recipe
-from vcore_ds.config.schema import SECTIONS, Section
+from vcore_ds.config.fields import Section
+from vcore_ds.config.schema import SECTIONS
 from vcore_ds.config.yaml_text import dump_yaml, parse_yaml
 from vcore_ds.errors import UserError
 
@@ -172,7 +173,10 @@ FIELD_PROBLEMS = [
     ("data.cutoff_length=1", "greater than or equal to 2", "in tokens"),
     ("data.cutoff_length=16384.0", "an integer"),
     ("data.overlong=cut", '"drop" or "truncate"'),
-    ("data.validation_path=[a]", "text or null"),
+    ("data.validation_path=[a]", "text or a mapping of names to texts or null"),
+    ("data.validation_path={}", "a mapping with at least one name or null"),
+    ("data.validation_path={a: 3}", "text or null"),
+    ("data.validation_path={a/b: c.jsonl}", "names of letters, digits and underscores"),
     ("data.reference_log_probabilities=3", "found 3; expected text or null", "vcore-ds reference"),
     ("batch.global_size=0", "greater than or equal to 1", "over all ranks and micro-batches"),
     ("batch.micro_batch_size_per_rank=-2", "greater than or equal to 1"),
@@ -667,6 +671,16 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert (recipe.model.path, recipe.run.output_dir) == ("/home/someone/m", "/home/someone/o")
     assert (recipe.data.train_path, recipe.data.validation_path) == ("a/t.jsonl", "/home/someone/v.jsonl")
+    assert recipe.data.validation_paths() == {"": "/home/someone/v.jsonl"}
+
+
+def test_held_out_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    recipe = load_recipe(
+        write(tmp_path), ["data.validation_path={right: ~/r.jsonl, 1: w.jsonl}", "run.validate_every=1"]
+    )
+    assert recipe.data.validation_paths() == {"right": "/home/someone/r.jsonl", "1": "w.jsonl"}
+    assert load_recipe(write(tmp_path)).data.validation_paths() == {}
 
 
 def test_an_unknown_user_stays_as_written(tmp_path: Path) -> None:

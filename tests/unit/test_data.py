@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from tests.helpers.conversations import tokenize
 from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.commands.quickstart import traces as quickstart_data
+from vcore_ds.commands.quickstart.right_answers import judge
 from vcore_ds.data import Conversation, TokenizedSequence, collate
 from vcore_ds.errors import UserError
 
@@ -235,14 +237,36 @@ def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.skipif(importlib.util.find_spec("champ_dataset") is None, reason="champ-dataset is not installed")
-def test_quickstart_problems_are_either_trained_or_held_out(tmp_path: Path, capsys) -> None:
+def test_quickstart_problems_are_either_trained_or_held_out(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MAX_TRAIN_TOKENS", "MAX_JUDGED_TOKENS"):  # of the model, whose tokens are longer
+        monkeypatch.setattr(quickstart_data, name, 1000)
     model_folder = tmp_path / quickstart_data.MODEL_NAME
     make_tokenizer(merges=MERGES).save_pretrained(model_folder)
     (model_folder / "config.json").write_text("{}")  # stands for a model that has been converted
-    _, train_path, validation_path = quickstart_data.prepare_quickstart_data(tmp_path)
-    train, validation = ([json.loads(line) for line in path.open()] for path in (train_path, validation_path))
-    assert (len(train), len(validation)) == (quickstart_data.NUM_TRAIN, quickstart_data.NUM_VALIDATION)
-    assert not {trace["problem"] for trace in train} & {trace["problem"] for trace in validation}
-    assert len({str(trace["messages"]) for trace in train + validation}) == len(train) + len(validation)
+    data = quickstart_data.prepare_quickstart_data(tmp_path)
+    train, *judged = ([json.loads(line) for line in path.open()] for path in data[1:])
+    assert len(train) == quickstart_data.NUM_TRAIN and {len(traces) for traces in judged} == {16}
+    problems = [{trace["problem"] for trace in traces} for traces in (train, *judged)]
+    assert not problems[0] & (problems[1] | problems[2]) and not problems[1] & problems[2]
+    assert not problems[3] & (problems[0] | problems[1])
+    assert [{trace["is_right"] for trace in traces} for traces in judged] == [{True}, {True}, {False}]
+    traces = train + sum(judged, [])
+    assert len({str(trace["messages"]) for trace in traces}) == len(traces)
     assert len(capsys.readouterr().out.splitlines()) == 2
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+@pytest.mark.parametrize(
+    ("summary", "is_right"),
+    [
+        ("There are 1,239 strings of length 6.", True),
+        (r"There are \frac{2478}{2} such strings.", True),
+        ("There are 29 strings of length 6.", False),
+        ("There are 1239 strings, 29 of which begin with 1.", None),  # which of the two is meant?
+        ("There are many strings.", None),
+    ],
+)
+def test_a_solution_is_judged_by_its_summary(summary: str, is_right: bool | None) -> None:
+    assert judge(summary, Fraction(1239), "How many strings of length 6 have the digits 1, 2, 3?") is is_right

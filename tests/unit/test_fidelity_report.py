@@ -178,6 +178,15 @@ def test_the_table_marks_what_the_recipe_uses_and_has_a_dash_for_nothing() -> No
     assert "- a sentence" in lines
 
 
+def test_the_other_loss_of_the_probe_has_a_row_below_the_sizes() -> None:
+    sizes = [ProbeSize(1, 4, 0.3, 0.1, 0.9), ProbeSize(4, 4, 0.7, 0.6, 0.97, of_recipe=True)]
+    other = ProbeSize(4, 4, 0.5, 0.4, 0.95, loss="dft")
+    lines = describe(report_of(0.996, 0.95, probe_sizes=sizes, other_probe_loss=other), []).splitlines()
+    start = lines.index(next(line for line in lines if line.startswith(" |B'|"))) + 1
+    assert [line.split()[0] for line in lines[start : start + 2]] == ["1", "*4"]
+    assert lines[start + 2].split() == ["4,", "dft", "loss", "4", "0.500", "0.400", "95%"]
+
+
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 

@@ -51,7 +51,7 @@ class NoDevice(DriverBase):  # what compilation asks of a driver
     get_benchmarker = get_empty_cache_for_benchmark = map_python_to_cpp_type = None
 
 driver.set_active(NoDevice())
-from vcore_ds.models import flash_tangent
+from vcore_ds.models import flash_tangent, flash_tangent_kernel
 
 for NoDevice.capability in (90, 100):
     for head_dim, sliding_window in ((64, None), (96, 1024), (256, None)):
@@ -59,7 +59,7 @@ for NoDevice.capability in (90, 100):
         queries, keys, num_warps, num_stages = flash_tangent.TILES[dim][0]
         query, key = (torch.empty(1, 4096, n, head_dim, dtype=torch.bfloat16).transpose(1, 2) for n in (8, 2))
         tensors = (query, key, key, query, key, key, query, query, torch.empty(1, 8, 4096))
-        compiled = flash_tangent._attend.warmup(
+        compiled = flash_tangent_kernel.attend.warmup(
             *tensors, *(x.stride() for x in tensors), torch.empty(5, dtype=torch.int32), 4, 4096, 4, 0.1,
             sliding_window or 0, HEAD_DIM=head_dim, DIM=dim, SLIDING=sliding_window is not None, LONG=True,
             UPCAST=False, QUERY_BLOCK=queries, KEY_BLOCK=keys, num_warps=num_warps, num_stages=num_stages, grid=(1, 1),

@@ -6,11 +6,20 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.config import Available, MemoryPlan, Recipe, deepspeed_config, load_recipe, plan_batch, plan_memory
+from vcore_ds.config import (
+    Available,
+    MemoryPlan,
+    Recipe,
+    deepspeed_config,
+    describe_shortage,
+    load_recipe,
+    plan_batch,
+    plan_memory,
+)
 from vcore_ds.distributed import device
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.errors import UserError
-from vcore_ds.memory_check import check_memory, describe_shortage
+from vcore_ds.memory_check import check_memory
 from vcore_ds.planning import (
     QWEN3_32B,
     AdapterShape,

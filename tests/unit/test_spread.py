@@ -122,19 +122,37 @@ def test_short_sequences_share_a_micro_batch_where_a_pass_costs_more_than_paddin
     lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
     num_ranks=st.sampled_from([1, 2, 8]),
     machine=st.sampled_from([H100, CPU]),
+    may_pack=st.booleans(),
 )
-def test_a_chosen_micro_batch_needs_no_more_memory_than_the_longest_sequence(lengths, num_ranks, machine) -> None:
+def test_a_chosen_micro_batch_needs_no_more_memory_than_the_longest_sequence(
+    lengths, num_ranks, machine, may_pack
+) -> None:
     time_model = TimeModel(TINY, num_ranks, num_ranks, machine)
     for degree in possible_degrees(num_ranks, TINY.num_heads):
-        found = spread(
-            range(len(lengths)), lengths, degrees=[degree], limit=RowLimit(None, None), time_model=time_model
-        ).micro_steps
-        assert sorted(i for groups in found for row in groups for i in row) == list(range(len(lengths)))
+        limit = RowLimit(None, None, may_pack)
+        found = spread(range(len(lengths)), lengths, degrees=[degree], limit=limit, time_model=time_model)
+        assert found.is_packed == may_pack
+        assert sorted(i for groups in found.micro_steps for row in groups for i in row) == list(range(len(lengths)))
         bound = max(FREE_TOKENS * degree, padded_length(max(lengths), degree))
-        for groups in found:
+        for groups in found.micro_steps:
             for row in groups:
-                longest = max((lengths[i] for i in row), default=0)
-                assert len(row) * padded_length(longest, degree) <= bound
+                own = [lengths[i] for i in row]
+                rows = [sum(own)] if may_pack else [max(own, default=0)] * len(own)
+                assert sum(padded_length(n, degree) for n in rows) <= bound
+
+
+def test_packing_leaves_less_padding_and_waiting_than_rows_of_similar_lengths() -> None:
+    """Four probe sequences on two ranks: the lengths of the overhead benchmark's first one."""
+
+    def found(may_pack: bool) -> Spread:
+        time_model = TimeModel(ModelShape(8, 6, 2, 64, 1_720_320), 2, 2, CPU)
+        lengths, limit = [111, 138, 164, 512], RowLimit(None, None, may_pack)
+        return spread(range(4), lengths, degrees=[1], limit=limit, time_model=time_model)
+
+    rows, packed = found(may_pack=False), found(may_pack=True)
+    assert (len(rows.micro_steps), len(packed.micro_steps)) == (2, 1)
+    assert sorted(map(len, packed.micro_steps[0])) == [1, 3]
+    assert packed.time < 0.8 * rows.time
 
 
 def chosen(lengths: list[int], num_ranks: int, **options) -> Spread:

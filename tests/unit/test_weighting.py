@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers import oracle
-from vcore_ds.config.schema import MethodConfig
+from vcore_ds.config.method_sections import MethodConfig
 from vcore_ds.method import GlobalCounts, Tokens, sequence_shares, uniform_weights, utility_moments
 from vcore_ds.weighting import alpha_of_global_batch, alpha_of_micro_batch, token_weights
 

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vcore_ds.config.schema import MethodConfig
+from vcore_ds.config.method_sections import MethodConfig
 from vcore_ds.method import (
     gibbs_weights,
     gibbs_weights_for_budget,

@@ -2,7 +2,7 @@
 
 import argparse
 
-from vcore_ds.config.schema import LARGEST_COUNT
+from vcore_ds.config.fields import LARGEST_COUNT
 
 RECIPE_HELP = "YAML file, or the name of a shipped one (`vcore-ds recipes` lists them)"
 OVERRIDE_METAVAR = "FRAGMENT.yaml | section.key=value"

@@ -10,6 +10,7 @@ from vcore_ds.config import (
     BatchPlan,
     Recipe,
     deepspeed_config,
+    describe_memory,
     dump_recipe,
     load_recipe,
     plan_batch,
@@ -19,7 +20,6 @@ from vcore_ds.files.run_folder import can_resume, check_output_folder
 from vcore_ds.planning import QWEN3_32B, SIMULATED_MEAN, shape_on_disk
 
 HELP = "validate a recipe without a GPU"
-GIB = 2**30
 DESCRIPTION = (
     "Resolve and validate a recipe; print it with all its defaults, and how its batch is spread over the ranks. Needs "
     "no GPU, model or data, and writes nothing: how well the ranks are used is calculated for simulated lengths."
@@ -70,13 +70,7 @@ def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any]) -
         yield f"Longest sequence that fits: {plan.longest_sequence:,} tokens, on {share}"
     memory = plan_memory(recipe, plan, ds_config, found)
     if memory is not None:
-        estimate = memory.estimate
-        host = f", {estimate.host_bytes / GIB:.1f} GiB in host memory" if estimate.host else ""
-        yield (
-            f"Memory of each rank, estimated: {estimate.persistent_bytes / GIB:.1f} GiB for the whole run, "
-            f"{estimate.peak_bytes / GIB:.1f} GiB at the peak ({estimate.peak_phase}, "
-            f"{memory.settings.main_tokens:,} tokens in a micro-batch){host}"
-        )
+        yield describe_memory(memory)
     if found:
         yield (
             f"Assumed: lengths as of reasoning traces (lognormal, mean {SIMULATED_MEAN:,} tokens, cut at {longest:,}), "

@@ -4,6 +4,7 @@ from vcore_ds.config.batch_plan import BatchPlan, Part, num_trusted, plan_batch
 from vcore_ds.config.deepspeed_json import deepspeed_config
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.memory import Available, MemoryPlan, plan_memory
+from vcore_ds.config.memory_text import describe_memory, describe_shortage, describe_tightness
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.resume import differing_keys, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
@@ -16,6 +17,9 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "deepspeed_config",
+    "describe_memory",
+    "describe_shortage",
+    "describe_tightness",
     "differing_keys",
     "dump_recipe",
     "load_recipe",

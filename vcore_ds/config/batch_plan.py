@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from vcore_ds.config.fields import LARGEST_COUNT
 from vcore_ds.config.problems import RecipeError
-from vcore_ds.config.schema import LARGEST_COUNT, Recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.planning import (
     H100,
     Machine,
@@ -41,8 +42,8 @@ class BatchPlan:
     micro_batch_size_per_rank: int | None
     """None where the time model chooses it for each micro-batch."""
     packed_row_tokens: int | None
-    """Most tokens of a row that holds several sequences, on each of the ranks that share it; None where each sequence
-    has a row of its own."""
+    """Most tokens of a row that holds several sequences, on each of the ranks that share it; None where the recipe does
+    not say."""
     num_trusted_global: int
     """Sequences of |B| that are drawn from the pool in data.probe_path."""
     probe_batch_size_global: int | None
@@ -80,13 +81,22 @@ class BatchPlan:
         Args:
             micro_batch_size: sequences per rank in one forward; None for as in the main batch.
         """
-        limit = RowLimit(self.packed_row_tokens, micro_batch_size or self.micro_batch_size_per_rank)
+        limit = self._limit(micro_batch_size or self.micro_batch_size_per_rank)
         return spread(ids, lengths, degrees=self.main_degrees, limit=limit, time_model=self.time_model)
 
     def spread_probe(self, ids: Sequence[int], lengths: Sequence[int]) -> Spread:
         """As `spread_main`, for a probe batch."""
-        limit = RowLimit(self.packed_row_tokens, self.probe_micro_batch_size_per_rank)
+        limit = self._limit(self.probe_micro_batch_size_per_rank)
         return spread(ids, lengths, degrees=self.probe_degrees, limit=limit, time_model=self.time_model)
+
+    def _limit(self, micro_batch_size: int | None) -> RowLimit:
+        return RowLimit(self.packed_row_tokens, micro_batch_size, self.may_pack)
+
+    @property
+    def may_pack(self) -> bool:
+        """Whether the attention knows packed sequences by their lengths, so that packing them costs nothing."""
+        shape = self.time_model.shape
+        return shape.unpackable is None and shape.unshareable is None
 
     def simulate(self, longest: int) -> dict[Part, Utilization]:
         """How batches of simulated lengths, of `longest` tokens at most, would use the ranks. Nothing of batches so
@@ -125,8 +135,9 @@ class BatchPlan:
         if self.packed_row_tokens is not None:
             held = f"packed into rows of at most {self.packed_row_tokens:,} tokens for each rank that shares one"
         elif self.micro_batch_size_per_rank is None:
+            together = "in a row" if self.may_pack else "in a micro-batch"
             cost = round(self.time_model.micro_step)
-            held = f"short ones together in a micro-batch (a pass of its own costs as much as {_count(cost, 'token')})"
+            held = f"short ones together {together} (a pass of its own costs as much as {_count(cost, 'token')})"
         else:
             held = f"{self.micro_batch_size_per_rank} in a micro-batch"
         probe = {None: "; probe the whole pool", 0: ""}.get(

@@ -103,8 +103,8 @@ def _apply_override(draft: Draft, override: str) -> None:
 def _resolve_paths(draft: Draft) -> None:
     for section, key in _PATH_KEYS:
         values = draft.values[section]
-        if isinstance(values, dict) and isinstance(values.get(key), str):
-            values[key] = expand_home(values[key])
+        if isinstance(values, dict) and key in values:
+            values[key] = _with_expanded_home(values[key])
     engine = draft.values["engine"]
     if not isinstance(engine, dict) or not isinstance(engine.get("deepspeed_config"), str):
         return
@@ -124,6 +124,13 @@ def _resolve_paths(draft: Draft) -> None:
         ["engine.deepspeed_config"],
         f"found {show(written)}, which is no file; expected a DeepSpeed JSON; tried {places}{shipped}",
     )
+
+
+def _with_expanded_home(value: Any) -> Any:
+    """A path, or each of several by name; anything else, which the schema refuses, as it is."""
+    if isinstance(value, dict):
+        return {str(name): _with_expanded_home(path) for name, path in value.items()}
+    return expand_home(value) if isinstance(value, str) else value
 
 
 def _validate(draft: Draft) -> Recipe | None:

@@ -143,9 +143,14 @@ def _expected(details: ErrorDetails) -> str:
         case "string_unicode":
             return "text without unpaired surrogates"
         case "string_pattern_mismatch":
-            return "text without NUL characters"
+            is_name = context["pattern"].startswith(r"^\w")
+            return "names of letters, digits and underscores" if is_name else "text without NUL characters"
+        case "dict_type":
+            return "a mapping of names to texts"
         case "tuple_type":
             return "a list"
+        case "too_short" if context["field_type"] == "Dictionary":
+            return "a mapping with at least one name"
         case "too_short" | "too_long":
             return f"a list of {'at least ' if details['type'] == 'too_short' else ''}{_length_bound(context)}"
         case _:  # "Input should be greater than 0" and the like

@@ -17,6 +17,7 @@ MAY_DIFFER = frozenset(
         "run.output_dir",
         "run.log_every",
         "run.validate_every",
+        "run.num_token_records",
         "run.time_limit_minutes",
         "run.wandb_project",
         "data.validation_path",

@@ -1,124 +1,30 @@
 """The keys of a recipe: one class per section, one documented field per key.
 
 Every name that counts something says over what: `global` is over all ranks and micro-batches, `per_rank` is on
-one data-parallel rank. Rules that look at more than one key stand in `rules.py`.
+one data-parallel rank. The sections of the method are in `method_sections.py`, rules that look at more than one key in
+`rules.py`.
 """
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import Field, Strict, model_validator
 
+from vcore_ds.config.fields import (
+    LARGEST_COUNT,
+    LARGEST_MINUTES,
+    LARGEST_SEED,
+    Beta,
+    Count,
+    Minutes,
+    Name,
+    NonNegative,
+    NumTokens,
+    Positive,
+    Section,
+    Text,
+)
+from vcore_ds.config.method_sections import MethodConfig, ProbeConfig, UtilityConfig
 from vcore_ds.config.rules import broken_rules
-
-LARGEST_COUNT = 2**31 - 1
-"""Upper bound of what is counted: sequences, steps, tokens, ranks."""
-
-LARGEST_FLOAT = 3.0e38
-"""Upper bound of a number that meets tensors: the largest one of bf16 and fp32 is 3.4e38."""
-
-LARGEST_SEED = 2**32 - 1
-"""Upper bound of a seed: step and rank are added to multiples of it, within the 64 bits of a generator's state."""
-
-LARGEST_MINUTES = 1.0e6
-"""Upper bound of a duration, about two years: a timer holds it."""
-
-Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
-NumTokens = Annotated[int, Field(ge=2, le=LARGEST_COUNT)]
-Minutes = Annotated[float, Field(gt=0, le=LARGEST_MINUTES)]
-NonNegative = Annotated[float, Field(ge=0, le=LARGEST_FLOAT)]
-Positive = Annotated[float, Field(gt=0, le=LARGEST_FLOAT)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
-"""Nearly every text is a path, which has no NUL and, on Linux, at most 4096 bytes."""
-
-
-class Section(BaseModel):
-    """A section: unknown keys and silent conversions ("4" for 4, true for 1) are refused."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class MethodConfig(Section):
-    """How tokens are weighted (paper, sections "Reweighting" and "Variance-Controlled Descent Scaling")."""
-
-    name: Literal["vcore", "sft", "dft", "iw_sft", "random"] = "vcore"
-    """`vcore` weights tokens by their utility; `sft` equally; `dft` by their probability; `iw_sft` sequences by the
-    importance ratio of the model to its reference; `random` keeps a random share of the tokens."""
-    normalization: Literal["sequence", "token"] = "sequence"
-    """Weight of a sequence in the loss: `sequence` 1/|B| (the paper), `token` its share of the supervised tokens."""
-    temperature: NonNegative | None = None
-    """tau of the weights softmax(tau * s) within a sequence; 0 is uniform. It multiplies; it does not divide."""
-    kl_budget: Positive | None = None
-    """KL(weights || base measure) within each sequence, in nats; tau is solved for it. Free of the utilities' scale."""
-    base_measure: Literal["uniform", "dft"] = "uniform"
-    """What `vcore` tilts: b in b * exp(tau * s). `uniform` (the paper), or `dft`, the tokens' probabilities, which give
-    little weight to tokens that the model finds unlikely."""
-    scope: Literal["sequence", "sequence_and_batch"] = "sequence"
-    """`sequence` weights the tokens of each sequence (the paper); `sequence_and_batch` also the sequences of a batch,
-    by the utility of their weighted tokens: whole traces that raise the probe's loss lose weight."""
-    batch_kl_budget: Positive | None = None
-    """With scope `sequence_and_batch`, KL(sequence weights || those of `normalization`) over the batch, in nats."""
-    alpha: Literal["loss_ratio", "variance", "effective_sample_size", "none"] = "loss_ratio"
-    """Variance-control factor of `vcore`: `loss_ratio` uniform loss / weighted loss (Algorithm 1), `variance`
-    sqrt(V_u / V_q) (Section "Variance-Controlled Descent Scaling"), `effective_sample_size` 1 / sqrt(n * sum q^2) per
-    sequence, `none` 1."""
-    alpha_scope: Literal["global_batch", "micro_batch"] = "global_batch"
-    """One alpha for the step's global batch (the paper), or one for each micro-batch of each rank (released code)."""
-    alpha_cap: Positive | None = 1.0
-    """Upper bound of alpha; null removes it."""
-    keep_share: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Share of a sequence's supervised tokens that `random` keeps; those inside \\boxed{} are always among them."""
-
-
-class UtilityConfig(Section):
-    """How a token's utility s, the directional derivative of its loss along the probe gradient, is computed."""
-
-    estimator: Literal["jvp", "finite_difference"] = "jvp"
-    """`jvp` exact, by forward-mode differentiation; `finite_difference` (l(theta) - l(theta - eps*g)) / eps."""
-    epsilon: Positive | Literal["auto"] | None = None
-    """Step eps of the finite difference, in units of the probe direction; `auto` searches for the one that stands
-    clearest of rounding and curvature; null with `jvp`."""
-    fused: Literal["auto"] | bool = "auto"
-    """With `jvp`, take utilities from the main forward itself, which saves one forward and one gather of all weights:
-    `auto` or true wherever that is possible, and the run says why where it is not (dropout, model.attention other than
-    auto); false in a pass of their own."""
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    """How the perturbed parameters of a finite difference become bf16: to the nearest value, or to either neighbour
-    with the probability that makes it unbiased."""
-    micro_batch_size_per_rank: Count | None = None
-    """Sequences per rank in one gradient-free forward, a multiple of a number in batch.micro_batch_size_per_rank; null
-    takes that key's value."""
-
-
-class ProbeConfig(Section):
-    """The probe batch B', whose gradient is the direction of the utilities; drawn by its own generator."""
-
-    source: Literal["batch", "previous_step"] = "batch"
-    """`batch` the gradient of B', a pass of its own; `previous_step` the gradient that the optimizer consumed last,
-    which costs no pass and sees no trusted data. The first step then has uniform weights."""
-    batch_size: Literal["all"] | Count = 4
-    """|B'|, sequences over all ranks; `all` for the whole pool in data.probe_path."""
-    loss: Literal["uniform", "dft"] = "uniform"
-    """Token weights of the probe's loss: `uniform` (the paper), or `dft`, the tokens' probabilities, so that what the
-    model finds unlikely, such as noise, does not steer."""
-    decay: Annotated[float, Field(ge=0, le=0.98)] = 0.0
-    """Decay rate of a running mean over the directions of all probes, without bias: about 1 / (1 - decay) probe batches
-    count. 0 takes the last one. Bounded, because the mean is kept in the parameters' precision."""
-    direction: Literal["sgd", "adam"] = "sgd"
-    """The update that utilities look along: `sgd` the probe gradient g; `adam` J g, with the diagonal Jacobian of
-    Adam's update (appendix "Optimizer Scope and Robustness") at g. The first step has no optimizer state and uses g."""
-    every: Count = 1
-    """Optimizer steps for which one probe direction is used."""
-    clip: Positive | None = None
-    """Bound on the 2-norm of the probe gradient over all trainable parameters; null leaves it as it is. With direction
-    adam it should be optimizer.gradient_clipping: the optimizer's moments are those of clipped gradients."""
-    sequence_parallel: Literal["auto"] | Count = "auto"
-    """Ranks that share a row of B'; see batch.sequence_parallel."""
-    micro_batch_size_per_rank: Count | None = None
-    """Sequences per rank in one forward and backward of B'; null takes batch.micro_batch_size_per_rank. Fewer pad
-    less."""
 
 
 class ModelConfig(Section):
@@ -170,8 +76,9 @@ class DataConfig(Section):
 
     train_path: Text
     """Training data; a relative path is relative to the working directory."""
-    validation_path: Text | None = None
-    """Held-out conversations for the loss before, during and after the run; null for none."""
+    validation_path: Text | Annotated[dict[Name, Text], Field(min_length=1)] | None = None
+    """Held-out conversations for the loss before, during and after the run; several sets as {NAME: PATH, ...}, each
+    with a loss of its own, `validation_loss_NAME`; null for none."""
     probe_path: Text | None = None
     """A pool of conversations that the probe batch is drawn from, such as a few trusted ones where the training data is
     noisy: utilities then say what lowers *their* loss. null draws from the training data, as the paper does."""
@@ -188,6 +95,11 @@ class DataConfig(Section):
     reference_log_probabilities: Text | None = None
     """For iw_sft with all parameters trained: the file that `vcore-ds reference` computed from the training data."""
 
+    def validation_paths(self) -> dict[str, str]:
+        """The path of each held-out set by its name, which is empty for an only one without a name."""
+        path = self.validation_path
+        return {} if path is None else {"": path} if isinstance(path, str) else path
+
 
 class BatchConfig(Section):
     """The main batch B."""
@@ -195,12 +107,13 @@ class BatchConfig(Section):
     global_size: Count = 32
     """|B|, sequences per optimizer step over all ranks and micro-batches."""
     micro_batch_size_per_rank: Literal["auto"] | Count = "auto"
-    """Sequences per rank in one forward and backward. `auto` sorts each batch by length and lets short sequences share
-    a micro-batch where the predicted step is shorter for it, within the tokens of the batch's longest sequence (or
-    1,024); with packed rows, or method.alpha_scope micro_batch, it is 1."""
+    """Sequences per rank in one forward and backward, a row each. `auto` packs short ones into rows of about equal
+    cost, with no more tokens than the batch's longest sequence (or 1,024); where a model or its attention rules that
+    out, those of similar length share a micro-batch. With packed_row_tokens, or method.alpha_scope micro_batch, it is
+    1."""
     packed_row_tokens: NumTokens | None = None
     """Pack sequences into rows of about equal cost, a row in one forward and backward, without padding: most tokens of
-    a row on each of the ranks that share it; null gives every sequence a row of its own."""
+    a row on each of the ranks that share it; null leaves rows to micro_batch_size_per_rank."""
     sequence_parallel: Literal["auto"] | Count = "auto"
     """Ranks that share a row, each with a part of its tokens; a divisor of the ranks and of the model's query heads.
     `auto` takes for each batch the number that makes the step shortest."""
@@ -248,6 +161,9 @@ class RunConfig(Section):
     """Optimizer steps between two printed lines; metrics.jsonl has every step."""
     validate_every: Count | None = None
     """Optimizer steps between two validations; null validates before the first and after the last step only."""
+    num_token_records: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = 12
+    """Optimizer steps whose tokens are recorded in tokens/, with loss, utility and weight, for `vcore-ds tokens`:
+    spread evenly on a log scale, the first and the last among them; 0 for none. At most about 2 MB each."""
     wandb_project: Text | None = None
     """Project on Weights & Biases that also gets the metrics; null for none. Where it cannot be reached, the run
     continues and keeps in its folder what it would have sent."""

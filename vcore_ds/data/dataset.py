@@ -39,11 +39,13 @@ class ChangedDataset(Sequence[TokenizedSequence]):
 
 
 class JoinedDataset(Sequence[TokenizedSequence]):
-    """A dataset followed by another. The ids of the second one's sequences are moved behind those of the first, so that
-    ids stay different: dropout and messages know a sequence by its id."""
+    """A store followed by another. The ids of the second one's sequences are moved behind those of the first, so that
+    ids stay different: dropout, messages and records of tokens know a sequence by its id."""
 
-    def __init__(self, first: "Dataset", second: "Dataset") -> None:
+    def __init__(self, first: TokenStore, second: TokenStore) -> None:
         self.first, self.second = first, second
+        # Ids are numbers of rows, of which a store may have dropped some.
+        self.first_id_of_second = int(first.sequence_ids.max()) + 1
         self.lengths: np.ndarray = np.concatenate([first.lengths, second.lengths])
         """int32 [n], tokens of each sequence, without reading any."""
 
@@ -57,7 +59,7 @@ class JoinedDataset(Sequence[TokenizedSequence]):
         if i < num_first:
             return self.first[i]
         sequence = self.second[i - num_first]
-        return replace(sequence, sequence_id=sequence.sequence_id + num_first)
+        return replace(sequence, sequence_id=sequence.sequence_id + self.first_id_of_second)
 
 
 Dataset = TokenStore | ChangedDataset | JoinedDataset

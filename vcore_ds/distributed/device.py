@@ -11,6 +11,9 @@ import torch
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 """Limits of the container that the process runs in (version 2)."""
 
+STATUS = Path("/proc/self/status")
+"""What Linux says of this process, the peak of its resident memory (VmHWM) among it."""
+
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 """What Linux takes there to count a process's peak from now on (proc_pid_clear_refs(5))."""
@@ -61,6 +64,11 @@ peak_memory = PeakMemory()
 def _peak_bytes() -> int:
     if uses_gpu():
         return torch.cuda.max_memory_allocated()
+    # Not getrusage where there is a choice: its peak never falls below that of the process that started this one.
+    with suppress(OSError):
+        for line in STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

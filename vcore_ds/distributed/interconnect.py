@@ -17,6 +17,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from vcore_ds.errors import first_line
+
 NUM_TIMED = 5
 """All-reduces that are timed, after one that is not: it builds the connections."""
 
@@ -32,7 +34,7 @@ def plain_group(timeout_seconds: float) -> Iterator[None]:
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
     except RuntimeError as error:
-        raise ConnectionError(repr(str(error).strip().splitlines()[0])) from None
+        raise ConnectionError(repr(first_line(error))) from None
     try:
         yield
     finally:

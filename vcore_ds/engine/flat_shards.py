@@ -15,8 +15,9 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.engine.streams import Streams
 
-CHUNK_NUMEL = 1 << 24
-"""Elements that elementwise work processes at a time, so that temporary tensors stay small (64 MiB each in fp32)."""
+CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Elements that elementwise work processes at a time, so that temporary tensors stay small. A GPU launches kernels for
+each chunk, and gets large ones (64 MiB in fp32); on a CPU temporary tensors stay in the cache."""
 
 
 class Place(NamedTuple):
@@ -158,6 +159,8 @@ class FlatShards:
 
 
 def chunks(*vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Corresponding parts of all vectors, of at most `CHUNK_NUMEL` elements, one after the other; views."""
+    """Corresponding parts of all vectors, of at most `CHUNK_NUMEL` elements, one after the other; views. The size is
+    that of the first vector's device."""
     for tensors in zip(*vectors, strict=True):
-        yield from zip(*(tensor.split(CHUNK_NUMEL) for tensor in tensors), strict=True)
+        size = CHUNK_NUMEL[tensors[0].device.type]
+        yield from zip(*(tensor.split(size) for tensor in tensors), strict=True)

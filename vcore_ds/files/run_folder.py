@@ -1,8 +1,9 @@
-"""A run's folder: recipe.yaml, environment.json, metrics.jsonl, and the result; either new or resumed."""
+"""A run's folder: recipe.yaml, environment.json, metrics.jsonl, tokens/, and the result; either new or resumed."""
 
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -22,6 +23,9 @@ PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 """Packages whose versions environment.json records."""
 
 RECIPE, ENVIRONMENT, METRICS, LOST_METRICS = "recipe.yaml", "environment.json", "metrics.jsonl", "metrics_lost.jsonl"
+TOKENS, LOST_TOKENS = "tokens", "tokens_lost"
+"""Folders with a file for each optimizer step whose tokens are recorded, see `token_record_path`."""
+_TOKEN_RECORD = re.compile(r"step_(\d{8,})\.npz")
 
 
 def export_folder(recipe: Recipe) -> Path:
@@ -90,7 +94,8 @@ _OTHER_LAYERS = (
 
 
 def begin(recipe: Recipe, world_size: int, num_done: int) -> int:
-    """Writes recipe.yaml and environment.json, and keeps the lines of the first `num_done` steps in metrics.jsonl.
+    """Writes recipe.yaml and environment.json, and keeps the lines of the first `num_done` steps in metrics.jsonl and
+    their records in tokens/.
 
     On rank 0 only. Returns the number of lines moved to metrics_lost.jsonl.
 
@@ -105,6 +110,7 @@ def begin(recipe: Recipe, world_size: int, num_done: int) -> int:
         # First: a folder with a recipe counts as a run, so a run that is killed after this line can be resumed.
         _replace(folder / RECIPE, dump_recipe(recipe))
         _record_environment(folder, world_size, num_done)
+        move_lost_tokens(folder, num_done)
         return move_lost_metrics(folder, num_done)
 
 
@@ -134,6 +140,20 @@ def move_lost_metrics(folder: Path, step: int) -> int:
             os.fsync(file.fileno())
         _replace(path, "".join(kept))
     return len(lost)
+
+
+def token_record_path(folder: Path, step: int) -> Path:
+    """Where a run writes the record of the tokens of an optimizer step, from 1."""
+    return folder / TOKENS / f"step_{step:08d}.npz"
+
+
+def move_lost_tokens(folder: Path, step: int) -> None:
+    """Moves the records of later steps than `step` from tokens/ to tokens_lost/, which keeps the newest of each."""
+    for path in (folder / TOKENS).glob("step_*.npz"):
+        found = _TOKEN_RECORD.fullmatch(path.name)
+        if found is not None and int(found[1]) > step:
+            (folder / LOST_TOKENS).mkdir(exist_ok=True)
+            path.replace(folder / LOST_TOKENS / path.name)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vcore_ds.errors import last_line
+
 WINDOW_BYTES = 32 * 2**20
 """Bytes that one read takes at most. Values that are cast, or go to a GPU, pass through one buffer of this size."""
 
@@ -87,8 +89,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         found = {name: _stored(path, 8 + header_bytes, name, entry) for name, entry in header.items()}
         end = _end_of_data(header)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        message = (str(error).strip() or "no message").splitlines()[-1].strip()
-        raise BadSafetensors(f"not a readable safetensors file ({type(error).__name__}: {message})") from None
+        raise BadSafetensors(f"not a readable safetensors file ({type(error).__name__}: {last_line(error)})") from None
     expected = 8 + header_bytes + end
     if num_bytes != expected:
         state = "truncated" if num_bytes < expected else "longer than its header says"

@@ -6,7 +6,7 @@ from vcore_ds.models.causal_lm import TokenLossHead, TokenLossModel
 from vcore_ds.models.configuration import check_forward_mode, model_shape, read_config, vocabulary_size
 from vcore_ds.models.dropout import TokenDropout, token_keys
 from vcore_ds.models.dual_numbers import make_dual
-from vcore_ds.models.folder_check import check_model_folder
+from vcore_ds.models.folder_check import check_model_folder, empty_model
 from vcore_ds.models.fused_attention import fused_attention
 from vcore_ds.models.loading import load_causal_lm
 from vcore_ds.models.lora import add_lora
@@ -26,6 +26,7 @@ __all__ = [
     "block_attention",
     "check_forward_mode",
     "check_model_folder",
+    "empty_model",
     "fused_attention",
     "gather_losses",
     "linear_sum",

@@ -20,6 +20,7 @@ Shapes: B batch, A query heads, K key/value heads, G = A / K, T tokens, D head d
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -52,55 +53,18 @@ def block_attention(
     Returns:
         output `[B, A, T, D]` in the dtype of `query`, and its tangent, None where all tangents are None.
     """
-    batch, num_heads, num_tokens, head_dim = query.shape
-    query_tokens, key_tokens = block_tokens or BLOCK_TOKENS[query.device.type]
-    num_groups = batch * key.shape[1]
-    d_query, d_key, d_value = tangents
     with_tangent = any(tangent is not None for tangent in tangents)
-    scores_move = d_query is not None or d_key is not None
-    accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
-    # Tensor cores multiply halves and accumulate in fp32; a CPU multiplies in fp32.
-    factor = query.dtype if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else accumulate
-
-    key, value, d_key, d_value = (
-        None if tensor is None else tensor.reshape(num_groups, num_tokens, head_dim).to(factor)
-        for tensor in (key, value, d_key, d_value)
-    )
-    # [dQ, Q] [K, dK]^T is one product, of those columns that there are. The products of the values have no part in it,
-    # nor are P V and P dV one: they would be rounded in another way than in a pass without tangents.
-    moving_keys = _joined(None if d_query is None else key, d_key) if scores_move else None
-
+    blocks = _Blocks(query, key, value, tangents, scale, sliding_window, block_tokens)
     output = torch.empty_like(query)
     d_output = torch.empty_like(query) if with_tangent else None
-    positions = torch.arange(num_tokens, device=query.device)
-    # All score blocks use the same memory: a CPU takes a quarter of a product's time to get it afresh.
-    num_scores = batch * num_heads * min(query_tokens, num_tokens) * min(key_tokens, num_tokens)
-    scores_memory = torch.empty(num_scores, dtype=accumulate, device=query.device)
-    d_scores_memory = torch.empty_like(scores_memory) if scores_move else None
-
-    for query_start in range(0, num_tokens, query_tokens):
-        query_block = slice(query_start, min(query_start + query_tokens, num_tokens))
-        num_queries = query_block.stop - query_block.start
-
-        def rows(tensor: Tensor, block: slice = query_block) -> Tensor:  # [B, A, T, D] -> [B*K, G*t, D]
-            return tensor[:, :, block].reshape(num_groups, -1, tensor.shape[-1]).to(factor)
-
-        q = rows(query)
-        if scores_move:
-            moving_queries = _joined(None if d_query is None else rows(d_query), None if d_key is None else q)
-        row_max = q.new_full((*q.shape[:2], 1), -torch.inf, dtype=accumulate)
+    for queries in blocks.of_queries():
+        row_max = blocks.zeros(1).fill_(-torch.inf)
         row_sum = torch.zeros_like(row_max)
-        weighted_value = q.new_zeros(q.shape, dtype=accumulate)
+        weighted_value = blocks.zeros(query.shape[-1])
         d_row_sum = torch.zeros_like(row_max)  # sum of exp(S - m) * dS
         d_weighted_value = torch.zeros_like(weighted_value) if with_tangent else None
-
-        first_key = 0 if sliding_window is None else max(0, query_start - sliding_window + 1)
-        for key_start in range(first_key // key_tokens * key_tokens, query_block.stop, key_tokens):
-            key_block = slice(key_start, min(key_start + key_tokens, query_block.stop))
-            scores = _product(q, key[:, key_block].transpose(1, 2), scores_memory, scale)
-            hidden = _hidden(query_block, key_block, positions, sliding_window)
-            if hidden is not None:  # [t, s], the same for all rows and heads
-                scores.view(batch, num_heads, num_queries, -1).masked_fill_(hidden, -torch.inf)
+        for keys in blocks.of_keys(queries):
+            scores = blocks.scores(queries, keys)
             new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
             safe_max = new_max
             if sliding_window is not None:  # a row that has seen no key yet: -inf - -inf would be nan
@@ -109,26 +73,14 @@ def block_attention(
             rescale = row_max.sub_(safe_max).exp_()
             row_max = new_max
             row_sum.mul_(rescale).add_(exp_scores.sum(-1, keepdim=True))
-            v = value[:, key_block]
-            _add_product(weighted_value.mul_(rescale), exp_scores, v)
-            if d_weighted_value is None:
-                continue
-            d_weighted_value.mul_(rescale)
-            if d_value is not None:
-                _add_product(d_weighted_value, exp_scores, d_value[:, key_block])
-            if moving_keys is None:
-                continue
-            d_scores = _product(moving_queries, moving_keys[:, key_block].transpose(1, 2), d_scores_memory, scale)
-            weighted_d_scores = d_scores.mul_(exp_scores)
-            d_row_sum.mul_(rescale).add_(weighted_d_scores.sum(-1, keepdim=True))
-            _add_product(d_weighted_value, weighted_d_scores, v)
-
+            _add_product(weighted_value.mul_(rescale), exp_scores, blocks.value[:, keys])
+            if d_weighted_value is not None:
+                blocks.add_tangents(d_weighted_value.mul_(rescale), d_row_sum.mul_(rescale), exp_scores, keys)
         normalizer = row_sum.masked_fill_(row_sum == 0, 1.0)
         out = weighted_value.div_(normalizer)
-        output[:, :, query_block] = out.view(batch, num_heads, num_queries, head_dim)
+        blocks.put(output, queries, out)
         if d_output is not None:
-            d_out = d_weighted_value.sub_(d_row_sum * out).div_(normalizer)
-            d_output[:, :, query_block] = d_out.view(batch, num_heads, num_queries, head_dim)
+            blocks.put(d_output, queries, d_weighted_value.addcmul_(d_row_sum, out, value=-1).div_(normalizer))
     return output, d_output
 
 
@@ -150,54 +102,110 @@ def block_attention_tangent(
         output: `[B, A, T, D]`.
         log_sum_exp: `[B, A, T]`, of each query's scaled scores.
     """
-    batch, num_heads, num_tokens, head_dim = query.shape
-    query_tokens, key_tokens = block_tokens or BLOCK_TOKENS[query.device.type]
-    num_groups = batch * key.shape[1]
-    d_query, d_key, d_value = tangents
-    scores_move = d_query is not None or d_key is not None
-    accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
-    key, value, d_key, d_value = (
-        None if tensor is None else tensor.reshape(num_groups, num_tokens, head_dim).to(accumulate)
-        for tensor in (key, value, d_key, d_value)
-    )
-    moving_keys = _joined(None if d_query is None else key, d_key) if scores_move else None
+    blocks = _Blocks(query, key, value, tangents, scale, None, block_tokens)
     d_output = torch.empty_like(query)
-    positions = torch.arange(num_tokens, device=query.device)
-    num_scores = batch * num_heads * min(query_tokens, num_tokens) * min(key_tokens, num_tokens)
-    scores_memory = torch.empty(num_scores, dtype=accumulate, device=query.device)
-    d_scores_memory = torch.empty_like(scores_memory) if scores_move else None
-
-    for query_start in range(0, num_tokens, query_tokens):
-        query_block = slice(query_start, min(query_start + query_tokens, num_tokens))
-        num_queries = query_block.stop - query_block.start
-
-        def rows(tensor: Tensor, block: slice = query_block) -> Tensor:  # [B, A, T, D] -> [B*K, G*t, D]
-            return tensor[:, :, block].reshape(num_groups, -1, tensor.shape[-1]).to(accumulate)
-
-        q = rows(query)
-        if scores_move:
-            moving_queries = _joined(None if d_query is None else rows(d_query), None if d_key is None else q)
-        normalizer = rows(log_sum_exp[..., None])
-        d_out = torch.zeros_like(q)
-        d_row_sum = torch.zeros_like(normalizer)  # sum of P * dS
-        for key_start in range(0, query_block.stop, key_tokens):
-            key_block = slice(key_start, min(key_start + key_tokens, query_block.stop))
-            scores = _product(q, key[:, key_block].transpose(1, 2), scores_memory, scale)
-            hidden = _hidden(query_block, key_block, positions, None)
-            if hidden is not None:
-                scores.view(batch, num_heads, num_queries, -1).masked_fill_(hidden, -torch.inf)
-            weights = scores.sub_(normalizer).exp_()
-            if d_value is not None:
-                _add_product(d_out, weights, d_value[:, key_block])
-            if moving_keys is None:
-                continue
-            d_scores = _product(moving_queries, moving_keys[:, key_block].transpose(1, 2), d_scores_memory, scale)
-            weighted_d_scores = d_scores.mul_(weights)
-            d_row_sum.add_(weighted_d_scores.sum(-1, keepdim=True))
-            _add_product(d_out, weighted_d_scores, value[:, key_block])
-        d_out.addcmul_(d_row_sum, rows(output), value=-1)
-        d_output[:, :, query_block] = d_out.view(batch, num_heads, num_queries, head_dim)
+    for queries in blocks.of_queries():
+        normalizer = blocks.rows(log_sum_exp[..., None], queries, blocks.accumulate)
+        d_out, d_row_sum = blocks.zeros(query.shape[-1]), blocks.zeros(1)  # the latter of P * dS
+        for keys in blocks.of_keys(queries):
+            weights = blocks.scores(queries, keys).sub_(normalizer).exp_()
+            blocks.add_tangents(d_out, d_row_sum, weights, keys)
+        out = blocks.rows(output, queries, blocks.accumulate)
+        blocks.put(d_output, queries, d_out.addcmul_(d_row_sum, out, value=-1))
     return d_output
+
+
+class _Blocks:
+    """Query, key, value and tangents as batched products take them, and the blocks that their scores come in.
+
+    Each key/value head is an item of the batch, with the rows of all its query heads. Keys and values are made ready as
+    a whole, and queries a block at a time, which stays in a CPU's cache.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tangents: tuple[Tensor | None, Tensor | None, Tensor | None],
+        scale: float,
+        sliding_window: int | None,
+        block_tokens: tuple[int, int] | None,
+    ):
+        """Arguments as for `block_attention`."""
+        self._num_tokens, self._scale, self._sliding_window = query.shape[2], scale, sliding_window
+        self._query_tokens, self._key_tokens = block_tokens or BLOCK_TOKENS[query.device.type]
+        self.accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
+        # Tensor cores multiply halves and accumulate in fp32; a CPU multiplies in fp32.
+        in_halves = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+        self._factor = query.dtype if in_halves else self.accumulate
+
+        self._query, (self._d_query, d_key, d_value) = query, tangents
+        self._key, self.value = self._by_head(key), self._by_head(value)
+        d_key, self._d_value = (None if tangent is None else self._by_head(tangent) for tangent in (d_key, d_value))
+        # [dQ, Q] [K, dK]^T is one product, of those columns that there are. The products of the values have no part in
+        # it, nor are P V and P dV one: they would be rounded in another way than in a pass without tangents.
+        self._keys_move, self._scores_move = d_key is not None, self._d_query is not None or d_key is not None
+        self._moving_keys = _joined(None if self._d_query is None else self._key, d_key) if self._scores_move else None
+        # All score blocks use the same memory: a CPU takes a quarter of a product's time to get it afresh.
+        num_scores = math.prod(query.shape[:2])
+        num_scores *= min(self._query_tokens, self._num_tokens) * min(self._key_tokens, self._num_tokens)
+        self._scores_memory = torch.empty(num_scores, dtype=self.accumulate, device=query.device)
+        self._d_scores_memory = torch.empty_like(self._scores_memory) if self._scores_move else None
+        self._positions = torch.arange(self._num_tokens, device=query.device)
+
+    def of_queries(self) -> Iterator[slice]:
+        """Tokens of each block of queries; what the methods below give is that of the one that was taken last."""
+        for start in range(0, self._num_tokens, self._query_tokens):
+            queries = slice(start, min(start + self._query_tokens, self._num_tokens))
+            self._rows = self.rows(self._query, queries, self._factor)
+            if self._scores_move:
+                d_rows = None if self._d_query is None else self.rows(self._d_query, queries, self._factor)
+                self._moving_rows = _joined(d_rows, self._rows if self._keys_move else None)
+            yield queries
+
+    def of_keys(self, queries: slice) -> Iterator[slice]:
+        """Tokens of each block of keys that a block of queries sees."""
+        size, window = self._key_tokens, self._sliding_window
+        first = 0 if window is None else max(0, queries.start - window + 1)
+        for start in range(first // size * size, queries.stop, size):
+            yield slice(start, min(start + size, queries.stop))
+
+    def rows(self, tensor: Tensor, queries: slice, dtype: torch.dtype) -> Tensor:
+        """A block of `[B, A, T, D]` as `[B * K, G * t, D]`."""
+        return tensor[:, :, queries].reshape(len(self._key), -1, tensor.shape[-1]).to(dtype)
+
+    def put(self, whole: Tensor, queries: slice, rows: Tensor) -> None:
+        """Writes a block's `[B * K, G * t, D]` into `[B, A, T, D]`."""
+        there = whole[:, :, queries]
+        there.copy_(rows.view(there.shape))
+
+    def zeros(self, size: int) -> Tensor:
+        """`[B * K, G * t, size]`, to accumulate in."""
+        return self._rows.new_zeros((*self._rows.shape[:2], size), dtype=self.accumulate)
+
+    def scores(self, queries: slice, keys: slice) -> Tensor:
+        """`[B * K, G * t, s]`, -inf where a query does not see a key; the next block's take their place."""
+        scores = _product(self._rows, self._key[:, keys].transpose(1, 2), self._scores_memory, self._scale)
+        hidden = _hidden(queries, keys, self._positions, self._sliding_window)
+        if hidden is not None:  # the same for all heads
+            scores.view(-1, *hidden.shape).masked_fill_(hidden, -torch.inf)
+        return scores
+
+    def add_tangents(self, d_values: Tensor, d_row_sum: Tensor, weights: Tensor, keys: slice) -> None:
+        """Adds `W dV + (W * dS) V` and the sums of `W * dS` over keys, for weights `W` `[B * K, G * t, s]`."""
+        if self._d_value is not None:
+            _add_product(d_values, weights, self._d_value[:, keys])
+        if not self._scores_move:
+            return
+        right = self._moving_keys[:, keys].transpose(1, 2)
+        weighted = _product(self._moving_rows, right, self._d_scores_memory, self._scale).mul_(weights)
+        d_row_sum.add_(weighted.sum(-1, keepdim=True))
+        _add_product(d_values, weighted, self.value[:, keys])
+
+    def _by_head(self, tensor: Tensor) -> Tensor:
+        """`[B, K, T, D]` as `[B * K, T, D]`."""
+        return tensor.flatten(0, 1).to(self._factor)
 
 
 def _joined(first: Tensor | None, second: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from vcore_ds.errors import UserError, first_line
+from vcore_ds.errors import UserError, first_line, last_line
 from vcore_ds.planning import (
     ATTENTION_LAYERS,
     OTHER_LAYERS,
@@ -114,11 +114,6 @@ def _check_heads(path: str, config: PretrainedConfig) -> None:
             f"model.path: {path}: config.json: found num_attention_heads {num_heads} together with "
             f"num_key_value_heads {num_kv_heads}; expected a multiple of it"
         )
-
-
-def last_line(error: Exception) -> str:
-    """The last line of the error's message, or its class where it has none: validators name the field there."""
-    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
 
 
 def vocabulary_size(path: str) -> int:

@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from vcore_ds.errors import UserError
+from vcore_ds.errors import UserError, last_line
+from vcore_ds.files.model_folder import INDEX, SINGLE_FILE
 from vcore_ds.files.safetensors_ranges import BadSafetensors, StoredTensor, read_header
 from vcore_ds.files.user_paths import reading
-from vcore_ds.models.configuration import last_line, read_config
-
-WEIGHTS_INDEX = "model.safetensors.index.json"
+from vcore_ds.models.configuration import read_config
 
 _REMEDY = "is the download complete?"
 
@@ -63,7 +62,7 @@ def empty_model(path: str, config: PretrainedConfig) -> PreTrainedModel:
 
 def _read_shapes(folder: Path) -> Shapes | None:
     """Shapes of all weights, by name; None where there are no safetensors files."""
-    single, index = folder / "model.safetensors", folder / WEIGHTS_INDEX
+    single, index = folder / SINGLE_FILE, folder / INDEX
     if single.is_file():
         return _read_shapes_of(folder, single.name)
     if not index.is_file():
@@ -71,19 +70,19 @@ def _read_shapes(folder: Path) -> Shapes | None:
         if not files:
             return None
         raise UserError(
-            f"model.path: {folder}: found {files[0].name} and no {WEIGHTS_INDEX}, expected it beside weights in "
+            f"model.path: {folder}: found {files[0].name} and no {INDEX}, expected it beside weights in "
             f"several files; {_REMEDY}"
         )
     file_of = _read_index(folder, index)
     found: Shapes = {}
     for name in sorted(set(file_of.values())):
         if not (folder / name).is_file():
-            raise UserError(f"model.path: {folder}: {WEIGHTS_INDEX} names {name}, which is missing; {_REMEDY}")
+            raise UserError(f"model.path: {folder}: {INDEX} names {name}, which is missing; {_REMEDY}")
         found |= _read_shapes_of(folder, name)
     missing = sorted(file_of.keys() - found.keys())
     if missing:
         raise UserError(
-            f"model.path: {folder}: {WEIGHTS_INDEX} names {missing[0]}, which is not in {file_of[missing[0]]} "
+            f"model.path: {folder}: {INDEX} names {missing[0]}, which is not in {file_of[missing[0]]} "
             f"({len(missing):,} such names); index and files are of different models: download the model again"
         )
     return {name: found[name] for name in file_of}

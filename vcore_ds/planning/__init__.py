@@ -1,14 +1,8 @@
 """The arithmetic of a batch on many ranks: which share a row, what runs together, how long that takes. Pure Python."""
 
 from vcore_ds.planning.flops import forward_flops, peak_flops, step_flops
-from vcore_ds.planning.memory import (
-    AdapterShape,
-    MemoryEstimate,
-    MemorySettings,
-    ParameterCounts,
-    memory_of,
-    parameter_counts,
-)
+from vcore_ds.planning.memory import MemoryEstimate, memory_of, parameter_counts
+from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings, ParameterCounts
 from vcore_ds.planning.model_shape import (
     ATTENTION_LAYERS,
     OTHER_LAYERS,

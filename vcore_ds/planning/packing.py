@@ -74,7 +74,7 @@ def split_batch(
     order = sorted(range(len(ids)), key=lambda i: -lengths[i])
     size = num_groups * micro_batch_size
     runs = [order[start : start + size] for start in range(0, len(order), size)]
-    return [[[ids[i] for i in run[group::num_groups]] for group in range(num_groups)] for run in runs]
+    return [_deal(run, ids, num_groups) for run in runs]
 
 
 def group_batch(
@@ -111,9 +111,14 @@ def group_batch(
     found, place = [], 0
     while place < len(starts):
         run = order[place * num_groups : (place + best[place][1]) * num_groups]
-        found.append([[ids[i] for i in run[group::num_groups]] for group in range(num_groups)])
+        found.append(_deal(run, ids, num_groups))
         place += best[place][1]
     return found
+
+
+def _deal(run: Sequence[int], ids: Sequence[int], num_groups: int) -> list[list[int]]:
+    """Ids by group of the positions `run`, dealt out one by one."""
+    return [[ids[i] for i in run[group::num_groups]] for group in range(num_groups)]
 
 
 def _fill(

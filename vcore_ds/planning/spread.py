@@ -19,10 +19,27 @@ class RowLimit:
     """What a micro-batch holds: one packed row of so many tokens on each rank that shares it, or rows of a sequence."""
 
     packed_tokens: int | None = None
-    """Most tokens of a packed row on each of the ranks that share it; None where sequences are not packed."""
+    """Most tokens of a packed row on each of the ranks that share it; None where the recipe does not say."""
     num_sequences: int | None = 1
     """Most sequences of a micro-batch, a row each, where they are not packed; None for whatever takes least time
     without more tokens than the longest sequence has (or `FREE_TOKENS`)."""
+    may_pack: bool = False
+    """Where `num_sequences` is None: whether sequences may be packed, and so are."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a micro-batch is one row."""
+        return self.packed_tokens is not None or (self.num_sequences is None and self.may_pack)
+
+    def row_tokens(self, sequence_parallel: int, longest: int) -> int:
+        """Most tokens of a row, or of all rows of a micro-batch together where `num_sequences` is None.
+
+        Args:
+            longest: tokens of the batch's longest sequence.
+        """
+        if self.packed_tokens is not None:
+            return sequence_parallel * self.packed_tokens
+        return max(sequence_parallel * FREE_TOKENS, padded_length(longest, sequence_parallel))
 
 
 @dataclass(frozen=True)
@@ -36,6 +53,8 @@ class Spread:
     waste: Waste
     most_tokens: int
     """Tokens of the largest micro-batch on one rank, padding included."""
+    is_packed: bool
+    """Whether what a group has in a micro-step is one row; else each sequence has a row of its own."""
     time: float
     """Predicted time of a forward, in the time of so many tokens' linear layers."""
 
@@ -74,12 +93,13 @@ def spread(
     best_time = float("inf")
     for k in degrees_that_hold(max(lengths), degrees, limit):
         num_groups = time_model.num_ranks // k
-        if limit.packed_tokens is not None:
+        row_tokens = limit.row_tokens(k, max(lengths))
+        if limit.is_packed:
             positions = pack_batch(
                 range(len(ids)),
                 lengths,
                 num_groups=num_groups,
-                row_tokens=k * limit.packed_tokens,
+                row_tokens=row_tokens,
                 work=time_model.work,
                 micro_step_cost=k * (time_model.micro_step + time_model.exchanges(k)),
             )
@@ -93,7 +113,7 @@ def spread(
                 lengths,
                 num_groups=num_groups,
                 sequence_parallel=k,
-                most_tokens=max(k * FREE_TOKENS, padded_length(max(lengths), k)),
+                most_tokens=row_tokens,
                 row_time=partial(_row_time, k=k, time_model=time_model),
                 micro_step_time=time_model.exchanges(k) + time_model.micro_step,
             )
@@ -108,11 +128,11 @@ def spread(
         sequence_parallel=degree,
         num_ranks=time_model.num_ranks,
         work=time_model.work,
-        is_packed=limit.packed_tokens is not None,
+        is_packed=limit.is_packed,
     )
-    most = most_tokens(micro_steps, lengths, sequence_parallel=degree, is_packed=limit.packed_tokens is not None)
+    most = most_tokens(micro_steps, lengths, sequence_parallel=degree, is_packed=limit.is_packed)
     in_ids = [[[ids[i] for i in row] for row in groups] for groups in micro_steps]
-    return Spread(degree, time_model.num_ranks, in_ids, waste, most, best_time)
+    return Spread(degree, time_model.num_ranks, in_ids, waste, most, limit.is_packed, best_time)
 
 
 def _micro_step_time(
@@ -122,8 +142,8 @@ def _micro_step_time(
     slowest = 0.0
     for positions in groups:
         own = [lengths[i] for i in positions]
-        if limit.packed_tokens is None:
-            own = padded_rows(own, k)
+        if not limit.is_packed:
+            own = padded_rows(own, k, is_packed=False)
         slowest = max(slowest, sum(_row_time(n, k, time_model) for n in own))
     return slowest + time_model.exchanges(k) + time_model.micro_step
 

@@ -71,13 +71,10 @@ def measure_waste(
             own = [lengths[i] for i in positions]
             if own:
                 busy.add(group)
+            rows = padded_rows(own, sequence_parallel, is_packed=is_packed)
             num_tokens += sum(own)
-            if is_packed:
-                num_computed += padded_length(sum(own), sequence_parallel)
-            else:
-                own = padded_rows(own, sequence_parallel)
-                num_computed += sum(own)
-            works.append(sum(work(n) for n in own))
+            num_computed += sum(rows)
+            works.append(sum(work(n) for n in (own if is_packed else rows)))  # attention stays within a sequence
         total += sum(works)
         slowest += max(works)
     num_idle = num_ranks - sequence_parallel * len(busy)
@@ -91,12 +88,14 @@ def most_tokens(
     most = 0
     for groups in micro_steps:
         for positions in groups:
-            own = [lengths[i] for i in positions]
-            rows = [padded_length(sum(own), sequence_parallel)] if is_packed else padded_rows(own, sequence_parallel)
+            rows = padded_rows([lengths[i] for i in positions], sequence_parallel, is_packed=is_packed)
             most = max(most, sum(rows) // sequence_parallel)
     return most
 
 
-def padded_rows(lengths: Sequence[int], sequence_parallel: int) -> list[int]:
-    """Lengths of the rows of a micro-batch of one sequence in each: that of the longest one, padded."""
+def padded_rows(lengths: Sequence[int], sequence_parallel: int, *, is_packed: bool) -> list[int]:
+    """Lengths of a micro-batch's rows, padding included: of one that holds all sequences, or of a row for each, as long
+    as the longest."""
+    if is_packed:
+        return [padded_length(sum(lengths), sequence_parallel)]
     return [padded_length(max(lengths), sequence_parallel)] * len(lengths) if lengths else []

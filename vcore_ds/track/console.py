@@ -6,7 +6,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from vcore_ds.track.step_metrics import ExampleTrace
+from vcore_ds.track.token_records import SequenceTokens
 
 
 class Console:
@@ -71,21 +71,21 @@ def _duration(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
-def describe_example(example: ExampleTrace, tokenizer: PreTrainedTokenizerBase, num_shown: int = 5) -> str:
+def describe_example(example: SequenceTokens, tokenizer: PreTrainedTokenizerBase, num_shown: int = 5) -> str:
     """The most and the least weighted tokens of one trace, each with the words before it."""
-    order = example.weights.argsort(descending=True, stable=True).tolist()
-    uniform = 1.0 / len(order)
+    weights = example.weights * len(example)
+    order = (-weights).argsort(kind="stable").tolist()
     lines = [
         f"Token weights in trace {example.sequence_id}, {len(order)} supervised tokens (1.00 is the uniform weight):"
     ]
     for title, positions in (("most", order[:num_shown]), ("least", order[::-1][:num_shown])):
         lines.append(f"  {title} weighted    weight   utility      loss   token, after")
         for t in positions:
-            before = tokenizer.decode(example.token_ids[max(0, t - 8) : t])[-40:]
-            token = tokenizer.decode(example.token_ids[t])
+            before = tokenizer.decode(example.token_ids[max(0, t - 8) : t].tolist())[-40:]
+            token = tokenizer.decode(example.token_ids[t].item())
             utility = f"{float(example.utilities[t]):9.3g}" if example.utilities is not None else "        -"
             lines.append(
-                f"{'':16}{float(example.weights[t]) / uniform:9.2f} {utility} {float(example.losses[t]):9.3f}"
+                f"{'':16}{float(weights[t]):9.2f} {utility} {float(example.losses[t]):9.3f}"
                 f"   {token!r}, after {before!r}"
             )
     return "\n".join(lines)

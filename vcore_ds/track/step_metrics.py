@@ -1,15 +1,14 @@
 """What one optimizer step measured: sums on a rank, totals over ranks, and the line that is written."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from vcore_ds.config.schema import MethodConfig
+from vcore_ds.config.method_sections import MethodConfig
 from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import peak_memory
@@ -23,6 +22,8 @@ from vcore_ds.method import (
     sequence_shares,
     utility_moments,
 )
+from vcore_ds.track.token_gather import sequences_of
+from vcore_ds.track.token_records import SequenceTokens
 
 
 @dataclass(frozen=True)
@@ -33,34 +34,14 @@ class MicroBatchResult:
     tokens: Tokens
     weights: GibbsWeights
     """For methods without utilities only the weights count."""
+    shares: Tensor
+    """`[num_sequences]`, of each sequence in the global batch's weighted loss"""
+    alpha: Tensor | float
+    """That a sequence `[num_sequences]` or the micro-batch has for itself; 1 where it belongs to the global batch."""
     weighted_loss: Tensor
     """Scalar, this micro-batch's part of the global batch's weighted loss, before alpha."""
     scaled_loss: Tensor
     """The same after an alpha that a sequence or a micro-batch has for itself: what was differentiated."""
-
-
-@dataclass(frozen=True)
-class ExampleTrace:
-    """The supervised tokens of one sequence, for people to look at. All tensors `[n_i]`, on the CPU."""
-
-    sequence_id: int
-    token_ids: Tensor
-    losses: Tensor
-    utilities: Tensor | None
-    weights: Tensor
-
-    @classmethod
-    def first_of(cls, result: MicroBatchResult) -> Self:
-        """The first sequence of a micro-batch."""
-        batch, tokens = result.batch, result.tokens
-        own = tokens.sequence_index == 0
-        return cls(
-            batch.sequence_ids[0],
-            batch.labels[:, 1:][batch.supervised()][own.cpu()],
-            tokens.losses[own].cpu(),
-            None if tokens.utilities is None else tokens.utilities[own].cpu(),
-            result.weights.weights[own].cpu(),
-        )
 
 
 @dataclass(frozen=True)
@@ -96,10 +77,11 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step, as it is written to metrics.jsonl, and a sequence's weights beside it."""
+    """One step, as it is written to metrics.jsonl."""
 
     values: Mapping[str, float | int | None]
-    example: ExampleTrace | None
+    tokens: Sequence[SequenceTokens] | None
+    """This rank's sequences; None unless the recorder was to keep them."""
 
 
 class StepRecorder:
@@ -108,12 +90,13 @@ class StepRecorder:
     Sums stay on the device until `totals`: no host synchronisation per micro-batch.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, *, keep_tokens: bool = False):
+        """`keep_tokens`: hand out the single tokens at the end, which takes waiting for the device."""
         self._device = device
+        self._results: list[MicroBatchResult] | None = [] if keep_tokens else None
         self._method: MethodConfig | None = None
         self._counts: GlobalCounts | None = None
         self._sequence_parallel = 1
-        self._example: ExampleTrace | None = None
         self._started = self._now()
         self._seconds = {"probe": 0.0, "utility": 0.0, "main": 0.0, "step": 0.0}
         self._peak_bytes: dict[str, int | None] = dict.fromkeys(self._seconds)
@@ -163,8 +146,8 @@ class StepRecorder:
         )
         sums = torch.cat([sums, utility_moments(s, q, index, num_sequences)])
         self._sums = sums if self._sums is None else self._sums + sums
-        if self._example is None and result.batch.sequence_ids:
-            self._example = ExampleTrace.first_of(result)
+        if self._results is not None:
+            self._results.append(result)
 
     def totals(self) -> StepTotals:
         """Totals of the micro-batches that were added, over all ranks. A collective."""
@@ -203,6 +186,9 @@ class StepRecorder:
         assert self._method is not None and self._counts is not None
         is_vcore, counts = self._method.name == "vcore", self._counts
         seconds = self._now() - self._started
+        tokens = None
+        if self._results is not None:
+            tokens = [sequence for result in self._results for sequence in self._sequences_of(result, alpha)]
         if alpha is None:  # their effect on the loss
             alpha = totals.scaled_loss / totals.weighted_loss if totals.weighted_loss else 1.0
         values = {
@@ -227,7 +213,18 @@ class StepRecorder:
             "peak_memory_bytes": peak_memory.of_process(),
             **{f"peak_memory_bytes_{name}": value for name, value in self._peak_bytes.items()},
         }
-        return StepMetrics(values, self._example)
+        return StepMetrics(values, tokens)
+
+    def _sequences_of(self, result: MicroBatchResult, alpha: float | None) -> Iterator[SequenceTokens]:
+        assert self._method is not None and self._counts is not None
+        return sequences_of(
+            result.batch,
+            result.tokens,
+            result.weights.weights,
+            shares=result.shares,
+            uniform_shares=sequence_shares(result.tokens.num_tokens(), self._counts, self._method.normalization),
+            alpha=result.alpha if alpha is None else alpha,
+        )
 
     def _now(self) -> float:
         if self._device.type == "cuda":

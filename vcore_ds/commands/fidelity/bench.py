@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from vcore_ds.commands.fidelity.report import NOTHING, Agreement, Estimate, agreement
+from vcore_ds.commands.fidelity.report import NOTHING, Agreement, Estimate, ProbeLoss, agreement
 from vcore_ds.config import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine
@@ -56,9 +56,11 @@ class Bench:
         found = layout.gather_objects("shards", torch.cat(list(parts)).cpu() if is_first else None)
         return torch.cat([of_rank for of_rank in found if of_rank is not None])
 
-    def take_direction(self, ids: Sequence[int]) -> None:
-        """Fills `self.direction` from the probe batch `ids`, as a step of the recipe would."""
-        take_direction(self.direction, self.recipe, self.feed.probe_batches(ids))
+    def take_direction(self, ids: Sequence[int], loss: ProbeLoss | None = None) -> None:
+        """Fills `self.direction` from the probe batch `ids`, as a step of the recipe would; `loss`: another
+        `probe.loss` than the recipe's."""
+        probe = self.recipe.probe.model_copy(update={} if loss is None else {"loss": loss})
+        take_direction(self.direction, self.recipe.model_copy(update={"probe": probe}), self.feed.probe_batches(ids))
 
     def jvp(self, direction: Direction | None = None) -> Tensor:
         return self.over_ranks(jvp_utilities(self.engine, direction or self.direction, self.batches))

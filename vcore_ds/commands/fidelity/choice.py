@@ -35,6 +35,7 @@ class Choice:
     """Positions in the training data; those of the probes are in what the recipe draws its probe from."""
     small_probes: list[int]
     """The recipe's probe and all small ones are taken from its start."""
+    recipe_probe_size: int
     probe_sizes: list[int]
     large_probe: list[int]
     notes: list[str]
@@ -105,7 +106,7 @@ def choose_sequences(
     if fitting != sizes:
         left_out = ", ".join(str(size) for size in sizes if size not in fitting)
         notes.append(f"{len(small)} sequences remain for small probes, so |B'| {left_out} cannot be measured")
-    return Choice(measured, small, fitting, large, notes)
+    return Choice(measured, small, min(probe_size, len(small)), fitting, large, notes)
 
 
 def num_draws(choice: Choice, size: int) -> int:
@@ -118,6 +119,7 @@ def count_measurements(recipe: Recipe, options: FidelityOptions, choice: Choice)
     total = options.after_steps + 2 + len(options.epsilons)
     total += 2 if epsilon == "auto" else epsilon is not None and epsilon not in options.epsilons
     if choice.large_probe:
-        total += 1 + sum(num_draws(choice, size) for size in choice.probe_sizes)
+        # The recipe's size also with the other loss.
+        total += 1 + sum(num_draws(choice, size) for size in (*choice.probe_sizes, choice.recipe_probe_size))
         total += len(options.stale_steps) + max(options.stale_steps, default=0)
     return total

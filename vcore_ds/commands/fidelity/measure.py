@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from vcore_ds.commands.fidelity.bench import Bench, Trainer
 from vcore_ds.commands.fidelity.choice import (
@@ -24,6 +25,7 @@ from vcore_ds.commands.fidelity.choice import (
 from vcore_ds.commands.fidelity.report import (
     Estimate,
     FidelityReport,
+    ProbeLoss,
     ProbeSize,
     StaleDirection,
     TrainedDirection,
@@ -33,7 +35,7 @@ from vcore_ds.commands.fidelity.report import (
 )
 from vcore_ds.commands.fidelity.text import describe, recommendations
 from vcore_ds.config import Recipe, deepspeed_config
-from vcore_ds.config.schema import MethodConfig
+from vcore_ds.config.method_sections import MethodConfig
 from vcore_ds.data import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
@@ -107,7 +109,7 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
         reference_precision=bench.reference_precision,
         steps_before=options.after_steps,
         direction=recipe.probe.direction if bench.engine.num_updates else "sgd",  # no optimizer state yet
-        probe_batch_size=min(plan.probe_batch_size_global or len(feed.probe_dataset), len(choice.small_probes)),
+        probe_batch_size=choice.recipe_probe_size,
         num_sequences=len(choice.measured),
         num_tokens=len(bench.index),
         large_probe_size=len(choice.large_probe),
@@ -116,9 +118,12 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     bench.take_direction(choice.small_probes[: report.probe_batch_size])
     measure_estimators(bench, report, options.epsilons, progress)
     if choice.large_probe:
-        measure_probe_sizes(bench, report, choice, progress)
+        bench.take_direction(choice.large_probe)
+        along_large = bench.jvp()
+        progress.done(f"large probe of {len(choice.large_probe)}")
+        measure_probe_sizes(bench, report, choice, along_large, progress)
         if keeps_directions(recipe):
-            measure_trained_direction(bench, report, choice, trainer)
+            measure_trained_direction(bench, report, along_large, trainer)
         measure_staleness(bench, report, choice, trainer, options.stale_steps, progress)
     bench.engine.close()
 
@@ -186,28 +191,33 @@ def measure_estimators(bench: Bench, report: FidelityReport, epsilons: Sequence[
         progress.done(f"finite difference, epsilon {epsilon:g}: {describe_spearman(found.spearman)}")
 
 
-def measure_probe_sizes(bench: Bench, report: FidelityReport, choice: Choice, progress: Progress) -> None:
-    """Utilities along small probes with those along the large one, which is left in `bench.direction`."""
-    bench.take_direction(choice.large_probe)
-    along_large = bench.jvp()
-    progress.done(f"large probe of {len(choice.large_probe)}")
-    for size in choice.probe_sizes:
+def measure_probe_sizes(
+    bench: Bench, report: FidelityReport, choice: Choice, along_large: Tensor, progress: Progress
+) -> None:
+    """Utilities along small probes with those along the large one; of the recipe's size also with the other loss."""
+    recipe_loss: ProbeLoss = bench.recipe.probe.loss
+    other_loss: ProbeLoss = "uniform" if recipe_loss == "dft" else "dft"
+
+    def measure(size: int, loss: ProbeLoss) -> ProbeSize:
         draws = []
         for draw in range(num_draws(choice, size)):
-            bench.take_direction(choice.small_probes[draw * size : (draw + 1) * size])
+            bench.take_direction(choice.small_probes[draw * size : (draw + 1) * size], loss)
             draws.append(bench.agreement(bench.jvp(), along_large))
-            progress.done(f"probe of {size}, draw {draw + 1}: {describe_spearman(draws[-1].spearman)}")
+            label = f"probe of {size}, draw {draw + 1}" + (f", loss {loss}" if loss != recipe_loss else "")
+            progress.done(f"{label}: {describe_spearman(draws[-1].spearman)}")
         spearmans = [draw.spearman for draw in draws]
-        report.probe_sizes.append(
-            ProbeSize(
-                size,
-                len(draws),
-                mean(spearmans),
-                None if None in spearmans else min(spearmans),
-                mean([draw.weight_overlap for draw in draws]),
-                of_recipe=size == report.probe_batch_size,
-            )
+        return ProbeSize(
+            size,
+            len(draws),
+            mean(spearmans),
+            None if None in spearmans else min(spearmans),
+            mean([draw.weight_overlap for draw in draws]),
+            of_recipe=size == report.probe_batch_size and loss == recipe_loss,
+            loss=loss,
         )
+
+    report.probe_sizes = [measure(size, recipe_loss) for size in choice.probe_sizes]
+    report.other_probe_loss = measure(report.probe_batch_size, other_loss)
 
 
 def keeps_directions(recipe: Recipe) -> bool:
@@ -215,14 +225,13 @@ def keeps_directions(recipe: Recipe) -> bool:
     return recipe.method.name == "vcore" and (recipe.probe.source == "previous_step" or recipe.probe.decay > 0)
 
 
-def measure_trained_direction(bench: Bench, report: FidelityReport, choice: Choice, trainer: Trainer) -> None:
+def measure_trained_direction(bench: Bench, report: FidelityReport, along_large: Tensor, trainer: Trainer) -> None:
     """Utilities along the direction that training left with those along the large probe's."""
     if trainer.num_done == 0:
         report.notes.append("the recipe's own direction is that of earlier steps: --after-steps 1 or more measures it")
         return
-    bench.take_direction(choice.large_probe)
     assert trainer.estimator.direction is not None  # vcore
-    found = bench.agreement(bench.jvp(trainer.estimator.direction), bench.jvp())
+    found = bench.agreement(bench.jvp(trainer.estimator.direction), along_large)
     description = describe_direction(trainer.recipe)
     report.trained_direction = TrainedDirection(description, found.spearman, found.weight_overlap)
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from vcore_ds.method import segment_sum
 
 RELIABLE_SPEARMAN = 0.9
 """Rank correlation from which on utilities order the tokens well enough to train with."""
+
+ProbeLoss = Literal["uniform", "dft"]
 
 JSON_NAME, PICTURE_NAME = "fidelity.json", "fidelity.png"
 
@@ -68,6 +70,8 @@ class ProbeSize:
     spearman_min: float | None
     weight_overlap: float | None
     of_recipe: bool = False
+    loss: ProbeLoss = "uniform"
+    """`probe.loss` of the small probe; the large one's is the recipe's."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ class FidelityReport:
     """Deviations from the requested measurements, and their reasons."""
     estimators: list[Estimate] = field(default_factory=list)
     probe_sizes: list[ProbeSize] = field(default_factory=list)
+    other_probe_loss: ProbeSize | None = None
+    """The recipe's |B'| with the `probe.loss` that is not the recipe's."""
     trained_direction: TrainedDirection | None = None
     stale_directions: list[StaleDirection] = field(default_factory=list)
 

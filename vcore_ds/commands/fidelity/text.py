@@ -54,15 +54,16 @@ def _estimator_table(report: FidelityReport) -> str:
 
 
 def _probe_table(report: FidelityReport) -> str:
+    other = report.other_probe_loss
     rows = [
         [
-            ("*" if found.of_recipe else " ") + str(found.batch_size),
+            f"{'*' if found.of_recipe else ' '}{found.batch_size}{f', {found.loss} loss' if found is other else ''}",
             str(found.num_draws),
             _correlation(found.spearman),
             _correlation(found.spearman_min),
             _percent(found.weight_overlap),
         ]
-        for found in report.probe_sizes
+        for found in (*report.probe_sizes, *([] if other is None else [other]))
     ]
     title = f"Probe size: utilities along a probe of |B'| with those along one of {report.large_probe_size}"
     table = f"{title}\n" + _aligned([[" |B'|", "draws", "Spearman", "lowest", "weight overlap"], *rows])

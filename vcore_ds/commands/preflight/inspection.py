@@ -15,7 +15,7 @@ import torch
 from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems, find_split_groups
 from vcore_ds.config import Recipe
 from vcore_ds.distributed import interconnect
-from vcore_ds.errors import UserError
+from vcore_ds.errors import UserError, first_line
 from vcore_ds.files.run_folder import environment
 from vcore_ds.models import check_model_folder, read_config
 from vcore_ds.setup import count_parameters
@@ -116,10 +116,13 @@ def find_unreadable(recipe: Recipe) -> dict[str, str]:
         check_model_folder(recipe.model.path)
         read_config(recipe.model.path)
     except (UserError, OSError, ValueError) as error:
-        problem = str(error).strip().splitlines()[0].removeprefix("model.path: ")
+        problem = first_line(error).removeprefix("model.path: ")
         problems["model.path"] = f"found {problem}. Give a folder that all nodes share"
-    for key in ("train_path", "validation_path", "probe_path", "reference_log_probabilities"):
-        path = getattr(recipe.data, key)
+    data = recipe.data
+    paths = {key: getattr(data, key) for key in ("train_path", "probe_path", "reference_log_probabilities")}
+    for name, path in data.validation_paths().items():
+        paths[f"validation_path{name and '.'}{name}"] = path
+    for key, path in paths.items():
         if path is not None and not os.access(path, os.R_OK):
             problems[f"data.{key}"] = f"found nothing to read at {path}. Give a file that all nodes share"
     return problems
@@ -155,7 +158,7 @@ def _time_all_reduce(host: str, speaks: bool, needs_gpu: bool) -> None:
         try:
             seconds = interconnect.all_reduce_seconds(num_bytes, MEET_SECONDS)
         except (TimeoutError, RuntimeError) as error:
-            found = str(error).splitlines()[0]
+            found = first_line(error)
             print(
                 f"vcore-ds: preflight: {host}: rank {interconnect.rank()}: found {found}, expected the sum within "
                 "a second. Set NCCL_SOCKET_IFNAME to the interface that leads to the other nodes, NCCL_IB_HCA to the "

