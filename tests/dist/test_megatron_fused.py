@@ -43,11 +43,9 @@ def test_one_forward_gives_what_two_give(found, name: str) -> None:
     check([passes[name] for passes, _ in found], exact=PASSES[name].precision == "fp32")
 
 
-@pytest.mark.parametrize(("checkpointing", "factor"), [(False, 1.05), (True, 1.1)], ids=["kept", "checkpointed"])
-def test_memory_beside_that_of_the_main_pass(found, checkpointing: bool, factor: float) -> None:
-    """Hugging Face's layers stay within 5% in both cases (`test_fused`). Here gate and input of the MLP are one tensor,
-    which lives until their product is made; with checkpoints that is where a pass with tangents has its peak."""
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_memory_stays_within_five_percent_of_the_main_pass(found, checkpointing: bool) -> None:
     for _, peaks in found:
         of_rank = peaks[checkpointing]
         print(of_rank, of_rank["fused"] / of_rank["plain"])
-        assert of_rank["fused"] <= factor * of_rank["plain"]
+        assert of_rank["fused"] <= 1.05 * of_rank["plain"]

@@ -37,8 +37,8 @@ def whole(plain: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Te
     found = {name: torch.full_like(p.detach(), torch.nan) for name, p in plain.named_parameters()}
     of_ranks = layout.gather_objects("tensor", dict(tensors))
     for rank, of_rank in enumerate(of_ranks):
-        for name, parts in pieces(plain.config, rank=rank, size=len(of_ranks)).items():
-            put_together(found, of_rank[name], parts)
+        for name, piece in pieces(plain.config, rank=rank, size=len(of_ranks)).items():
+            put_together(found, of_rank[name], piece)
     return found
 
 

@@ -78,12 +78,12 @@ def _wanted(model: ParallelTokenLossModel, weights: StoredWeights) -> list[Wante
     shapes = {name: stored.shape for name, stored in weights.tensors.items()}
     wanted = []
     own = pieces(model.config, rank=layout.rank("tensor"), size=layout.size("tensor"))
-    for name, parts in own.items():
+    for name, piece in own.items():
         start, shard = shard_of(model.get_parameter(name))
         shard.zero_()
         wanted += [
             Wanted(weights.tensors[run.name], run.start, shard[run.offset : run.offset + run.numel])
-            for run in runs(parts, shapes, start, start + len(shard))
+            for run in runs(piece, shapes, start, start + len(shard))
         ]
     return wanted
 
@@ -105,7 +105,7 @@ def gathered_parallel(
     named = engine.module.named_parameters()
     for _, group in itertools.groupby(named, key=lambda item: layer_of.get(id(item[1]), item[0])):
         parameters: list[tuple[str, nn.Parameter]] = list(group)
-        names = {piece.name for name, _ in parameters for piece in of_ranks[0][name]}
+        names = {of_ranks[0][name].name for name, _ in parameters}
         mine = {
             name: torch.empty(weights[name].shape, dtype=weights[name].dtype)
             for name in names
@@ -114,7 +114,7 @@ def gathered_parallel(
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in parameters]):
             for name, parameter in parameters:
                 of_all = layout.all_gather("tensor", parameter.detach())
-                for parts, of_rank in zip(of_ranks, of_all, strict=True):
-                    put_together(mine, of_rank, parts[name])
+                for pieces_of_rank, of_rank in zip(of_ranks, of_all, strict=True):
+                    put_together(mine, of_rank, pieces_of_rank[name])
         for name in sorted(names, key=order.__getitem__):
             yield name, mine.pop(name, None)

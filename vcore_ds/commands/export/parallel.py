@@ -27,18 +27,17 @@ class ParallelCheckpointWeights:
         self.shapes = {name: like.shape for name, like in described_weights(recipe.model.path, torch.float32).items()}
         self._tensors = CheckpointTensors(folder / checkpoint_folder.STATE)
         self._own_shapes: dict[str, list[int]] = checkpoint_folder.read_run_state(folder)["shapes"]
-        self._parameters: dict[str, list[tuple[str, str, list[Piece]]]] = {}
+        self._parameters: dict[str, list[tuple[str, str, Piece]]] = {}
         config, size = read_config(recipe.model.path), recipe.parallel.tensor
         for rank in range(size):
-            for name, parts in pieces(config, rank=rank, size=size).items():
-                for weight in {piece.name for piece in parts}:
-                    found = self._parameters.setdefault(weight, [])
-                    found.append((name, f"master.{stored_name(name, rank, size)}", parts))
+            for name, piece in pieces(config, rank=rank, size=size).items():
+                found = self._parameters.setdefault(piece.name, [])
+                found.append((name, f"master.{stored_name(name, rank, size)}", piece))
 
     def read(self, name: str) -> Tensor:
         """The whole weight, fp32, on the CPU."""
         whole = torch.empty(self.shapes[name])
-        for parameter, stored, parts in self._parameters[name]:
+        for parameter, stored, piece in self._parameters[name]:
             values = self._tensors.read(stored).view(self._own_shapes[parameter])
-            put_together({name: whole}, values, parts)
+            put_together({name: whole}, values, piece)
         return whole

@@ -23,23 +23,26 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import RowLayout
 from vcore_ds.models.megatron.configuration import TransformerConfig, sliding_window
-from vcore_ds.models.megatron.parallel_layers import ColumnLinear, RowLinear
+from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of the rotary positions, `[b, t, D]` each."""
 
 
 class ParallelAttention(nn.Module):
-    """Self-attention; the rows of its first weight are this rank's queries, then its keys, then its values."""
+    """Self-attention over this rank's heads."""
 
     def __init__(self, config: TransformerConfig, hf_config: PretrainedConfig, layer: int):
         super().__init__()
         self.layer_idx, self.head_dim = layer, config.kv_channels
         self._config, self._sliding_window = hf_config, sliding_window(hf_config, layer)
         num_heads, num_kv_heads = config.num_attention_heads, config.num_query_groups
-        self._num_heads, self._num_kv_heads = (n // layout.size("tensor") for n in (num_heads, num_kv_heads))
-        self.qkv_proj = column_linear(
-            config, config.hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=config.add_qkv_bias
+        outputs = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
+        self.qkv = ColumnLinears(
+            config,
+            config.hidden_size,
+            {name: number * self.head_dim for name, number in outputs.items()},
+            bias=config.add_qkv_bias,
         )
         self.o_proj = row_linear(config, num_heads * self.head_dim, config.hidden_size)
         self.q_norm, self.k_norm = (
@@ -48,8 +51,7 @@ class ParallelAttention(nn.Module):
 
     def forward(self, hidden: Tensor, angles: Angles, row_layout: RowLayout) -> Tensor:
         """`[t / n, b, H]` to the same; all arguments are those of `DecoderLayer`."""
-        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [t, b, A + 2 K, D]
-        query, key, value = heads.split([self._num_heads, self._num_kv_heads, self._num_kv_heads], 2)
+        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in self.qkv(hidden))  # [t, b, A or K, D]
         query, key, value = (x.permute(1, 2, 0, 3) for x in (self.q_norm(query), self.k_norm(key), value))
         query, key = apply_rotary_pos_emb(query, key, *angles)
         attend = ALL_ATTENTION_FUNCTIONS[self._config._attn_implementation]
@@ -62,16 +64,18 @@ class ParallelAttention(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """Gated MLP; the rows of its first weight are this rank's gates, then its other inputs."""
+    """Gated MLP over this rank's columns."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.gate_up_proj = column_linear(config, config.hidden_size, 2 * config.ffn_hidden_size, bias=False)
+        outputs = dict.fromkeys(("gate_proj", "up_proj"), config.ffn_hidden_size)
+        self.gate_up = ColumnLinears(config, config.hidden_size, outputs)
         self.down_proj = row_linear(config, config.ffn_hidden_size, config.hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(hidden).chunk(2, -1)
-        return self.down_proj(silu(gate) * up)
+        gate, up = self.gate_up(hidden)
+        gate = silu(gate)  # in place of the gate, which is needed no more
+        return self.down_proj(gate * up)
 
 
 class DecoderLayer(GradientCheckpointingLayer):
@@ -100,12 +104,6 @@ class DecoderLayer(GradientCheckpointingLayer):
         """
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, row_layout)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-def column_linear(config: TransformerConfig, num_inputs: int, num_outputs: int, *, bias: bool) -> ColumnLinear:
-    return ColumnLinear(
-        num_inputs, num_outputs, config=config, init_method=nn.init.zeros_, bias=bias, tp_group=layout.group("tensor")
-    )
 
 
 def row_linear(config: TransformerConfig, num_inputs: int, num_outputs: int) -> RowLinear:

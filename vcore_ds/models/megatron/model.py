@@ -15,8 +15,8 @@ from vcore_ds.errors import UserError
 from vcore_ds.method import VocabularyPart, token_loss
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.megatron.configuration import padded_vocabulary, transformer_config
-from vcore_ds.models.megatron.decoder import DecoderLayer, column_linear, norm
-from vcore_ds.models.megatron.parallel_layers import ColumnLinear, RowLinear, TokenEmbedding
+from vcore_ds.models.megatron.decoder import DecoderLayer, norm
+from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear, TokenEmbedding
 from vcore_ds.models.megatron.token_exchange import gather_tokens
 
 
@@ -83,13 +83,13 @@ class ParallelTokenLossModel(nn.Module):
         self.norm = norm(made, made.hidden_size)
         weight = self.embed_tokens.weight
         if not config.tie_word_embeddings:
-            weight = column_linear(made, made.hidden_size, num_rows, bias=False).weight
+            weight = ColumnLinears(made, made.hidden_size, {"head": num_rows}).head
         self.lm_head = ParallelTokenLossHead(weight, num_rows // tensor, config.vocab_size)
         if gradient_checkpointing:
             for layer in self.layers:
                 layer.checkpoint_activations()
         for module in self.modules():
-            if isinstance(module, ColumnLinear | RowLinear | TokenEmbedding | ParallelTokenLossHead):
+            if isinstance(module, ColumnLinears | RowLinear | TokenEmbedding | ParallelTokenLossHead):
                 for parameter in module.parameters(recurse=False):
                     parameter.tensor_model_parallel = True
 

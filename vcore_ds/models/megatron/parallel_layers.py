@@ -9,6 +9,7 @@ Between layers a rank has a part of the tokens, see `token_exchange`. Shapes as 
 """
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,16 +29,42 @@ from vcore_ds.models.megatron.token_exchange import (
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class ColumnLinear(ColumnParallelLinear):
-    """A part of the outputs of all tokens: `[t / n, b, I]` to `[t, b, O / n]`. A collective."""
+class ColumnLinears(nn.Module):
+    """Linear layers with the same input, a part of the outputs of each for all tokens: `[t / n, b, I]` to
+    `[t, b, O / n]`. A collective: the tokens are gathered once.
 
-    def forward(self, x: Tensor) -> Tensor:
-        value, d_value = forward_ad.unpack_dual(x)
-        weight, d_weight = value_and_tangent(self, "weight")
-        bias, d_bias = value_and_tangent(self, "bias")
-        return dual_or_plain(*_ColumnProduct.apply(value, weight, bias, d_value, d_weight, d_bias))
+    A parameter has the name of its layer, a bias that name and `_bias`. Each layer has a weight of its own, so that an
+    output is released as soon as it is used.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, num_inputs: int, num_outputs: Mapping[str, int], *, bias: bool = False
+    ):
+        """`num_outputs`: of all ranks, by the layer's name."""
+        super().__init__()
+        self.names = tuple(num_outputs)
+        for name in self.names:
+            made = ColumnParallelLinear(
+                num_inputs,
+                num_outputs[name],
+                config=config,
+                init_method=nn.init.zeros_,
+                bias=bias,
+                tp_group=layout.group("tensor"),
+            )
+            self.register_parameter(name, made.weight)
+            self.register_parameter(f"{name}_bias", made.bias)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        flat = []
+        for name in self.names:
+            (weight, d_weight), (bias, d_bias) = (value_and_tangent(self, n) for n in (name, f"{name}_bias"))
+            flat += [weight, bias, d_weight, d_bias]
+        found = _ColumnProducts.apply(*forward_ad.unpack_dual(x), *flat)
+        return [dual_or_plain(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
 
 
 class RowLinear(RowParallelLinear):
@@ -89,39 +116,40 @@ def product_tangent(x: Tensor, weight: Tensor, d_x: Tensor | None, d_weight: Ten
     return found
 
 
-class _ColumnProduct(torch.autograd.Function):
-    """`x W^T + b` of the tokens of all ranks. Keeps this rank's tokens for the backward, and gathers them again."""
+class _ColumnProducts(torch.autograd.Function):
+    """`x W^T + b` of the tokens of all ranks, for each of several layers, whose weight, bias and their tangents follow
+    one another. Keeps this rank's tokens for the backward, and gathers them again."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        d_x: Tensor | None,
-        d_weight: Tensor | None,
-        d_bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, d_x: Tensor | None, *layers: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)  # or zeros would be made for each tangent
+        ctx.save_for_backward(x, *layers[::4])
         whole, d_whole = all_tokens(x, d_x)
-        out, d_out = linear(whole, weight, bias), product_tangent(whole, weight, d_whole, d_weight)
-        if d_bias is not None:
-            d_out = d_bias.expand_as(out) if d_out is None else d_out + d_bias
-        if d_out is not None:
-            ctx.mark_non_differentiable(d_out)
-        return out, d_out
+        found: list[Tensor | None] = []
+        for weight, bias, d_weight, d_bias in zip(*(layers[i::4] for i in range(4)), strict=True):
+            out, d_out = linear(whole, weight, bias), product_tangent(whole, weight, d_whole, d_weight)
+            if d_bias is not None:
+                d_out = d_bias.expand_as(out) if d_out is None else d_out + d_bias
+            found += [out, d_out]
+        ctx.mark_non_differentiable(*(d_out for d_out in found[1::2] if d_out is not None))
+        return tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        flat = gradient.flatten(0, -2)
-        return (
-            own_tokens(gradient @ weight)[0] if needs_x else None,
-            flat.t() @ all_tokens(x)[0].flatten(0, -2) if needs_weight else None,
-            flat.sum(0) if needs_bias else None,
-            *(None,) * 3,
-        )
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs_x, _, *needs = ctx.needs_input_grad
+        whole = all_tokens(x)[0].flatten(0, -2) if any(needs[::4]) else None
+        by_x, found = None, []
+        for i, weight in enumerate(weights):
+            gradient = gradients[2 * i].flatten(0, -2)
+            if needs_x:
+                by_x = gradient @ weight if by_x is None else by_x.addmm_(gradient, weight)
+            by_weight = None if whole is None or not needs[4 * i] else gradient.t() @ whole
+            found += [by_weight, gradient.sum(0) if needs[4 * i + 1] else None, None, None]
+        if by_x is not None:
+            del whole
+            by_x = own_tokens(by_x.view(-1, *x.shape[1:]))[0]
+        return by_x, None, *found
 
 
 class _RowProduct(torch.autograd.Function):
@@ -131,6 +159,7 @@ class _RowProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, d_x: Tensor | None, d_weight: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         if d_x is None and d_weight is None:
             return own_tokens(linear(x, weight))[0], None
