@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
@@ -21,6 +21,7 @@ from vcore_ds.config import Recipe, deepspeed_config
 from vcore_ds.data import load_tokenizer
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine import save_hugging_face
+from vcore_ds.errors import UserError
 
 pytestmark = pytest.mark.dist
 
@@ -107,12 +108,28 @@ def train_alone(folder: Path) -> None:
         resumed_runs.to_the_end(make_recipe(folder, name))
 
 
-def resume_on_two(folder: Path) -> None:
-    resumed_runs.to_the_end(make_recipe(folder, "on_two", **PARALLEL))
-
-
 def stop_on_four(folder: Path) -> None:
     resumed_runs.until(make_recipe(folder, "on_two", **PARALLEL), STOP)
+
+
+def resume_on_two(folder: Path) -> tuple[str, torch.Tensor]:
+    """Resumes what 4 ranks stopped. Before that: why it is refused with whole layers on every rank, and what those
+    compute when they are loaded from the checkpoint's export."""
+    whole_layers = {**PARALLEL, "parallel": {"tensor": 1}}
+    try:
+        resumed_runs.to_the_end(make_recipe(folder, "on_two", **whole_layers))
+        refusal = "none"
+    except UserError as error:
+        refusal = str(error)
+    recipe = make_recipe(folder, "reloaded", **whole_layers)
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(folder / "reloaded")})})
+    start_process_group(10, recipe.parallel.tensor)
+    engine = shared.build_engine(recipe, deepspeed_config(recipe, shared.plan_ranks(recipe)))
+    with engine.without_gradient():
+        losses = engine.token_losses(tiny.rows(3))
+    engine.close()
+    resumed_runs.to_the_end(make_recipe(folder, "on_two", **PARALLEL))
+    return refusal, losses
 
 
 @pytest.fixture(scope="module")
@@ -155,13 +172,19 @@ def test_an_untrained_export_is_the_other_providers_byte_for_byte(folder, untrai
         assert (parallel / file).read_bytes() == (alone / file).read_bytes(), file
 
 
-@pytest.mark.parametrize(("name", "precision"), UNTRAINED)
-def test_loaded_layers_compute_what_the_model_computes(folder, untrained, name, precision):
-    plain, batch = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32), tiny.rows(3)
+def losses_of(plain: PreTrainedModel) -> torch.Tensor:
+    """Of the supervised tokens of `tiny.rows(3)`, by Hugging Face's own forward."""
+    batch = tiny.rows(3)
     targets = batch.targets()
     with torch.no_grad():
         logits = plain(input_ids=batch.input_ids).logits
-    expected = cross_entropy(logits[targets != -100], targets[targets != -100], reduction="none")
+    return cross_entropy(logits[targets != -100], targets[targets != -100], reduction="none")
+
+
+@pytest.mark.parametrize(("name", "precision"), UNTRAINED)
+def test_loaded_layers_compute_what_the_model_computes(folder, untrained, name, precision):
+    plain = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+    expected = losses_of(plain)
     of_alone, of_parallel = (float((of[name] - expected).abs().max()) for of in untrained)
     print(of_alone, of_parallel)
     if precision == "fp32":
@@ -201,9 +224,22 @@ def test_exports_are_those_of_hugging_faces_layers(runs, parallel, alone, tmp_pa
     AutoModelForCausalLM.from_pretrained(runs / parallel / "model")
 
 
-def test_resuming_on_fewer_ranks(folder, runs):
+@pytest.fixture(scope="module")
+def resumed(folder: Path, runs: Path) -> tuple[str, torch.Tensor]:
     run_ranks(stop_on_four, 4, folder)
-    run_ranks(resume_on_two, 2, folder)
+    export_run(runs / "on_two", output=folder / "reloaded")
+    return run_ranks(resume_on_two, 2, folder)[0]
+
+
+def test_resuming_with_layers_divided_otherwise_is_refused_with_the_way_to_them(folder, resumed):
+    refusal, losses = resumed
+    assert "parallel.tensor: 2 there, 1 here" in refusal
+    assert "export it (vcore-ds export) and give the result to a new run as its model.path" in refusal
+    expected = losses_of(AutoModelForCausalLM.from_pretrained(folder / "reloaded", dtype=torch.float32))
+    assert float((losses - expected).abs().max()) < 2e-6
+
+
+def test_resuming_on_fewer_ranks(resumed, runs):
     on_two, whole = (resumed_runs.tensors_of(runs / name) for name in ("on_two", "whole"))
     assert on_two.keys() == whole.keys()
     for name, tensor in whole.items():

@@ -88,8 +88,8 @@ def _holds_this_run(recipe: Recipe) -> bool:
 
 
 _OTHER_LAYERS = (
-    ". A checkpoint is read by layers that are divided as those that it is of: to go over to others, export it "
-    "(vcore-ds export) and give the result as model.path to a new run"
+    ". A checkpoint is resumed with the model.provider and parallel.tensor that it was saved with: to change them, "
+    "export it (vcore-ds export) and give the result to a new run as its model.path"
 )
 
 
