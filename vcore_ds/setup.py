@@ -117,7 +117,7 @@ def _load(recipe: Recipe, ds_config: dict) -> TokenLossModel:
 def _load_parallel(recipe: Recipe, ds_config: dict) -> torch.nn.Module:
     from vcore_ds.engine.parallel_weights import load_parallel  # here alone: megatron-core takes seconds to import
 
-    return load_parallel(
+    model = load_parallel(
         recipe.model.path,
         ds_config,
         dtype=_dtype(recipe),
@@ -125,6 +125,9 @@ def _load_parallel(recipe: Recipe, ds_config: dict) -> torch.nn.Module:
         activation_offload=recipe.model.activation_offload,
         say=partial(print, flush=True),
     )
+    if recipe.lora is not None:
+        model.add_lora(recipe.model.path, recipe.lora)
+    return model
 
 
 def _dtype(recipe: Recipe) -> torch.dtype:

@@ -1,10 +1,11 @@
 """The tiny models in parallel layers, and what the ranks of a tensor group have of one put together again."""
 
+import copy
 from collections.abc import Mapping
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -14,37 +15,51 @@ from vcore_ds.data import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.models import FORWARD_MODE_ATTENTION
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
-from vcore_ds.models.megatron.weights import fill, pieces, put_together
+from vcore_ds.models.megatron.weights import fill, put_together
 from vcore_ds.utility.perturbation import perturbed
 
 
 def parallel_model(
-    plain: PreTrainedModel, *, checkpointing: bool = False, activation_offload: bool = False
+    plain: PreTrainedModel,
+    *,
+    lora: bool = False,
+    dropout: float = 0.0,
+    checkpointing: bool = False,
+    activation_offload: bool = False,
 ) -> ParallelTokenLossModel:
-    """The Hugging Face model's weights in parallel layers, this rank's part."""
+    """The Hugging Face model's weights in parallel layers, this rank's part, with the adapters of `tiny.with_lora`."""
     config = type(plain.config)(**plain.config.to_dict())
     options = dict(gradient_checkpointing=checkpointing, activation_offload=activation_offload)
     model = ParallelTokenLossModel("tiny", config, dtype=plain.dtype, **options)
+    place = dict(rank=layout.rank("tensor"), size=layout.size("tensor"))
     weights = plain.state_dict()
-    own = pieces(config, rank=layout.rank("tensor"), size=layout.size("tensor"))
-    fill(model, own, lambda piece: piece.of(weights[piece.name]))
+    fill(model, model.trained_pieces(**place), lambda piece: piece.of(weights[piece.name]))
+    if lora:
+        model.add_lora("tiny", tiny.lora(dropout))
+        adapters = tiny.with_lora(copy.deepcopy(plain), dropout=dropout).state_dict()
+        fill(model, model.trained_pieces(**place), lambda piece: piece.of(adapters[piece.name]))
     model.train()
     return model
 
 
-def whole(plain: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank's tensor group has of each parameter, under the Hugging Face model's names."""
-    found = {name: torch.full_like(p.detach(), torch.nan) for name, p in plain.named_parameters()}
+def whole(model: ParallelTokenLossModel, plain: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank's tensor group has of each trained parameter, under the names of the Hugging Face model, or of
+    peft's around it."""
+    found = {name: torch.full_like(p.detach(), torch.nan) for name, p in plain.named_parameters() if p.requires_grad}
     of_ranks = layout.gather_objects("tensor", dict(tensors))
     for rank, of_rank in enumerate(of_ranks):
-        for name, piece in pieces(plain.config, rank=rank, size=len(of_ranks)).items():
+        for name, piece in model.trained_pieces(rank=rank, size=len(of_ranks)).items():
             put_together(found, of_rank[name], piece)
     return found
 
 
 def drift(model: ParallelTokenLossModel, tensors: Mapping[str, Tensor]) -> float:
     """Largest difference between the ranks of a tensor group in what all of them have."""
-    names = [name for name, p in model.named_parameters() if not getattr(p, "tensor_model_parallel", False)]
+    names = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and not getattr(p, "tensor_model_parallel", False)
+    ]
     of_ranks = layout.gather_objects("tensor", {name: tensors[name] for name in names})
     return max(float((own[name] - of_ranks[0][name]).abs().max()) for own in of_ranks for name in names)
 
@@ -77,7 +92,7 @@ def compare_with(config: PretrainedConfig, **options: bool) -> dict[str, float]:
         if not getattr(parameter, "tensor_model_parallel", False):
             layout.add_over("tensor", gradients[name])
     of_plain = {name: p.grad for name, p in plain.named_parameters()}
-    found = whole(plain, gradients)
+    found = whole(model, plain, gradients)
     return {
         "losses": float((losses - expected).detach().abs().max()),
         "gradient": max(step_runs.relative_error(found[name], of_plain[name]) for name in of_plain),

@@ -48,16 +48,18 @@ def run_case(case: Case) -> dict[str, float]:
     if case.tensor > 1:
         from tests.helpers import megatron  # here alone, as megatron-core takes seconds to import
 
-        model = megatron.parallel_model(plain, checkpointing=case.checkpointing)
+        model = megatron.parallel_model(plain, lora=case.lora, checkpointing=case.checkpointing)
     else:
         model = tiny.token_loss_model(lora=case.lora, checkpointing=case.checkpointing, **sizes)
-    reference = step_runs.reference_of(tiny.with_lora(plain) if case.lora else plain, recipe)
+    if case.lora:
+        plain = tiny.with_lora(plain)
+    reference = step_runs.reference_of(plain, recipe)
     engine = step_runs.make_engine(
         model, recipe, persistence_threshold=case.persistence_threshold, coalesce=case.coalesce, zero=case.config
     )
 
     def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return megatron.whole(plain, tensors) if case.tensor > 1 else tensors
+        return megatron.whole(model, plain, tensors) if case.tensor > 1 else tensors
 
     estimator = step_runs.make_estimator(recipe, engine, case.batches_per_utility_pass)
     worst = dict.fromkeys(("utilities", "weights", "alpha", "gradient", "parameters", "loss"), 0.0)

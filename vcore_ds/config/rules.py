@@ -283,12 +283,6 @@ def _provider_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
                 "1: Hugging Face's layers are whole on every rank (or set model.provider to megatron)",
             )
         return
-    if recipe.lora is not None:
-        yield BrokenRule(
-            ("model.provider", "lora"),
-            "megatron together with lora",
-            "huggingface: parallel layers have no adapters (or set lora to null)",
-        )
     if model.attention != "auto":
         yield BrokenRule(
             ("model.attention", "model.provider"),

@@ -97,12 +97,12 @@ def gathered_parallel(
 
     Args:
         owner: the rank of the job by the weight's name.
-        weights: shape and dtype of every weight of the Hugging Face model, in its order.
+        weights: shape and dtype of every trained weight of the Hugging Face model, or of its adapters, in its order.
     """
     size, order = layout.size("tensor"), {name: i for i, name in enumerate(weights)}
-    of_ranks = [pieces(engine.module.config, rank=rank, size=size) for rank in range(size)]
+    of_ranks = [engine.module.trained_pieces(rank=rank, size=size) for rank in range(size)]
     layer_of = {id(p): number for number, layer in enumerate(engine.module.layers) for p in layer.parameters()}
-    named = engine.module.named_parameters()
+    named = [(name, p) for name, p in engine.module.named_parameters() if name in of_ranks[0]]
     for _, group in itertools.groupby(named, key=lambda item: layer_of.get(id(item[1]), item[0])):
         parameters: list[tuple[str, nn.Parameter]] = list(group)
         names = {of_ranks[0][name].name for name, _ in parameters}

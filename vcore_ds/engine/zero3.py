@@ -159,7 +159,7 @@ class Engine:
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """A context in which LoRA adapters are disabled: the reference model of a run, without a second copy."""
-        with self.module.causal_lm.disable_adapter():
+        with self.module.without_adapters():
             yield
 
     @property

@@ -1,5 +1,6 @@
 """What a checkpoint of parallel layers holds, as weights of the Hugging Face model."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,7 +11,8 @@ from vcore_ds.engine.checkpoint_shards import stored_name
 from vcore_ds.engine.export_shards import CheckpointTensors
 from vcore_ds.files import checkpoint_folder
 from vcore_ds.files.model_folder import described_weights
-from vcore_ds.models import read_config
+from vcore_ds.models import add_lora, empty_model, read_config
+from vcore_ds.models.megatron.adapters import adapted_layers, adapter_pieces
 from vcore_ds.models.megatron.weights import Piece, pieces, put_together
 
 
@@ -24,13 +26,20 @@ class ParallelCheckpointWeights:
         recipe: of its run.
         """
         self.name = folder.name
-        self.shapes = {name: like.shape for name, like in described_weights(recipe.model.path, torch.float32).items()}
+        path, lora, config = recipe.model.path, recipe.lora, read_config(recipe.model.path)
+        if lora is None:
+            described, of_rank = described_weights(path, torch.float32), partial(pieces, config)
+        else:
+            adapted = add_lora(empty_model(path, config), lora)
+            described = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+            of_rank = partial(adapter_pieces, adapted_layers(path, config, lora), config, lora)
+        self.shapes = {name: like.shape for name, like in described.items()}
         self._tensors = CheckpointTensors(folder / checkpoint_folder.STATE)
         self._own_shapes: dict[str, list[int]] = checkpoint_folder.read_run_state(folder)["shapes"]
         self._parameters: dict[str, list[tuple[str, str, Piece]]] = {}
-        config, size = read_config(recipe.model.path), recipe.parallel.tensor
+        size = recipe.parallel.tensor
         for rank in range(size):
-            for name, piece in pieces(config, rank=rank, size=size).items():
+            for name, piece in of_rank(rank=rank, size=size).items():
                 found = self._parameters.setdefault(piece.name, [])
                 found.append((name, f"master.{stored_name(name, rank, size)}", piece))
 

@@ -1,6 +1,6 @@
 """A decoder of parallel layers that returns the loss of every supervised token, as `vcore_ds.models.TokenLossModel`."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -9,15 +9,18 @@ from torch.autograd.graph import save_on_cpu
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from vcore_ds.config.schema import LoraConfig
 from vcore_ds.data import IGNORED_LABEL
 from vcore_ds.distributed import layout
 from vcore_ds.errors import UserError
 from vcore_ds.method import VocabularyPart, token_loss
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
+from vcore_ds.models.megatron.adapters import Adapted, adapted_layers, adapter_pieces, add_adapters, without_adapters
 from vcore_ds.models.megatron.configuration import padded_vocabulary, transformer_config
 from vcore_ds.models.megatron.decoder import DecoderLayer, norm
 from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear, TokenEmbedding
 from vcore_ds.models.megatron.token_exchange import gather_tokens
+from vcore_ds.models.megatron.weights import Piece, pieces
 
 
 class ParallelTokenLossHead(nn.Module):
@@ -46,8 +49,10 @@ class ParallelTokenLossModel(nn.Module):
     token, the same on all of them.
 
     Its parameters have no values yet. Those that are divided bear the mark by which DeepSpeed knows them,
-    `tensor_model_parallel`; the others, norms, are the same on all ranks of a group, and their gradient is the sum over
-    them.
+    `tensor_model_parallel`; the others are the same on all ranks of a group, and their gradient is the sum over them.
+
+    Attributes:
+        lora: adapters that were added, None without.
     """
 
     def __init__(
@@ -74,6 +79,8 @@ class ParallelTokenLossModel(nn.Module):
         made = transformer_config(path, config, tensor=tensor, dtype=dtype)
         config._attn_implementation = TRAINING_ATTENTION
         self.config, self._activation_offload = config, activation_offload
+        self.lora: LoraConfig | None = None
+        self._adapted: list[Adapted] = []
         num_rows = padded_vocabulary(config, tensor)
         self.embed_tokens = TokenEmbedding(
             num_rows, made.hidden_size, config=made, init_method=nn.init.zeros_, tp_group=layout.group("tensor")
@@ -92,6 +99,25 @@ class ParallelTokenLossModel(nn.Module):
             if isinstance(module, ColumnLinears | RowLinear | TokenEmbedding | ParallelTokenLossHead):
                 for parameter in module.parameters(recurse=False):
                     parameter.tensor_model_parallel = True
+
+    def add_lora(self, path: str, lora: LoraConfig) -> None:
+        """Freezes the model and adds trainable adapters, in place; see `vcore_ds.models.add_lora`."""
+        self.lora, self._adapted = lora, adapted_layers(path, self.config, lora)
+        add_adapters(self, self._adapted, lora, self.config)
+
+    def trained_pieces(self, *, rank: int, size: int) -> dict[str, Piece]:
+        """What each trained parameter is of one of the Hugging Face model, or of its adapters by their names in peft.
+
+        Args:
+            rank, size: along the tensor axis.
+        """
+        if self.lora is None:
+            return pieces(self.config, rank=rank, size=size)
+        return adapter_pieces(self._adapted, self.config, self.lora, rank=rank, size=size)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """A context in which the layers compute without their adapters."""
+        return without_adapters(self)
 
     @property
     def base(self) -> SimpleNamespace:
@@ -117,6 +143,8 @@ class ParallelTokenLossModel(nn.Module):
             )
         with save_on_cpu(pin_memory=input_ids.is_cuda) if self._activation_offload else nullcontext():
             hidden = self.embed_tokens(input_ids)
+            if self.lora is not None and torch.is_grad_enabled():
+                hidden.requires_grad_()  # as `vcore_ds.models.add_lora` has it
             angles = self.rotary(hidden, position_ids)
             for layer in self.layers:
                 hidden = layer(hidden, angles, row_layout)

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from vcore_ds.distributed import layout
+from vcore_ds.models.lora_linear import linear_sum, linear_tangent
+from vcore_ds.models.megatron.adapters import Adapter, column_addends, row_addend
 from vcore_ds.models.megatron.token_exchange import (
     all_tokens,
     dual_or_plain,
@@ -57,23 +59,36 @@ class ColumnLinears(nn.Module):
             )
             self.register_parameter(name, made.weight)
             self.register_parameter(f"{name}_bias", made.bias)
+        self.adapters = nn.ModuleDict()
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        flat = []
+        addends, scaling, flat = column_addends(self.adapters, x), 1.0, []
         for name in self.names:
             (weight, d_weight), (bias, d_bias) = (value_and_tangent(self, n) for n in (name, f"{name}_bias"))
-            flat += [weight, bias, d_weight, d_bias]
-        found = _ColumnProducts.apply(*forward_ad.unpack_dual(x), *flat)
+            addend, d_addend = None, None
+            if name in addends:
+                addend, d_addend = forward_ad.unpack_dual(addends[name])
+                scaling = self.adapters[name].scaling
+            flat += [weight, bias, addend, d_weight, d_bias, d_addend]
+        found = _ColumnProducts.apply(scaling, *forward_ad.unpack_dual(x), *flat)
         return [dual_or_plain(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
 
 
 class RowLinear(RowParallelLinear):
     """All outputs of this rank's tokens: `[t, b, I / n]` to `[t / n, b, O]`, without a bias. A collective."""
 
+    def __init__(self, *sizes: int, **options: Any):
+        super().__init__(*sizes, **options)
+        self.adapter: Adapter | None = None
+
     def forward(self, x: Tensor) -> Tensor:
+        addend, d_addend = row_addend(self.adapter, x), None
+        if addend is not None:
+            addend, d_addend = forward_ad.unpack_dual(addend)
+        scaling = 1.0 if self.adapter is None else self.adapter.scaling
         value, d_value = forward_ad.unpack_dual(x)
         weight, d_weight = value_and_tangent(self, "weight")
-        return dual_or_plain(*_RowProduct.apply(value, weight, d_value, d_weight))
+        return dual_or_plain(*_RowProduct.apply(scaling, value, weight, addend, d_value, d_weight, d_addend))
 
 
 class TokenEmbedding(VocabParallelEmbedding):
@@ -105,68 +120,74 @@ def value_and_tangent(module: nn.Module, name: str) -> tuple[Tensor | None, Tens
     return module._parameters[name] if torch.is_grad_enabled() else value, tangent
 
 
-def product_tangent(x: Tensor, weight: Tensor, d_x: Tensor | None, d_weight: Tensor | None) -> Tensor | None:
-    """The tangent of `x W^T`, without a graph; None where neither has one."""
-    found = None if d_x is None else linear(d_x, weight)
-    if d_weight is None:
-        return found
-    if found is None:
-        return linear(x, d_weight)
-    found.flatten(0, -2).addmm_(x.flatten(0, -2), d_weight.t())  # added inside the product, to what is there
-    return found
-
-
 class _ColumnProducts(torch.autograd.Function):
-    """`x W^T + b` of the tokens of all ranks, for each of several layers, whose weight, bias and their tangents follow
-    one another. Keeps this rank's tokens for the backward, and gathers them again."""
+    """`x W^T + scaling * addend + b` of the tokens of all ranks, for each of several layers, whose weight, bias and
+    addend, and the tangents of the three, follow one another. Keeps this rank's tokens for the backward, and gathers
+    them again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, d_x: Tensor | None, *layers: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, scaling: float, x: Tensor, d_x: Tensor | None, *layers: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)  # or zeros would be made for each tangent
-        ctx.save_for_backward(x, *layers[::4])
+        ctx.save_for_backward(x, *layers[::6])
+        ctx.scaling = scaling
         whole, d_whole = all_tokens(x, d_x)
         found: list[Tensor | None] = []
-        for weight, bias, d_weight, d_bias in zip(*(layers[i::4] for i in range(4)), strict=True):
-            out, d_out = linear(whole, weight, bias), product_tangent(whole, weight, d_whole, d_weight)
-            if d_bias is not None:
-                d_out = d_bias.expand_as(out) if d_out is None else d_out + d_bias
-            found += [out, d_out]
+        for weight, bias, addend, d_weight, d_bias, d_addend in zip(*(layers[i::6] for i in range(6)), strict=True):
+            tangents = dict(d_x=d_whole, d_weight=d_weight, d_bias=d_bias, d_addend=d_addend)
+            found.append(linear_sum(whole, weight, bias, addend, scaling))
+            found.append(linear_tangent(whole, weight, **tangents, scaling=scaling))
         ctx.mark_non_differentiable(*(d_out for d_out in found[1::2] if d_out is not None))
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        needs_x, _, *needs = ctx.needs_input_grad
-        whole = all_tokens(x)[0].flatten(0, -2) if any(needs[::4]) else None
+        _, needs_x, _, *needs = ctx.needs_input_grad
+        whole = all_tokens(x)[0].flatten(0, -2) if any(needs[::6]) else None
         by_x, found = None, []
         for i, weight in enumerate(weights):
-            gradient = gradients[2 * i].flatten(0, -2)
+            by_out, (needs_weight, needs_bias, needs_addend) = gradients[2 * i], needs[6 * i : 6 * i + 3]
+            gradient = by_out.flatten(0, -2)
             if needs_x:
                 by_x = gradient @ weight if by_x is None else by_x.addmm_(gradient, weight)
-            by_weight = None if whole is None or not needs[4 * i] else gradient.t() @ whole
-            found += [by_weight, gradient.sum(0) if needs[4 * i + 1] else None, None, None]
+            found += [
+                gradient.t() @ whole if needs_weight else None,
+                gradient.sum(0) if needs_bias else None,
+                ctx.scaling * by_out if needs_addend else None,
+                *(None,) * 3,
+            ]
+        del whole
         if by_x is not None:
-            del whole
             by_x = own_tokens(by_x.view(-1, *x.shape[1:]))[0]
-        return by_x, None, *found
+        return None, by_x, None, *found
 
 
 class _RowProduct(torch.autograd.Function):
-    """This rank's tokens of the sum of `x W^T` over the ranks."""
+    """This rank's tokens of the sum of `x W^T + scaling * addend` over the ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, d_x: Tensor | None, d_weight: Tensor | None
+        ctx: Any,
+        scaling: float,
+        x: Tensor,
+        weight: Tensor,
+        addend: Tensor | None,
+        d_x: Tensor | None,
+        d_weight: Tensor | None,
+        d_addend: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        if d_x is None and d_weight is None:
-            return own_tokens(linear(x, weight))[0], None
+        ctx.scaling = scaling
+        if d_x is None and d_weight is None and d_addend is None:
+            return own_tokens(linear_sum(x, weight, None, addend, scaling))[0], None
         # Each product goes to its place in what is sent before the next one is made.
         sent = x.new_empty(layout.size("tensor"), 2, len(x) // layout.size("tensor"), x.shape[1], len(weight))
-        sent[:, 0] = linear(x, weight).view(sent[:, 0].shape)
-        sent[:, 1] = product_tangent(x, weight, d_x, d_weight).view(sent[:, 1].shape)
+        tangents = dict(d_x=d_x, d_weight=d_weight, d_addend=d_addend)
+        sent[:, 0] = linear_sum(x, weight, None, addend, scaling).view(sent[:, 0].shape)
+        sent[:, 1] = linear_tangent(x, weight, **tangents, scaling=scaling).view(sent[:, 1].shape)
         out, d_out = own_of_both(sent)
         ctx.mark_non_differentiable(d_out)
         return out, d_out
@@ -174,11 +195,12 @@ class _RowProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        _, needs_x, needs_weight, needs_addend, *_ = ctx.needs_input_grad
         whole = all_tokens(gradient)[0]
         return (
+            None,
             whole @ weight if needs_x else None,
             whole.flatten(0, -2).t() @ x.flatten(0, -2) if needs_weight else None,
-            None,
-            None,
+            ctx.scaling * whole if needs_addend else None,
+            *(None,) * 3,
         )
