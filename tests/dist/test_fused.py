@@ -39,7 +39,7 @@ class Pass:
             from tests.helpers import megatron  # here alone, as megatron-core takes seconds to import
 
             plain = tiny.qwen3(tied=self.tied, dtype=dtype, **sizes)
-            return megatron.parallel_model(plain, checkpointing=self.checkpointing)
+            return megatron.parallel_model(plain, lora=self.lora, checkpointing=self.checkpointing)
         options = dict(lora=self.lora, checkpointing=self.checkpointing, tied=self.tied, dtype=dtype)
         return tiny.token_loss_model(**options, **sizes)
 

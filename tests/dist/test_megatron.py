@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from tests.helpers import step_runs
+from tests.helpers import step_runs, tiny
 from tests.helpers.parity import Case, assert_equal, run_case
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
@@ -46,6 +46,15 @@ CASES = {
     "clipped, offloaded optimizer": Case(sections=sections(clipping=0.1), config=OFFLOAD),
     "sequences and batch": Case(num_main=7, without_tokens=(2,), sections=sections(method=BATCH_WIDE)),
     "ranks without sequences": Case(num_main=5, num_probe=1, sections=sections()),
+    "lora": Case(lora=True, sections=sections()),
+    "lora, packed, tied, checkpointed": Case(
+        lora=True, packed=True, tied=True, checkpointing=True, sections=sections()
+    ),
+    "lora, finite difference": Case(lora=True, sections=sections(**FINITE_DIFFERENCE)),
+    "lora, clipped, one reduction": Case(
+        lora=True, coalesce=True, sections=sections(clipping=0.1, probe={"clip": 0.1})
+    ),
+    "lora, ranks that share rows": Case(lora=True, sequence_parallel=(2, 2), sections=sections()),
     "ranks that share rows": Case(sequence_parallel=(2, 2), sections=sections()),
     "ranks that share rows, packed, checkpointed": Case(
         sequence_parallel=(2, 1), packed=True, checkpointing=True, sections=sections(**SEPARATE)
@@ -101,6 +110,8 @@ class Found:
     of_four: dict[str, float]
     """Where all ranks share every layer."""
     exchanged: tuple[dict[str, list[int]], int, int]
+    exchanged_adapted: tuple[dict[str, list[int]], int, int]
+    adapters: dict[str, float]
 
 
 def run_all() -> Found:
@@ -112,9 +123,11 @@ def run_all() -> Found:
         name: megatron.compare_with(config, **options) for name, (config, options) in ARCHITECTURES.items()
     }
     cases = {name: run_case(replace(case, tensor=2)) for name, case in CASES.items()}
-    rounding, exchanged = megatron.stochastic_rounding(), megatron.exchanged_numels()
+    rounding = megatron.stochastic_rounding()
+    exchanged = [megatron.exchanged_numels(lora=lora) for lora in (False, True)]
+    adapters = megatron.compare_adapters()
     layout.arrange(tensor=4)
-    return Found(architectures, cases, rounding, run_case(OF_FOUR), exchanged)
+    return Found(architectures, cases, rounding, run_case(OF_FOUR), *exchanged, adapters)
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +169,27 @@ def test_exchanges_are_those_of_the_formula(found):
     assert of_hidden["tangents"] == [2] * (4 * num_layers + 2)
     # Each token's normalizer and its target's logit, and the tangent of its loss, from both ranks.
     assert [len(of_losses[name]) for name in ("forward", "backward", "tangents")] == [1, 0, 2]
+
+
+def test_exchanges_of_adapters_are_of_their_rank(found):
+    passes, hidden, num_layers = found[0].exchanged_adapted
+    num_tokens, rank = hidden // 32, tiny.lora().rank
+    # What the adapters of q, k and v make of the tokens, and those of gate and up, beside what there is without.
+    added = [3 * rank * num_tokens, 2 * rank * num_tokens] * num_layers
+    for name, factor in (("forward", 1), ("tangents", 2)):
+        expected = [*found[0].exchanged[0][name], *(factor * numel for numel in added)]
+        assert sorted(passes[name]) == sorted(expected)
+    # A frozen weight needs no tokens in the backward, a frozen embedding no gradient.
+    assert sorted(passes["backward"]) == sorted([hidden] * (4 * num_layers + 1) + added)
+
+
+def test_adapters_compute_what_those_of_the_other_provider_compute(found):
+    for of_rank in found:
+        deviations = of_rank.adapters
+        print(deviations)
+        assert max(deviations["losses"], deviations["without adapters"]) < 2e-6
+        assert deviations["gradient"] < 1e-5
+        assert min(deviations["by dropout"], deviations["by adapters"]) > 0.01
 
 
 def test_stochastic_rounding_is_the_same_on_replicas(found):

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
@@ -38,7 +39,7 @@ def make_recipe(folder: Path, name: str, **sections: Any) -> Recipe:
     model = {"path": str(folder / tied), "precision": "fp32", **sections.pop("model", {})}
     return Recipe(
         model=model,
-        method={"kl_budget": 0.05},
+        method=sections.pop("method", {"kl_budget": 0.05}),
         data={
             "train_path": str(folder / "train.jsonl"),
             "validation_path": str(folder / "validation.jsonl"),
@@ -57,9 +58,8 @@ def make_recipe(folder: Path, name: str, **sections: Any) -> Recipe:
 PARALLEL: dict[str, Any] = {"model": {"provider": "megatron"}, "parallel": {"tensor": 2}}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("megatron")
+def save_models(root: Path) -> Path:
+    """Two models and conversations, in a folder, which is returned."""
     tokenizer = make_tokenizer()
     for name in ("tied", "untied"):
         # One token that the ranks cannot share out evenly.
@@ -68,6 +68,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_conversations(root / "train.jsonl", sums(range(13)))
     write_conversations(root / "validation.jsonl", sums(range(20, 23)))
     return root
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_models(tmp_path_factory.mktemp("megatron"))
 
 
 def train_parallel(folder: Path) -> None:
@@ -172,7 +177,7 @@ def test_an_untrained_export_is_the_other_providers_byte_for_byte(folder, untrai
         assert (parallel / file).read_bytes() == (alone / file).read_bytes(), file
 
 
-def losses_of(plain: PreTrainedModel) -> torch.Tensor:
+def losses_of(plain: nn.Module) -> torch.Tensor:
     """Of the supervised tokens of `tiny.rows(3)`, by Hugging Face's own forward."""
     batch = tiny.rows(3)
     targets = batch.targets()

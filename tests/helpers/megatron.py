@@ -13,7 +13,7 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.step_cases import CASES
 from vcore_ds.data import StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.models import FORWARD_MODE_ATTENTION
+from vcore_ds.models import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION, TokenDropout, TokenLossModel, token_keys
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
 from vcore_ds.models.megatron.weights import fill, put_together
 from vcore_ds.utility.perturbation import perturbed
@@ -49,7 +49,7 @@ def whole(model: ParallelTokenLossModel, plain: nn.Module, tensors: Mapping[str,
     of_ranks = layout.gather_objects("tensor", dict(tensors))
     for rank, of_rank in enumerate(of_ranks):
         for name, piece in model.trained_pieces(rank=rank, size=len(of_ranks)).items():
-            put_together(found, of_rank[name], piece)
+            put_together(found, of_rank[name].detach(), piece)
     return found
 
 
@@ -99,6 +99,41 @@ def compare_with(config: PretrainedConfig, **options: bool) -> dict[str, float]:
     }
 
 
+def compare_adapters() -> dict[str, float]:
+    """Deviations from adapters of the other provider, under dropout: losses, their weighted sum's gradient, and losses
+    without adapters; and how much dropout and adapters change the losses."""
+    plain, batch = tiny.qwen3(), tiny.rows(3)
+    model = parallel_model(plain, lora=True, dropout=0.3)
+    alone = TokenLossModel(tiny.with_lora(copy.deepcopy(plain), dropout=0.3))
+    alone.base.set_attn_implementation(TRAINING_ATTENTION)
+    keys = token_keys(5, batch.token_sequence_ids(), batch.position_ids())
+    losses, gradients = [], []
+    for adapted in (alone.train(), model):
+        for module in adapted.modules():
+            if isinstance(module, TokenDropout):
+                module.token_keys = keys
+        losses.append(adapted(*tiny.inputs(batch)))
+        (torch.linspace(-1, 1, len(losses[-1])) * losses[-1]).sum().backward()
+        gradients.append({name: p.grad for name, p in adapted.named_parameters() if p.requires_grad})
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not getattr(parameter, "tensor_model_parallel", False):
+            layout.add_over("tensor", gradients[1][name])
+    expected = {name.removeprefix("causal_lm."): gradient for name, gradient in gradients[0].items()}
+    found = whole(model, alone.causal_lm, gradients[1])
+    with torch.no_grad():
+        alone.eval(), model.eval()
+        kept = alone(*tiny.inputs(batch))
+        with alone.without_adapters(), model.without_adapters():
+            bare = [adapted(*tiny.inputs(batch)) for adapted in (alone, model)]
+    return {
+        "losses": float((losses[0] - losses[1]).abs().max()),
+        "gradient": max(step_runs.relative_error(found[name], expected[name]) for name in expected),
+        "without adapters": float((bare[0] - bare[1]).abs().max()),
+        "by dropout": float((losses[0] - kept).abs().max()),
+        "by adapters": float((bare[0] - kept).abs().max()),
+    }
+
+
 def stochastic_rounding() -> dict[str, float]:
     """In bf16, after two steps with stochastically rounded finite differences: how far replicas are apart, in their
     masters, in a perturbation and in the losses under it; and how much the perturbation changes."""
@@ -128,10 +163,10 @@ def stochastic_rounding() -> dict[str, float]:
     return found
 
 
-def exchanged_numels() -> tuple[dict[str, list[int]], int, int]:
+def exchanged_numels(*, lora: bool = False) -> tuple[dict[str, list[int]], int, int]:
     """Elements of every exchange over the tensor axis in a forward, a forward with tangents and a backward of the tiny
     Qwen3; those of all tokens' hidden states; and the number of layers."""
-    model, batch = parallel_model(tiny.qwen3()), tiny.rows(3)
+    model, batch = parallel_model(tiny.qwen3(), lora=lora), tiny.rows(3)
     gather, scatter, seen = layout.all_gather, layout.reduce_scatter, []
 
     def counted_gather(axis: str, part: Tensor, *others: int) -> Tensor:

@@ -4,7 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from vcore_ds.config.schema import LoraConfig
 from vcore_ds.errors import UserError
+from vcore_ds.models.megatron.adapters import adapted_layers
 from vcore_ds.models.megatron.configuration import padded_vocabulary, sliding_window, transformer_config
 
 SIZES = dict(
@@ -94,3 +96,26 @@ def test_windows_of_layers():
 def test_the_vocabulary_is_padded_to_equal_parts():
     assert padded_vocabulary(Qwen3Config(**SIZES), 2) == 122
     assert padded_vocabulary(Qwen3Config(**{**SIZES, "vocab_size": 128}), 4) == 128
+
+
+def test_adapters_are_those_of_peft():
+    config = Qwen3Config(**SIZES, head_dim=16)
+    every, some = (
+        adapted_layers("m", config, LoraConfig(rank=4, alpha=8, target_modules=targets))
+        for targets in ("all-linear", ["v_proj", "o_proj", "1.mlp.up_proj"])
+    )
+    assert [len(every), every[0], every[-1]] == [
+        14,
+        ("model.layers.0.self_attn.q_proj", 32, 64),
+        ("model.layers.1.mlp.down_proj", 64, 32),
+    ]
+    names = [layer.own_name for layer in some]
+    assert names[:2] == ["layers.0.self_attn.qkv.adapters.v_proj", "layers.0.self_attn.o_proj.adapter"]
+    assert names[2:] == [name.replace("0", "1", 1) for name in names[:2]] + ["layers.1.mlp.gate_up.adapters.up_proj"]
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_adapters_of_embeddings_are_refused(target):
+    lora = LoraConfig(rank=4, alpha=8, target_modules=["q_proj", target])
+    with pytest.raises(UserError, match=f"lora.target_modules: .*{target} gets an adapter, together with"):
+        adapted_layers("m", Qwen3Config(**SIZES), lora)

@@ -27,10 +27,6 @@ def recipe(tensor: int = 1, **sections: Any) -> Recipe:
     [
         ({"model": {"path": "m"}}, "parallel.tensor: found 2 together with model.provider huggingface; expected 1"),
         (
-            {"lora": {"rank": 4, "alpha": 8.0}},
-            "model.provider: found megatron together with lora; expected huggingface",
-        ),
-        (
             {"model": {**MEGATRON["model"], "attention": "sdpa"}},
             "model.attention: found sdpa together with model.provider megatron; expected auto",
         ),

@@ -127,7 +127,9 @@ def _described_parallel(engine: Engine, path: str) -> tuple[PeftModel | None, di
     dtype = engine.trainable[0][1].dtype
     if engine.module.lora is None:
         return None, files.described_weights(path, dtype)
-    model = add_lora(empty_model(path, read_config(path)), engine.module.lora)
+    base = empty_model(path, read_config(path))
+    with torch.device("meta"):
+        model = add_lora(base, engine.module.lora)
     return model, {name: p.to(dtype) for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -30,7 +30,9 @@ class ParallelCheckpointWeights:
         if lora is None:
             described, of_rank = described_weights(path, torch.float32), partial(pieces, config)
         else:
-            adapted = add_lora(empty_model(path, config), lora)
+            base = empty_model(path, config)
+            with torch.device("meta"):
+                adapted = add_lora(base, lora)
             described = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
             of_rank = partial(adapter_pieces, adapted_layers(path, config, lora), config, lora)
         self.shapes = {name: like.shape for name, like in described.items()}

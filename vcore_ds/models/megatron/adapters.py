@@ -63,7 +63,9 @@ def adapted_layers(path: str, config: PretrainedConfig, lora: LoraConfig) -> lis
     Raises:
         UserError: `lora.target_modules` names nothing, or something else than linear layers of the decoder layers.
     """
-    model = add_lora(empty_model(path, config), lora)
+    base = empty_model(path, config)
+    with torch.device("meta"):  # nor is anything drawn
+        model = add_lora(base, lora)
     trained = {name.partition(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
     found = []
     for name, module in model.named_modules():
