@@ -47,7 +47,7 @@ def make_recipe(folder: Path, name: str, **sections: Any) -> Recipe:
         },
         batch={"global_size": 4},
         probe={"batch_size": 2, "every": 2},
-        optimizer={"learning_rate": 1e-3, "eps": 1e-4},
+        optimizer=sections.pop("optimizer", {"learning_rate": 1e-3, "eps": 1e-4}),
         schedule={"num_steps": NUM_STEPS},
         run={"output_dir": str(folder / "runs" / name), "validate_every": 4},
         engine={"deepspeed_config": str(DEEPSPEED_CONFIGS / f"zero3_{model['precision']}.json")},

@@ -15,16 +15,20 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
 from vcore_ds.config.schema import LoraConfig
 from vcore_ds.distributed import layout
 from vcore_ds.errors import UserError
 from vcore_ds.models.dropout import TokenDropout
+from vcore_ds.models.dual_numbers import value_and_tangent
 from vcore_ds.models.folder_check import empty_model
 from vcore_ds.models.lora import add_lora
+from vcore_ds.models.lora_linear import linear_tangent
 from vcore_ds.models.megatron.token_exchange import gather_tokens
 from vcore_ds.models.megatron.weights import COLUMN_LAYERS, Piece, divided
 
@@ -104,7 +108,7 @@ class PartDropout(TokenDropout):
 
 
 class Adapter(nn.Module):
-    """This rank's part of an adapter; `reduced`, then `expanded`."""
+    """This rank's part of an adapter, of which the layer asks what it needs: `x A^T` and B."""
 
     def __init__(self, lora_a: Tensor, lora_b: Tensor, scaling: float, dropout: nn.Module):
         """Args:
@@ -113,7 +117,9 @@ class Adapter(nn.Module):
         scaling: alpha / r.
         """
         super().__init__()
-        self.lora_A, self.lora_B = _linear(lora_a), _linear(lora_b)
+        self.lora_A = nn.Linear(lora_a.shape[1], lora_a.shape[0], bias=False, device="meta")
+        self.lora_A.weight = nn.Parameter(lora_a.clone())
+        self.lora_B = Expansion(lora_b.clone())
         self.dropout, self.scaling = dropout, scaling
         self.is_enabled = True
 
@@ -122,23 +128,72 @@ class Adapter(nn.Module):
         return self.lora_A(self.dropout(x.to(torch.promote_types(x.dtype, self.lora_A.weight.dtype))))
 
 
-def column_addends(adapters: nn.ModuleDict, x: Tensor) -> dict[str, Tensor]:
-    """What the adapters of column-parallel layers add to the outputs, not scaled yet, by the layer's name:
-    `[t / n, b, I]` to `[t, b, O / n]`. A collective: what all of them make of the tokens is gathered at once."""
+class Expansion(nn.Module):
+    """B of an adapter. Its product is as large as the layer's output, and taken within the layer's product alone: see
+    `expanded`."""
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self) -> tuple[Tensor | None, Tensor | None]:
+        """B and its tangent, if any. Called, as parameters are whole and have tangents while their module runs."""
+        return value_and_tangent(self, "weight")
+
+
+class Addend(NamedTuple):
+    """What gives an adapter's output, as arguments of an autograd Function; all None without an adapter."""
+
+    reduced: Tensor | None = None
+    b: Tensor | None = None
+    d_reduced: Tensor | None = None
+    d_b: Tensor | None = None
+
+
+def column_addends(adapters: nn.ModuleDict, x: Tensor) -> dict[str, Addend]:
+    """Of column-parallel layers, by name, for `x [t / n, b, I]`. A collective: what all of the adapters make of the
+    tokens is gathered at once."""
     enabled = {name: adapter for name, adapter in adapters.items() if adapter.is_enabled}
     if not enabled:
         return {}
-    reduced = gather_tokens(torch.cat([adapter.reduced(x) for adapter in enabled.values()], -1))
-    parts = reduced.chunk(len(enabled), -1)
+    whole = gather_tokens(torch.cat([adapter.reduced(x) for adapter in enabled.values()], -1))
+    parts = zip(enabled.items(), whole.chunk(len(enabled), -1), strict=True)
     # Contiguous, as the input of the output projection (`decoder.ParallelAttention`).
-    expanded = (adapter.lora_B(part.contiguous()) for adapter, part in zip(enabled.values(), parts, strict=True))
-    return dict(zip(enabled, (addend.to(x.dtype) for addend in expanded), strict=True))
+    return {name: _addend(adapter, part.contiguous()) for (name, adapter), part in parts}
 
 
-def row_addend(adapter: Adapter | None, x: Tensor) -> Tensor | None:
-    """What the adapter of a row-parallel layer adds to this rank's partial sum, not scaled yet: `[t, b, I / n]` to
-    `[t, b, O]`."""
-    return None if adapter is None or not adapter.is_enabled else adapter.lora_B(adapter.reduced(x)).to(x.dtype)
+def row_addend(adapter: Adapter | None, x: Tensor) -> Addend:
+    """Of a row-parallel layer, for `x [t, b, I / n]`: this rank's part of a sum."""
+    return Addend() if adapter is None or not adapter.is_enabled else _addend(adapter, adapter.reduced(x))
+
+
+def _addend(adapter: Adapter, reduced: Tensor) -> Addend:
+    (value, tangent), (b, d_b) = forward_ad.unpack_dual(reduced), adapter.lora_B()
+    return Addend(value, b, tangent, d_b)
+
+
+def expanded(addend: Addend, dtype: torch.dtype) -> Tensor | None:
+    """`(x A^T) B^T`, not scaled yet; without a graph."""
+    return None if addend.reduced is None else linear(addend.reduced, addend.b).to(dtype)
+
+
+def expanded_tangent(addend: Addend, dtype: torch.dtype) -> Tensor | None:
+    """The tangent of `expanded`."""
+    if addend.reduced is None:
+        return None
+    found = linear_tangent(addend.reduced, addend.b, d_x=addend.d_reduced, d_weight=addend.d_b)
+    return None if found is None else found.to(dtype)
+
+
+def addend_gradients(
+    by_out: Tensor, reduced: Tensor | None, b: Tensor | None, scaling: float
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of `x A^T` and B, given that of the layer's output."""
+    if reduced is None:
+        return None, None
+    gradient = by_out.to(b.dtype)
+    by_b = gradient.flatten(0, -2).t() @ reduced.flatten(0, -2)
+    return (gradient @ b).mul_(scaling), by_b.mul_(scaling)
 
 
 def add_adapters(model: nn.Module, layers: list[Adapted], lora: LoraConfig, config: PretrainedConfig) -> None:
@@ -198,10 +253,3 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for adapter in adapters:
             adapter.is_enabled = True
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    """A layer with that weight, without one of its own before."""
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    made.weight = nn.Parameter(weight.clone())
-    return made

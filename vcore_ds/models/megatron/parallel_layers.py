@@ -18,8 +18,17 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from vcore_ds.distributed import layout
+from vcore_ds.models.dual_numbers import value_and_tangent
 from vcore_ds.models.lora_linear import linear_sum, linear_tangent
-from vcore_ds.models.megatron.adapters import Adapter, column_addends, row_addend
+from vcore_ds.models.megatron.adapters import (
+    Adapter,
+    Addend,
+    addend_gradients,
+    column_addends,
+    expanded,
+    expanded_tangent,
+    row_addend,
+)
 from vcore_ds.models.megatron.token_exchange import (
     all_tokens,
     dual_or_plain,
@@ -65,11 +74,8 @@ class ColumnLinears(nn.Module):
         addends, scaling, flat = column_addends(self.adapters, x), 1.0, []
         for name in self.names:
             (weight, d_weight), (bias, d_bias) = (value_and_tangent(self, n) for n in (name, f"{name}_bias"))
-            addend, d_addend = None, None
-            if name in addends:
-                addend, d_addend = forward_ad.unpack_dual(addends[name])
-                scaling = self.adapters[name].scaling
-            flat += [weight, bias, addend, d_weight, d_bias, d_addend]
+            flat += [weight, bias, d_weight, d_bias, *addends.get(name, Addend())]
+            scaling = self.adapters[name].scaling if name in addends else scaling
         found = _ColumnProducts.apply(scaling, *forward_ad.unpack_dual(x), *flat)
         return [dual_or_plain(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
 
@@ -82,13 +88,10 @@ class RowLinear(RowParallelLinear):
         self.adapter: Adapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        addend, d_addend = row_addend(self.adapter, x), None
-        if addend is not None:
-            addend, d_addend = forward_ad.unpack_dual(addend)
         scaling = 1.0 if self.adapter is None else self.adapter.scaling
         value, d_value = forward_ad.unpack_dual(x)
-        weight, d_weight = value_and_tangent(self, "weight")
-        return dual_or_plain(*_RowProduct.apply(scaling, value, weight, addend, d_value, d_weight, d_addend))
+        pair = value_and_tangent(self, "weight")
+        return dual_or_plain(*_RowProduct.apply(scaling, value, d_value, *pair, *row_addend(self.adapter, x)))
 
 
 class TokenEmbedding(VocabParallelEmbedding):
@@ -107,57 +110,49 @@ class TokenEmbedding(VocabParallelEmbedding):
         return scatter_tokens(dual_or_plain(partial, d_partial))
 
 
-def value_and_tangent(module: nn.Module, name: str) -> tuple[Tensor | None, Tensor | None]:
-    """A parameter of a module that runs, and its tangent, if any.
-
-    With a graph the value is the parameter itself: a view of it, as a dual number's value is, would keep the memory of
-    the gathered parameter until the backward.
-    """
-    found = getattr(module, name)
-    if found is None:
-        return None, None
-    value, tangent = forward_ad.unpack_dual(found)
-    return module._parameters[name] if torch.is_grad_enabled() else value, tangent
-
-
 class _ColumnProducts(torch.autograd.Function):
-    """`x W^T + scaling * addend + b` of the tokens of all ranks, for each of several layers, whose weight, bias and
-    addend, and the tangents of the three, follow one another. Keeps this rank's tokens for the backward, and gathers
-    them again."""
+    """`x W^T + scaling * addend + b` of the tokens of all ranks, for each of several layers, of which W and b, their
+    tangents, and what makes the addend follow one another. Keeps this rank's tokens for the backward, and gathers them
+    again."""
 
     @staticmethod
     def forward(
         ctx: Any, scaling: float, x: Tensor, d_x: Tensor | None, *layers: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)  # or zeros would be made for each tangent
-        ctx.save_for_backward(x, *layers[::6])
+        ctx.save_for_backward(x, *layers[::8], *layers[4::8], *layers[5::8])
         ctx.scaling = scaling
         whole, d_whole = all_tokens(x, d_x)
         found: list[Tensor | None] = []
-        for weight, bias, addend, d_weight, d_bias, d_addend in zip(*(layers[i::6] for i in range(6)), strict=True):
-            tangents = dict(d_x=d_whole, d_weight=d_weight, d_bias=d_bias, d_addend=d_addend)
-            found.append(linear_sum(whole, weight, bias, addend, scaling))
-            found.append(linear_tangent(whole, weight, **tangents, scaling=scaling))
+        for i in range(0, len(layers), 8):
+            weight, bias, d_weight, d_bias = layers[i : i + 4]
+            addend = Addend(*layers[i + 4 : i + 8])
+            tangents = dict(d_x=d_whole, d_weight=d_weight, d_bias=d_bias)
+            # Each addend is released before the next one is made.
+            found.append(linear_sum(whole, weight, bias, expanded(addend, x.dtype), scaling))
+            d_addend = expanded_tangent(addend, x.dtype)
+            found.append(linear_tangent(whole, weight, **tangents, d_addend=d_addend, scaling=scaling))
+            del d_addend
         ctx.mark_non_differentiable(*(d_out for d_out in found[1::2] if d_out is not None))
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        num_layers = len(saved) // 3
         _, needs_x, _, *needs = ctx.needs_input_grad
-        whole = all_tokens(x)[0].flatten(0, -2) if any(needs[::6]) else None
+        whole = all_tokens(x)[0].flatten(0, -2) if any(needs[::8]) else None
         by_x, found = None, []
-        for i, weight in enumerate(weights):
-            by_out, (needs_weight, needs_bias, needs_addend) = gradients[2 * i], needs[6 * i : 6 * i + 3]
+        for i, (by_out, needs_weight, needs_bias) in enumerate(
+            zip(gradients[::2], needs[::8], needs[1::8], strict=True)
+        ):
+            weight, reduced, b = saved[i::num_layers]
             gradient = by_out.flatten(0, -2)
             if needs_x:
                 by_x = gradient @ weight if by_x is None else by_x.addmm_(gradient, weight)
-            found += [
-                gradient.t() @ whole if needs_weight else None,
-                gradient.sum(0) if needs_bias else None,
-                ctx.scaling * by_out if needs_addend else None,
-                *(None,) * 3,
-            ]
+            by_weight = gradient.t() @ whole if needs_weight else None
+            by_addend = addend_gradients(by_out, reduced, b, ctx.scaling)
+            found += [by_weight, gradient.sum(0) if needs_bias else None, None, None, *by_addend, None, None]
         del whole
         if by_x is not None:
             by_x = own_tokens(by_x.view(-1, *x.shape[1:]))[0]
@@ -172,35 +167,35 @@ class _RowProduct(torch.autograd.Function):
         ctx: Any,
         scaling: float,
         x: Tensor,
-        weight: Tensor,
-        addend: Tensor | None,
         d_x: Tensor | None,
+        weight: Tensor,
         d_weight: Tensor | None,
-        d_addend: Tensor | None,
+        *of_adapter: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
+        addend = Addend(*of_adapter)
+        ctx.save_for_backward(x, weight, addend.reduced, addend.b)
         ctx.scaling = scaling
-        if d_x is None and d_weight is None and d_addend is None:
-            return own_tokens(linear_sum(x, weight, None, addend, scaling))[0], None
+        if d_x is None and d_weight is None and addend.d_reduced is None and addend.d_b is None:
+            return own_tokens(linear_sum(x, weight, None, expanded(addend, x.dtype), scaling))[0], None
         # Each product goes to its place in what is sent before the next one is made.
         sent = x.new_empty(layout.size("tensor"), 2, len(x) // layout.size("tensor"), x.shape[1], len(weight))
-        tangents = dict(d_x=d_x, d_weight=d_weight, d_addend=d_addend)
-        sent[:, 0] = linear_sum(x, weight, None, addend, scaling).view(sent[:, 0].shape)
-        sent[:, 1] = linear_tangent(x, weight, **tangents, scaling=scaling).view(sent[:, 1].shape)
+        product = linear_sum(x, weight, None, expanded(addend, x.dtype), scaling)
+        sent[:, 0] = product.view(sent[:, 0].shape)
+        del product
+        d_addend = expanded_tangent(addend, x.dtype)
+        product = linear_tangent(x, weight, d_x=d_x, d_weight=d_weight, d_addend=d_addend, scaling=scaling)
+        sent[:, 1] = product.view(sent[:, 1].shape)
+        del product, d_addend
         out, d_out = own_of_both(sent)
         ctx.mark_non_differentiable(d_out)
         return out, d_out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        _, needs_x, needs_weight, needs_addend, *_ = ctx.needs_input_grad
+        x, weight, reduced, b = ctx.saved_tensors
+        _, needs_x, _, needs_weight, *_ = ctx.needs_input_grad
         whole = all_tokens(gradient)[0]
-        return (
-            None,
-            whole @ weight if needs_x else None,
-            whole.flatten(0, -2).t() @ x.flatten(0, -2) if needs_weight else None,
-            ctx.scaling * whole if needs_addend else None,
-            *(None,) * 3,
-        )
+        by_weight = whole.flatten(0, -2).t() @ x.flatten(0, -2) if needs_weight else None
+        by_addend = addend_gradients(whole, reduced, b, ctx.scaling)
+        return None, whole @ weight if needs_x else None, None, by_weight, None, *by_addend, None, None
