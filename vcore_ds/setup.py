@@ -37,10 +37,13 @@ def check_model(recipe: Recipe) -> None:
     """Raises UserError where the model's folder cannot serve the recipe; cheap, no weights are read."""
     check_model_folder(recipe.model.path)
     if recipe.model.provider == "megatron":
+        from vcore_ds.models.megatron.adapters import adapted_layers
         from vcore_ds.models.megatron.configuration import transformer_config
 
         config = read_config(recipe.model.path)
         transformer_config(recipe.model.path, config, tensor=recipe.parallel.tensor, dtype=_dtype(recipe))
+        if recipe.lora is not None:
+            adapted_layers(recipe.model.path, config, recipe.lora)
     if recipe.method.name == "vcore" and recipe.utility.estimator == "jvp":
         check_forward_mode(recipe.model.path)
 

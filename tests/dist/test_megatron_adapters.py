@@ -1,5 +1,6 @@
 """Whole runs with adapters on parallel layers: against the other provider's, resumed, exported for peft."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from tests.dist.test_megatron_runs import COMPARED, PARALLEL, STOP, losses_of, m
 from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.commands.export.write import export_run
+from vcore_ds.commands.fidelity.choice import FidelityOptions
+from vcore_ds.commands.fidelity.measure import measure_fidelity
+from vcore_ds.commands.fidelity.report import FidelityReport
 from vcore_ds.config import Recipe
 from vcore_ds.engine import Engine
 
@@ -36,8 +40,14 @@ def adapted(folder: Path, name: str, suffix: str, parallel: dict[str, Any]) -> R
     return make_recipe(folder, f"{name}_{suffix}", **{**parallel, **sections, "model": model, "optimizer": optimizer})
 
 
-def train(folder: Path, suffix: str, parallel: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """All runs; what the engine of each computes at its end."""
+@dataclass
+class Outcome:
+    losses: dict[str, torch.Tensor]
+    """What the engine computes at the end of each run."""
+    fidelity: FidelityReport
+
+
+def train(folder: Path, suffix: str, parallel: dict[str, Any]) -> Outcome:
     close, losses = Engine.close, {}
 
     def look_and_close(engine: Engine) -> None:
@@ -51,15 +61,16 @@ def train(folder: Path, suffix: str, parallel: dict[str, Any]) -> dict[str, torc
             resumed_runs.to_the_end(adapted(folder, name, suffix, parallel))
     finally:
         Engine.close = close
-    return losses
+    options = FidelityOptions(3, epsilons=(0.1,), probe_sizes=(1,), large_probe_size=2, stale_steps=(1,))
+    return Outcome(losses, measure_fidelity(adapted(folder, "untied_bf16", f"fidelity_{suffix}", parallel), options))
 
 
-def train_parallel(folder: Path) -> dict[str, torch.Tensor]:
-    losses = train(folder, "parallel", PARALLEL)
+def train_parallel(folder: Path) -> Outcome:
+    outcome = train(folder, "parallel", PARALLEL)
     stopped = adapted(folder, "untied", "stopped", PARALLEL)
     resumed_runs.until(stopped, STOP)
     resumed_runs.to_the_end(stopped)
-    return losses
+    return outcome
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +79,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def losses(folder: Path) -> dict[str, torch.Tensor]:
+def outcomes(folder: Path) -> tuple[Outcome, Outcome]:
+    """With Hugging Face's layers on 2 ranks, and with parallel ones on 4."""
+    return run_ranks(train, 2, folder, "alone", {})[0], run_ranks(train_parallel, 4, folder)[3]
+
+
+@pytest.fixture(scope="module")
+def losses(outcomes: tuple[Outcome, Outcome]) -> dict[str, torch.Tensor]:
     """Of the parallel layers' engines, by run."""
-    run_ranks(train, 2, folder, "alone", {})
-    return run_ranks(train_parallel, 4, folder)[3]
+    return outcomes[1].losses
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -127,3 +143,10 @@ def test_the_adapter_is_written_as_the_other_providers(folder, losses, name, tmp
     assert {key: (t.shape, t.dtype) for key, t in live.items()} == {key: (t.shape, t.dtype) for key, t in expected.items()}
     later = load_file(export_run(ours.parent, output=tmp_path / "adapter") / "adapter_model.safetensors")
     assert live.keys() == later.keys() and all(torch.equal(live[key].float(), later[key]) for key in live)
+
+
+def test_fidelity_is_that_of_the_other_providers_adapters(outcomes):
+    alone, parallel = (outcome.fidelity for outcome in outcomes)
+    assert parallel.num_tokens == alone.num_tokens > 0
+    assert parallel.utility_std == pytest.approx(alone.utility_std, rel=2e-2)
+    assert parallel.estimators[0].agreement.spearman > 0.99
