@@ -90,16 +90,31 @@ def losses(outcomes: tuple[Outcome, Outcome]) -> dict[str, torch.Tensor]:
     return outcomes[1].losses
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_losses_are_those_of_the_other_providers_adapters(folder, losses, name):
-    """Both draw the same adapters and the same dropout."""
-    found, expected = (
-        resumed_runs.timeless_metrics(folder / "runs" / f"{name}_{suffix}") for suffix in ("parallel", "alone")
-    )
-    tolerance = 3e-2 if "bf16" in name else 2e-4
-    for a, b in zip(found, expected, strict=True):
+def deviations(folder: Path, found: str, expected: str) -> dict[str, float]:
+    """The largest of each metric over the steps of two runs, relative."""
+    lines = (resumed_runs.timeless_metrics(folder / "runs" / name) for name in (found, expected))
+    largest: dict[str, float] = {}
+    for a, b in zip(*lines, strict=True):
         for key in COMPARED & {key for key in b if b[key] is not None}:
-            assert a[key] == pytest.approx(b[key], rel=tolerance), (a["step"], key)
+            largest[key] = max(largest.get(key, 0.0), abs(a[key] / b[key] - 1))
+    return largest
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if "bf16" not in name])
+def test_runs_are_those_of_the_other_providers_adapters(folder, losses, name):
+    """Both draw the same adapters and the same dropout."""
+    found = deviations(folder, f"{name}_parallel", f"{name}_alone")
+    print(found)
+    assert {"loss", "grad_norm", "supervised_tokens", "validation_loss"} <= found.keys()
+    assert max(found.values()) < 1e-5
+
+
+def test_runs_in_bf16_are_within_the_rounding_that_the_other_provider_has_too(folder, losses):
+    ours, theirs = (deviations(folder, f"untied_bf16_{suffix}", "untied_alone") for suffix in ("parallel", "alone"))
+    print(ours, theirs)
+    assert theirs["grad_norm"] > 0
+    for key, deviation in ours.items():
+        assert deviation <= 2 * theirs[key], key
 
 
 def test_a_resumed_run_equals_one_that_was_not_stopped(folder, losses):
