@@ -58,7 +58,7 @@ def train(recipe: Recipe) -> RunResult:
     """
     resumes = run_folder.can_resume(recipe)
     check_model(recipe)
-    start_process_group(recipe.engine.timeout_minutes)
+    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
     lock = RunLock(Path(recipe.run.output_dir))
     try:
         with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):

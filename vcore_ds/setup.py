@@ -33,6 +33,14 @@ MEASURE_NOISE_EVERY = 100
 def check_model(recipe: Recipe) -> None:
     """Raises UserError where the model's folder cannot serve the recipe; cheap, no weights are read."""
     check_model_folder(recipe.model.path)
+    if recipe.model.provider == "megatron":
+        from vcore_ds.models.megatron.adapters import adapted_layers
+        from vcore_ds.models.megatron.configuration import transformer_config
+
+        config = read_config(recipe.model.path)
+        transformer_config(recipe.model.path, config, tensor=recipe.parallel.tensor, dtype=_dtype(recipe))
+        if recipe.lora is not None:
+            adapted_layers(recipe.model.path, config, recipe.lora)
     if recipe.method.name == "vcore" and recipe.utility.estimator == "jvp":
         check_forward_mode(recipe.model.path)
 
@@ -47,9 +55,15 @@ def plan_ranks(recipe: Recipe) -> BatchPlan:
     here = shape, int(os.environ.get("LOCAL_WORLD_SIZE", layout.size("job")))
     # Of the first rank: where nodes differ, all ranks still have to come to the same spread.
     shape, ranks_per_node = layout.gather_objects("job", here)[0]
+    if ranks_per_node % recipe.parallel.tensor:
+        raise UserError(
+            f"parallel.tensor: found {recipe.parallel.tensor} with {ranks_per_node} ranks on a node; expected a "
+            "divisor: ranks that share layers exchange the activations of each of them, which only a node's own "
+            "connections are fast enough for"
+        )
     plan = plan_batch(
         recipe,
-        layout.size("shards"),
+        layout.size("job"),
         shape,
         ranks_per_node=ranks_per_node,
         machine=CPU if device().type == "cpu" else H100,
@@ -76,17 +90,7 @@ def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
     """Model, adapters, optimizer and ZeRO-3, from the recipe. A collective."""
     # The same on every rank: adapters are initialised before they are sharded.
     torch.manual_seed(recipe.run.seed)
-    causal_lm = load_sharded(
-        recipe.model.path,
-        ds_config,
-        dtype=torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32,
-        attention=recipe.model.attention,
-        gradient_checkpointing=recipe.model.gradient_checkpointing,
-        say=partial(print, flush=True),
-    )
-    if recipe.lora is not None:
-        causal_lm = add_lora(causal_lm, recipe.lora)
-    model = TokenLossModel(causal_lm, activation_offload=recipe.model.activation_offload)
+    model = _load_parallel(recipe, ds_config) if recipe.model.provider == "megatron" else _load(recipe, ds_config)
     model.train()
     return Engine(
         model,
@@ -94,6 +98,40 @@ def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
         ds_config,
         coalesce_gradient_reduction=coalesces(recipe, model),
     )
+
+
+def _load(recipe: Recipe, ds_config: dict) -> TokenLossModel:
+    causal_lm = load_sharded(
+        recipe.model.path,
+        ds_config,
+        dtype=_dtype(recipe),
+        attention=recipe.model.attention,
+        gradient_checkpointing=recipe.model.gradient_checkpointing,
+        say=partial(print, flush=True),
+    )
+    if recipe.lora is not None:
+        causal_lm = add_lora(causal_lm, recipe.lora)
+    return TokenLossModel(causal_lm, activation_offload=recipe.model.activation_offload)
+
+
+def _load_parallel(recipe: Recipe, ds_config: dict) -> torch.nn.Module:
+    from vcore_ds.engine.parallel_weights import load_parallel  # here alone: megatron-core takes seconds to import
+
+    model = load_parallel(
+        recipe.model.path,
+        ds_config,
+        dtype=_dtype(recipe),
+        gradient_checkpointing=recipe.model.gradient_checkpointing,
+        activation_offload=recipe.model.activation_offload,
+        say=partial(print, flush=True),
+    )
+    if recipe.lora is not None:
+        model.add_lora(recipe.model.path, recipe.lora)
+    return model
+
+
+def _dtype(recipe: Recipe) -> torch.dtype:
+    return torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32
 
 
 def coalesces(recipe: Recipe, model: torch.nn.Module) -> bool:
@@ -175,15 +213,23 @@ def describe_direction(recipe: Recipe) -> str:
     return f"the {probe.direction} direction ({of})"
 
 
+def _numel_of_group(parameter: torch.nn.Parameter) -> int:
+    """Elements over the ranks that share a layer; what all of them have counts once."""
+    is_divided = getattr(parameter, "tensor_model_parallel", False)
+    return parameter.ds_numel * (layout.size("tensor") if is_divided else 1)
+
+
 def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None) -> str:
     """A few lines for the start of a run: model, method, and what the method keeps in memory."""
-    num_all = sum(parameter.ds_numel for parameter in engine.module.parameters())
-    num_trainable = sum(parameter.ds_numel for _, parameter in engine.trainable)
+    num_all = sum(map(_numel_of_group, engine.module.parameters()))
+    num_trainable = sum(_numel_of_group(parameter) for _, parameter in engine.trainable)
     kind = f"LoRA rank {recipe.lora.rank}" if recipe.lora is not None else "full-parameter"
     lines = [
         f"Model: {recipe.model.path}: {num_all:,} parameters, {num_trainable:,} trained ({kind}), "
         f"{recipe.model.precision}, ZeRO-3 over {layout.size('shards')} rank(s) on {engine.device.type}"
     ]
+    if layout.size("tensor") > 1:
+        lines[0] += f", each of which is {layout.size('tensor')} ranks that share every layer"
     size = unsharded_gradient_bytes(parameter for _, parameter in engine.trainable) / 2**20
     is_auto = recipe.engine.coalesce_gradient_reduction == "auto"
     limit = f", {'at most' if engine.coalesces else 'above'} {COALESCING_SHARE:.0%} of its memory" if is_auto else ""

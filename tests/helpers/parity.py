@@ -32,23 +32,40 @@ class Case:
     """A micro-batch is one row of all its sequences."""
     num_kv_heads: int = 2
     """Of 4 query heads."""
+    vocabulary: int = tiny.VOCABULARY
+    tensor: int = 1
+    """Ranks that share every layer, in megatron-core's parallel layers."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Changes of DeepSpeed's configuration, in its section on ZeRO."""
     sections: dict[str, Any] = field(default_factory=dict)
 
 
 def run_case(case: Case) -> dict[str, float]:
     """Worst deviation of each quantity over 3 steps."""
     recipe = step_runs.recipe(**case.sections)
-    sizes = dict(tied=case.tied, num_key_value_heads=case.num_kv_heads)
-    model = tiny.token_loss_model(lora=case.lora, checkpointing=case.checkpointing, **sizes)
+    sizes = dict(tied=case.tied, num_key_value_heads=case.num_kv_heads, vocab_size=case.vocabulary)
     plain = tiny.qwen3(**sizes)
-    reference = step_runs.reference_of(tiny.with_lora(plain) if case.lora else plain, recipe)
+    if case.tensor > 1:
+        from tests.helpers import megatron  # here alone, as megatron-core takes seconds to import
+
+        model = megatron.parallel_model(plain, lora=case.lora, checkpointing=case.checkpointing)
+    else:
+        model = tiny.token_loss_model(lora=case.lora, checkpointing=case.checkpointing, **sizes)
+    if case.lora:
+        plain = tiny.with_lora(plain)
+    reference = step_runs.reference_of(plain, recipe)
     engine = step_runs.make_engine(
-        model, recipe, persistence_threshold=case.persistence_threshold, coalesce=case.coalesce
+        model, recipe, persistence_threshold=case.persistence_threshold, coalesce=case.coalesce, zero=case.config
     )
+
+    def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return megatron.whole(model, plain, tensors) if case.tensor > 1 else tensors
+
     estimator = step_runs.make_estimator(recipe, engine, case.batches_per_utility_pass)
     worst = dict.fromkeys(("utilities", "weights", "alpha", "gradient", "parameters", "loss"), 0.0)
     for k in range(3):
-        main, probe = make_batch(case, 10 + k), tiny.rows(case.num_probe, seed=50 + k)
+        main = make_batch(case, 10 + k)
+        probe = tiny.rows(case.num_probe, seed=50 + k, vocabulary=case.vocabulary)
         masks = keep_some(main) if recipe.method.name == "random" else None
         if k % case.probe_every != 0 or recipe.method.name != "vcore" or recipe.probe.source == "previous_step":
             probe = None
@@ -56,14 +73,15 @@ def run_case(case: Case) -> dict[str, float]:
         dealt_probe = [] if probe is None else step_runs.deal(probe, 2, k_probe, packed=case.packed)
         dealt = StepBatches(step_runs.deal(main, 2, k_main, packed=case.packed), dealt_probe)
         recorded = step_runs.Recorder(engine)
-        metrics = step_runs.train_step(engine, recipe, dealt, estimator, recorded)
+        rate = recipe.optimizer.learning_rate
+        metrics = step_runs.train_step(engine, recipe, dealt, estimator, recorded, learning_rate=rate)
         own_alpha = recipe.method.alpha_scope == "micro_batch"
         groups = step_runs.micro_batch_rows(case.num_main, 2, k_main) if own_alpha else None
         expected = reference.step(main, probe, groups=groups, kept=masks, **step_runs.reference_options(recipe))
 
         def note(quantity: str, deviation: float) -> None:
             assert deviation == deviation, f"{quantity} is nan"
-            worst[quantity] = max(worst[quantity], deviation)
+            worst[quantity] = max(worst.get(quantity, 0.0), deviation)
 
         for i, (utilities, weights) in recorded.by_sequence(dealt.main).items():
             if len(weights) == 0:
@@ -73,21 +91,27 @@ def run_case(case: Case) -> dict[str, float]:
                 note("utilities", step_runs.relative_error(utilities, expected["utilities"][i]))
         note("alpha", abs(metrics.values["alpha"] - expected["alpha"]))
         note("loss", abs(metrics.values["loss"] - expected["loss"]))
+        gradient = whole(recorded.gradient)
         note(
             "gradient",
             step_runs.relative_error(
-                torch.cat([recorded.gradient[name].flatten() for name in expected["gradient"]]),
+                torch.cat([gradient[name].flatten() for name in expected["gradient"]]),
                 torch.cat([g.flatten() for g in expected["gradient"].values()]),
             ),
         )
-        for name, parameter in step_runs.whole_parameters(engine).items():
+        parameters = step_runs.whole_parameters(engine)
+        for name, parameter in whole(parameters).items():
             note("parameters", float((parameter - reference.trained[name]).abs().max()))
+        if case.tensor > 1:
+            norm = float(torch.cat([g.flatten() for g in expected["gradient"].values()]).norm())
+            note("norm", abs(metrics.values["grad_norm"] / norm - 1))
+            note("drift", megatron.drift(model, parameters))
     engine.close()
     return worst
 
 
 def make_batch(case: Case, seed: int) -> Batch:
-    batch = copy.copy(tiny.rows(case.num_main, seed=seed))
+    batch = copy.copy(tiny.rows(case.num_main, seed=seed, vocabulary=case.vocabulary))
     for row in case.without_tokens:
         batch.labels[row] = -100
     return batch

@@ -38,12 +38,21 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
     return Recipe(**{**base, **sections})
 
 
-def make_engine(model, recipe: Recipe, *, persistence_threshold: int = 0, coalesce: bool = False) -> Engine:
+def make_engine(
+    model,
+    recipe: Recipe,
+    *,
+    persistence_threshold: int = 0,
+    coalesce: bool = False,
+    zero: dict[str, Any] | None = None,
+) -> Engine:
+    """`zero`: changes of DeepSpeed's configuration, in its section on ZeRO."""
     config = tiny.deepspeed_config(
         bf16=recipe.model.precision == "bf16",
         gradient_clipping=recipe.optimizer.gradient_clipping or 0.0,
         persistence_threshold=persistence_threshold,
     )
+    config["zero_optimization"] |= zero or {}
     return Engine(model, build_optimizer(model, recipe.optimizer), config, coalesce_gradient_reduction=coalesce)
 
 
@@ -137,10 +146,12 @@ def reference_of(model, recipe: Recipe) -> Reference:
             module.config._attn_implementation = "eager"
     trained = [p for p in plain.parameters() if p.requires_grad]
     if recipe.optimizer.name == "sgd":
-        optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
+        optimizer = torch.optim.SGD(trained, lr=recipe.optimizer.learning_rate)
     else:
         adamw = recipe.optimizer
-        optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=adamw.betas, eps=adamw.eps, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(
+            trained, lr=adamw.learning_rate, betas=adamw.betas, eps=adamw.eps, weight_decay=0.0
+        )
     return Reference(plain, optimizer)
 
 

@@ -24,10 +24,14 @@ def qwen3(*, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int =
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
+def lora(dropout: float = 0.0) -> LoraConfig:
+    return LoraConfig(rank=4, alpha=8, dropout=dropout)
+
+
 def with_lora(model: PreTrainedModel, *, dropout: float = 0.0, seed: int = 1):
     """`model` with adapters away from their initial point, where B = 0 and half of the gradients vanish."""
     torch.manual_seed(seed)
-    adapted = add_lora(model, LoraConfig(rank=4, alpha=8, dropout=dropout))
+    adapted = add_lora(model, lora(dropout))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
@@ -46,10 +50,10 @@ def token_loss_model(
     return wrapped
 
 
-def rows(num_rows: int, num_tokens: int = 24, seed: int = 3) -> Batch:
+def rows(num_rows: int, num_tokens: int = 24, seed: int = 3, vocabulary: int = VOCABULARY) -> Batch:
     """Random sequences of different lengths, right-padded, with prompts of different lengths."""
     generator = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(0, VOCABULARY, (num_rows, num_tokens), generator=generator)
+    input_ids = torch.randint(0, vocabulary, (num_rows, num_tokens), generator=generator)
     labels = input_ids.clone()
     for row in range(num_rows):
         labels[row, : 3 + row % 4] = -100
@@ -108,6 +112,7 @@ def deepspeed_config(*, bf16: bool = False, gradient_clipping: float = 0.0, pers
         "gradient_clipping": gradient_clipping,
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": 3,
             "memory_efficient_linear": False,

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import tiny
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.commands.preflight.inspection import output_bytes
-from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems
+from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems, find_split_groups
 from vcore_ds.config import Recipe
 from vcore_ds.distributed.interconnect import network_of_nccl
 from vcore_ds.planning import ParameterCounts
@@ -122,3 +122,9 @@ def test_nccl_log() -> None:
     )
     assert network_of_nccl(sockets) == "Socket [0]eth0:10.1.0.1<0>"
     assert network_of_nccl("nothing of the kind") is None
+
+
+def test_ranks_that_share_layers_are_on_one_node() -> None:
+    assert find_split_groups({"n1": 8, "n2": 8}, 4) == find_split_groups({"n1": 3}, 1) == []
+    (problem,) = find_split_groups({"n1": 8, "n2": 6}, 4)
+    assert problem.startswith("n2: parallel.tensor: found 4 with 6 ranks on the node, expected a divisor")

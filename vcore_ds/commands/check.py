@@ -85,6 +85,11 @@ def plan_on(arguments: argparse.Namespace, recipe: Recipe) -> str:
 def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any]) -> Iterator[str]:
     """Lines on how well the ranks are used, what would use them better, and how much memory each needs."""
     longest = recipe.data.cutoff_length
+    if recipe.parallel.tensor > 1:
+        yield (
+            f"Layers: {recipe.parallel.tensor} ranks share each, so the ranks below are groups of as many. That makes "
+            "larger models and longer rows fit; it is no faster than ZeRO-3 over all ranks (docs/megatron.md)"
+        )
     found = plan.simulate(longest)
     for part, utilization in found.items():
         yield f"Ranks in the {part} batch: {utilization.describe()}"

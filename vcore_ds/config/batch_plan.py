@@ -37,6 +37,7 @@ class BatchPlan:
     """The arithmetic of one optimizer step on the ranks of a job; all sizes in sequences."""
 
     num_ranks: int
+    """Of those that share every layer one."""
     global_batch_size: int
     """|B|, over all ranks and micro-batches."""
     micro_batch_size_per_rank: int | None
@@ -166,13 +167,22 @@ def plan_batch(
     ranks_per_node: int = 8,
     machine: Machine = H100,
 ) -> BatchPlan:
-    """Spreads a recipe's batches over `num_ranks` ranks.
+    """Spreads a recipe's batches over `num_ranks` ranks, those of a tensor group as one: they work on the same rows.
 
     Raises RecipeError where the recipe's numbers of ranks that share a row do not fit the ranks or the model, or the
     longest sequence would not fit into the largest row.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    tensor = recipe.parallel.tensor
+    if num_ranks % tensor:
+        raise RecipeError(
+            [
+                f"parallel.tensor: found {tensor} on {_count(num_ranks, 'rank')}; expected a divisor: as many ranks "
+                "share every layer"
+            ]
+        )
+    num_ranks, ranks_per_node, shape = num_ranks // tensor, max(1, ranks_per_node // tensor), shape.of_part(tensor)
     if recipe.batch.packed_row_tokens is not None and shape.unpackable is not None:
         raise RecipeError(
             [

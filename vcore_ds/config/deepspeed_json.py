@@ -33,7 +33,7 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
         *_accumulation_problems(config),
         *_zero_problems(config, recipe),
         *_communication_problems(config, recipe),
-        *_placement_problems(config, plan),
+        *_placement_problems(config, recipe, plan),
     ]
     if problems:
         raise RecipeError(f"{path}: {problem}" for problem in problems)
@@ -134,7 +134,7 @@ def _communication_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[
     )
 
 
-def _placement_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str]:
+def _placement_problems(config: dict[str, Any], recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
     """Problems with where shards are kept, and in what form they are communicated."""
     for offload in ("offload_param", "offload_optimizer"):
         if _get(config, f"zero_optimization.{offload}.device") == "nvme":
@@ -147,6 +147,12 @@ def _placement_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str
         yield (
             f"zero_optimization.zero_hpz_partition_size: found {hpz} on {num_ranks} ranks; expected a divisor of "
             f"{num_ranks} (the GPUs of one node)"
+        )
+    if isinstance(hpz, int) and hpz > 1 and recipe.parallel.tensor > 1:
+        yield (
+            f"zero_optimization.zero_hpz_partition_size: found {hpz} together with parallel.tensor "
+            f"{recipe.parallel.tensor}; expected no such key: DeepSpeed makes these groups of neighbouring ranks, "
+            "which share layers here"
         )
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
         if _get(config, f"zero_optimization.{key}") is True:

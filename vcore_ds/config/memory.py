@@ -180,6 +180,8 @@ def plan_memory(
         return None
     zero = deepspeed_config["zero_optimization"]
     counts = counts if counts is not None and counts.all > 0 else None
+    if counts is not None:  # as the shape, of a rank's part of every layer
+        counts = ParameterCounts(*(-(-number // recipe.parallel.tensor) for number in (counts.all, counts.trained)))
     hpz = zero.get("zero_hpz_partition_size", 1)
     longest = plan.packed_row_tokens or recipe.data.cutoff_length * (plan.micro_batch_size_per_rank or 1)
     tokens = {part: found.most_tokens for part, found in passes.items()}

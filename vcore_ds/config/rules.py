@@ -27,6 +27,7 @@ def broken_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     yield from _probe_rules(recipe)
     yield from _reference_rules(recipe)
     yield from _training_rules(recipe)
+    yield from _provider_rules(recipe)
 
 
 def _method_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
@@ -269,4 +270,22 @@ def _training_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
             ("run.validate_every", "data.validation_path"),
             f"{run.validate_every} without data.validation_path",
             "null, or held-out conversations in data.validation_path",
+        )
+
+
+def _provider_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
+    model, tensor = recipe.model, recipe.parallel.tensor
+    if model.provider == "huggingface":
+        if tensor > 1:
+            yield BrokenRule(
+                ("parallel.tensor", "model.provider"),
+                f"{tensor} together with model.provider huggingface",
+                "1: Hugging Face's layers are whole on every rank (or set model.provider to megatron)",
+            )
+        return
+    if model.attention != "auto":
+        yield BrokenRule(
+            ("model.attention", "model.provider"),
+            f"{model.attention} together with model.provider megatron",
+            "auto: these are kernels of Hugging Face's layers",
         )

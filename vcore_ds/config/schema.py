@@ -34,6 +34,9 @@ class ModelConfig(Section):
     """Folder with a Hugging Face model (relative to the working directory), or its id on the hub."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Data type of the parameters in forward and backward; the master copy and the accumulated gradients are fp32."""
+    provider: Literal["huggingface", "megatron"] = "huggingface"
+    """Whose layers compute: `huggingface` any causal language model of transformers; `megatron` dense Qwen3, Qwen2,
+    Llama and Mistral models in megatron-core's parallel layers, which several ranks can share (parallel.tensor)."""
     attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention of the passes with a gradient: `auto` the fused kernel of the device, without masks, on rows that ranks
     may share; the others are Hugging Face's kernels, for architectures whose attention cannot be replaced."""
@@ -41,6 +44,14 @@ class ModelConfig(Section):
     """Recompute activations in the backward: memory per token falls, a step takes about a third longer."""
     activation_offload: bool = False
     """Keep the activation checkpoints in host memory until the backward, for very long sequences."""
+
+
+class ParallelConfig(Section):
+    """How a model is divided over ranks, beyond ZeRO-3's shards and shared rows (batch.sequence_parallel)."""
+
+    tensor: Literal[1, 2, 4, 8] = 1
+    """Ranks that share every layer, each with a part of its heads and columns; with model.provider megatron. For models
+    whose layer, or whose longest row, does not fit on one rank: it is not faster. Within a node."""
 
 
 class LoraConfig(Section):
@@ -203,6 +214,7 @@ class Recipe(Section):
     utility: UtilityConfig = Field(default_factory=UtilityConfig)
     probe: ProbeConfig = Field(default_factory=ProbeConfig)
     model: ModelConfig
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     lora: LoraConfig | None = None
     data: DataConfig
     batch: BatchConfig = Field(default_factory=BatchConfig)
@@ -225,6 +237,7 @@ SECTIONS: dict[str, type[Section]] = {
     "utility": UtilityConfig,
     "probe": ProbeConfig,
     "model": ModelConfig,
+    "parallel": ParallelConfig,
     "lora": LoraConfig,
     "data": DataConfig,
     "batch": BatchConfig,

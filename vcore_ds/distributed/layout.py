@@ -5,12 +5,16 @@
 | `data` | work on different rows | rows of a batch |
 | `sequence` | share a row, each with a part of its tokens | parts of a row |
 | `tensor` | share a layer, each with a part of its heads and columns | parts of a layer |
-| `shards` | `data x sequence` | ZeRO-3 shards, and distinct tokens: sums over tokens and norms of shards |
+| `shards` | `data x sequence`, with the same part of every layer | ZeRO-3 shards, and distinct tokens |
 | `job` | all of them | processes: stop requests, failures, messages |
 
 How `shards` is divided into `data` and `sequence` is a matter of the pass: each pass over the model has a degree of
 sequence parallelism, the number of neighbouring ranks that share a row, and whatever is said of one of these two axes
-is said for a degree. `tensor` has size 1: a layer is whole on every rank.
+is said for a degree. The size of `tensor` is that of the job. Neighbouring ranks of the job share a layer, so that they
+are in one node: each layer exchanges its activations over this axis.
+
+Ranks along `tensor` work on the same rows and hold the same losses, so a sum over `data` or `shards` counts tokens
+once, and is the same on each of them.
 """
 
 from collections.abc import Iterable
@@ -24,6 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vcore_ds.distributed.device import device
+from vcore_ds.errors import UserError
 
 Axis = Literal["data", "sequence", "tensor", "shards", "job"]
 
@@ -32,11 +37,24 @@ _sequence_groups: dict[int, dist.ProcessGroup] = {}
 """This rank's group of the ranks that share a row, by degree."""
 
 
-def arrange() -> None:
-    """Puts the ranks of the process group on their axes. A collective; once a process."""
-    mesh = init_device_mesh(device().type, (dist.get_world_size(), 1), mesh_dim_names=("shards", "tensor"))
+def arrange(tensor: int = 1) -> None:
+    """Puts the ranks of the process group on their axes. A collective; once a process.
+
+    Args:
+        tensor: ranks that share every layer.
+
+    Raises:
+        UserError: `tensor` does not divide the number of ranks.
+    """
+    num_ranks = dist.get_world_size()
+    if num_ranks % tensor:
+        raise UserError(
+            f"parallel.tensor: found {tensor} on {num_ranks} ranks; expected a divisor: every layer is shared by as "
+            "many ranks"
+        )
+    mesh = init_device_mesh(device().type, (num_ranks // tensor, tensor), mesh_dim_names=("shards", "tensor"))
     # torch reuses the job's own group for an axis that spans it, so no further communicator is made.
-    _meshes.update(shards=mesh["shards"], tensor=mesh["tensor"], job=mesh._flatten("job"))
+    _meshes.update(shards=mesh["shards"], tensor=mesh["tensor"], job=mesh._flatten("job"), all=mesh)
     _sequence_groups.clear()
 
 
@@ -55,15 +73,16 @@ def make_sequence_groups(degrees: Iterable[int], timeout_minutes: float) -> None
         degrees: divisors of the number of `shards`; those that have their groups already are passed over.
         timeout_minutes: a collective that takes longer ends the run with an error instead of hanging.
     """
-    shards = _meshes["shards"].mesh.flatten()
     for degree in sorted(set(degrees)):
         if degree == 1 or degree in _sequence_groups:
             continue
-        if degree == len(shards):
+        if degree == size("shards"):
             _sequence_groups[degree] = group("shards")
             continue
+        # Neighbours along `shards`, for each place along `tensor`.
+        rows = _meshes["all"].mesh.t().reshape(-1, degree)
         _sequence_groups[degree], _ = dist.new_subgroups_by_enumeration(
-            shards.view(-1, degree).tolist(), timeout=timedelta(minutes=timeout_minutes)
+            rows.tolist(), timeout=timedelta(minutes=timeout_minutes)
         )
 
 
@@ -155,8 +174,21 @@ def all_to_all(axis: Literal["sequence"], sent: Tensor, sequence_parallel: int) 
     return received
 
 
-def all_gather(axis: Literal["sequence"], part: Tensor, sequence_parallel: int) -> Tensor:
-    """The equally shaped parts of the ranks of this rank's group, `[degree, ...]`. A collective."""
-    gathered = part.new_empty(sequence_parallel * part.numel())
-    dist.all_gather_into_tensor(gathered, part.flatten(), group=_sequence_groups[sequence_parallel])
-    return gathered.view(sequence_parallel, *part.shape)
+def all_gather(axis: Literal["sequence", "tensor"], part: Tensor, sequence_parallel: int = 1) -> Tensor:
+    """The equally shaped parts of the ranks of this rank's group, `[ranks, ...]`. A collective."""
+    among = _sequence_groups[sequence_parallel] if axis == "sequence" else group(axis)
+    gathered = part.new_empty(among.size() * part.numel())
+    dist.all_gather_into_tensor(gathered, part.flatten(), group=among)
+    return gathered.view(among.size(), *part.shape)
+
+
+def reduce_scatter(axis: Literal["tensor"], parts: Tensor) -> Tensor:
+    """The sum over the ranks of an axis of what each has for this rank: `[ranks, ...]` to `[...]`. A collective."""
+    summed = parts.new_empty(parts[0].numel())
+    dist.reduce_scatter_tensor(summed, parts.flatten(), group=group(axis))
+    return summed.view(parts.shape[1:])
+
+
+def add_over(axis: Literal["tensor"], tensor: Tensor) -> None:
+    """Replaces a tensor by its sum over the ranks of an axis, the same on each of them. A collective."""
+    dist.all_reduce(tensor, group=group(axis))

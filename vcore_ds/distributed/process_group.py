@@ -18,7 +18,7 @@ from vcore_ds.errors import UserError
 Result = TypeVar("Result")
 
 
-def start_process_group(timeout_minutes: float) -> None:
+def start_process_group(timeout_minutes: float, tensor: int = 1) -> None:
     """Joins the process group that the launcher's environment describes, or makes one of a single process, and puts the
     ranks on their axes.
 
@@ -26,6 +26,7 @@ def start_process_group(timeout_minutes: float) -> None:
 
     Args:
         timeout_minutes: a collective that takes longer ends the run with an error instead of hanging.
+        tensor: ranks that share every layer, a divisor of all; UserError where it is none.
     """
     # torch 2.13 renames collectives that DeepSpeed 0.19 calls by their old names, many times a step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
@@ -38,9 +39,9 @@ def start_process_group(timeout_minutes: float) -> None:
         if uses_gpu():
             torch.cuda.set_device(local_rank())
         dist.init_process_group("nccl" if uses_gpu() else "gloo", timeout=timedelta(minutes=timeout_minutes))
-        layout.arrange()  # again: the layout of a group that was destroyed names groups that are gone
-    elif not layout.is_arranged():
-        layout.arrange()
+        layout.arrange(tensor)  # again: the layout of a group that was destroyed names groups that are gone
+    elif not layout.is_arranged() or layout.size("tensor") != tensor:
+        layout.arrange(tensor)
 
 
 def share_cores_among_ranks() -> None:

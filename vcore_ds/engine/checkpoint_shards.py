@@ -4,6 +4,9 @@ Every tensor is stored flat and whole over the ranks, without ZeRO-3's padding: 
 elements a rank, is that of `torch.chunk`, which is what `Shard(0)` means. So the ranks' shards are the shards of a
 `DTensor`, and reading them at another world size needs no conversion. Tensors are the optimizer's own, where they are
 (offloaded ones on the CPU): no copy of the state is made.
+
+Where ranks share layers, each place along the tensor axis has tensors of its own, with names that say which
+(`stored_name`): they are read by as many ranks to a layer as have written them.
 """
 
 import platform
@@ -133,12 +136,18 @@ def _state_tensors(engine: Engine, direction: ShardedVector | None) -> dict[str,
     """Views of everything that a step changes, by its name in the checkpoint."""
     tensors = {}
     for name, parameter in engine.trainable:
+        name = stored_name(name, layout.rank("tensor"), layout.size("tensor"))
         tensors[f"master.{name}"] = _shard(engine, parameter, _padded_shard(engine, parameter, None))
         for key in _buffer_names(engine, parameter):
             tensors[f"{key}.{name}"] = _shard(engine, parameter, _padded_shard(engine, parameter, key))
         if direction is not None:
             tensors[f"direction.{name}"] = _shard(engine, parameter, direction.shard(parameter))
     return tensors
+
+
+def stored_name(name: str, tensor_rank: int, tensor: int) -> str:
+    """A parameter's name in a checkpoint, after the kind of the tensor (`master.`)."""
+    return name if tensor == 1 else f"{name}@{tensor_rank}"
 
 
 def _shard(engine: Engine, parameter: nn.Parameter, padded: Tensor) -> DTensor:

@@ -1,4 +1,5 @@
-"""Settings that must be in place before DeepSpeed is imported and before it shards the first parameter.
+"""What must be in place before DeepSpeed is imported and before it shards the first parameter, and what it has to know
+of the ranks.
 
 The package imports this module first, before any that imports deepspeed.
 """
@@ -17,6 +18,8 @@ import deepspeed  # noqa: E402
 import torch._dynamo  # noqa: F401
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 
+from vcore_ds.distributed import layout  # noqa: E402
+
 
 def start_deepspeed() -> None:
     """Makes DeepSpeed use the existing process group. Calling it again has no effect."""
@@ -25,3 +28,40 @@ def start_deepspeed() -> None:
         # It would be compiled at first use, for minutes, and serves inference only; gloo does everything here.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+
+
+class TensorAxis:
+    """The ranks that share every layer, as DeepSpeed asks for them ("mpu").
+
+    With it ZeRO-3 shards over the other axes, and the norm of the gradient is taken over all parts of each layer.
+    Parameters without the mark `tensor_model_parallel` count once.
+    """
+
+    @staticmethod
+    def get_model_parallel_rank() -> int:
+        return layout.rank("tensor")
+
+    @staticmethod
+    def get_model_parallel_world_size() -> int:
+        return layout.size("tensor")
+
+    @staticmethod
+    def get_model_parallel_group() -> torch.distributed.ProcessGroup:
+        return layout.group("tensor")
+
+    @staticmethod
+    def get_data_parallel_rank() -> int:
+        return layout.rank("shards")
+
+    @staticmethod
+    def get_data_parallel_world_size() -> int:
+        return layout.size("shards")
+
+    @staticmethod
+    def get_data_parallel_group() -> torch.distributed.ProcessGroup:
+        return layout.group("shards")
+
+    @classmethod
+    def if_shared(cls) -> "type[TensorAxis] | None":
+        """None where every rank has whole layers, which DeepSpeed takes for granted."""
+        return cls if layout.size("tensor") > 1 else None

@@ -4,6 +4,7 @@ what a checkpoint holds, tensor by tensor, without a process group."""
 import itertools
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import deepspeed
@@ -19,6 +20,7 @@ from vcore_ds.engine.checkpoint_shards import CheckpointFailed, on_all_ranks
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.files import model_folder as files
 from vcore_ds.files.aside import discard, unfinished_path
+from vcore_ds.models import add_lora, empty_model, read_config
 
 PREFIX = "causal_lm."
 """Prefix of a parameter's name in the engine and in a checkpoint, before its name in the Hugging Face model."""
@@ -49,18 +51,26 @@ def save_hugging_face(
     """
     is_first = layout.is_first()
     unfinished = unfinished_path(folder)
-    model = engine.module.causal_lm
+    model = getattr(engine.module, "causal_lm", None)  # parallel layers have none
     try:
+        gathered = _gathered
+        if model is None:
+            from vcore_ds.engine.parallel_weights import gathered_parallel  # megatron-core takes seconds to import
+
+            model, weights = _described_parallel(engine, model_path)
+            gathered = partial(gathered_parallel, weights=weights)
+        else:
+            weights = _described(engine)
         if isinstance(model, PeftModel):
-            adapter = {name: tensor for name, tensor in _gathered(engine, _adapter_owner(engine)) if tensor is not None}
+            owner = _adapter_owner(model)
+            adapter = {name: tensor for name, tensor in gathered(engine, owner) if tensor is not None}
             on_all_ranks(unfinished, lambda: _write_adapter(model, adapter, tokenizer, folder) if is_first else None)
             return
-        weights = _described(engine)
         split = files.plan_files(weights, max_file_bytes)
         num_bytes = split.metadata["total_size"]
         on_all_ranks(unfinished, lambda: files.begin(folder, num_bytes) if is_first else None)
         owner = _file_owner(split)
-        for file, tensors in files.collect_files(split, _gathered(engine, owner)):
+        for file, tensors in files.collect_files(split, gathered(engine, owner)):
             expected = {name: weights[name] for name in split.filename_to_tensors[file]}
             mine = owner[next(iter(expected))] == layout.rank("job")
             # Every rank waits for the writer here: if it fails, all of them learn it instead of hanging in a gather.
@@ -111,6 +121,18 @@ def _described(engine: Engine) -> dict[str, Tensor]:
     return weights | {name: buffer.to("meta") for name, buffer in _kept_buffers(engine).items()}
 
 
+def _described_parallel(engine: Engine, path: str) -> tuple[PeftModel | None, dict[str, Tensor]]:
+    """The adapted model, for names and configuration, if there are adapters; and what `_described` gives, of them or
+    of all weights."""
+    dtype = engine.trainable[0][1].dtype
+    if engine.module.lora is None:
+        return None, files.described_weights(path, dtype)
+    base = empty_model(path, read_config(path))
+    with torch.device("meta"):
+        model = add_lora(base, engine.module.lora)
+    return model, {name: p.to(dtype) for name, p in model.named_parameters() if p.requires_grad}
+
+
 def _kept_buffers(engine: Engine) -> dict[str, Tensor]:
     stored = engine.module.state_dict().keys()
     return {name.removeprefix(PREFIX): buffer for name, buffer in engine.module.named_buffers() if name in stored}
@@ -122,8 +144,8 @@ def _file_owner(split: StateDictSplit) -> dict[str, int]:
     return {name: owners[file] for name, file in split.tensor_to_filename.items()}
 
 
-def _adapter_owner(engine: Engine) -> dict[str, int]:
-    return {name.removeprefix(PREFIX): 0 for name, _ in engine.trainable}
+def _adapter_owner(model: PeftModel) -> dict[str, int]:
+    return {name: 0 for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _gathered(engine: Engine, owner: dict[str, int]) -> Iterator[tuple[str, Tensor | None]]:

@@ -12,6 +12,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
 from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import device
 from vcore_ds.engine.streams import Streams
 
 CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -57,6 +58,12 @@ class FlatShards:
             sub_group, offset, shard_numel = zero.grad_position[zero.get_param_id(parameter)]
             left = parameter.ds_numel - layout.rank("shards") * shard_numel
             self._places[id(parameter)] = Place(sub_group, offset, shard_numel, max(0, min(shard_numel, left)))
+        self._replicated: list[nn.Parameter] = []
+        self._counted: list[tuple[int, slice]] | None = None
+        if layout.size("tensor") > 1:
+            self._replicated = [p for p in trainable if not getattr(p, "tensor_model_parallel", False)]
+            if layout.rank("tensor") > 0:
+                self._counted = self._spans_of_divided()
         self.num_elements = sum(place.numel for place in self._places.values())
         for vector in (self.parameters(), self.masters()):
             for sub_group, offset, shard_numel, numel in self._places.values():
@@ -110,8 +117,45 @@ class FlatShards:
         return vector[place.sub_group][place.offset : place.offset + place.shard_numel]
 
     def norm(self, vector: Sequence[Tensor]) -> float:
-        """Global L2 norm of a vector; its padding is zero. A collective."""
-        return layout.norm_over("shards", [part for (part,) in chunks(vector)])
+        """Global L2 norm of a vector; its padding is zero. A collective.
+
+        Of parameters that all ranks of a tensor group have, those of its first rank count.
+        """
+        if self._counted is not None:
+            vector = [vector[sub_group][span] for sub_group, span in self._counted]
+        return layout.norm_over("job", [part for (part,) in chunks(vector)])
+
+    def add_up_replicas(self) -> None:
+        """Sums the gradients of parameters that all ranks of a tensor group have: each has that of its tokens or heads.
+        A collective, once an accumulation."""
+        if not self._replicated:
+            return
+        gradients = self.gradients()
+        parts = [self.shard(gradients, parameter) for parameter in self._replicated]
+        total = torch.cat(parts).to(device())
+        layout.add_over("tensor", total)
+        for part, summed in zip(parts, total.split([len(part) for part in parts]), strict=True):
+            part.copy_(summed)
+        if self.optimizer_is_offloaded:  # the norms were taken during the backward
+            for parameter, part in zip(self._replicated, parts, strict=True):
+                number = self._zero.get_param_id(parameter)
+                if number in self._zero.norm_for_param_grads:
+                    self._zero.norm_for_param_grads[number] = part.norm()
+
+    def _spans_of_divided(self) -> list[tuple[int, slice]]:
+        """Where the parameters lie of which every rank of a tensor group has a part: sub-group, and elements of it.
+        Neighbours are one span."""
+        replicated = {id(parameter) for parameter in self._replicated}
+        spans: list[tuple[int, slice]] = []
+        for key, place in sorted(self._places.items(), key=lambda item: item[1]):
+            if key in replicated:
+                continue
+            end = place.offset + place.shard_numel
+            if spans and spans[-1][0] == place.sub_group and spans[-1][1].stop == place.offset:
+                spans[-1] = place.sub_group, slice(spans[-1][1].start, end)
+            else:
+                spans.append((place.sub_group, slice(place.offset, end)))
+        return spans
 
 
 def chunks(*vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:

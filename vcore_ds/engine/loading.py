@@ -50,8 +50,7 @@ def load_sharded(
             cannot read them.
     """
     start_deepspeed()
-    config, weights = first_rank_first(lambda: _find(path))
-    _check_same_files(path, weights)
+    config, weights = find_on_all_ranks(path)
     if weights.obstacle is not None:
         if layout.is_first():
             say(f"{path}: weights are read by one process, since {weights.obstacle}")
@@ -69,7 +68,7 @@ def load_sharded(
     model.eval()
     model.tie_weights(missing_keys=set(weights.missing), recompute_mapping=False)
     _initialize_buffers(model)
-    _fill(path, model, weights, say)
+    read_shards(path, _wanted(model, weights), say)
     return prepare_for_training(model, gradient_checkpointing)
 
 
@@ -98,9 +97,19 @@ def _announced(deepspeed_config: dict[str, Any]) -> Iterator[None]:
         unset_hf_deepspeed_config()
 
 
-def _find(path: str) -> tuple[PretrainedConfig, StoredWeights]:
-    config = training_config(path)
-    return config, find_stored_weights(path, config)
+def find_on_all_ranks(path: str) -> tuple[PretrainedConfig, StoredWeights]:
+    """The model's configuration, and the places of its weights. A collective.
+
+    Raises UserError, on all ranks alike, where there is no such model, or ranks find different ones.
+    """
+
+    def find() -> tuple[PretrainedConfig, StoredWeights]:
+        config = training_config(path)
+        return config, find_stored_weights(path, config)
+
+    config, weights = first_rank_first(find)
+    _check_same_files(path, weights)
+    return config, weights
 
 
 def _check_same_files(path: str, weights: StoredWeights) -> None:
@@ -126,12 +135,12 @@ def _unfilled_shards(dtype: torch.dtype) -> Iterator[None]:
         for context in PreTrainedModel.get_init_context(dtype, False, False, None):
             stack.enter_context(context)
             if isinstance(context, deepspeed.zero.Init):
-                stack.enter_context(_without_broadcast(context))
+                stack.enter_context(without_broadcast(context))
         yield
 
 
 @contextmanager
-def _without_broadcast(init: deepspeed.zero.Init) -> Iterator[None]:
+def without_broadcast(init: deepspeed.zero.Init) -> Iterator[None]:
     """Inside, `init` divides parameters without asking the first rank for values. Later it does again: parameters keep
     it, and DeepSpeed uses it for adapters."""
 
@@ -160,12 +169,11 @@ def _initialize_buffers(model: PreTrainedModel) -> None:
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
-def _fill(path: str, model: PreTrainedModel, weights: StoredWeights, say: Callable[[str], None]) -> None:
-    """Reads this rank's shards, and buffers whole. A collective at its end.
+def read_shards(path: str, wanted: list[Wanted], say: Callable[[str], None]) -> None:
+    """Reads what this rank wants. A collective at its end.
 
     Raises UserError, on all ranks alike, where a rank cannot read its part.
     """
-    wanted = _wanted(model, weights)
     num_bytes = sum(one.num_bytes for one in wanted)
     num_read, said = 0, time.monotonic()
 
@@ -198,9 +206,16 @@ def _wanted(model: PreTrainedModel, weights: StoredWeights) -> list[Wanted]:
         if not isinstance(tensor, nn.Parameter):
             wanted[id(tensor)] = Wanted(stored, 0, tensor.view(-1))
             continue
-        shard = tensor.ds_tensor
-        start = layout.rank("shards") * shard.numel()
-        numel = max(0, min(shard.numel(), tensor.ds_numel - start))
-        shard[numel:].zero_()
-        wanted[id(tensor)] = Wanted(stored, start, shard[:numel])
+        start, shard = shard_of(tensor)
+        wanted[id(tensor)] = Wanted(stored, start, shard)
     return list(wanted.values())
+
+
+def shard_of(parameter: nn.Parameter) -> tuple[int, torch.Tensor]:
+    """This rank's part of the flattened parameter: its first element, and the shard without its padding, which is set
+    to zero."""
+    shard = parameter.ds_tensor
+    start = layout.rank("shards") * shard.numel()
+    numel = max(0, min(shard.numel(), parameter.ds_numel - start))
+    shard[numel:].zero_()
+    return start, shard[:numel]

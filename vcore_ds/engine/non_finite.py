@@ -15,12 +15,12 @@ class NonFiniteGradient(RunFailed):
 
 
 def sequences_by_rank(own_sequence_ids: Sequence[int], sequence_parallel: int) -> str:
-    """Sequence ids by rank, for a message; ranks without any are left out, and of ranks that share their rows all but
-    the first. A collective.
+    """Sequence ids by rank, for a message; ranks without any are left out, and of ranks that share rows or layers all
+    but the first. A collective.
 
     Args:
         sequence_parallel: degree of the pass that computed the sequences.
     """
-    is_first = layout.rank("sequence", sequence_parallel) == 0
+    is_first = layout.rank("sequence", sequence_parallel) == layout.rank("tensor") == 0
     per_rank = layout.gather_objects("job", list(own_sequence_ids) if is_first else [])
     return "; ".join(f"rank {rank}: sequence ids {ids}" for rank, ids in enumerate(per_rank) if ids)

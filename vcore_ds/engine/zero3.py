@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vcore_ds.data import IGNORED_LABEL, Batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
-from vcore_ds.engine.deepspeed_start import start_deepspeed
+from vcore_ds.engine.deepspeed_start import TensorAxis, start_deepspeed
 from vcore_ds.engine.flat_shards import FlatShards
 from vcore_ds.engine.gradient_sum import GradientSum
 from vcore_ds.engine.non_finite import NonFiniteGradient
@@ -60,7 +60,11 @@ class Engine:
             # collectives take a large part of a pass.
             set_z3_leaf_modules(model, [type(layers[0])])
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=deepspeed_config, dist_init_required=False
+            model=model,
+            optimizer=optimizer,
+            config=deepspeed_config,
+            mpu=TensorAxis.if_shared(),
+            dist_init_required=False,
         )
         make_moments(self.optimizer.optimizer, self.optimizer.fp32_partitioned_groups_flat)
         self.module: TokenLossModel = model
@@ -119,6 +123,7 @@ class Engine:
         with self.deepspeed.coalesce_grad_reduction() if self.coalesces else nullcontext():
             yield
             self._gradient_sum.give_back()
+        self.shards.add_up_replicas()
         self.deepspeed.set_gradient_accumulation_boundary(True)
 
     def backward(self, loss: Tensor) -> None:
@@ -157,7 +162,7 @@ class Engine:
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """A context in which LoRA adapters are disabled: the reference model of a run, without a second copy."""
-        with self.module.causal_lm.disable_adapter():
+        with self.module.without_adapters():
             yield
 
     @property

@@ -83,9 +83,15 @@ def _holds_this_run(recipe: Recipe) -> bool:
         raise UserError(
             f"run.output_dir: {folder}: holds a run of another recipe:\n{lines}\n"
             "expected the same values, to resume it, or a new folder. Set these keys as they are there, or set "
-            "run.output_dir"
+            "run.output_dir" + (_OTHER_LAYERS if differing.keys() & {"model.provider", "parallel.tensor"} else "")
         )
     return True
+
+
+_OTHER_LAYERS = (
+    ". A checkpoint is resumed with the model.provider and parallel.tensor that it was saved with: to change them, "
+    "export it (vcore-ds export) and give the result to a new run as its model.path"
+)
 
 
 def begin(recipe: Recipe, world_size: int, num_done: int) -> int:

@@ -29,7 +29,7 @@ from vcore_ds.method.objective import (
     utility_variances,
     variance_alpha,
 )
-from vcore_ds.method.token_loss import token_loss
+from vcore_ds.method.token_loss import VocabularyPart, token_loss
 from vcore_ds.method.tokens import Tokens
 from vcore_ds.method.weights import (
     GibbsWeights,
@@ -44,6 +44,7 @@ __all__ = [
     "GibbsWeights",
     "GlobalCounts",
     "Tokens",
+    "VocabularyPart",
     "adam_direction",
     "dft_weights",
     "effective_sample_size",

@@ -12,9 +12,14 @@ The blocks run over tokens with the whole vocabulary in one product, so no parti
 are rounded. The gradient by the hidden states is made in the forward, up to the upstream factor of each token; only
 that of the weight recomputes logits in the backward.
 
-Shapes: N tokens, H hidden size, V vocabulary size.
+Where ranks have a part of the vocabulary each (`VocabularyPart`), every block's normalizer is put together from those
+of the parts, and the gradient by the hidden states is that of this part: its sum over the ranks is the whole one.
+
+Shapes: N tokens, H hidden size, V vocabulary size, or the rows that this rank has of it.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +30,26 @@ BLOCK_LOGITS_BYTES = 256 * 2**20
 """Bytes of one fp32 `[block, V]` tensor; a handful of them are alive at a time."""
 
 
-def token_loss(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The tokens whose rows of the output embedding this rank has."""
+
+    first: int
+    """Id of the first of them."""
+    num_tokens: int
+    """At least 1; rows of the weight beyond are padding, which has no probability."""
+    gather: Callable[[Tensor], Tensor]
+    """`[...]` of each rank to `[ranks, ...]`, the same on all of them; a collective."""
+
+
+def token_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    part: VocabularyPart | None = None,
+) -> Tensor:
     """Cross-entropy in nats of each token, fp32 (fp64 for fp64 input), shape `[N]`.
 
     Differentiable in reverse mode by `hidden`, `weight` and `bias`, and in forward mode: where an input is a
@@ -36,6 +60,8 @@ def token_loss(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | N
         weight: `[V, H]`, output embedding.
         targets: `[N]`, int64 in `[0, V)`.
         bias: `[V]` or None.
+        part: where `weight` is a part of the output embedding, without a bias; None for all of it. The result is then
+            the same on all ranks, and a collective; the gradient by `hidden` is to be summed over them.
     """
     tangents: list[Tensor | None] = [None, None, None]
     if forward_ad._current_level >= 0:
@@ -43,7 +69,7 @@ def token_loss(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | N
         weight, tangents[1] = forward_ad.unpack_dual(weight)
         if bias is not None:
             bias, tangents[2] = forward_ad.unpack_dual(bias)
-    losses, d_losses = _TokenLoss.apply(hidden, weight, bias, targets, *tangents)
+    losses, d_losses = _TokenLoss.apply(hidden, weight, bias, targets, part, *tangents)
     return losses if d_losses is None else forward_ad.make_dual(losses, d_losses)
 
 
@@ -88,10 +114,12 @@ class _TokenLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        part: VocabularyPart | None,
         d_hidden: Tensor | None,
         d_weight: Tensor | None,
         d_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
+        ctx.part, rows = part, _rows(weight, part)
         losses = torch.empty(len(targets), dtype=_accumulation_dtype(hidden), device=hidden.device)
         log_normalizers = torch.empty_like(losses)
         has_tangent = any(tangent is not None for tangent in (d_hidden, d_weight, d_bias))
@@ -99,24 +127,26 @@ class _TokenLoss(torch.autograd.Function):
         by_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, len(targets), size := _block_size(weight)):
             block = slice(start, start + size)
-            logits = _logits(hidden[block], weight, bias)
-            log_normalizers[block] = torch.logsumexp(logits, dim=-1)
-            losses[block] = log_normalizers[block] - logits.gather(1, targets[block, None]).squeeze(1)
+            logits = _logits(hidden[block], rows, bias)
+            log_normalizers[block], of_targets = _normalizers_and_targets(logits, targets[block], part)
+            losses[block] = log_normalizers[block] - of_targets
             if d_losses is not None or by_hidden is not None:
-                d_logits = _minus_target(logits.sub_(log_normalizers[block, None]).exp_(), targets[block])
+                d_logits = _minus_target(logits.sub_(log_normalizers[block, None]).exp_(), targets[block], part)
                 if d_losses is not None and d_bias is not None:
                     d_losses[block] += d_logits @ d_bias.to(d_logits.dtype)
                 d_logits = d_logits.to(hidden.dtype)
                 if d_hidden is not None or by_hidden is not None:
-                    gradient = _product(d_logits, weight.t())
+                    gradient = _product(d_logits, rows.t())
                     if by_hidden is not None:
                         by_hidden[block] = gradient
                     if d_losses is not None and d_hidden is not None:
                         d_losses[block] += (gradient * d_hidden[block]).sum(-1)
                 if d_losses is not None and d_weight is not None:
-                    d_losses[block] += (_product(d_logits, d_weight.t()) * hidden[block]).sum(-1)
+                    d_losses[block] += (_product(d_logits, _rows(d_weight, part).t()) * hidden[block]).sum(-1)
                 del d_logits
             del logits  # before the next block's are made, or two blocks would be whole at a time
+        if d_losses is not None and part is not None:
+            d_losses = part.gather(d_losses).sum(0)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalizers, by_hidden)
         if d_losses is not None:
             ctx.mark_non_differentiable(d_losses)
@@ -126,6 +156,7 @@ class _TokenLoss(torch.autograd.Function):
     def backward(ctx: Any, d_losses: Tensor, _: None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normalizers, by_hidden = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        part, rows = ctx.part, _rows(weight, ctx.part)
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         # The sum over blocks is kept in fp32: rounding each block's share to bf16 would bias training.
         d_weight = torch.zeros_like(weight, dtype=_accumulation_dtype(weight)) if needs_weight else None
@@ -136,24 +167,50 @@ class _TokenLoss(torch.autograd.Function):
                 d_hidden[block] = by_hidden[block] * d_losses[block, None]
             if d_weight is None and d_bias is None:
                 continue
-            probabilities = _logits(hidden[block], weight, bias).sub_(log_normalizers[block, None]).exp_()
-            d_logits = _minus_target(probabilities, targets[block]).mul_(d_losses[block, None])
+            probabilities = _logits(hidden[block], rows, bias).sub_(log_normalizers[block, None]).exp_()
+            d_logits = _minus_target(probabilities, targets[block], part).mul_(d_losses[block, None])
             del probabilities
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(hidden.dtype)
             if d_weight is not None:
-                d_weight += d_logits.t() @ hidden[block]
+                _rows(d_weight, part).add_(d_logits.t() @ hidden[block])
             del d_logits  # before the next block's are made
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
-def _minus_target(probabilities: Tensor, targets: Tensor) -> Tensor:
+def _rows(weight: Tensor, part: VocabularyPart | None) -> Tensor:
+    """The rows that are tokens; a view."""
+    return weight if part is None else weight[: part.num_tokens]
+
+
+def _place(targets: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
+    """Whether this rank has each target, `[block]`, and its column, `[block, 1]`; any column where it does not."""
+    column = targets - part.first
+    is_own = (column >= 0) & (column < part.num_tokens)
+    return is_own, column.clamp(0, part.num_tokens - 1)[:, None]
+
+
+def _normalizers_and_targets(logits: Tensor, targets: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
+    """`[block]` each: log of the normalizer over the whole vocabulary, and the target's logit."""
+    log_normalizers = torch.logsumexp(logits, dim=-1)
+    if part is None:
+        return log_normalizers, logits.gather(1, targets[:, None]).squeeze(1)
+    is_own, column = _place(targets, part)
+    own = torch.where(is_own, logits.gather(1, column).squeeze(1), 0.0)
+    of_parts, of_targets = part.gather(torch.stack([log_normalizers, own])).unbind(1)
+    return torch.logsumexp(of_parts, 0), of_targets.sum(0)
+
+
+def _minus_target(probabilities: Tensor, targets: Tensor, part: VocabularyPart | None) -> Tensor:
     """`p - e` of a block, in place."""
-    probabilities[torch.arange(len(targets), device=targets.device), targets] -= 1.0
-    return probabilities
+    if part is None:
+        probabilities[torch.arange(len(targets), device=targets.device), targets] -= 1.0
+        return probabilities
+    is_own, column = _place(targets, part)
+    return probabilities.scatter_add_(1, column, -is_own.to(probabilities.dtype)[:, None])

@@ -10,7 +10,7 @@ from vcore_ds.models.folder_check import check_model_folder, empty_model
 from vcore_ds.models.fused_attention import fused_attention
 from vcore_ds.models.loading import load_causal_lm
 from vcore_ds.models.lora import add_lora
-from vcore_ds.models.lora_linear import BaseLinear, linear_sum
+from vcore_ds.models.lora_linear import BaseLinear, linear_sum, linear_tangent
 from vcore_ds.models.sequence_exchange import gather_losses, own_columns
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "fused_attention",
     "gather_losses",
     "linear_sum",
+    "linear_tangent",
     "load_causal_lm",
     "make_dual",
     "model_shape",

@@ -1,6 +1,6 @@
 """A Hugging Face causal language model that returns the loss of every supervised token."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
@@ -78,6 +78,10 @@ class TokenLossModel(nn.Module):
     def layers(self) -> list[nn.Module]:
         """The decoder layers, in order; empty where the architecture keeps them in no list."""
         return list(next((m for m in self.decoder.modules() if isinstance(m, nn.ModuleList)), []))
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """A context in which the layers compute without their adapters."""
+        return self.causal_lm.disable_adapter()
 
     def forward(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor, row_layout: RowLayout) -> Tensor:
         """Losses in nats, fp32, `[N]`: the supervised tokens among this rank's columns, in row-major order.

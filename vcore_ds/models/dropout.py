@@ -18,6 +18,7 @@ class TokenDropout(nn.Dropout):
 
     Attributes:
         token_keys: int32 `[b, t]` of the tokens that come next, from `token_keys`; set by the engine for each forward.
+        first_feature: number of x's first feature among those of the layer, 0 unless ranks have a part of them each.
 
     The mask of token i and feature j is `key_i * feature_key_j mod 2^32 < (1 - p) * 2^32`. Both factors are random odd
     numbers, so each product is uniform over the odd numbers, and two of one token, or of one feature, are independent:
@@ -27,7 +28,7 @@ class TokenDropout(nn.Dropout):
     def __init__(self, p: float, number: int):
         """`number`: this module's place among the model's dropouts, so that each draws a mask of its own."""
         super().__init__(p)
-        self.number = number
+        self.number, self.first_feature = number, 0
         self.token_keys: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,11 +40,15 @@ class TokenDropout(nn.Dropout):
                 f"model.path: found a dropout on {list(x.shape)}; expected dropout on the features of each token only. "
                 "Set lora.dropout, or the dropout in the model's config.json, to 0"
             )
-        features = torch.arange(x.shape[-1], dtype=torch.int64, device=x.device)
+        return self.dropped(x, keys.reshape(x.shape[:-1]))
+
+    def dropped(self, x: Tensor, keys: Tensor) -> Tensor:
+        """`x [..., F]` under the masks of tokens with `keys [...]`."""
+        features = self.first_feature + torch.arange(x.shape[-1], dtype=torch.int64, device=x.device)
         feature_keys = _odd_words(_mix(features + (self.number + 1) * _WORD))
         # Products are signed, and a threshold of 2^31 would wrap too.
         threshold = min(round((1 - self.p) * _WORD) - _WORD // 2, _WORD // 2 - 1)
-        kept = keys.reshape(*x.shape[:-1], 1) * feature_keys < threshold
+        kept = keys[..., None] * feature_keys < threshold
         return x * kept * (1 / (1 - self.p))
 
 

@@ -1,7 +1,8 @@
-"""Dual numbers whose tangent is gone with them."""
+"""Dual numbers whose tangent is gone with them, and parameters that may be dual."""
 
+import torch
 import torch.autograd.forward_ad as forward_ad
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def make_dual(value: Tensor, tangent: Tensor) -> Tensor:
@@ -12,3 +13,16 @@ def make_dual(value: Tensor, tangent: Tensor) -> Tensor:
     part in this, so a view of it stands between.
     """
     return forward_ad.make_dual(forward_ad.unpack_dual(value).primal, tangent)
+
+
+def value_and_tangent(module: nn.Module, name: str) -> tuple[Tensor | None, Tensor | None]:
+    """A parameter of a module that runs, and its tangent, if any.
+
+    With a graph the value is the parameter itself: a view of it, as a dual number's value is, would keep the memory of
+    the gathered parameter until the backward.
+    """
+    found = getattr(module, name)
+    if found is None:
+        return None, None
+    value, tangent = forward_ad.unpack_dual(found)
+    return module._parameters[name] if torch.is_grad_enabled() else value, tangent

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,13 @@ class ModelShape:
     """Whether input and output embedding are one parameter."""
     normalizes_heads: bool = False
     """Whether queries and keys have norms of their own, as in Qwen3."""
+
+    def of_part(self, num_parts: int) -> "ModelShape":
+        """The part of a rank that shares every layer with others: what it computes and holds."""
+        if num_parts == 1:
+            return self
+        divided = ("num_heads", "num_kv_heads", "layer_parameters", "intermediate_size", "vocabulary_size")
+        return replace(self, **{name: max(1, getattr(self, name) // num_parts) for name in divided})
 
     @property
     def attention_length(self) -> float:

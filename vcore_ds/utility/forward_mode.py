@@ -20,7 +20,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine
-from vcore_ds.models import FORWARD_MODE_ATTENTION, BaseLinear, linear_sum, make_dual
+from vcore_ds.models import FORWARD_MODE_ATTENTION, BaseLinear, linear_sum, linear_tangent, make_dual
 from vcore_ds.utility.direction import Direction
 
 
@@ -99,27 +99,13 @@ def _give_hooks_a_tangent_rule(model: nn.Module) -> None:
 
 
 def _dual_linear(layer: nn.Linear, x: Tensor, addend: Tensor | None = None, scaling: float = 1.0) -> Tensor:
-    """The forward of `nn.Linear` and `BaseLinear` for dual numbers, without products of missing tangents, and without a
-    graph of those that there are.
-
-    PyTorch's own rule replaces a missing tangent by zeros and multiplies by them, which is a third of the work of every
-    frozen layer under LoRA.
-    """
+    """The forward of `nn.Linear` and `BaseLinear` for dual numbers, without a graph of the tangents."""
     (x, d_x), (weight, d_weight) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(layer.weight)
     bias, d_bias = (None, None) if layer.bias is None else forward_ad.unpack_dual(layer.bias)
     addend, d_addend = (None, None) if addend is None else forward_ad.unpack_dual(addend)
     out = linear_sum(x, weight, bias, addend, scaling)
     with torch.no_grad():
-        d_out = None
-        if d_x is not None:
-            d_out = linear_sum(d_x, weight, None, d_addend, scaling)
-        elif d_addend is not None:
-            d_out = scaling * d_addend
-        if d_weight is not None:
-            # Added inside the product: one tensor less, and one rounding.
-            d_out = linear_sum(x, d_weight, None, d_out, 1.0)
-        if d_bias is not None:
-            d_out = d_bias.expand_as(out) if d_out is None else d_out + d_bias
+        d_out = linear_tangent(x, weight, d_x=d_x, d_weight=d_weight, d_bias=d_bias, d_addend=d_addend, scaling=scaling)
     return out if d_out is None else make_dual(out, d_out)
 
 

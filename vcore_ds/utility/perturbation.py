@@ -52,7 +52,7 @@ def perturbed(
                 shifted = shifted.to(shard.dtype)
                 num_changed += (shifted != before).sum()
                 shard.copy_(shifted)
-        changed, total = layout.sum_over("shards", [int(num_changed), shards.num_elements])
+        changed, total = layout.sum_over("job", [int(num_changed), shards.num_elements])
         yield Perturbation(changed_fraction=changed / max(total, 1))
     finally:
         with engine.changing_shards():

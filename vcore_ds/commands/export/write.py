@@ -106,7 +106,7 @@ def export_run(
     with writing("--output", output or run / "export", NEW_FOLDER):
         check_folder(output or run / "export")
     with reading("RUN", run, "the folder of a run"):
-        trained = find_trained_weights(run, checkpoint)
+        trained = find_trained_weights(run, checkpoint, recipe)
     kind = "model" if recipe.lora is None else "merged" if merge else "adapter"
     folder = output if output is not None else run / "export" / trained.name / kind
     refuse_existing(folder)
@@ -146,7 +146,7 @@ def check_base_model(recipe: Recipe) -> None:
         ) from None
 
 
-def find_trained_weights(run: Path, name: str | None) -> TrainedWeights:
+def find_trained_weights(run: Path, name: str | None, recipe: Recipe) -> TrainedWeights:
     """The named checkpoint, or the newest that verifies, or the adapter of a finished run without checkpoints.
 
     Raises:
@@ -159,6 +159,10 @@ def find_trained_weights(run: Path, name: str | None) -> TrainedWeights:
     if usable is not None:
         for skipped in problems:
             say(f"skipped checkpoint {skipped}")
+        if recipe.model.provider == "megatron":
+            from vcore_ds.commands.export.parallel import ParallelCheckpointWeights  # it takes seconds to import
+
+            return ParallelCheckpointWeights(usable, recipe)
         return CheckpointWeights(usable)
     if problems:
         raise UserError("\n  ".join([f"{run / 'checkpoints'}: found no checkpoint that verifies:", *problems]))

@@ -53,7 +53,7 @@ class Bench:
         """The parts of all ranks in one, on the CPU; the same order on each call. Of ranks that share the rows of the
         measured sequences, the first counts."""
         is_first = layout.rank("sequence", self.batches[0].sequence_parallel) == 0
-        found = layout.gather_objects("job", torch.cat(list(parts)).cpu() if is_first else None)
+        found = layout.gather_objects("shards", torch.cat(list(parts)).cpu() if is_first else None)
         return torch.cat([of_rank for of_rank in found if of_rank is not None])
 
     def take_direction(self, ids: Sequence[int], loss: ProbeLoss | None = None) -> None:

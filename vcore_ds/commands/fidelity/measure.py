@@ -62,7 +62,7 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     check_model_folder(recipe.model.path)
     check_reference(recipe.model.path)
     weighted = with_utilities(recipe)
-    start_process_group(recipe.engine.timeout_minutes)
+    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
     console = Console(enabled=layout.is_first())
     plan = plan_ranks(weighted)
     ds_config = deepspeed_config(weighted, plan)

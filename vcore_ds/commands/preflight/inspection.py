@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems
+from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems, find_split_groups
 from vcore_ds.config import Recipe
 from vcore_ds.distributed import interconnect
 from vcore_ds.errors import UserError, first_line
@@ -60,11 +60,13 @@ def _preflight(recipe: Recipe, host: str) -> None:
     num_bytes = interconnect.gather(output_bytes(recipe) if speaks else None)[0]
     # One GPU per rank; none where there are none at all, unless SLURM has allocated some.
     needs_gpu = any(node.gpus for node in nodes) or "SLURM_GPUS_ON_NODE" in os.environ
-    num_ranks_per_node = max(Counter(interconnect.gather(host)).values())
+    ranks_of_hosts = Counter(interconnect.gather(host))
+    num_ranks_per_node = max(ranks_of_hosts.values())
     needed = Needed(num_ranks_per_node if needs_gpu else 0, num_bytes, folder)
     if speaks:
         print(describe(nodes, needed), flush=True)
-    _refuse("the nodes are not fit for this run", find_problems(nodes, needed), speaks)
+    problems = [*find_problems(nodes, needed), *find_split_groups(ranks_of_hosts, recipe.parallel.tensor)]
+    _refuse("the nodes are not fit for this run", problems, speaks)
     _time_all_reduce(host, speaks, needs_gpu)
 
 

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,21 @@ def find_problems(nodes: Sequence[Node], needed: Needed) -> list[str]:
                 f"expected {_gib(needed.temporary_bytes)}. Free some, or set TMPDIR to another disk of the node"
             )
     return problems
+
+
+def find_split_groups(ranks_of_hosts: Mapping[str, int], tensor: int) -> list[str]:
+    """One line for each node on which ranks would share layers with those of another node.
+
+    Args:
+        ranks_of_hosts: number of ranks by host.
+        tensor: ranks that share every layer.
+    """
+    return [
+        f"{host}: parallel.tensor: found {tensor} with {num_ranks} ranks on the node, expected a divisor of them: "
+        "ranks that share layers exchange the activations of each. Set parallel.tensor, or the ranks of a node"
+        for host, num_ranks in ranks_of_hosts.items()
+        if num_ranks % tensor
+    ]
 
 
 def describe(nodes: Sequence[Node], needed: Needed) -> str:

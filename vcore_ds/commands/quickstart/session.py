@@ -23,7 +23,7 @@ def prepare(overrides: Sequence[str]) -> list[str]:
     """Prepares model and data on rank 0 while the others wait; returns overrides with their paths and a free output
     folder. A collective."""
     recipe, needs_pool = load_with_pool(overrides)
-    start_process_group(recipe.engine.timeout_minutes)
+    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
     problem: str | None = None
     found: dict[str, Any] = {}
     if layout.is_first():

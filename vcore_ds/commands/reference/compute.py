@@ -35,7 +35,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
         )
     refuse_existing(output)
     check_model(recipe)
-    start_process_group(recipe.engine.timeout_minutes)
+    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
     first_rank_first(lambda: check_output(output) if layout.is_first() else None)
     console = Console(enabled=layout.is_first())
     plan = plan_ranks(recipe)

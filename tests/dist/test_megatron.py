@@ -1,0 +1,201 @@
+"""Parallel layers on 4 ranks against the Hugging Face model in one process, quantity by quantity.
+
+Two ranks share every layer, and two such pairs, or pairs of pairs that share their rows, make the ZeRO-3 shards.
+"""
+
+from dataclasses import dataclass, replace
+
+import pytest
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from tests.helpers import step_runs, tiny
+from tests.helpers.parity import Case, assert_equal, run_case
+from tests.helpers.ranks import run_ranks
+from vcore_ds.distributed import layout
+
+pytestmark = pytest.mark.dist
+
+
+def sections(clipping: float | None = None, **others) -> dict:
+    """Sections of a recipe with SGD: Adam moves a parameter whose gradient is near zero by the sign of its rounding.
+    Steps of this length move parameters by a thousand times the bound on their deviation."""
+    optimizer = {"learning_rate": 0.1, "name": "sgd", "gradient_clipping": clipping}
+    return {"optimizer": optimizer, **others}
+
+
+SEPARATE = {"utility": {"fused": False}}
+FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 5.0}}
+ADAM = {"learning_rate": step_runs.LEARNING_RATE, "eps": 1e-3}
+VARIANCE = {"kl_budget": 0.3, "alpha": "variance", "alpha_cap": None}
+BATCH_WIDE = {"kl_budget": 0.05, "scope": "sequence_and_batch", "batch_kl_budget": 0.1}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+CASES = {
+    "sft, packed": Case(packed=True, sections=sections(method={"name": "sft"})),
+    "dft": Case(sections=sections(method={"name": "dft"})),
+    "jvp": Case(sections=sections()),
+    "jvp, packed, tied, checkpointed": Case(packed=True, tied=True, checkpointing=True, sections=sections()),
+    "jvp, separate passes, tied, checkpointed": Case(tied=True, checkpointing=True, sections=sections(**SEPARATE)),
+    "jvp, padded vocabulary, packed": Case(vocabulary=121, packed=True, sections=sections()),
+    "jvp, padded vocabulary, tied, one reduction": Case(vocabulary=121, tied=True, coalesce=True, sections=sections()),
+    "finite difference": Case(sections=sections(**FINITE_DIFFERENCE)),
+    "finite difference, packed, tied": Case(packed=True, tied=True, sections=sections(**FINITE_DIFFERENCE)),
+    "direction adam, clipped probe, variance": Case(
+        sections={"optimizer": ADAM, "method": VARIANCE, "probe": {"direction": "adam", "clip": 0.1}}
+    ),
+    "clipped": Case(sections=sections(clipping=0.1, probe={"clip": 0.1})),
+    "clipped, offloaded optimizer": Case(sections=sections(clipping=0.1), config=OFFLOAD),
+    "sequences and batch": Case(num_main=7, without_tokens=(2,), sections=sections(method=BATCH_WIDE)),
+    "ranks without sequences": Case(num_main=5, num_probe=1, sections=sections()),
+    "lora": Case(lora=True, sections=sections()),
+    "lora, packed, tied, checkpointed": Case(
+        lora=True, packed=True, tied=True, checkpointing=True, sections=sections()
+    ),
+    "lora, finite difference": Case(lora=True, sections=sections(**FINITE_DIFFERENCE)),
+    "lora, clipped, one reduction": Case(
+        lora=True, coalesce=True, sections=sections(clipping=0.1, probe={"clip": 0.1})
+    ),
+    "lora, ranks that share rows": Case(lora=True, sequence_parallel=(2, 2), sections=sections()),
+    "ranks that share rows": Case(sequence_parallel=(2, 2), sections=sections()),
+    "ranks that share rows, packed, checkpointed": Case(
+        sequence_parallel=(2, 1), packed=True, checkpointing=True, sections=sections(**SEPARATE)
+    ),
+}
+OF_FOUR = Case(tensor=4, num_kv_heads=4, vocabulary=122, packed=True, checkpointing=True, sections=sections())
+SIZES = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=121,
+    use_cache=False,
+)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+ARCHITECTURES: dict[str, tuple[PretrainedConfig, dict[str, bool]]] = {
+    "Qwen3": (Qwen3Config(**SIZES, head_dim=16), {}),
+    "Qwen3, checkpoints in host memory": (
+        Qwen3Config(**SIZES, head_dim=16),
+        {"checkpointing": True, "activation_offload": True},
+    ),
+    "Qwen2, with a window in one layer": (
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+        {},
+    ),
+    "Llama 3, scaled positions": (LlamaConfig(**SIZES, rope_parameters=LLAMA3), {}),
+    "Qwen3, positions scaled by yarn": (Qwen3Config(**SIZES, head_dim=16, rope_parameters=YARN), {}),
+    "Mistral, with a window": (MistralConfig(**SIZES, sliding_window=5), {}),
+}
+
+
+@dataclass
+class Found:
+    """Deviations on one rank, by quantity."""
+
+    architectures: dict[str, dict[str, float]]
+    cases: dict[str, dict[str, float]]
+    rounding: dict[str, float]
+    of_four: dict[str, float]
+    """Where all ranks share every layer."""
+    exchanged: tuple[dict[str, list[int]], int, int]
+    exchanged_adapted: tuple[dict[str, list[int]], int, int]
+    adapters: dict[str, float]
+
+
+def run_all() -> Found:
+    from tests.helpers import megatron  # here alone, as megatron-core takes seconds to import
+
+    layout.arrange(tensor=2)
+    layout.make_sequence_groups([2], timeout_minutes=10)
+    architectures = {
+        name: megatron.compare_with(config, **options) for name, (config, options) in ARCHITECTURES.items()
+    }
+    cases = {name: run_case(replace(case, tensor=2)) for name, case in CASES.items()}
+    rounding = megatron.stochastic_rounding()
+    exchanged = [megatron.exchanged_numels(lora=lora) for lora in (False, True)]
+    adapters = megatron.compare_adapters()
+    layout.arrange(tensor=4)
+    return Found(architectures, cases, rounding, run_case(OF_FOUR), *exchanged, adapters)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Found]:
+    return run_ranks(run_all, 4)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_losses_and_gradients_equal_those_of_hugging_face(found, name):
+    for of_rank in found:
+        deviations = of_rank.architectures[name]
+        print(name, deviations)
+        assert deviations["losses"] < 2e-6
+        assert deviations["gradient"] < 1e-5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_step_equals_reference(found, name):
+    check([of_rank.cases[name] for of_rank in found])
+
+
+def test_four_ranks_to_a_layer(found):
+    check([of_rank.of_four for of_rank in found])
+
+
+def check(of_ranks):
+    assert_equal(of_ranks)
+    for worst in of_ranks:
+        assert worst["norm"] < 1e-5
+        assert worst["drift"] == 0
+
+
+def test_exchanges_are_those_of_the_formula(found):
+    passes, hidden, num_layers = found[0].exchanged
+    of_losses = {name: [n for n in numels if n % hidden] for name, numels in passes.items()}
+    of_hidden = {name: [n // hidden for n in numels if n % hidden == 0] for name, numels in passes.items()}
+    assert of_hidden["forward"] == [1] * (4 * num_layers + 2)
+    assert of_hidden["backward"] == [1] * (6 * num_layers + 2)
+    assert of_hidden["tangents"] == [2] * (4 * num_layers + 2)
+    # Each token's normalizer and its target's logit, and the tangent of its loss, from both ranks.
+    assert [len(of_losses[name]) for name in ("forward", "backward", "tangents")] == [1, 0, 2]
+
+
+def test_exchanges_of_adapters_are_of_their_rank(found):
+    passes, hidden, num_layers = found[0].exchanged_adapted
+    num_tokens, rank = hidden // 32, tiny.lora().rank
+    # What the adapters of q, k and v make of the tokens, and those of gate and up, beside what there is without.
+    added = [3 * rank * num_tokens, 2 * rank * num_tokens] * num_layers
+    for name, factor in (("forward", 1), ("tangents", 2)):
+        expected = [*found[0].exchanged[0][name], *(factor * numel for numel in added)]
+        assert sorted(passes[name]) == sorted(expected)
+    # A frozen weight needs no tokens in the backward, a frozen embedding no gradient.
+    assert sorted(passes["backward"]) == sorted([hidden] * (4 * num_layers + 1) + added)
+
+
+def test_adapters_compute_what_those_of_the_other_provider_compute(found):
+    for of_rank in found:
+        deviations = of_rank.adapters
+        print(deviations)
+        assert max(deviations["losses"], deviations["without adapters"]) < 2e-6
+        assert deviations["gradient"] < 1e-5
+        assert min(deviations["by dropout"], deviations["by adapters"]) > 0.01
+
+
+def test_stochastic_rounding_is_the_same_on_replicas(found):
+    for of_rank in found:
+        rounding = of_rank.rounding
+        print(rounding)
+        assert (rounding["masters"], rounding["perturbed"], rounding["losses"]) == (0, 0, 0)
+        assert rounding["changed"] > 0.1
+    assert sum(of_rank.rounding["changed norms"] for of_rank in found) > 0

@@ -1,0 +1,167 @@
+"""Whole runs with adapters on parallel layers: against the other provider's, resumed, exported for peft."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.dist.test_megatron_runs import COMPARED, PARALLEL, STOP, losses_of, make_recipe, save_models
+from tests.helpers import resumed_runs, tiny
+from tests.helpers.ranks import run_ranks
+from vcore_ds.commands.export.write import export_run
+from vcore_ds.commands.fidelity.choice import FidelityOptions
+from vcore_ds.commands.fidelity.measure import measure_fidelity
+from vcore_ds.commands.fidelity.report import FidelityReport
+from vcore_ds.config import Recipe
+from vcore_ds.engine import Engine
+
+pytestmark = pytest.mark.dist
+
+LORA = {"rank": 4, "alpha": 12.0, "dropout": 0.05}
+RUNS: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied_some_layers": {"lora": {**LORA, "target_modules": ["q_proj", "v_proj", "down_proj"]}},
+    "untied_bf16": {"model": {"precision": "bf16"}},
+    "untied_iw_sft": {"method": {"name": "iw_sft"}},
+}
+TOLERANCE = {"fp32": 2e-6, "bf16": 0.05}
+"""Of a loss; in bf16 the layers that peft adapts round otherwise."""
+
+
+def adapted(folder: Path, name: str, suffix: str, parallel: dict[str, Any]) -> Recipe:
+    sections = {"lora": LORA, **RUNS[name]}
+    model = {**parallel.get("model", {}), **sections.get("model", {})}
+    optimizer = {"learning_rate": 1e-2, "eps": 1e-4}
+    return make_recipe(folder, f"{name}_{suffix}", **{**parallel, **sections, "model": model, "optimizer": optimizer})
+
+
+@dataclass
+class Outcome:
+    losses: dict[str, torch.Tensor]
+    """What the engine computes at the end of each run."""
+    fidelity: FidelityReport
+
+
+def train(folder: Path, suffix: str, parallel: dict[str, Any]) -> Outcome:
+    close, losses = Engine.close, {}
+
+    def look_and_close(engine: Engine) -> None:
+        with engine.without_gradient():
+            losses[name] = engine.token_losses(tiny.rows(3)).float()
+        close(engine)
+
+    Engine.close = look_and_close
+    try:
+        for name in RUNS:
+            resumed_runs.to_the_end(adapted(folder, name, suffix, parallel))
+    finally:
+        Engine.close = close
+    options = FidelityOptions(3, epsilons=(0.1,), probe_sizes=(1,), large_probe_size=2, stale_steps=(1,))
+    return Outcome(losses, measure_fidelity(adapted(folder, "untied_bf16", f"fidelity_{suffix}", parallel), options))
+
+
+def train_parallel(folder: Path) -> Outcome:
+    outcome = train(folder, "parallel", PARALLEL)
+    stopped = adapted(folder, "untied", "stopped", PARALLEL)
+    resumed_runs.until(stopped, STOP)
+    resumed_runs.to_the_end(stopped)
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_models(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> tuple[Outcome, Outcome]:
+    """With Hugging Face's layers on 2 ranks, and with parallel ones on 4."""
+    return run_ranks(train, 2, folder, "alone", {})[0], run_ranks(train_parallel, 4, folder)[3]
+
+
+@pytest.fixture(scope="module")
+def losses(outcomes: tuple[Outcome, Outcome]) -> dict[str, torch.Tensor]:
+    """Of the parallel layers' engines, by run."""
+    return outcomes[1].losses
+
+
+def deviations(folder: Path, found: str, expected: str) -> dict[str, float]:
+    """The largest of each metric over the steps of two runs, relative."""
+    lines = (resumed_runs.timeless_metrics(folder / "runs" / name) for name in (found, expected))
+    largest: dict[str, float] = {}
+    for a, b in zip(*lines, strict=True):
+        for key in COMPARED & {key for key in b if b[key] is not None}:
+            largest[key] = max(largest.get(key, 0.0), abs(a[key] / b[key] - 1))
+    return largest
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if "bf16" not in name])
+def test_runs_are_those_of_the_other_providers_adapters(folder, losses, name):
+    """Both draw the same adapters and the same dropout."""
+    found = deviations(folder, f"{name}_parallel", f"{name}_alone")
+    print(found)
+    assert {"loss", "grad_norm", "supervised_tokens", "validation_loss"} <= found.keys()
+    assert max(found.values()) < 1e-5
+
+
+def test_runs_in_bf16_are_within_the_rounding_that_the_other_provider_has_too(folder, losses):
+    ours, theirs = (deviations(folder, f"untied_bf16_{suffix}", "untied_alone") for suffix in ("parallel", "alone"))
+    print(ours, theirs)
+    assert theirs["grad_norm"] > 0
+    for key, deviation in ours.items():
+        assert deviation <= 2 * theirs[key], key
+
+
+def test_a_resumed_run_equals_one_that_was_not_stopped(folder, losses):
+    assert resumed_runs.differences(folder / "runs" / "untied_stopped", folder / "runs" / "untied_parallel") == []
+
+
+def base_of(folder: Path, name: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder / name.split("_")[0], dtype=precision_of(name)[1])
+
+
+def precision_of(name: str) -> tuple[str, torch.dtype]:
+    return ("bf16", torch.bfloat16) if "bf16" in name else ("fp32", torch.float32)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_peft_loads_the_adapter_and_computes_what_the_engine_computed(folder, losses, name, tmp_path):
+    run = folder / "runs" / f"{name}_parallel"
+    untrained = losses_of(base_of(folder, name)).float()
+    assert float((untrained - losses[name]).abs().max()) > 0.02
+    from_checkpoint = export_run(run, output=tmp_path / "adapter")
+    merged = export_run(run, output=tmp_path / "merged", merge=True, dtype="fp32")
+    computed = {
+        "live": losses_of(PeftModel.from_pretrained(base_of(folder, name), run / "adapter")),
+        "from checkpoint": losses_of(PeftModel.from_pretrained(base_of(folder, name), from_checkpoint)),
+        "merged": losses_of(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)),
+    }
+    for kind, found in computed.items():
+        difference = float((found.float() - losses[name]).abs().max())
+        print(f"{kind}: {difference:.1e}")
+        assert difference < TOLERANCE[precision_of(name)[0]], kind
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_adapter_is_written_as_the_other_providers(folder, losses, name, tmp_path):
+    ours, theirs = (folder / "runs" / f"{name}_{suffix}" / "adapter" for suffix in ("parallel", "alone"))
+    assert sorted(file.name for file in ours.iterdir()) == sorted(file.name for file in theirs.iterdir())
+    for file in theirs.iterdir():
+        if file.name != "adapter_model.safetensors":
+            assert (ours / file.name).read_bytes() == file.read_bytes(), file.name
+    live, expected = (load_file(of / "adapter_model.safetensors") for of in (ours, theirs))
+    assert {key: (t.shape, t.dtype) for key, t in live.items()} == {key: (t.shape, t.dtype) for key, t in expected.items()}
+    later = load_file(export_run(ours.parent, output=tmp_path / "adapter") / "adapter_model.safetensors")
+    assert live.keys() == later.keys() and all(torch.equal(live[key].float(), later[key]) for key in live)
+
+
+def test_fidelity_is_that_of_the_other_providers_adapters(outcomes):
+    alone, parallel = (outcome.fidelity for outcome in outcomes)
+    assert parallel.num_tokens == alone.num_tokens > 0
+    assert parallel.utility_std == pytest.approx(alone.utility_std, rel=2e-2)
+    assert parallel.estimators[0].agreement.spearman > 0.99

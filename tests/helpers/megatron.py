@@ -1,0 +1,200 @@
+"""The tiny models in parallel layers, and what the ranks of a tensor group have of one put together again."""
+
+import copy
+from collections.abc import Mapping
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from tests.helpers import step_runs, tiny
+from tests.helpers.step_cases import CASES
+from vcore_ds.data import StepBatches
+from vcore_ds.distributed import layout
+from vcore_ds.models import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION, TokenDropout, TokenLossModel, token_keys
+from vcore_ds.models.megatron.model import ParallelTokenLossModel
+from vcore_ds.models.megatron.weights import fill, put_together
+from vcore_ds.utility.perturbation import perturbed
+
+
+def parallel_model(
+    plain: PreTrainedModel,
+    *,
+    lora: bool = False,
+    dropout: float = 0.0,
+    checkpointing: bool = False,
+    activation_offload: bool = False,
+) -> ParallelTokenLossModel:
+    """The Hugging Face model's weights in parallel layers, this rank's part, with the adapters of `tiny.with_lora`."""
+    config = type(plain.config)(**plain.config.to_dict())
+    options = dict(gradient_checkpointing=checkpointing, activation_offload=activation_offload)
+    model = ParallelTokenLossModel("tiny", config, dtype=plain.dtype, **options)
+    place = dict(rank=layout.rank("tensor"), size=layout.size("tensor"))
+    weights = plain.state_dict()
+    fill(model, model.trained_pieces(**place), lambda piece: piece.of(weights[piece.name]))
+    if lora:
+        model.add_lora("tiny", tiny.lora(dropout))
+        adapters = tiny.with_lora(copy.deepcopy(plain), dropout=dropout).state_dict()
+        fill(model, model.trained_pieces(**place), lambda piece: piece.of(adapters[piece.name]))
+    model.train()
+    return model
+
+
+def whole(model: ParallelTokenLossModel, plain: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank's tensor group has of each trained parameter, under the names of the Hugging Face model, or of
+    peft's around it."""
+    found = {name: torch.full_like(p.detach(), torch.nan) for name, p in plain.named_parameters() if p.requires_grad}
+    of_ranks = layout.gather_objects("tensor", dict(tensors))
+    for rank, of_rank in enumerate(of_ranks):
+        for name, piece in model.trained_pieces(rank=rank, size=len(of_ranks)).items():
+            put_together(found, of_rank[name].detach(), piece)
+    return found
+
+
+def drift(model: ParallelTokenLossModel, tensors: Mapping[str, Tensor]) -> float:
+    """Largest difference between the ranks of a tensor group in what all of them have."""
+    names = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and not getattr(p, "tensor_model_parallel", False)
+    ]
+    of_ranks = layout.gather_objects("tensor", {name: tensors[name] for name in names})
+    return max(float((own[name] - of_ranks[0][name]).abs().max()) for own in of_ranks for name in names)
+
+
+def compare_with(config: PretrainedConfig, **options: bool) -> dict[str, float]:
+    """Deviations of losses and of their weighted sum's gradient from those of Hugging Face's own model.
+
+    Args:
+        options: those of `parallel_model`.
+    """
+    torch.manual_seed(0)
+    config._attn_implementation = "eager"
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in plain.named_parameters():
+        if name.endswith("bias"):  # made as zeros
+            torch.nn.init.normal_(parameter, std=0.1)
+    batch = tiny.rows(3, vocabulary=config.vocab_size)
+    targets = batch.targets()
+    supervised = targets != -100
+    logits = plain(input_ids=batch.input_ids).logits
+    expected = cross_entropy(logits[supervised], targets[supervised], reduction="none")
+    upstream = torch.linspace(-1, 1, len(expected))
+    (upstream * expected).sum().backward()
+
+    model = parallel_model(plain, **options)
+    losses = model(*tiny.inputs(batch))
+    (upstream * losses).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if not getattr(parameter, "tensor_model_parallel", False):
+            layout.add_over("tensor", gradients[name])
+    of_plain = {name: p.grad for name, p in plain.named_parameters()}
+    found = whole(model, plain, gradients)
+    return {
+        "losses": float((losses - expected).detach().abs().max()),
+        "gradient": max(step_runs.relative_error(found[name], of_plain[name]) for name in of_plain),
+    }
+
+
+def compare_adapters() -> dict[str, float]:
+    """Deviations from adapters of the other provider, under dropout: losses, their weighted sum's gradient, and losses
+    without adapters; and how much dropout and adapters change the losses."""
+    plain, batch = tiny.qwen3(), tiny.rows(3)
+    model = parallel_model(plain, lora=True, dropout=0.3)
+    alone = TokenLossModel(tiny.with_lora(copy.deepcopy(plain), dropout=0.3))
+    alone.base.set_attn_implementation(TRAINING_ATTENTION)
+    keys = token_keys(5, batch.token_sequence_ids(), batch.position_ids())
+    losses, gradients = [], []
+    for adapted in (alone.train(), model):
+        for module in adapted.modules():
+            if isinstance(module, TokenDropout):
+                module.token_keys = keys
+        losses.append(adapted(*tiny.inputs(batch)))
+        (torch.linspace(-1, 1, len(losses[-1])) * losses[-1]).sum().backward()
+        gradients.append({name: p.grad for name, p in adapted.named_parameters() if p.requires_grad})
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not getattr(parameter, "tensor_model_parallel", False):
+            layout.add_over("tensor", gradients[1][name])
+    expected = {name.removeprefix("causal_lm."): gradient for name, gradient in gradients[0].items()}
+    found = whole(model, alone.causal_lm, gradients[1])
+    with torch.no_grad():
+        alone.eval(), model.eval()
+        kept = alone(*tiny.inputs(batch))
+        with alone.without_adapters(), model.without_adapters():
+            bare = [adapted(*tiny.inputs(batch)) for adapted in (alone, model)]
+    return {
+        "losses": float((losses[0] - losses[1]).abs().max()),
+        "gradient": max(step_runs.relative_error(found[name], expected[name]) for name in expected),
+        "without adapters": float((bare[0] - bare[1]).abs().max()),
+        "by dropout": float((losses[0] - kept).abs().max()),
+        "by adapters": float((bare[0] - kept).abs().max()),
+    }
+
+
+def stochastic_rounding() -> dict[str, float]:
+    """In bf16, after two steps with stochastically rounded finite differences: how far replicas are apart, in their
+    masters, in a perturbation and in the losses under it; and how much the perturbation changes."""
+    recipe = step_runs.recipe(**CASES["vcore, finite difference, stochastic rounding, bf16"])
+    model = parallel_model(tiny.qwen3(dtype=torch.bfloat16))
+    engine = step_runs.make_engine(model, recipe)
+    estimator = step_runs.make_estimator(recipe, engine)
+    batches = StepBatches(step_runs.deal(tiny.rows(8), 2), step_runs.deal(tiny.rows(4, seed=9), 2))
+    for seed in range(2):
+        step_runs.train_step(engine, recipe, batches, estimator, seed=seed)
+    before = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}
+    masters = drift(model, step_runs.whole_parameters(engine))
+    with perturbed(engine, estimator.direction, 1.0, stochastic_rounding_seed=3) as perturbation:
+        shifted = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}
+        with engine.without_gradient():
+            losses = engine.token_losses(batches.main[0])
+    of_ranks = layout.gather_objects("tensor", losses)
+    norms = [name for name in before if "norm" in name and before[name].numel() > 0]
+    found = {
+        "masters": masters,
+        "perturbed": drift(model, shifted),
+        "losses": max(float((own - of_ranks[0]).abs().max()) for own in of_ranks),
+        "changed": perturbation.changed_fraction,
+        "changed norms": sum(float((shifted[name] != before[name]).sum()) for name in norms),
+    }
+    engine.close()
+    return found
+
+
+def exchanged_numels(*, lora: bool = False) -> tuple[dict[str, list[int]], int, int]:
+    """Elements of every exchange over the tensor axis in a forward, a forward with tangents and a backward of the tiny
+    Qwen3; those of all tokens' hidden states; and the number of layers."""
+    model, batch = parallel_model(tiny.qwen3(), lora=lora), tiny.rows(3)
+    gather, scatter, seen = layout.all_gather, layout.reduce_scatter, []
+
+    def counted_gather(axis: str, part: Tensor, *others: int) -> Tensor:
+        found = gather(axis, part, *others)
+        seen.append(found.numel())
+        return found
+
+    def counted_scatter(axis: str, parts: Tensor) -> Tensor:
+        seen.append(parts.numel())
+        return scatter(axis, parts)
+
+    found = {}
+    layout.all_gather, layout.reduce_scatter = counted_gather, counted_scatter
+    try:
+        losses = model(*tiny.inputs(batch))
+        found["forward"] = list(seen)
+        seen.clear()
+        losses.sum().backward()
+        found["backward"] = list(seen)
+        seen.clear()
+        model.config._attn_implementation = FORWARD_MODE_ATTENTION
+        with torch.no_grad(), forward_ad.dual_level():
+            for module in model.modules():
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
+                        module.__dict__[name] = forward_ad.make_dual(parameter.detach(), torch.ones_like(parameter))
+            model(*tiny.inputs(batch))
+        found["tangents"] = list(seen)
+    finally:
+        layout.all_gather, layout.reduce_scatter = gather, scatter
+    return found, batch.input_ids.numel() * model.config.hidden_size, len(model.layers)

@@ -1,0 +1,121 @@
+"""megatron-core's configuration of Hugging Face models, and the refusals of models that it cannot be made of."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from vcore_ds.config.schema import LoraConfig
+from vcore_ds.errors import UserError
+from vcore_ds.models.megatron.adapters import adapted_layers
+from vcore_ds.models.megatron.configuration import padded_vocabulary, sliding_window, transformer_config
+
+SIZES = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=121,
+)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "has_head_norms", "has_bias", "head_dim"),
+    [
+        (Qwen3Config(**SIZES, head_dim=16), True, False, 16),
+        (Qwen2Config(**SIZES), False, True, 8),
+        (LlamaConfig(**SIZES, rope_parameters=LLAMA3), False, False, 8),
+        (MistralConfig(**SIZES), False, False, 8),
+    ],
+    ids=["qwen3", "qwen2", "llama", "mistral"],
+)
+def test_dense_architectures(config, has_head_norms, has_bias, head_dim):
+    made = transformer_config("m", config, tensor=2, dtype=torch.bfloat16)
+    assert (made.qk_layernorm, made.add_qkv_bias, made.kv_channels) == (has_head_norms, has_bias, head_dim)
+    assert (made.num_query_groups, made.ffn_hidden_size, made.num_layers) == (2, 64, 2)
+    assert (made.tensor_model_parallel_size, made.sequence_parallel, made.params_dtype) == (2, True, torch.bfloat16)
+    assert made.layernorm_epsilon == config.rms_norm_eps
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor", "message"),
+    [
+        (Qwen3MoeConfig(**SIZES, num_experts=8), 2, r"\(qwen3_moe\), a mixture of 8 experts; expected a dense model"),
+        (
+            Qwen3Config(**SIZES, hidden_act="gelu"),
+            2,
+            "with hidden_act gelu; expected silu",
+        ),
+        (LlamaConfig(**SIZES, attention_bias=True), 2, "with attention_bias True; expected False"),
+        (
+            LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            2,
+            "rotary positions of type dynamic; expected default, linear, llama3, yarn",
+        ),
+        (
+            Qwen3Config(**SIZES),
+            4,
+            "found 4 together with model.path m, which has 2 key/value heads; expected a divisor",
+        ),
+        (Qwen3Config(**{**SIZES, "intermediate_size": 65}), 2, "an intermediate size of 65; expected a divisor"),
+        (
+            Qwen3Config(**{**SIZES, "vocab_size": 9, "num_attention_heads": 8, "num_key_value_heads": 8}),
+            8,
+            "a vocabulary of 9; expected fewer ranks",
+        ),
+    ],
+    ids=["experts", "activation", "bias", "rotary", "heads", "mlp", "vocabulary"],
+)
+def test_other_models_are_refused(config, tensor, message):
+    with pytest.raises(UserError, match=message):
+        transformer_config("m", config, tensor=tensor, dtype=torch.float32)
+
+
+def test_an_unknown_architecture_is_refused():
+    config = LlamaConfig(**SIZES)
+    config.model_type = "olmo2"
+    with pytest.raises(UserError, match=r"\(olmo2\); expected one of llama, mistral, qwen2, qwen3, or huggingface"):
+        transformer_config("m", config, tensor=2, dtype=torch.float32)
+
+
+def test_windows_of_layers():
+    mixed = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1)
+    assert [sliding_window(mixed, layer) for layer in range(2)] == [None, 7]
+    assert sliding_window(MistralConfig(**SIZES, sliding_window=5), 1) == 5
+    assert sliding_window(LlamaConfig(**SIZES), 0) is None
+
+
+def test_the_vocabulary_is_padded_to_equal_parts():
+    assert padded_vocabulary(Qwen3Config(**SIZES), 2) == 122
+    assert padded_vocabulary(Qwen3Config(**{**SIZES, "vocab_size": 128}), 4) == 128
+
+
+def test_adapters_are_those_of_peft():
+    config = Qwen3Config(**SIZES, head_dim=16)
+    every, some = (
+        adapted_layers("m", config, LoraConfig(rank=4, alpha=8, target_modules=targets))
+        for targets in ("all-linear", ["v_proj", "o_proj", "1.mlp.up_proj"])
+    )
+    assert [len(every), every[0], every[-1]] == [
+        14,
+        ("model.layers.0.self_attn.q_proj", 32, 64),
+        ("model.layers.1.mlp.down_proj", 64, 32),
+    ]
+    names = [layer.own_name for layer in some]
+    assert names[:2] == ["layers.0.self_attn.qkv.adapters.v_proj", "layers.0.self_attn.o_proj.adapter"]
+    assert names[2:] == [name.replace("0", "1", 1) for name in names[:2]] + ["layers.1.mlp.gate_up.adapters.up_proj"]
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_adapters_of_embeddings_are_refused(target):
+    lora = LoraConfig(rank=4, alpha=8, target_modules=["q_proj", target])
+    with pytest.raises(UserError, match=f"lora.target_modules: .*{target} gets an adapter, together with"):
+        adapted_layers("m", Qwen3Config(**SIZES), lora)

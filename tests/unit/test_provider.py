@@ -1,0 +1,88 @@
+"""Recipes with megatron-core's layers: what goes together, how a plan divides ranks and model, what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tests.helpers.recipes import smallest_recipe
+from vcore_ds.config import Recipe, RecipeError, deepspeed_config, dump_recipe, plan_batch, plan_memory
+from vcore_ds.errors import UserError
+from vcore_ds.files.run_folder import can_resume
+from vcore_ds.planning import QWEN3_32B, ParameterCounts
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MEGATRON: dict[str, Any] = {"model": {"path": "m", "provider": "megatron"}}
+
+
+def recipe(tensor: int = 1, **sections: Any) -> Recipe:
+    config = {"deepspeed_config": str(REPOSITORY / "ds_configs" / "zero3_bf16.json")}
+    base = smallest_recipe() | MEGATRON | {"parallel": {"tensor": tensor}, "engine": config}
+    return Recipe.model_validate(base | sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"path": "m"}}, "parallel.tensor: found 2 together with model.provider huggingface; expected 1"),
+        (
+            {"model": {**MEGATRON["model"], "attention": "sdpa"}},
+            "model.attention: found sdpa together with model.provider megatron; expected auto",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        recipe(2, **sections)
+
+
+@pytest.mark.parametrize("tensor", [0, 3, 16])
+def test_other_numbers_of_ranks_are_refused(tensor: int) -> None:
+    with pytest.raises(ValidationError, match="parallel.tensor"):
+        recipe(tensor)
+
+
+def test_ranks_of_a_layer_count_as_one() -> None:
+    plan = plan_batch(recipe(4), 32, QWEN3_32B, ranks_per_node=8)
+    assert (plan.num_ranks, plan.time_model.ranks_per_node) == (8, 2)
+    part = plan.time_model.shape
+    assert (part.num_heads, part.num_kv_heads, part.hidden_size) == (16, 2, QWEN3_32B.hidden_size)
+    assert part.layer_parameters == QWEN3_32B.layer_parameters // 4
+    # Ranks that share a row divide the heads that a rank has of a layer.
+    assert plan.main_degrees == (1, 2, 4, 8)
+    assert plan_batch(recipe(8), 128, QWEN3_32B).main_degrees == (1, 2, 4, 8)
+
+
+def test_a_number_that_does_not_divide_the_ranks_is_refused() -> None:
+    with pytest.raises(RecipeError, match="parallel.tensor: found 4 on 6 ranks; expected a divisor"):
+        plan_batch(recipe(4), 6, QWEN3_32B)
+
+
+def test_hierarchical_partitioning_is_refused() -> None:
+    shipped = str(REPOSITORY / "ds_configs" / "zero3_bf16_hierarchical.json")
+    hierarchical = recipe(2, engine={"deepspeed_config": shipped})
+    with pytest.raises(RecipeError, match="zero_hpz_partition_size: found 8 together with parallel.tensor 2"):
+        deepspeed_config(hierarchical, plan_batch(hierarchical, 32, QWEN3_32B))
+
+
+def test_memory_is_that_of_a_part_of_every_layer() -> None:
+    def peak(tensor: int, counts: ParameterCounts | None) -> int:
+        chosen = recipe(tensor)
+        plan = plan_batch(chosen, 64, QWEN3_32B)
+        memory = plan_memory(chosen, plan, deepspeed_config(chosen, plan), {}, counts)
+        assert memory is not None
+        return memory.estimate.persistent_bytes
+
+    # As many ranks hold the model, in whichever shards.
+    published = ParameterCounts(32_762_123_264, 32_762_123_264)
+    assert peak(8, published) == pytest.approx(peak(1, published), rel=1e-3)
+    assert peak(8, None) == pytest.approx(peak(1, None), rel=1e-2)
+
+
+def test_resuming_with_layers_divided_otherwise_names_the_way(tmp_path: Path) -> None:
+    there, here = (recipe(tensor, run={"output_dir": str(tmp_path / "run")}) for tensor in (2, 4))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(there))
+    with pytest.raises(UserError, match=r"(?s)parallel.tensor: 2 there, 4 here.*export it \(vcore-ds export\)"):
+        can_resume(here)

@@ -1,0 +1,127 @@
+"""The token loss of ranks that have a part of the vocabulary each, against that of the whole, in fp64.
+
+Ranks are threads here: each computes with rows of its own, and waits for the others where they exchange.
+"""
+
+import importlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch.nn.functional import pad
+
+from vcore_ds.method import VocabularyPart, token_loss
+
+module = importlib.import_module("vcore_ds.method.token_loss")
+
+NUM_TOKENS, HIDDEN, VOCABULARY = 23, 7, 11
+
+
+class Ranks:
+    """`num_ranks` threads that exchange tensors."""
+
+    def __init__(self, num_ranks: int):
+        self.num_ranks = num_ranks
+        self._slots: list[Tensor] = [torch.empty(0)] * num_ranks
+        self._barrier = threading.Barrier(num_ranks, timeout=60)
+
+    def run(self, work: Callable[[int, VocabularyPart], object]) -> list:
+        rows = -(-VOCABULARY // self.num_ranks)
+
+        def of_rank(rank: int) -> object:
+            first = rank * rows
+            part = VocabularyPart(first, min(rows, VOCABULARY - first), lambda own: self._gather(rank, own))
+            return work(rank, part)
+
+        with ThreadPoolExecutor(self.num_ranks) as pool:
+            return list(pool.map(of_rank, range(self.num_ranks)))
+
+    def _gather(self, rank: int, own: Tensor) -> Tensor:
+        self._slots[rank] = own
+        self._barrier.wait()
+        found = torch.stack(self._slots)
+        self._barrier.wait()
+        return found
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weight, targets, and an upstream gradient of both signs."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, upstream = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((NUM_TOKENS, HIDDEN), (VOCABULARY, HIDDEN), (NUM_TOKENS,))
+    )
+    return hidden, 3 * weight, torch.randint(0, VOCABULARY, (NUM_TOKENS,), generator=generator), upstream
+
+
+def rows_of(weight: Tensor, rank: int, num_ranks: int) -> Tensor:
+    """A rank's rows, padded with rows that would win every softmax if they counted."""
+    rows = -(-VOCABULARY // num_ranks)
+    return pad(weight, (0, 0, 0, rows * num_ranks - VOCABULARY), value=100.0)[rank * rows : (rank + 1) * rows].clone()
+
+
+@pytest.fixture(params=[23, 4], ids=lambda size: f"{size} tokens a block", autouse=True)
+def _block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of 4 rows; a rank of fewer rows has larger blocks, as all ranks have equally many.
+    monkeypatch.setattr(module, "BLOCK_LOGITS_BYTES", 4 * 4 * request.param + 3)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_losses_and_gradients(num_ranks: int) -> None:
+    hidden, weight, targets, upstream = inputs()
+    expected_hidden, expected_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    expected = token_loss(expected_hidden, expected_weight, targets)
+    expected.backward(upstream)
+
+    def work(rank: int, part: VocabularyPart) -> tuple[Tensor, Tensor, Tensor]:
+        own_hidden = hidden.clone().requires_grad_()
+        own_weight = rows_of(weight, rank, num_ranks).requires_grad_()
+        losses = token_loss(own_hidden, own_weight, targets, part=part)
+        losses.backward(upstream)
+        return losses.detach(), own_hidden.grad, own_weight.grad
+
+    found = Ranks(num_ranks).run(work)
+    for losses, _, _ in found:
+        assert torch.equal(losses, found[0][0])
+    torch.testing.assert_close(found[0][0], expected.detach())
+    torch.testing.assert_close(sum(by_hidden for _, by_hidden, _ in found), expected_hidden.grad)
+    by_weight = torch.cat([by_weight for _, _, by_weight in found])
+    torch.testing.assert_close(by_weight[:VOCABULARY], expected_weight.grad)
+    assert not by_weight[VOCABULARY:].any()
+
+
+@pytest.mark.parametrize("moving", ["hidden", "weight", "both"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_tangents(num_ranks: int, moving: str) -> None:
+    hidden, weight, targets, _ = inputs()
+    d_hidden, d_weight = torch.randn_like(hidden), torch.randn_like(weight)
+
+    def dual(values: tuple[Tensor, Tensor], tangents: tuple[Tensor, Tensor]) -> list[Tensor]:
+        is_moving = (moving != "weight", moving != "hidden")
+        return [
+            forward_ad.make_dual(x, d_x) if moves else x
+            for x, d_x, moves in zip(values, tangents, is_moving, strict=True)
+        ]
+
+    def work(rank: int, part: VocabularyPart) -> tuple[Tensor, Tensor]:
+        tangents = d_hidden, rows_of(d_weight, rank, num_ranks)
+        values = hidden.clone(), rows_of(weight, rank, num_ranks)
+        return tuple(forward_ad.unpack_dual(token_loss(*dual(values, tangents), targets, part=part)))
+
+    with forward_ad.dual_level():
+        expected = forward_ad.unpack_dual(token_loss(*dual((hidden, weight), (d_hidden, d_weight)), targets))
+        found = Ranks(num_ranks).run(work)
+        for losses, utilities in found:
+            assert torch.equal(utilities, found[0][1])
+            torch.testing.assert_close(losses, expected.primal)
+            torch.testing.assert_close(utilities, expected.tangent)
+
+
+def test_no_tokens() -> None:
+    hidden, weight, targets, _ = inputs()
+    found = Ranks(2).run(lambda rank, part: token_loss(hidden[:0], rows_of(weight, rank, 2), targets[:0], part=part))
+    assert [losses.shape for losses in found] == [(0,), (0,)]

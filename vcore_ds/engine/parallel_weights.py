@@ -1,0 +1,120 @@
+"""Weights of a Hugging Face model into the shards of parallel layers, and back.
+
+In: of its part of every layer, each rank reads its ZeRO-3 shard from the files. Rows of a weight that belong together
+in a rank's part are one range of bytes; of a weight that is divided by columns (the output projections of attention and
+MLP) each row is one. Each byte is read once over all ranks, except norms, which every rank of a tensor group has.
+
+Out: a layer is gathered over the ranks that hold its shards, then over those that share it.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import local_torch_dtype
+
+from vcore_ds.distributed import layout
+from vcore_ds.engine.deepspeed_start import TensorAxis, start_deepspeed
+from vcore_ds.engine.loading import find_on_all_ranks, read_shards, shard_of, without_broadcast
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.errors import UserError
+from vcore_ds.files.safetensors_ranges import Wanted
+from vcore_ds.models.megatron.model import ParallelTokenLossModel
+from vcore_ds.models.megatron.weights import pieces, put_together, runs
+from vcore_ds.models.stored_weights import StoredWeights
+
+
+def load_parallel(
+    path: str,
+    deepspeed_config: dict[str, Any],
+    *,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool,
+    activation_offload: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> ParallelTokenLossModel:
+    """The pretrained model in parallel layers, ready to train, of which this rank holds its shards only. A collective.
+
+    Args:
+        path: folder or hub id.
+        dtype: of the parameters, the one that the configuration names.
+        gradient_checkpointing, activation_offload: as in `ParallelTokenLossModel`.
+        say: takes lines about the progress; called on the first rank alone.
+
+    Raises:
+        UserError: on all ranks alike, where there is no model that can be used, or weights cannot be read as they are
+            stored.
+    """
+    start_deepspeed()
+    config, weights = find_on_all_ranks(path)
+    if weights.obstacle is not None:
+        raise UserError(
+            f"model.provider: found megatron together with model.path {path}, whose weights transformers has to "
+            f"convert ({weights.obstacle}); expected plain safetensors files, of which each rank reads its parts"
+        )
+    init = deepspeed.zero.Init(
+        data_parallel_group=layout.group("shards"),
+        config_dict_or_path=deepspeed_config,
+        mpu=TensorAxis.if_shared(),
+    )
+    with local_torch_dtype(dtype), init, without_broadcast(init):
+        model = ParallelTokenLossModel(
+            path,
+            config,
+            dtype=dtype,
+            gradient_checkpointing=gradient_checkpointing,
+            activation_offload=activation_offload,
+        )
+    model.compute_buffers()
+    read_shards(path, _wanted(model, weights), say)
+    return model
+
+
+def _wanted(model: ParallelTokenLossModel, weights: StoredWeights) -> list[Wanted]:
+    """What this rank reads; rows of no token become zero."""
+    shapes = {name: stored.shape for name, stored in weights.tensors.items()}
+    wanted = []
+    own = pieces(model.config, rank=layout.rank("tensor"), size=layout.size("tensor"))
+    for name, piece in own.items():
+        start, shard = shard_of(model.get_parameter(name))
+        shard.zero_()
+        wanted += [
+            Wanted(weights.tensors[run.name], run.start, shard[run.offset : run.offset + run.numel])
+            for run in runs(piece, shapes, start, start + len(shard))
+        ]
+    return wanted
+
+
+def gathered_parallel(
+    engine: Engine, owner: Mapping[str, int], *, weights: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Name and whole tensor of each of `weights`, on the CPU of the rank that owns it, None on the others.
+
+    Each item may be a collective: all ranks take all.
+
+    Args:
+        owner: the rank of the job by the weight's name.
+        weights: shape and dtype of every trained weight of the Hugging Face model, or of its adapters, in its order.
+    """
+    size, order = layout.size("tensor"), {name: i for i, name in enumerate(weights)}
+    of_ranks = [engine.module.trained_pieces(rank=rank, size=size) for rank in range(size)]
+    layer_of = {id(p): number for number, layer in enumerate(engine.module.layers) for p in layer.parameters()}
+    named = [(name, p) for name, p in engine.module.named_parameters() if name in of_ranks[0]]
+    for _, group in itertools.groupby(named, key=lambda item: layer_of.get(id(item[1]), item[0])):
+        parameters: list[tuple[str, nn.Parameter]] = list(group)
+        names = {of_ranks[0][name].name for name, _ in parameters}
+        mine = {
+            name: torch.empty(weights[name].shape, dtype=weights[name].dtype)
+            for name in names
+            if owner[name] == layout.rank("job")
+        }
+        with deepspeed.zero.GatheredParameters([parameter for _, parameter in parameters]):
+            for name, parameter in parameters:
+                of_all = layout.all_gather("tensor", parameter.detach())
+                for pieces_of_rank, of_rank in zip(of_ranks, of_all, strict=True):
+                    put_together(mine, of_rank, pieces_of_rank[name])
+        for name in sorted(names, key=order.__getitem__):
+            yield name, mine.pop(name, None)

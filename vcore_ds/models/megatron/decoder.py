@@ -1,0 +1,125 @@
+"""A decoder layer of parallel layers: attention over this rank's heads, MLP over this rank's columns.
+
+The products are megatron-core's layers, attention is that of all passes (`vcore_ds.models.attention`), norms and rotary
+positions are those of Hugging Face's models, to the last bit.
+
+The loop over layers is ours (`model.TokenLossModel`): megatron-core's calls a layer with keywords only, and under
+ZeRO-3 the backward of such a layer fails.
+
+Shapes: n ranks along the tensor axis, t tokens, b rows, H hidden size, D head dimension, A query heads and K key/value
+heads of this rank.
+"""
+
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, local_torch_dtype
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from vcore_ds.distributed import layout
+from vcore_ds.models.attention import RowLayout
+from vcore_ds.models.megatron.configuration import TransformerConfig, sliding_window
+from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of the rotary positions, `[b, t, D]` each."""
+
+
+class ParallelAttention(nn.Module):
+    """Self-attention over this rank's heads."""
+
+    def __init__(self, config: TransformerConfig, hf_config: PretrainedConfig, layer: int):
+        super().__init__()
+        self.layer_idx, self.head_dim = layer, config.kv_channels
+        self._config, self._sliding_window = hf_config, sliding_window(hf_config, layer)
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_query_groups
+        outputs = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
+        self.qkv = ColumnLinears(
+            config,
+            config.hidden_size,
+            {name: number * self.head_dim for name, number in outputs.items()},
+            bias=config.add_qkv_bias,
+        )
+        self.o_proj = row_linear(config, num_heads * self.head_dim, config.hidden_size)
+        self.q_norm, self.k_norm = (
+            norm(config, self.head_dim) if config.qk_layernorm else nn.Identity() for _ in range(2)
+        )
+
+    def forward(self, hidden: Tensor, angles: Angles, row_layout: RowLayout) -> Tensor:
+        """`[t / n, b, H]` to the same; all arguments are those of `DecoderLayer`."""
+        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in self.qkv(hidden))  # [t, b, A or K, D]
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (self.q_norm(query), self.k_norm(key), value))
+        query, key = apply_rotary_pos_emb(query, key, *angles)
+        attend = ALL_ATTENTION_FUNCTIONS[self._config._attn_implementation]
+        output, _ = attend(
+            self, query, key, value, None, sliding_window=self._sliding_window, row_layout=row_layout
+        )  # [b, t, A, D]
+        # Contiguous, since PyTorch chooses the kernel of a product with strides by whether a gradient is needed, and a
+        # checkpointed forward with tangents needs none: the last bit of a loss would depend on it.
+        return self.o_proj(output.transpose(0, 1).flatten(2).contiguous())
+
+
+class ParallelMLP(nn.Module):
+    """Gated MLP over this rank's columns."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        outputs = dict.fromkeys(("gate_proj", "up_proj"), config.ffn_hidden_size)
+        self.gate_up = ColumnLinears(config, config.hidden_size, outputs)
+        self.down_proj = row_linear(config, config.ffn_hidden_size, config.hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, up = self.gate_up(hidden)
+        gate = silu(gate)  # in place of the gate, which is needed no more
+        return self.down_proj(gate * up)
+
+
+class DecoderLayer(GradientCheckpointingLayer):
+    """Norm, attention, norm, MLP, with residual sums. Its activations can be checkpointed as those of Hugging Face's
+    layers."""
+
+    def __init__(self, config: TransformerConfig, hf_config: PretrainedConfig, layer: int):
+        super().__init__()
+        self.self_attn = ParallelAttention(config, hf_config, layer)
+        self.mlp = ParallelMLP(config)
+        self.input_layernorm = norm(config, config.hidden_size)
+        self.post_attention_layernorm = norm(config, config.hidden_size)
+
+    def checkpoint_activations(self) -> None:
+        """Keeps the layer's input alone for the backward, which computes the rest again."""
+        self.gradient_checkpointing = True
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+    def forward(self, hidden: Tensor, angles: Angles, row_layout: RowLayout) -> Tensor:
+        """Hidden states of this rank's tokens after the layer.
+
+        Args:
+            hidden: `[t / n, b, H]`; by position, so that ZeRO-3's hooks see it.
+            angles: of all t tokens.
+            row_layout: which sequences the rows hold, and how many ranks share them.
+        """
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, row_layout)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def row_linear(config: TransformerConfig, num_inputs: int, num_outputs: int) -> RowLinear:
+    return RowLinear(
+        num_inputs,
+        num_outputs,
+        config=config,
+        init_method=nn.init.zeros_,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=False,
+        tp_group=layout.group("tensor"),
+    )
+
+
+def norm(config: TransformerConfig, size: int) -> LlamaRMSNorm:
+    """A norm whose weight all ranks of a tensor group have; each has the gradient of its tokens or heads."""
+    with local_torch_dtype(config.params_dtype):
+        return LlamaRMSNorm(size, eps=config.layernorm_epsilon)
