@@ -33,10 +33,11 @@ from tests.helpers import step_runs
 from tests.helpers.ranks import run_ranks
 from vcore_ds.config import Recipe, deepspeed_config
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
-from vcore_ds.data import Batch, ProbeStream, TokenizedSequence, collate, pack
+from vcore_ds.data import Batch, RandomDraws, TokenizedSequence, collate, pack
 from vcore_ds.distributed import layout
 from vcore_ds.feed import Feed
 from vcore_ds.planning import ModelShape, TimeModel, pack_batch, split_batch
+from vcore_ds.random_streams import Stream
 from vcore_ds.setup import build_engine, build_estimator, plan_ranks
 
 FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 1e-2}}
@@ -95,8 +96,10 @@ class OurLoop:
         plan = plan_ranks(self.recipe)
         self.engine = build_engine(self.recipe, deepspeed_config(self.recipe, plan))
         self.estimator = build_estimator(self.recipe, self.engine, batches_per_pass=plan.batches_per_utility_pass)
-        probes = None if self.estimator.direction is None else ProbeStream(len(traces), peer_fixture.PROBE_SIZE, 0)
-        self.feed = Feed(traces, plan, FixtureOrder(), probes, traces, 0, probe_every=1)
+        probes = None
+        if self.estimator.direction is not None:
+            probes = RandomDraws(len(traces), peer_fixture.PROBE_SIZE, 0, Stream.PROBE)
+        self.feed = Feed(traces, plan, FixtureOrder(), probes, traces, None, traces, pad_token_id=0, probe_every=1)
 
     def step(self, k: int) -> None:
         step_runs.train_step(self.engine, self.recipe, self.feed.step(k), self.estimator)
