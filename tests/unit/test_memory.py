@@ -109,9 +109,11 @@ def test_ranks_that_share_layers_have_whole_hidden_states_where_they_exchange_th
     main = memory_of(part, replace(settings, is_checkpointed=False)).phases["main"]
     # A block of logits, its 16 bits, three times the hidden states, the gradient by an eighth of the head in 16 and 32.
     assert main["loss"] == 2**28 + 2**27 + 3 * 2 * hidden + 6 * 18_992 * 5_120
-    forward = memory_of(part, replace(settings, utility_tokens=16_384, estimator="finite_difference"))
-    layer = forward.phases["utility"]["a layer's forward"]
-    assert layer == 2 * (4 * hidden // 8 + hidden + 4 * 16_384 * width)
+    difference = replace(settings, utility_tokens=16_384, estimator="finite_difference")
+    # Without a gradient those of all tokens, and of the supervised ones.
+    assert memory_of(part, difference).phases["utility"]["loss"] == 2**28 + 2**27 + 2 * 2 * hidden
+    four = memory_of(part, replace(difference, utility_tokens=4 * 16_384)).phases["utility"]
+    assert four["a layer's forward"] == 4 * 2 * (4 * hidden // 8 + hidden + 4 * 16_384 * width)
 
 
 def test_what_takes_less() -> None:

@@ -283,7 +283,7 @@ class _Model:
         if has_tangent:
             # Logits, their tangent through the hidden states and, with a trained head, that through its weight.
             return (3 if self.is_full else 2) * block + in_16_bits + 4 * hidden
-        if not has_gradient:
-            return block + in_16_bits + hidden
+        if not has_gradient:  # where they are gathered, beside those of the supervised tokens
+            return block + in_16_bits + hidden + self._exchanged(num_tokens)
         of_weight = (_FP32 + b) * self.embedding if self.is_full else 0
         return block + in_16_bits + 3 * hidden + of_weight
