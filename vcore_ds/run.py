@@ -190,7 +190,8 @@ def say_utilization(training: Training, num_done: int) -> None:
     console, feed = training.console, training.feed
     passes = feed.utilization(num_done, training.num_steps)
     for part, found in passes.items():
-        console.say(f"Ranks in the {part} batch of the next steps: {found.describe()}")
+        member = training.feed.plan.member
+        console.say(f"{member.capitalize()}s in the {part} batch of the next steps: {found.describe(member)}")
         if found.is_low:
             console.warn(feed.plan.warning(part))
     if "probe" in passes:

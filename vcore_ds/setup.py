@@ -2,9 +2,11 @@
 
 import math
 import os
+from collections.abc import Mapping
 from functools import partial
 
 import torch
+from transformers import PretrainedConfig
 
 from vcore_ds.config import COALESCING_SHARE, BatchPlan, Recipe, num_trusted, plan_batch
 from vcore_ds.distributed import layout
@@ -55,12 +57,6 @@ def plan_ranks(recipe: Recipe) -> BatchPlan:
     here = shape, int(os.environ.get("LOCAL_WORLD_SIZE", layout.size("job")))
     # Of the first rank: where nodes differ, all ranks still have to come to the same spread.
     shape, ranks_per_node = layout.gather_objects("job", here)[0]
-    if ranks_per_node % recipe.parallel.tensor:
-        raise UserError(
-            f"parallel.tensor: found {recipe.parallel.tensor} with {ranks_per_node} ranks on a node; expected a "
-            "divisor: ranks that share layers exchange the activations of each of them, which only a node's own "
-            "connections are fast enough for"
-        )
     plan = plan_batch(
         recipe,
         layout.size("job"),
@@ -73,17 +69,40 @@ def plan_ranks(recipe: Recipe) -> BatchPlan:
 
 
 def count_parameters(recipe: Recipe) -> ParameterCounts:
-    """The model's parameters, from one without weights; zeros where the model cannot be read, which is said
-    elsewhere."""
+    """The model's parameters, or a rank's part where ranks share every layer, from a model without weights; zeros
+    where it cannot be read, which is said elsewhere."""
     try:
-        model = empty_model(recipe.model.path, read_config(recipe.model.path))
+        config = read_config(recipe.model.path)
+        model = empty_model(recipe.model.path, config)
+        weights = dict(model.named_parameters())
         if recipe.lora is not None:
             with torch.device("meta"):
                 model = add_lora(model, recipe.lora)
+            weights |= {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if recipe.parallel.tensor > 1:
+            return _count_part(recipe, config, weights)
     except (UserError, OSError, ValueError):
         return ParameterCounts(0, 0)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained))
+
+
+def _count_part(recipe: Recipe, config: PretrainedConfig, weights: Mapping[str, torch.Tensor]) -> ParameterCounts:
+    """What the first rank of a tensor group has, which is as much as any.
+
+    Args:
+        weights: of the model by name, and of its adapters by their names in peft.
+    """
+    from vcore_ds.models.megatron.adapters import adapted_layers, adapter_pieces
+    from vcore_ds.models.megatron.weights import pieces
+
+    place = dict(rank=0, size=recipe.parallel.tensor)
+    num_base = num_trained = sum(piece.of(weights[piece.name]).numel() for piece in pieces(config, **place).values())
+    if recipe.lora is not None:
+        layers = adapted_layers(recipe.model.path, config, recipe.lora)
+        added = adapter_pieces(layers, config, recipe.lora, **place).values()
+        num_trained = sum(piece.of(weights[piece.name]).numel() for piece in added)
+    return ParameterCounts(num_base + (num_trained if recipe.lora is not None else 0), num_trained)
 
 
 def build_engine(recipe: Recipe, ds_config: dict) -> Engine:

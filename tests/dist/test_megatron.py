@@ -12,6 +12,16 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.parity import Case, assert_equal, run_case
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
+from vcore_ds.planning import (
+    GPUS,
+    AdapterShape,
+    Cluster,
+    MemorySettings,
+    ModelShape,
+    StepModel,
+    StepPasses,
+    parameter_counts,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -100,6 +110,13 @@ ARCHITECTURES: dict[str, tuple[PretrainedConfig, dict[str, bool]]] = {
 }
 
 
+EXCHANGED: dict[str, dict[str, bool]] = {
+    "exchanged": {},
+    "exchanged_adapted": {"lora": True},
+    "exchanged_checkpointed": {"checkpointing": True},
+}
+
+
 @dataclass
 class Found:
     """Deviations on one rank, by quantity."""
@@ -111,6 +128,7 @@ class Found:
     """Where all ranks share every layer."""
     exchanged: tuple[dict[str, list[int]], int, int]
     exchanged_adapted: tuple[dict[str, list[int]], int, int]
+    exchanged_checkpointed: tuple[dict[str, list[int]], int, int]
     adapters: dict[str, float]
 
 
@@ -124,7 +142,7 @@ def run_all() -> Found:
     }
     cases = {name: run_case(replace(case, tensor=2)) for name, case in CASES.items()}
     rounding = megatron.stochastic_rounding()
-    exchanged = [megatron.exchanged_numels(lora=lora) for lora in (False, True)]
+    exchanged = [megatron.exchanged_numels(**options) for options in EXCHANGED.values()]
     adapters = megatron.compare_adapters()
     layout.arrange(tensor=4)
     return Found(architectures, cases, rounding, run_case(OF_FOUR), *exchanged, adapters)
@@ -181,6 +199,32 @@ def test_exchanges_of_adapters_are_of_their_rank(found):
         assert sorted(passes[name]) == sorted(expected)
     # A frozen weight needs no tokens in the backward, a frozen embedding no gradient.
     assert sorted(passes["backward"]) == sorted([hidden] * (4 * num_layers + 1) + added)
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_exchanges_are_those_that_a_plan_counts(found, name: str):
+    """Forward and backward, and a forward with tangents."""
+    passes, hidden, _ = getattr(found[0], name)
+    options, num_tokens = EXCHANGED[name], hidden // 32
+    # Without each supervised token's normalizer and its target's logit, and the tangent of its loss.
+    numels = {name: [n for n in of_pass if n % num_tokens == 0] for name, of_pass in passes.items()}
+    expected = {"main": numels["forward"] + numels["backward"], "utility": numels["tangents"]}
+    settings = MemorySettings(
+        num_ranks=2,
+        main_tokens=num_tokens,
+        tensor=2,
+        number_bytes=4,
+        estimator="jvp",
+        adapters=AdapterShape(tiny.lora().rank) if "lora" in options else None,
+        is_checkpointed="checkpointing" in options,
+    )
+    shape = ModelShape(2, 4, 2, 8, 10_000, hidden_size=32, intermediate_size=64, vocabulary_size=128)
+    model = StepModel(shape, parameter_counts(shape.of_part(2)), settings, Cluster(GPUS["H100"], 4))
+    for phase, of_phase in expected.items():
+        work = getattr(StepPasses.of(settings), phase)
+        traffic, num_exchanges = model.between_layers(work, num_tokens)
+        assert num_exchanges == len(of_phase)
+        assert traffic.inside == 4 * sum(of_phase) / 2  # half of it is the rank's own
 
 
 def test_adapters_compute_what_those_of_the_other_provider_compute(found):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.helpers import step_runs, tiny
-from vcore_ds.track.allocations import Allocations
 from tests.helpers.ranks import run_ranks
+from vcore_ds.config import Recipe
 from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine, build_optimizer
@@ -22,6 +22,7 @@ from vcore_ds.planning import AdapterShape, MemoryEstimate, MemorySettings, memo
 from vcore_ds.planning.memory import LOSS_BLOCK_BYTES
 from vcore_ds.setup import build_engine
 from vcore_ds.step import take_direction
+from vcore_ds.track.allocations import Allocations
 from vcore_ds.utility import NoUtilities, jvp_utilities
 
 pytestmark = pytest.mark.dist
@@ -83,12 +84,15 @@ def kept_bytes(engine, direction) -> dict[str, int]:
     }
 
 
-def measure(folder: str, precision: str, lora: bool, is_checkpointed: bool) -> dict[str, Any]:
+def recipe_of(folder: str, precision: str, lora: bool, is_checkpointed: bool, tensor: int = 1) -> Recipe:
+    provider = "huggingface" if tensor == 1 else "megatron"
+    model = {"path": folder, "precision": precision, "gradient_checkpointing": is_checkpointed, "provider": provider}
+    return step_runs.recipe(model=model, lora={"rank": 4, "alpha": 8} if lora else None, parallel={"tensor": tensor})
+
+
+def measure(recipe: Recipe) -> dict[str, Any]:
     """Bytes kept, by kind, for vcore and for sft, and the peaks of its passes beyond that."""
-    recipe = step_runs.recipe(
-        model={"path": folder, "precision": precision, "gradient_checkpointing": is_checkpointed},
-        lora={"rank": 4, "alpha": 8} if lora else None,
-    )
+    precision = recipe.model.precision
     engine = build_engine(recipe, tiny.deepspeed_config(bf16=precision == "bf16"))
     estimator, batch = step_runs.make_estimator(recipe, engine), row()
     found: dict[str, Any] = {"sft": kept_bytes(engine, None), "vcore": kept_bytes(engine, estimator.direction)}
@@ -158,7 +162,7 @@ def measure_graphs() -> dict[tuple[bool, bool], int]:
 
 def measure_all(folder: str) -> tuple[list[dict[str, Any]], dict[tuple[bool, bool], int]]:
     assert layout.size("shards") == 2
-    return [measure(folder, *case) for case in CASES], measure_graphs()
+    return [measure(recipe_of(folder, *case)) for case in CASES], measure_graphs()
 
 
 @pytest.fixture(scope="module")

@@ -163,10 +163,10 @@ def stochastic_rounding() -> dict[str, float]:
     return found
 
 
-def exchanged_numels(*, lora: bool = False) -> tuple[dict[str, list[int]], int, int]:
+def exchanged_numels(*, lora: bool = False, checkpointing: bool = False) -> tuple[dict[str, list[int]], int, int]:
     """Elements of every exchange over the tensor axis in a forward, a forward with tangents and a backward of the tiny
     Qwen3; those of all tokens' hidden states; and the number of layers."""
-    model, batch = parallel_model(tiny.qwen3(), lora=lora), tiny.rows(3)
+    model, batch = parallel_model(tiny.qwen3(), lora=lora, checkpointing=checkpointing), tiny.rows(3)
     gather, scatter, seen = layout.all_gather, layout.reduce_scatter, []
 
     def counted_gather(axis: str, part: Tensor, *others: int) -> Tensor:

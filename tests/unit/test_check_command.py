@@ -85,6 +85,24 @@ def test_how_well_the_ranks_are_used(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "batch.sequence_parallel: found 3 on 64 ranks; expected auto, or a divisor of" in capsys.readouterr().err
 
 
+def test_groups_that_share_every_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shared = RECIPE.with_name("qwen3_32b_math_full_tensor8.yaml")
+    words = ["check", str(shared), f"run.output_dir={tmp_path}/new"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.split("\n\n")[-1].splitlines()
+    assert lines[0].startswith("Batch: 32 sequences a step on 1 group of 8 ranks, packed into rows of at most 65,536")
+    assert lines[1].startswith("Layers: 8 ranks share each, and such a group has the same rows.")
+    assert lines[2].startswith("Groups in the main batch: each group its own rows; slowest group 1.000 x mean")
+    assert main([*words, "--ranks", "64", "batch.sequence_parallel=1"]) == 0
+    lines = capsys.readouterr().out.split("\n\n")[-1].splitlines()
+    assert "Longest sequence that fits: 65,536 tokens, on one group" in lines
+    assert main([*words, "--ranks", "64", "batch.sequence_parallel=3"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "batch.sequence_parallel: found 3 on 8 groups of 8 ranks; expected auto, or a divisor of the 8 groups" in error
+    )
+
+
 @pytest.mark.parametrize("words", [["recipes"], ["check", str(RECIPE)]], ids=["recipes", "check"])
 def test_a_reader_that_leaves_ends_a_command_quietly(words: list[str], tmp_path: Path) -> None:
     """As in `vcore-ds recipes | head -1`."""

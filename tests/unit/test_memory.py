@@ -85,6 +85,37 @@ def test_peaks_of_the_largest_model() -> None:
     assert estimate.peak_bytes == estimate.persistent_bytes + estimate.transient_bytes("main")
 
 
+def test_a_part_of_every_layer_by_hand() -> None:
+    """Qwen3-32B in eighths: norms whole, and of an adapter the factor that hidden states pass."""
+    part = QWEN3_32B.of_part(8)
+    linear, embedding, norms = 64 * 487_587_840 // 8, 151_936 // 8 * 5_120, 64 * (2 * 5_120 + 2 * 128) + 5_120
+    base = linear + 2 * embedding + norms
+    assert parameter_counts(part) == ParameterCounts(base, base)
+    # A of q, k, v, gate and up, B of o and down are whole.
+    whole = 5 * 5_120 + 2 * 5_120
+    divided = (64 + 2 * 8) * 128 + 2 * 25_600 + 64 * 128 + 25_600
+    added = 64 * 8 * (whole + divided // 8)
+    assert parameter_counts(part, AdapterShape(rank=8)) == ParameterCounts(base + added, added)
+    odd = replace(QWEN3_32B, vocabulary_size=151_937).of_part(8)
+    assert odd.vocabulary_size == 18_993  # with padding
+
+
+def test_ranks_that_share_layers_have_whole_hidden_states_where_they_exchange_them() -> None:
+    """16,384 tokens of a group of 8: checkpoints of 2,048 on each rank, hidden states of all of them at the loss."""
+    part = QWEN3_32B.of_part(8)
+    settings = replace(FULL, tensor=8, num_ranks=4, estimator=None, probe_tokens=0, utility_tokens=0)
+    hidden, width = 16_384 * 5_120, 25_600 // 8
+    assert memory_of(part, settings).phases["main"]["activation checkpoints"] == 2 * hidden // 8 * 65
+    main = memory_of(part, replace(settings, is_checkpointed=False)).phases["main"]
+    # A block of logits, its 16 bits, three times the hidden states, the gradient by an eighth of the head in 16 and 32.
+    assert main["loss"] == 2**28 + 2**27 + 3 * 2 * hidden + 6 * 18_992 * 5_120
+    difference = replace(settings, utility_tokens=16_384, estimator="finite_difference")
+    # Without a gradient those of all tokens, and of the supervised ones.
+    assert memory_of(part, difference).phases["utility"]["loss"] == 2**28 + 2**27 + 2 * 2 * hidden
+    four = memory_of(part, replace(difference, utility_tokens=4 * 16_384)).phases["utility"]
+    assert four["a layer's forward"] == 4 * 2 * (4 * hidden // 8 + hidden + 4 * 16_384 * width)
+
+
 def test_what_takes_less() -> None:
     base = memory_of(QWEN3_32B, FULL)
     for changed in (
@@ -128,6 +159,7 @@ def test_the_recipe_decides() -> None:
     [
         (8, [], ["engine.deepspeed_config=ds_configs/zero3_bf16_offload_optimizer.json", "16 ranks"]),
         (64, ["model.gradient_checkpointing=false"], ["model.gradient_checkpointing=true"]),
+        (8, ["parts/layers/tensor8.yaml"], ["16 ranks"]),
         (8, ["batch.packed_row_tokens=65536", "engine.deepspeed_config=ds_configs/zero3_bf16_offload_all.json"],
          ["batch.packed_row_tokens=32768"]),
     ],
@@ -160,6 +192,9 @@ def test_the_message_says_bytes_and_remedies() -> None:
         assert words in message
     no_host = describe_shortage(plan_of(8, "engine.deepspeed_config=ds_configs/zero3_bf16_offload_all.json"),
                                 Available(device=79 * GIB, host=10 * GIB))  # fmt: skip
+    groups = describe_shortage(plan_of(8, "parts/layers/tensor8.yaml"), H100)
+    assert "by an estimate for 8 rank(s) and 65,536 tokens in a micro-batch on a group:" in groups
+    assert "\n  16 ranks: " in groups
     assert no_host.startswith("memory: found 10.00 GiB of host memory for each rank; expected 83.9")
 
 

@@ -74,6 +74,41 @@ def test_the_table_has_both_methods_and_what_is_assumed(capsys: pytest.CaptureFi
     assert "Tensor parallelism" not in one_node and "from other nodes" not in one_node
 
 
+def test_layers_that_gpus_share(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gpus", "32", "--gpu", "B200"]
+    assert main(["plan", str(RECIPE), *words, "--compare", "parts/layers/tensor8.yaml"]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert lines[2].startswith("Batch: 32 sequences a step on 4 groups of 8 ranks, packed into rows of at most 65,536")
+    rows = {line[:54].strip(): line.split()[-2:] for line in lines}
+    assert rows["GPUs that share a layer"] == ["1", "8"] and rows["main batch"] == ["8", "8"]
+    assert lines[-1].startswith("With parallel.tensor 8 as many GPUs of a node share every layer. That saves no bytes")
+    assert lines[-1].endswith("not for speed (docs/megatron.md)") and "Tensor parallelism" not in text
+    alone, shared = planned(capsys, str(RECIPE), *words, "--compare", "parts/layers/tensor8.yaml")["columns"]
+    assert shared["parameters"] == alone["parameters"] == 32_762_123_264 and shared["tensor"] == 8
+    assert shared["sequence_parallel"] == {"main": 1, "probe": 1}
+    received = shared["received_bytes"]
+    assert received["parameters"]["inside_node"] == received["shared layers"]["between_nodes"] == 0
+    # A GPU has an eighth of the layers and all of the norms, and one gradient of two bytes in each of two passes.
+    of_rank = (32_762_123_264 - 676_864) // 8 + 676_864
+    assert received["gradients"]["between_nodes"] == pytest.approx(2 * 2 * of_rank * 3 / 4)
+    assert received["gradients"]["between_nodes"] == pytest.approx(
+        alone["received_bytes"]["gradients"]["between_nodes"], rel=1e-3
+    )
+    assert shared["seconds_step"] > alone["seconds_step"]
+
+
+def test_the_remedies_of_layers_that_gpus_share_are_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(RECIPE), "parts/layers/tensor8.yaml", "--gpus", "8"]
+    ways = {way["change"]: way for way in planned(capsys, *words)["columns"][1]["ways_to_fit"]}
+    assert "16 ranks" in ways
+    found = planned(capsys, *words[:-1], "16")["columns"][1]
+    for key in ("memory_bytes", "seconds_step", "gpu_hours_per_100_steps"):
+        assert ways["16 ranks"][key] == found[key]
+    assert main(["plan", *words[:-1], "8", "--gpus-per-node", "4"]) == 2
+    assert "parallel.tensor: found 8 with 4 ranks on a node; expected a divisor" in capsys.readouterr().err
+
+
 def test_json_says_the_same_in_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, str(RECIPE), "--gpus", "64")
     sft, vcore = found["columns"]

@@ -1,16 +1,19 @@
 """Recipes with megatron-core's layers: what goes together, how a plan divides ranks and model, what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from transformers import Qwen2Config
 
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config import Recipe, RecipeError, deepspeed_config, dump_recipe, plan_batch, plan_memory
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import can_resume
 from vcore_ds.planning import QWEN3_32B, ParameterCounts
+from vcore_ds.setup import count_parameters
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MEGATRON: dict[str, Any] = {"model": {"path": "m", "provider": "megatron"}}
@@ -59,6 +62,24 @@ def test_a_number_that_does_not_divide_the_ranks_is_refused() -> None:
         plan_batch(recipe(4), 6, QWEN3_32B)
 
 
+def test_ranks_of_a_layer_are_in_one_node() -> None:
+    with pytest.raises(RecipeError, match="parallel.tensor: found 8 with 4 ranks on a node; expected a divisor"):
+        plan_batch(recipe(8), 16, QWEN3_32B, ranks_per_node=4)
+    assert plan_batch(recipe(2), 2, QWEN3_32B, ranks_per_node=8).num_ranks == 1
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"num_kv_heads": 4}, "which has 4 key/value heads; expected a divisor of 4"),
+        ({"intermediate_size": 100}, "which has an intermediate size of 100; expected a divisor of it"),
+    ],
+)
+def test_a_number_that_does_not_divide_the_layers_is_refused(changed: dict[str, int], words: str) -> None:
+    with pytest.raises(RecipeError, match=f"parallel.tensor: found 8 together with model.path m, {words}"):
+        plan_batch(recipe(8), 8, replace(QWEN3_32B, **changed))
+
+
 def test_hierarchical_partitioning_is_refused() -> None:
     shipped = str(REPOSITORY / "ds_configs" / "zero3_bf16_hierarchical.json")
     hierarchical = recipe(2, engine={"deepspeed_config": shipped})
@@ -74,10 +95,28 @@ def test_memory_is_that_of_a_part_of_every_layer() -> None:
         assert memory is not None
         return memory.estimate.persistent_bytes
 
-    # As many ranks hold the model, in whichever shards.
-    published = ParameterCounts(32_762_123_264, 32_762_123_264)
-    assert peak(8, published) == pytest.approx(peak(1, published), rel=1e-3)
-    assert peak(8, None) == pytest.approx(peak(1, None), rel=1e-2)
+    # An eighth of the layers and the embeddings; of 64 layers with norms of 2 x 5,120 and 2 x 128, and the last norm,
+    # all of it.
+    linear, embedding, norms = 64 * 487_587_840, 151_936 * 5_120, 64 * (2 * 5_120 + 2 * 128) + 5_120
+    assert linear + 2 * embedding + norms == 32_762_123_264
+    of_rank = linear // 8 + 2 * embedding // 8 + norms
+    assert peak(8, ParameterCounts(of_rank, of_rank)) == peak(8, None)
+    assert peak(8, None) == 20 * of_rank // 8 + peak(1, None) - 20 * 32_762_123_264 // 64
+    assert peak(8, None) > peak(1, None)
+
+
+def test_the_start_of_a_run_counts_the_parameters_of_a_part(tmp_path: Path) -> None:
+    """3 layers of a Qwen2 with biases for queries, keys and values, a vocabulary that 2 ranks do not divide, and
+    adapters on two of the linear layers."""
+    sizes = dict(num_hidden_layers=3, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    Qwen2Config(**sizes, intermediate_size=96, vocab_size=501, tie_word_embeddings=True).save_pretrained(tmp_path)
+    model = {"path": str(tmp_path), "provider": "megatron"}
+    lora = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+    part = 3 * ((2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 64 + 2 * 32) // 2 + 2 * 64) + 64 + 251 * 64
+    # A whole and B divided, A divided and B whole.
+    added = 3 * 4 * (64 + 64 // 2 + 96 // 2 + 64)
+    assert count_parameters(recipe(2, model=model)) == ParameterCounts(part, part)
+    assert count_parameters(recipe(2, model=model, lora=lora)) == ParameterCounts(part + added, added)
 
 
 def test_resuming_with_layers_divided_otherwise_names_the_way(tmp_path: Path) -> None:

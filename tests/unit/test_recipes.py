@@ -42,7 +42,8 @@ def test_every_training_of_the_papers_tables_has_a_recipe() -> None:
     names = {path.relative_to(FOLDER).with_suffix("").as_posix() for path in RECIPES}
     lora = {f"{model}_{task}_lora" for model, task in product(QWEN3 + OTHERS, ("math", "code"))}
     full = {f"{model}_{task}_full" for model, task in product(QWEN3, ("math", "code"))}
-    assert names == {"quickstart"} | lora | full | {f"paper/{name}" for name in lora}
+    shared = {"qwen3_32b_math_full_tensor8"}
+    assert names == {"quickstart"} | lora | full | shared | {f"paper/{name}" for name in lora}
     assert {path.stem for path in (FOLDER / "presets").glob("*")} == set(PRESETS)
     assert {path.stem for path in (FOLDER / "methods").glob("*")} == set(METHODS)
     names = {path.stem for path in DEEPSPEED_CONFIGS}
@@ -60,10 +61,11 @@ def test_recipe_loads_from_any_working_directory(path: Path, tmp_path: Path, mon
 @each_recipe
 def test_recipe_plans_and_merges_on_1_to_32_ranks(path: Path) -> None:
     recipe = load(path)
-    for num_ranks in range(1, 33):
+    tensor = recipe.parallel.tensor
+    for num_ranks in range(tensor, 33, tensor):
         plan = plan_batch(recipe, num_ranks, QWEN3_32B)
         config = deepspeed_config(recipe, plan)
-        assert config["train_batch_size"] == (
+        assert config["train_batch_size"] * tensor == (
             num_ranks * config["gradient_accumulation_steps"] * config["train_micro_batch_size_per_gpu"]
         )
         assert config["bf16"]["enabled"] is (recipe.model.precision == "bf16")
@@ -102,7 +104,7 @@ def test_the_trusted_preset_asks_for_the_pool(path: Path) -> None:
     assert "probe.batch_size: found all without data.probe_path" in probe
     assert "data.trusted_share: found 0.2 without data.probe_path" in share
     recipe = load_recipe(path, preset_words("trusted"))
-    assert plan_batch(recipe, 2, QWEN3_32B).num_trusted_global == round(0.2 * recipe.batch.global_size) > 0
+    assert plan_batch(recipe, 8, QWEN3_32B).num_trusted_global == round(0.2 * recipe.batch.global_size) > 0
 
 
 @each_recipe
@@ -124,7 +126,7 @@ def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_r
             words.append("data.reference_log_probabilities=reference.npz")  # the remedy
         recipe = load_recipe(path, words)
         assert recipe.method.name == name
-        plan_batch(recipe, 2, QWEN3_32B)
+        plan_batch(recipe, 8, QWEN3_32B)
         preset = load_recipe(path, presets) if presets else load(path)
         assert recipe.method.normalization == preset.method.normalization
         changed = {"method", "data"} if name == "iw_sft" or shares_batch else {"method"}
@@ -237,7 +239,7 @@ def test_a_paper_recipe_is_the_recipe_with_the_paper_preset_and_the_selection(na
 def test_the_papers_training_hyperparameters(path: Path) -> None:
     """Table "Hyperparameter settings", and |B'| = 32 of the implementation details."""
     recipe = load(path)
-    name = path.stem
+    name, _, tensor = path.stem.partition("_tensor")
     model, task, kind = name.rsplit("_", 2)
     is_qwen3 = model in QWEN3
     assert recipe.model.path == PATHS[model] and recipe.model.precision == "bf16"
@@ -247,7 +249,10 @@ def test_the_papers_training_hyperparameters(path: Path) -> None:
     assert (recipe.schedule.kind, recipe.schedule.warmup_ratio) == ("cosine", 0.1 if is_qwen3 else 0.05)
     assert recipe.data.cutoff_length == 16384
     assert recipe.data.train_path == f"data/{task}_{3200 if is_qwen3 else 32000}"
-    assert recipe.batch.packed_row_tokens == recipe.data.cutoff_length
+    assert recipe.parallel.tensor == int(tensor or 1)
+    assert recipe.model.provider == ("megatron" if tensor else "huggingface")
+    # A group of 8 GPUs has room for more than one of them.
+    assert recipe.batch.packed_row_tokens == recipe.data.cutoff_length * (4 if tensor else 1)
     if kind == "full":
         assert recipe.lora is None
     else:

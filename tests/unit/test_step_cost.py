@@ -43,10 +43,11 @@ JVP = replace(SFT, probe_tokens=100, estimator="jvp", is_fused=True)
 
 def cost_of(settings: MemorySettings, gpu: Gpu, num_gpus: int, lengths: list[int], k: int = 1, **changed) -> StepCost:
     """One batch as main and as probe batch, each sequence in a row of its own; `changed`: fields of `Achieved`."""
-    time_model = TimeModel(SHAPE, num_gpus, min(8, num_gpus))
+    part, counts = settings.tensor, ParameterCounts(COUNTS.all // settings.tensor, COUNTS.trained // settings.tensor)
+    time_model = TimeModel(SHAPE.of_part(part), num_gpus // part, min(8, num_gpus) // part)
     found = spread(range(len(lengths)), lengths, degrees=[k], limit=RowLimit(None, 1), time_model=time_model)
     cluster = Cluster(gpu, num_gpus, achieved=replace(IDEAL, **changed))
-    model = StepModel(SHAPE, COUNTS, settings, cluster, reuse_distance=0)
+    model = StepModel(SHAPE, counts, settings, cluster, reuse_distance=0)
     return model.step(StepPasses.of(settings), [(lengths, found)], [(lengths, found)])
 
 
@@ -123,6 +124,50 @@ def test_bytes_of_shared_rows_by_hand() -> None:
     # A forward: 16 tokens, 2 layers, 8 x (2 x 4 + 2 x 2) numbers of 2 bytes, half of them to the other rank.
     forward = 16 * 2 * 96 * 2 / 2
     assert cost.traffic["shared rows"] == Traffic(inside=(2 + 3) * forward)  # of the probe, and of main with tangents
+
+
+FULL = replace(SFT, tensor=2)
+
+
+@pytest.mark.parametrize(
+    "settings, num_exchanges, num_hidden",
+    [
+        (FULL, 10 + 14, 10 + 14),  # 4 x 2 + 2 in a forward, 6 x 2 + 2 in a backward
+        (replace(FULL, is_checkpointed=True), 10 + 8 + 14, 10 + 8 + 14),  # the layers again, without embedding and head
+        (replace(FULL, adapters=AdapterShape(4)), 10 + 9, 10 + 9),  # of the embedding's gradient and inputs nothing
+        (replace(FULL, estimator="jvp", is_fused=True), 10 + 14, 20 + 14),  # values and tangents together
+    ],
+)
+def test_exchanges_of_a_layer_that_gpus_share_by_hand(
+    settings: MemorySettings, num_exchanges: int, num_hidden: int
+) -> None:
+    is_full = settings.adapters is None
+    main = StepPasses.of(settings).main
+    assert main.exchanges_of_hidden_states(2, is_full=is_full) == (num_exchanges, num_hidden)
+
+
+def test_layers_that_gpus_share() -> None:
+    """Two groups of two GPUs, 16 tokens each: half of the products and gathers, hidden states of 10 numbers beside."""
+    cost = cost_of(FULL, FAST, 4, [16] * 2)
+    alone = cost_of(SFT, FAST, 2, [16] * 2)
+    assert cost.seconds["main"] == pytest.approx(alone.seconds["main"] / 2)
+    assert cost.traffic["shared layers"] == Traffic(inside=24 * 16 * 10 * 2 / 2)
+    assert cost.traffic["gradients"] == alone.traffic["gradients"] * 0.5 == Traffic(inside=3000 / 2)
+    with_adapters = cost_of(replace(FULL, adapters=AdapterShape(4)), FAST, 4, [16] * 2)
+    # Twice, 5 x 4 numbers of 4 bytes in each of 2 layers, of which half are another GPU's.
+    assert with_adapters.traffic["shared layers"].inside == 16 * (19 * 10 * 2 + 2 * 2 * 5 * 4 * 4) / 2
+    latency = cost_of(FULL, FAST, 4, [16] * 2, exchange_latency=0.25).parts["exchanges"]
+    assert latency == pytest.approx(24 * 0.25)
+    slow = cost_of(FULL, replace(FAST, node_bandwidth=384.0), 4, [16] * 2)
+    assert slow.parts["exchanges"] == pytest.approx(10)
+
+
+def test_layers_that_a_node_shares_save_no_bytes_between_nodes() -> None:
+    """Of 800 bytes on 4 nodes of 8 a GPU receives as many from other nodes, with an eighth of them for itself."""
+    assert gathered(800.0, 32, 8).between == gathered(100.0, 4, 1).between == 75.0
+    cost = {tensor: cost_of(replace(SFT, tensor=tensor), FAST, 32, [16] * (32 // tensor)) for tensor in (1, 2)}
+    for kind in ("parameters", "gradients"):
+        assert cost[2].traffic[kind].between == pytest.approx(cost[1].traffic[kind].between)
 
 
 def test_gathers_hide_behind_products() -> None:

@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks",
         type=positive,
-        default=1,
         metavar="N",
-        help="spread the batch over N ranks: the GPUs of the run, over all nodes of 8 (default 1)",
+        help="spread the batch over N ranks: the GPUs of the run, over all nodes of 8 (default: as many as share a "
+        "layer, mostly 1)",
     )
     parser.add_argument(
         "--gpu",
@@ -54,6 +54,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for impossible arithmetic, a contradiction with the DeepSpeed JSON, an output folder that is
     used or cannot be written, or with --gpu a run that does not fit."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    arguments.ranks = arguments.ranks or recipe.parallel.tensor
     found = find_shape(recipe.model.path)
     plan = plan_batch(recipe, arguments.ranks, replace(QWEN3_32B, is_assumed=True) if found is None else found[0])
     ds_config = deepspeed_config(recipe, plan)
@@ -87,16 +88,16 @@ def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any]) -
     longest = recipe.data.cutoff_length
     if recipe.parallel.tensor > 1:
         yield (
-            f"Layers: {recipe.parallel.tensor} ranks share each, so the ranks below are groups of as many. That makes "
-            "larger models and longer rows fit; it is no faster than ZeRO-3 over all ranks (docs/megatron.md)"
+            f"Layers: {recipe.parallel.tensor} ranks share each, and such a group has the same rows. That makes larger "
+            "models and longer rows fit; it is no faster than ZeRO-3 over all ranks (docs/megatron.md)"
         )
-    found = plan.simulate(longest)
+    found, one = plan.simulate(longest), plan.member
     for part, utilization in found.items():
-        yield f"Ranks in the {part} batch: {utilization.describe()}"
+        yield f"{one.capitalize()}s in the {part} batch: {utilization.describe(one)}"
         if utilization.is_low:
             yield f"Warning: {plan.warning(part)}"
     if plan.longest_sequence is not None:
-        share = f"{plan.main_degrees[-1]} ranks" if plan.main_degrees[-1] > 1 else "one rank"
+        share = f"{plan.main_degrees[-1]} {one}s" if plan.main_degrees[-1] > 1 else f"one {one}"
         yield f"Longest sequence that fits: {plan.longest_sequence:,} tokens, on {share}"
     memory = plan_memory(recipe, plan, ds_config, found)
     if memory is not None:

@@ -6,7 +6,9 @@ from typing import Literal
 
 from vcore_ds.config.fields import LARGEST_COUNT
 from vcore_ds.config.problems import RecipeError
+from vcore_ds.config.rank_words import count, count_ranks, member_of
 from vcore_ds.config.schema import Recipe
+from vcore_ds.config.shared_ranks import check_shared_layers, row_degrees
 from vcore_ds.planning import (
     H100,
     SIMULATED_MEAN,
@@ -21,6 +23,7 @@ from vcore_ds.planning import (
     spread,
     summarize,
 )
+from vcore_ds.planning.utilization import Member
 
 Part = Literal["main", "probe"]
 """A pass over a batch that has its own number of ranks to a row."""
@@ -37,7 +40,7 @@ class BatchPlan:
     """The arithmetic of one optimizer step on the ranks of a job; all sizes in sequences."""
 
     num_ranks: int
-    """Of those that share every layer one."""
+    """Ranks that may have different rows; those that share every layer are one."""
     global_batch_size: int
     """|B|, over all ranks and micro-batches."""
     micro_batch_size_per_rank: int | None
@@ -58,6 +61,17 @@ class BatchPlan:
     probe_degrees: tuple[int, ...]
     """The same of the probe batch."""
     time_model: TimeModel
+    tensor: int = 1
+    """Ranks that share every layer."""
+
+    @property
+    def num_ranks_of_job(self) -> int:
+        return self.num_ranks * self.tensor
+
+    @property
+    def member(self) -> Member:
+        """What has rows of its own, in words: `rank`, or `group` where ranks share every layer."""
+        return member_of(self.tensor)
 
     @property
     def batches_per_utility_pass(self) -> int:
@@ -140,23 +154,26 @@ class BatchPlan:
             return "set batch.packed_row_tokens to data.cutoff_length and every micro_batch_size_per_rank to 1"
         wanted = max(enough, 2 * size)
         larger = f"set {key} to {wanted} or more, or " if size and wanted <= LARGEST_COUNT else ""
-        return f"{larger}use fewer ranks (at most {_count(degrees[-1], 'rank')} of {self.num_ranks} can share a row)"
+        one = self.member
+        return f"{larger}use fewer {one}s (at most {count(degrees[-1], one)} of {self.num_ranks} can share a row)"
 
     def describe(self) -> str:
         """One line, such as `32 sequences a step on 8 ranks, 2 in a micro-batch; probe 4`."""
         if self.packed_row_tokens is not None:
-            held = f"packed into rows of at most {self.packed_row_tokens:,} tokens for each rank that shares one"
+            tokens = f"{self.packed_row_tokens:,} tokens"
+            held = f"packed into rows of at most {tokens} for each {self.member} that shares one"
         elif self.micro_batch_size_per_rank is None:
             together = "in a row" if self.may_pack else "in a micro-batch"
             cost = round(self.time_model.micro_step)
-            held = f"short ones together {together} (a pass of its own costs as much as {_count(cost, 'token')})"
+            held = f"short ones together {together} (a pass of its own costs as much as {count(cost, 'token')})"
         else:
             held = f"{self.micro_batch_size_per_rank} in a micro-batch"
         probe = {None: "; probe the whole pool", 0: ""}.get(
             self.probe_batch_size_global, f"; probe {self.probe_batch_size_global}"
         )
         held += f", {self.num_trusted_global} of them trusted" if self.num_trusted_global else ""
-        return f"{_count(self.global_batch_size, 'sequence')} a step on {_count(self.num_ranks, 'rank')}, {held}{probe}"
+        on = count_ranks(self.num_ranks, self.tensor)
+        return f"{count(self.global_batch_size, 'sequence')} a step on {on}, {held}{probe}"
 
 
 def plan_batch(
@@ -169,20 +186,14 @@ def plan_batch(
 ) -> BatchPlan:
     """Spreads a recipe's batches over `num_ranks` ranks, those of a tensor group as one: they work on the same rows.
 
-    Raises RecipeError where the recipe's numbers of ranks that share a row do not fit the ranks or the model, or the
-    longest sequence would not fit into the largest row.
+    Raises RecipeError where the recipe's numbers of ranks that share a layer or a row do not fit the ranks, the nodes
+    or the model, or the longest sequence would not fit into the largest row.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
-    tensor = recipe.parallel.tensor
-    if num_ranks % tensor:
-        raise RecipeError(
-            [
-                f"parallel.tensor: found {tensor} on {_count(num_ranks, 'rank')}; expected a divisor: as many ranks "
-                "share every layer"
-            ]
-        )
-    num_ranks, ranks_per_node, shape = num_ranks // tensor, max(1, ranks_per_node // tensor), shape.of_part(tensor)
+    check_shared_layers(recipe, num_ranks, ranks_per_node, shape)
+    tensor, ranks_per_node = recipe.parallel.tensor, min(ranks_per_node, num_ranks)
+    num_ranks, ranks_per_node, shape = num_ranks // tensor, ranks_per_node // tensor, shape.of_part(tensor)
     if recipe.batch.packed_row_tokens is not None and shape.unpackable is not None:
         raise RecipeError(
             [
@@ -200,7 +211,7 @@ def plan_batch(
     has_probe = recipe.method.name == "vcore" and recipe.probe.source == "batch"
     probe_batch_size = None if recipe.probe.batch_size == "all" else recipe.probe.batch_size
     sections: tuple[Literal["batch", "probe"], ...] = ("batch", "probe") if has_probe else ("batch",)
-    degrees = {section: _degrees(recipe, section, num_ranks, shape) for section in sections}
+    degrees = {section: row_degrees(recipe, section, num_ranks, shape) for section in sections}
     return BatchPlan(
         num_ranks=num_ranks,
         global_batch_size=recipe.batch.global_size,
@@ -212,72 +223,11 @@ def plan_batch(
         utility_micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank or micro,
         main_degrees=degrees["batch"],
         probe_degrees=degrees.get("probe", (1,)),
-        time_model=TimeModel(shape, num_ranks, min(ranks_per_node, num_ranks), machine),
+        time_model=TimeModel(shape, num_ranks, ranks_per_node, machine),
+        tensor=tensor,
     )
 
 
 def num_trusted(recipe: Recipe) -> int:
     """Sequences of each global batch that are drawn from the pool in data.probe_path."""
     return round(recipe.data.trusted_share * recipe.batch.global_size)
-
-
-def _degrees(recipe: Recipe, section: Literal["batch", "probe"], num_ranks: int, shape: ModelShape) -> tuple[int, ...]:
-    """Numbers of ranks that may share a row in the passes over this section's batch."""
-    key, wanted = f"{section}.sequence_parallel", getattr(recipe, section).sequence_parallel
-    on = f"on {_count(num_ranks, 'rank')}"
-    # Any number of heads may be that of a model that cannot be seen.
-    heads = num_ranks if shape.is_assumed and wanted != "auto" else shape.num_heads
-    possible = possible_degrees(num_ranks, heads) if shape.unshareable is None else [1]
-    if wanted == "auto":
-        chosen = possible
-    elif wanted in possible:
-        chosen = [wanted]
-    elif shape.unshareable is not None:
-        is_replaced = recipe.model.attention == "auto"
-        why = f"model.path {recipe.model.path}, {shape.unshareable}"
-        why = why if is_replaced else f"model.attention {recipe.model.attention}"
-        remedy = "1 or auto" if is_replaced else "1 or auto, or model.attention auto"
-        raise RecipeError(
-            [
-                f"{key}: found {wanted} together with {why}; expected {remedy}: ranks share a row through an attention "
-                "that takes the place of the model's, and all else is computed token by token"
-            ]
-        )
-    else:
-        of_heads = "" if shape.is_assumed else f" and the {shape.num_heads} query heads of {recipe.model.path}"
-        nearest = " or ".join(str(k) for k in _nearest(possible, wanted))
-        raise RecipeError(
-            [f"{key}: found {wanted} {on}; expected auto, or a divisor of the {num_ranks} ranks{of_heads}: {nearest}"]
-        )
-    longest, row = recipe.data.cutoff_length, recipe.batch.packed_row_tokens
-    if row is not None and chosen[-1] * row < longest:
-        raise RecipeError([_explain_too_short(recipe, key, chosen[-1], possible, num_ranks)])
-    return tuple(chosen)
-
-
-def _explain_too_short(recipe: Recipe, key: str, degree: int, possible: Sequence[int], num_ranks: int) -> str:
-    """That no row can hold the longest sequence, and what would."""
-    longest, row = recipe.data.cutoff_length, recipe.batch.packed_row_tokens
-    assert row is not None
-    larger = [k for k in possible if k * row >= longest]
-    remedies = [
-        f"batch.packed_row_tokens {-(-longest // degree)} or more",
-        f"data.cutoff_length {degree * row} or less",
-    ]
-    if larger:
-        remedies.insert(0, f"{key} {larger[0]} or auto")
-    return (
-        f"batch.packed_row_tokens: found {row} together with data.cutoff_length {longest}, where at most "
-        f"{_count(degree, 'rank')} of {num_ranks} can share a row ({key}); expected room for the longest sequence: "
-        f"{', or '.join(remedies)}"
-    )
-
-
-def _nearest(numbers: Sequence[int], target: int) -> list[int]:
-    """The largest of ascending numbers below the target, and the smallest above it."""
-    below, above = [n for n in numbers if n < target], [n for n in numbers if n > target]
-    return [*below[-1:], *above[:1]]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

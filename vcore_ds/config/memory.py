@@ -55,7 +55,7 @@ class Remedy:
     estimate: MemoryEstimate
     overrides: tuple[str, ...] = ()
     num_ranks: int | None = None
-    """None for as many as there are."""
+    """Of the job; None for as many as there are."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class MemoryPlan:
     degree: int
     """Ranks that share a row in most passes over the main batch."""
     counts: ParameterCounts | None = None
-    """Of the model itself; None for those of its shape."""
+    """Of the model itself, or of a rank's part; None for those of its shape."""
 
     @property
     def estimate(self) -> MemoryEstimate:
@@ -146,15 +146,15 @@ class MemoryPlan:
 
     def _more_ranks(self, available: Available, change: _Change | None = None) -> Iterator[Remedy]:
         """The fewest ranks, twice as many at a time, on which the run fits."""
-        num_ranks = 2 * self.settings.num_ranks
-        while num_ranks <= _MOST_RANKS:
-            settings = {**(change.settings if change is not None else {}), "num_ranks": num_ranks}
+        num_groups = 2 * self.settings.num_ranks
+        while (num_ranks := num_groups * self.settings.tensor) <= _MOST_RANKS:
+            settings = {**(change.settings if change is not None else {}), "num_ranks": num_groups}
             estimate = self._with(settings)
             if available.holds(estimate):
                 words = f"{num_ranks} ranks" if change is None else f"{num_ranks} ranks and {change}"
                 yield Remedy(words, estimate, () if change is None else change.words, num_ranks)
                 return
-            num_ranks *= 2
+            num_groups *= 2
 
     def _with(self, changed: Mapping[str, Any]) -> MemoryEstimate:
         return memory_of(self.plan.time_model.shape, replace(self.settings, **changed), self.counts)
@@ -173,15 +173,14 @@ def plan_memory(
         deepspeed_config: complete, as `vcore_ds.config.deepspeed_config` makes it.
         passes: how the passes over the main and the probe batch use the ranks. Where one is missing, its rows are as
             long as the recipe allows.
-        counts: of the model itself; None, or zeros, for those of its shape.
+        counts: of the model itself, or of a rank's part where ranks share every layer; None, or zeros, for those of
+            its shape.
     """
     shape = plan.time_model.shape
     if shape.hidden_size == 0:
         return None
     zero = deepspeed_config["zero_optimization"]
     counts = counts if counts is not None and counts.all > 0 else None
-    if counts is not None:  # as the shape, of a rank's part of every layer
-        counts = ParameterCounts(*(-(-number // recipe.parallel.tensor) for number in (counts.all, counts.trained)))
     hpz = zero.get("zero_hpz_partition_size", 1)
     longest = plan.packed_row_tokens or recipe.data.cutoff_length * (plan.micro_batch_size_per_rank or 1)
     tokens = {part: found.most_tokens for part, found in passes.items()}
@@ -201,6 +200,7 @@ def plan_memory(
         main_tokens=main_tokens,
         probe_tokens=tokens.get("probe", longest) if plan.probe_batch_size_global != 0 else 0,
         utility_tokens=main_tokens * plan.batches_per_utility_pass if is_vcore and not is_fused else 0,
+        tensor=plan.tensor,
         estimator=estimator,
         is_fused=is_fused,
         number_bytes=2 if recipe.model.precision == "bf16" else 4,

@@ -40,7 +40,8 @@ def describe_shortage(plan: MemoryPlan, available: Available, remedies: str = ""
     phase = estimate.peak_phase
     lines = [
         f"memory: found {_gib(room)} GiB of {where} for each rank; expected {_gib(needed)} GiB, by an estimate for "
-        f"{plan.settings.num_ranks:,} rank(s) and {plan.settings.main_tokens:,} tokens in a micro-batch on a rank:",
+        f"{plan.plan.num_ranks_of_job:,} rank(s) and {plan.settings.main_tokens:,} tokens in a micro-batch on a "
+        f"{plan.plan.member}:",
         *_table("for the whole run", estimate.persistent),
         *_table(f"at the peak, in {phase}", estimate.phases[phase]),
         *_table("in host memory", estimate.host),

@@ -49,6 +49,7 @@ class RunPlan:
     memory: MemoryPlan
     passes: Mapping[Part, Utilization]
     counts: ParameterCounts
+    """Of the whole model."""
     cost: StepCost
     tokens_per_step: float
     """Of the main batch, mean of the simulated batches."""
@@ -140,13 +141,13 @@ def plan_run(recipe: Recipe, cluster: Cluster, shape: ModelShape, *, mean_tokens
             ]
         )
     settings = memory.settings
-    counts = parameter_counts(shape, settings.adapters)
-    unsharded = counts.trained * (4 if settings.adapters is not None or settings.number_bytes == 4 else 6)
+    of_rank = parameter_counts(plan.time_model.shape, settings.adapters)
+    unsharded = of_rank.trained * (4 if settings.adapters is not None or settings.number_bytes == 4 else 6)
     coalesces = recipe.engine.coalesce_gradient_reduction
     if coalesces == "auto":
         coalesces = unsharded <= COALESCING_SHARE * cluster.gpu.memory_bytes
     reuse = ds_config["zero_optimization"].get("stage3_max_reuse_distance", 10**9)
-    model = StepModel(shape, counts, replace(settings, coalesces_gradients=coalesces), cluster, int(reuse))
+    model = StepModel(shape, of_rank, replace(settings, coalesces_gradients=coalesces), cluster, int(reuse))
     is_vcore = recipe.method.name == "vcore"
     # iw_sft with adapters computes its reference without them, in every step.
     reference_forwards = int(recipe.method.name == "iw_sft" and recipe.lora is not None)
@@ -162,7 +163,7 @@ def plan_run(recipe: Recipe, cluster: Cluster, shape: ModelShape, *, mean_tokens
         plan,
         memory,
         passes,
-        counts,
+        parameter_counts(shape, settings.adapters),
         model.step(of_step(settings), main, probe),
         sum(map(sum, lengths["main"])) / len(main),
         model.needed_flops(needed, lengths["main"], lengths["probe"]),

@@ -3,8 +3,8 @@
 from vcore_ds.planning.flops import forward_flops, step_flops
 from vcore_ds.planning.gpus import GPUS, Achieved, Cluster, Gpu, find_gpu, peak_flops
 from vcore_ds.planning.known_models import KNOWN_MODELS, known_model
-from vcore_ds.planning.memory import MemoryEstimate, Phase, memory_of, parameter_counts
-from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings, ParameterCounts
+from vcore_ds.planning.memory import MemoryEstimate, Phase, memory_of
+from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings, ParameterCounts, parameter_counts
 from vcore_ds.planning.model_shape import (
     ATTENTION_LAYERS,
     OTHER_LAYERS,
@@ -16,8 +16,9 @@ from vcore_ds.planning.model_shape import (
     shape_on_disk,
 )
 from vcore_ds.planning.packing import pack_batch, padded_length, split_batch
+from vcore_ds.planning.passes import PassWork, StepPasses
 from vcore_ds.planning.spread import FREE_TOKENS, RowLimit, Spread, degrees_that_hold, possible_degrees, spread
-from vcore_ds.planning.step_cost import PassWork, StepCost, StepModel, StepPasses
+from vcore_ds.planning.step_cost import StepCost, StepModel
 from vcore_ds.planning.time_model import CPU, H100, TimeModel
 from vcore_ds.planning.traffic import Machine, Traffic, exchanged, exchanged_numbers, gathered
 from vcore_ds.planning.utilization import SIMULATED_MEAN, Utilization, simulated_batches, summarize

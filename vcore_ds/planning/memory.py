@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings, ParameterCounts
+from vcore_ds.planning.memory_settings import MemorySettings, ParameterCounts, parameter_counts
 from vcore_ds.planning.model_shape import ModelShape
 
 Phase = Literal["probe", "utility", "main", "step"]
@@ -73,26 +73,13 @@ class MemoryEstimate:
         return sum(self.phases[phase].values())
 
 
-def parameter_counts(shape: ModelShape, adapters: AdapterShape | None = None) -> ParameterCounts:
-    """The parameters of a dense Llama-like model of this shape."""
-    heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    norms = 2 * shape.hidden_size + (2 * shape.head_dim if shape.normalizes_heads else 0)
-    base = shape.num_layers * (shape.layer_parameters + norms) + shape.hidden_size
-    base += shape.vocabulary_size * shape.hidden_size * (1 if shape.is_tied else 2)
-    if adapters is None:
-        return ParameterCounts(base, base)
-    # Inputs and outputs of query, key, value and output; of gate, up and down.
-    widths = 4 * shape.hidden_size + 2 * heads + 3 * (shape.hidden_size + shape.intermediate_size)
-    added = shape.num_layers * adapters.rank * widths
-    return ParameterCounts(base + added, added)
-
-
 def memory_of(shape: ModelShape, settings: MemorySettings, counts: ParameterCounts | None = None) -> MemoryEstimate:
     """What a rank needs.
 
     Args:
-        shape: with the sizes that memory depends on (`hidden_size` and those after it).
-        counts: of the model itself where they are known; None for those of `parameter_counts`.
+        shape: with the sizes that memory depends on (`hidden_size` and those after it); where ranks share every layer,
+            a rank's part (`ModelShape.of_part`).
+        counts: of the model itself where they are known, or of a rank's part; None for those of `parameter_counts`.
     """
     counts = counts or parameter_counts(shape, settings.adapters)
     device, host = _persistent(shape, settings, counts)
@@ -188,9 +175,10 @@ class _Model:
     def kept_activations(self, num_tokens: int) -> int:
         """What the backward needs of the forward: each layer's input, or everything; and the last norm."""
         shape, b = self.shape, self.b
+        between = self._between_layers(num_tokens)
         if self.settings.is_checkpointed:
-            return num_tokens * b * shape.hidden_size * (shape.num_layers + 1)
-        last_norm = num_tokens * shape.hidden_size * (_FP32 + 2 * b)
+            return between * b * shape.hidden_size * (shape.num_layers + 1)
+        last_norm = between * shape.hidden_size * (_FP32 + 2 * b)
         return shape.num_layers * self._layer_kept(num_tokens) + last_norm
 
     def _kept_on_device(self, num_tokens: int) -> dict[str, int]:
@@ -201,6 +189,14 @@ class _Model:
         return {"gathered parameters": self._gathered(), name: kept}
 
     # ---- parts of a pass -------------------------------------------------------------------------------------------
+
+    def _between_layers(self, num_tokens: int) -> int:
+        """Tokens whose hidden states a rank has between layers: those that share every layer have a part each."""
+        return -(-num_tokens // self.settings.tensor)
+
+    def _exchanged(self, num_tokens: int) -> int:
+        """Hidden states of all tokens, as ranks that share every layer exchange them."""
+        return 0 if self.settings.tensor == 1 else num_tokens * self.b * self.shape.hidden_size
 
     def _gathered(self) -> int:
         """As many parameters as DeepSpeed keeps gathered, and a copy of those that it gathers at the moment."""
@@ -230,26 +226,28 @@ class _Model:
         heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
         # Norms compute in fp32: their input; for the gradient of their weight, what that is multiplied by.
         of_weight = b if self.is_full else 0
-        norms = 2 * shape.hidden_size * (_FP32 + of_weight) + shape.normalizes_heads * heads * (_FP32 + of_weight)
+        hidden = self._between_layers(num_tokens) * shape.hidden_size
+        norms = (2 * hidden + shape.normalizes_heads * heads * num_tokens) * (_FP32 + of_weight)
         # Rotated queries and keys, values, the output, which its projection needs too; the log-sum-exp of each head.
         attention = b * 2 * heads + _FP32 * shape.num_heads
         mlp = 3 * b * shape.intermediate_size  # gate, its activation, up
         # Outputs of the norms and the product of the MLP: inputs of linear layers whose weights are trained, or whose
-        # adapters take them as they are. Other adapters keep copies of their own.
-        inputs = b * (2 * shape.hidden_size + shape.intermediate_size)
-        if not self.is_full and b < _FP32:
+        # adapters take them as they are. Other adapters keep copies of their own; layers that ranks share keep both.
+        inputs = b * (2 * hidden + num_tokens * shape.intermediate_size)
+        if not self.is_full and b < _FP32 and self.settings.tensor == 1:
             inputs = 0
-        return num_tokens * (norms + attention + mlp + inputs + self._kept_by_adapters())
+        return norms + num_tokens * (attention + mlp) + inputs + self._kept_by_adapters(num_tokens)
 
-    def _kept_by_adapters(self) -> int:
-        """Bytes for each token of what the adapters of a layer keep: their inputs in fp32, with dropout masks too; and
-        what is between their two products."""
+    def _kept_by_adapters(self, num_tokens: int) -> int:
+        """What the adapters of a layer keep: their inputs in fp32, with dropout masks too; and what is between their
+        two products."""
         adapters, shape = self.settings.adapters, self.shape
         if adapters is None:
             return 0
-        inputs = 5 * shape.hidden_size + shape.num_heads * shape.head_dim + shape.intermediate_size
+        inputs = 5 * self._between_layers(num_tokens) * shape.hidden_size
+        inputs += num_tokens * (shape.num_heads * shape.head_dim + shape.intermediate_size)
         copies = _FP32 if adapters.has_dropout or self.b < _FP32 else 0  # an input in fp32 is kept by the layer already
-        return (copies + adapters.has_dropout) * inputs + 7 * _FP32 * adapters.rank
+        return (copies + adapters.has_dropout) * inputs + 7 * _FP32 * adapters.rank * num_tokens
 
     def _layer_backward(self, num_tokens: int) -> int:
         """With checkpoints, the layer that is computed again; and the gradients of its widest activations."""
@@ -262,18 +260,20 @@ class _Model:
         attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         of_adapter = 0 if self.is_full else _FP32 * shape.intermediate_size  # the output of one, in fp32
         widest = max(4 * shape.intermediate_size, 2 * attention)
-        return num_tokens * (b * (4 * shape.hidden_size + widest) + of_adapter)
+        hidden = 4 * self._between_layers(num_tokens) * shape.hidden_size
+        return b * hidden + self._exchanged(num_tokens) + num_tokens * (b * widest + of_adapter)
 
     def _layer_with_tangents(self, num_tokens: int) -> int:
         """Values and tangents together, as they were found in the forward of small models: six widths of the MLP, or
         queries, keys and values twelve times (projected, normalized, rotated, laid out for the kernel), beside the
-        residual and the norm."""
+        residual and the norm. Layers that ranks share send the products of the MLP beside them: both, and one more
+        that is about to be put there."""
         shape, b = self.shape, self.b
         query_heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         of_adapters = 0 if self.is_full else 2 * _FP32  # the output of one and its tangent, in fp32
-        mlp = (6 * b + of_adapters) * shape.intermediate_size
-        attention = 12 * b * (query_heads + 2 * kv_heads) + of_adapters * query_heads
-        return num_tokens * (4 * b * shape.hidden_size + max(mlp, attention))
+        mlp = num_tokens * (6 * b + of_adapters) * shape.intermediate_size + 3 * self._exchanged(num_tokens)
+        attention = num_tokens * (12 * b * (query_heads + 2 * kv_heads) + of_adapters * query_heads)
+        return 4 * b * self._between_layers(num_tokens) * shape.hidden_size + max(mlp, attention)
 
     def _loss(self, num_tokens: int, *, has_gradient: bool = False, has_tangent: bool = False) -> int:
         shape, b = self.shape, self.b
@@ -283,7 +283,7 @@ class _Model:
         if has_tangent:
             # Logits, their tangent through the hidden states and, with a trained head, that through its weight.
             return (3 if self.is_full else 2) * block + in_16_bits + 4 * hidden
-        if not has_gradient:
-            return block + in_16_bits + hidden
+        if not has_gradient:  # where they are gathered, beside those of the supervised tokens
+            return block + in_16_bits + hidden + self._exchanged(num_tokens)
         of_weight = (_FP32 + b) * self.embedding if self.is_full else 0
         return block + in_16_bits + 3 * hidden + of_weight

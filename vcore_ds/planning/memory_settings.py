@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from vcore_ds.planning.model_shape import ModelShape
+
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers of a model's parameters, over all ranks."""
+    """Numbers of a model's parameters, over all ranks; where ranks share every layer, of those that one of them has."""
 
     all: int
     trained: int
@@ -25,12 +27,15 @@ class MemorySettings:
     """What of a run decides how much memory a rank takes."""
 
     num_ranks: int
+    """Ranks that shard the model; where ranks share every layer, the groups of them."""
     main_tokens: int
     """Tokens of the largest main micro-batch on a rank: of a packed row, or of all rows with their padding."""
     probe_tokens: int = 0
     """The same of the probe batch; 0 for a method without one."""
     utility_tokens: int = 0
     """The same of a gradient-free pass of its own; 0 without one."""
+    tensor: int = 1
+    """Ranks that share every layer, each with the micro-batches of their group."""
     estimator: Literal["jvp", "finite_difference"] | None = None
     """How utilities are computed; None for a method without them."""
     is_fused: bool = False
@@ -53,3 +58,18 @@ class MemorySettings:
     max_live_parameters: int = 10**9
     bucket_numel: int = 5 * 10**8
     """Elements of the buffer in which gradients are reduced."""
+
+
+def parameter_counts(shape: ModelShape, adapters: AdapterShape | None = None) -> ParameterCounts:
+    """The parameters of a dense Llama-like model of this shape, or of a part of one (`ModelShape.of_part`): norms are
+    whole in each part, and so is the factor of an adapter that multiplies or gives hidden states."""
+    heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    norms = 2 * shape.hidden_size + (2 * shape.head_dim if shape.normalizes_heads else 0)
+    base = shape.num_layers * (shape.layer_parameters + norms) + shape.hidden_size
+    base += shape.vocabulary_size * shape.hidden_size * (1 if shape.is_tied else 2)
+    if adapters is None:
+        return ParameterCounts(base, base)
+    # Inputs and outputs of query, key, value and output; of gate, up and down.
+    widths = 4 * shape.hidden_size + 2 * heads + 3 * (shape.hidden_size + shape.intermediate_size)
+    added = shape.num_layers * adapters.rank * widths
+    return ParameterCounts(base + added, added)

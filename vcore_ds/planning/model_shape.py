@@ -67,11 +67,14 @@ class ModelShape:
     """Whether queries and keys have norms of their own, as in Qwen3."""
 
     def of_part(self, num_parts: int) -> "ModelShape":
-        """The part of a rank that shares every layer with others: what it computes and holds."""
+        """The part of a rank that shares every layer with others: what it computes and holds. A vocabulary that they do
+        not divide is padded."""
         if num_parts == 1:
             return self
-        divided = ("num_heads", "num_kv_heads", "layer_parameters", "intermediate_size", "vocabulary_size")
-        return replace(self, **{name: max(1, getattr(self, name) // num_parts) for name in divided})
+        divided = ("num_heads", "num_kv_heads", "layer_parameters", "intermediate_size")
+        rows = -(-self.vocabulary_size // num_parts)
+        parts = {name: max(1, getattr(self, name) // num_parts) for name in divided}
+        return replace(self, **parts, vocabulary_size=rows)
 
     @property
     def attention_length(self) -> float:

@@ -13,8 +13,9 @@ from vcore_ds.planning.gpus import Cluster
 from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.memory_settings import MemorySettings, ParameterCounts
 from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.passes import PassWork, StepPasses
 from vcore_ds.planning.spread import Spread
-from vcore_ds.planning.traffic import Traffic, exchanged, exchanged_numbers, gathered
+from vcore_ds.planning.traffic import Traffic, exchanged, exchanged_numbers, gathered, of_hidden_states
 from vcore_ds.planning.waste import padded_rows
 
 _FP32 = 4
@@ -30,75 +31,6 @@ HOST_LINK = 50e9
 
 HOST_MEMORY = 40e9
 """Bytes a second of host memory for each rank: an eighth of two sockets, shared with everything else."""
-
-
-@dataclass(frozen=True)
-class PassWork:
-    """What one micro-step of a pass does, in multiples of what a plain forward does."""
-
-    linear: int
-    """Products of linear layers."""
-    attention: int
-    """Products of attention."""
-    gathers: int
-    """Gathers of all parameters."""
-    exchanges: int
-    """Exchanges of a forward between ranks that share a row."""
-    runs: int
-    """Runs through the layers."""
-    tangent_gathers: int = 0
-    """Gathers of the direction of all trained parameters."""
-    reduces: bool = False
-    """Whether the gradient is reduced."""
-
-    def __add__(self, other: "PassWork") -> "PassWork":
-        return PassWork(
-            self.linear + other.linear,
-            self.attention + other.attention,
-            self.gathers + other.gathers,
-            self.exchanges + other.exchanges,
-            self.runs + other.runs,
-            self.tangent_gathers + other.tangent_gathers,
-            self.reduces or other.reduces,
-        )
-
-
-FORWARD = PassWork(1, 1, 1, 1, 1)
-
-
-@dataclass(frozen=True)
-class StepPasses:
-    """The passes of an optimizer step; None for one that it does not have."""
-
-    main: PassWork
-    probe: PassWork | None = None
-    utility: PassWork | None = None
-    """A pass of its own over the main batch."""
-    steps_per_probe: int = 1
-
-    @classmethod
-    def of(cls, settings: MemorySettings, *, reference_forwards: int = 0, steps_per_probe: int = 1) -> "StepPasses":
-        """Args:
-        reference_forwards: forwards over the main batch that serve no utilities, such as a reference model's.
-        """
-        # A backward takes the products for the inputs and, where weights are trained, those for the weights.
-        is_full, again = settings.adapters is None, int(settings.is_checkpointed)
-        linear = (3 if is_full else 2) + again
-        train = PassWork(linear, 3 + again, gathers=2, exchanges=2 + again, runs=2, reduces=True)
-        # Products of a weight with the input's tangent and, where it is trained, of its tangent with the input.
-        tangents = PassWork(2 if is_full else 1, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1)
-        forwards = reference_forwards
-        utility: PassWork | None = None
-        if settings.estimator == "jvp" and not settings.is_fused:
-            utility = FORWARD + tangents
-        elif settings.estimator == "finite_difference":
-            # With dropout the main forward has a mask, and cannot serve as the loss before the perturbation.
-            forwards += 2 if settings.adapters is not None and settings.adapters.has_dropout else 1
-        for _ in range(forwards):
-            utility = FORWARD if utility is None else utility + FORWARD
-        has_probe = settings.estimator is not None and settings.probe_tokens > 0
-        main = train + tangents if settings.is_fused else train
-        return cls(main, train if has_probe else None, utility, steps_per_probe)
 
 
 @dataclass(frozen=True)
@@ -145,6 +77,7 @@ class StepModel:
 
     shape: ModelShape
     counts: ParameterCounts
+    """Where GPUs share every layer, of those that one of them has."""
     settings: MemorySettings
     cluster: Cluster
     reuse_distance: int = 10**9
@@ -154,7 +87,7 @@ class StepModel:
         """Means over the batches that were spread.
 
         Args:
-            main, probe: batches, spread over the cluster.
+            main, probe: batches, spread over the GPUs of the cluster, or over groups of those that share every layer.
         """
         sums = _Sums()
         for batch in main:
@@ -188,7 +121,7 @@ class StepModel:
 
     def _pass(self, sums: _Sums, phase: Phase, work: PassWork, batch: SpreadBatch, weight: float) -> None:
         """All micro-steps of one pass over one batch."""
-        machine, achieved, shape = self.cluster.machine, self.cluster.achieved, self.shape
+        machine, achieved, shape = self.cluster.machine, self.cluster.achieved, self._part
         b, (lengths, spread) = self.settings.number_bytes, batch
         k, num_micro_steps = spread.sequence_parallel, len(spread.micro_steps)
         per_token = linear_flops_per_token(shape)
@@ -212,19 +145,35 @@ class StepModel:
             hidden += self._host_seconds(work)
             if k > 1:
                 handed_over = b * exchanged_numbers(shape, k) * shape.num_layers * tokens * work.exchanges
-                moved["shared rows"] = exchanged(handed_over, k, self.cluster.ranks_per_node)
+                moved["shared rows"] = exchanged(handed_over, k, self._groups_per_node)
                 seconds = moved["shared rows"].seconds(machine)
                 seconds += work.exchanges * 2 * shape.num_layers * machine.exchange_latency
+                sums.spend(phase, "exchanges", weight * seconds)
+            if self.settings.tensor > 1:
+                moved["shared layers"], num_exchanges = self.between_layers(work, tokens)
+                seconds = moved["shared layers"].seconds(machine) + num_exchanges * machine.exchange_latency
                 sums.spend(phase, "exchanges", weight * seconds)
             exposed = max(hidden - achieved.hidden * compute, _NEVER_HIDDEN * hidden)
             sums.spend(phase, "products", weight * compute)
             sums.spend(phase, "gathers and reductions", weight * exposed)
             sums.spend(phase, "overhead", weight * work.runs * shape.num_layers * achieved.layer_overhead)
             if self.settings.offloads_checkpoints and work.reduces:
-                checkpoints = b * tokens * shape.hidden_size * (shape.num_layers + 1)
+                checkpoints = b * tokens / self.settings.tensor * shape.hidden_size * (shape.num_layers + 1)
                 sums.spend(phase, "copies to the host", weight * 2 * checkpoints / HOST_LINK)
             for kind, traffic in moved.items():
                 sums.move(kind, traffic * weight)
+
+    def between_layers(self, work: PassWork, num_tokens: float) -> tuple[Traffic, int]:
+        """Exchanges of one micro-step over the GPUs that share every layer, and their number. Those of the losses, 8
+        bytes for each token and GPU, are left out, and so is the sum of the gradients that all of them have, once a
+        pass."""
+        settings, shape = self.settings, self.shape
+        num_exchanges, num_hidden = work.exchanges_of_hidden_states(shape.num_layers, is_full=settings.adapters is None)
+        num_bytes = float(settings.number_bytes * num_hidden * shape.hidden_size)
+        if settings.adapters is not None:  # what those of q, k and v make of the tokens, and those of gate and up
+            num_bytes += _FP32 * 5 * settings.adapters.rank * shape.num_layers * work.exchanges
+            num_exchanges += 2 * shape.num_layers * (work.exchanges - work.tangent_gathers)
+        return of_hidden_states(num_bytes * num_tokens, settings.tensor), num_exchanges
 
     def _parameters(self, work: PassWork) -> dict[str, Traffic]:
         """Gathers of one micro-step."""
@@ -247,7 +196,7 @@ class StepModel:
         order of the modules: a layer, where the layers after it and the head have fewer parameters; the last layer in
         any case; the head, where twice its own are fewer.
         """
-        shape, b, reuse = self.shape, self.settings.number_bytes, self.reuse_distance
+        shape, b, reuse = self._part, self.settings.number_bytes, self.reuse_distance
         head = shape.vocabulary_size * shape.hidden_size
         embeddings = head if shape.is_tied else 2 * head
         layer = (self.counts.all - embeddings) / shape.num_layers
@@ -259,7 +208,7 @@ class StepModel:
 
     def _host_seconds(self, work: PassWork) -> float:
         """Copies of offloaded shards between host and device in one micro-step."""
-        settings, n = self.settings, self.cluster.num_gpus
+        settings, n = self.settings, self._num_groups
         num_bytes = 0.0
         if settings.offloads_parameters:
             num_bytes += work.gathers * settings.number_bytes * self.counts.all / n
@@ -270,7 +219,7 @@ class StepModel:
     def _update(self, sums: _Sums, passes: StepPasses) -> None:
         """The optimizer, and what the direction takes: bytes of a shard, read and written."""
         settings, memory = self.settings, self.cluster.memory_bandwidth
-        shard = self.counts.trained / self.cluster.num_gpus
+        shard = self.counts.trained / self._num_groups
         # Norm and alpha read and write the gradient; the update reads gradient, master and moments, writes the last
         # three and the parameter.
         moments = 4 * _FP32 if settings.has_moments else 0
@@ -288,4 +237,18 @@ class StepModel:
             sums.spend("utility", "update", 2 * shard * (_FP32 + 2 * settings.number_bytes) / memory)
 
     def _gathered(self, num_bytes: float) -> Traffic:
-        return gathered(num_bytes, self.cluster.num_gpus, self.cluster.ranks_per_node)
+        return gathered(num_bytes, self._num_groups, self._groups_per_node)
+
+    @property
+    def _part(self) -> ModelShape:
+        """What a GPU computes of every layer."""
+        return self.shape.of_part(self.settings.tensor)
+
+    @property
+    def _num_groups(self) -> int:
+        """GPUs that shard the model, those that share every layer as one."""
+        return self.cluster.num_gpus // self.settings.tensor
+
+    @property
+    def _groups_per_node(self) -> int:
+        return self.cluster.ranks_per_node // self.settings.tensor

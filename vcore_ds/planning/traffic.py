@@ -66,3 +66,9 @@ def exchanged_numbers(shape: ModelShape, sequence_parallel: int) -> int:
     """Numbers that a rank hands over in one layer's forward for each of its tokens: queries, keys, values, and the
     output. Key and value heads are repeated until k divides their number."""
     return shape.head_dim * (2 * shape.num_heads + 2 * math.lcm(shape.num_kv_heads, sequence_parallel))
+
+
+def of_hidden_states(num_bytes: float, tensor: int) -> Traffic:
+    """A rank's traffic when hidden states of `num_bytes` are gathered on the ranks that share every layer, or summed
+    over them and scattered: all but its own part. They are in one node."""
+    return Traffic(inside=num_bytes * (tensor - 1) / tensor)

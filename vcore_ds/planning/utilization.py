@@ -5,9 +5,13 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from vcore_ds.planning.spread import Spread
 from vcore_ds.planning.waste import Waste
+
+Member = Literal["rank", "group"]
+"""What has rows of its own: a rank, or a group of the ranks that share every layer."""
 
 LOW_UTILIZATION = 0.8
 """Share of useful work below which a run warns."""
@@ -41,14 +45,18 @@ class Utilization:
     def is_low(self) -> bool:
         return self.waste.utilization < LOW_UTILIZATION
 
-    def describe(self) -> str:
-        """Such as `8 ranks share a row; the slowest rank takes 1.03 x the mean: 97% useful work; no idle ranks`."""
-        shared = f"{self.typical_degree} ranks share a row" if self.typical_degree > 1 else "each rank its own rows"
+    def describe(self, one: Member = "rank") -> str:
+        """Such as `8 ranks share a row; the slowest rank takes 1.03 x the mean: 97% useful work; no idle ranks`.
+
+        Args:
+            one: what a rank of the spread is.
+        """
+        shared = f"{self.typical_degree} {one}s share a row" if self.typical_degree > 1 else f"each {one} its own rows"
         num_idle = round(self.waste.mean_idle_ranks)
-        idle = f"{num_idle:,} idle rank" + ("" if num_idle == 1 else "s") if num_idle else "no idle ranks"
+        idle = f"{num_idle:,} idle {one}" + ("" if num_idle == 1 else "s") if num_idle else f"no idle {one}s"
         return (
-            f"{shared}; slowest rank {self.waste.rank_imbalance:.3f} x mean, {self.waste.utilization:.0%} useful work; "
-            f"{idle}; {self.waste.padding_share:.2%} padding"
+            f"{shared}; slowest {one} {self.waste.rank_imbalance:.3f} x mean, {self.waste.utilization:.0%} useful "
+            f"work; {idle}; {self.waste.padding_share:.2%} padding"
         )
 
 

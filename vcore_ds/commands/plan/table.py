@@ -6,7 +6,7 @@ from typing import Any
 
 from vcore_ds.commands.plan.columns import Column, Columns
 from vcore_ds.commands.plan.verify import Comparison, describe_comparisons
-from vcore_ds.config import RunPlan, plan_verdict
+from vcore_ds.config import Part, RunPlan, plan_verdict
 from vcore_ds.planning import GPUS, Achieved, Cluster
 
 _PHASES = {"probe": "probe", "utility": "utilities", "main": "main", "step": "update"}
@@ -84,9 +84,11 @@ def _rows(plans: list[RunPlan]) -> Iterator[Row]:
         yield row("  in host memory", lambda plan: _gib(plan.memory.estimate.host_bytes))
         yield row("  of host memory", lambda plan: _gib(plan.available.host))
     yield row("  verdict", plan_verdict)
+    if any(plan.batch.tensor > 1 for plan in plans):
+        yield row("GPUs that share a layer", lambda plan: str(plan.batch.tensor))
     yield "GPUs that share a row", []
-    yield row("  main batch", lambda plan: str(plan.passes["main"].typical_degree))
-    yield row("  probe batch", lambda plan: str(plan.passes["probe"].typical_degree) if "probe" in plan.passes else "-")
+    yield row("  main batch", lambda plan: _sharing(plan, "main"))
+    yield row("  probe batch", lambda plan: _sharing(plan, "probe"))
     yield row("  tokens of a micro-batch, at most", lambda plan: f"{plan.memory.settings.main_tokens:,}")
     for place, name in (("inside", "Bytes a GPU receives inside its node, GB a step"),
                         ("between", "Bytes a GPU receives from other nodes, GB a step")):  # fmt: skip
@@ -108,6 +110,11 @@ def _rows(plans: list[RunPlan]) -> Iterator[Row]:
     yield row("GPU hours of 100 steps", lambda plan: f"{plan.gpu_hours(100):,.1f}")
     if all(plan.recipe.schedule.num_steps is not None for plan in plans):
         yield row("GPU hours of the run", lambda plan: f"{plan.gpu_hours(plan.recipe.schedule.num_steps or 0):,.1f}")
+
+
+def _sharing(plan: RunPlan, part: Part) -> str:
+    """GPUs that share a row in most passes, among them those that share every layer."""
+    return str(plan.passes[part].typical_degree * plan.batch.tensor) if part in plan.passes else "-"
 
 
 def _kinds(of_plans: list[dict[str, int]], prefix: str = "") -> Iterator[Row]:
@@ -163,7 +170,15 @@ def _assumptions(found: Columns) -> Iterator[str]:
         targets = {column.plan.recipe.lora.target_modules for column in found.columns if column.plan.recipe.lora}
         if targets != {"all-linear"}:
             yield "Assumed: adapters on all linear layers, although lora.target_modules lists some"
-    if cluster.num_nodes > 1:
+    tensor = sorted({column.plan.batch.tensor for column in found.columns} - {1})
+    if tensor:
+        yield (
+            f"With parallel.tensor {' or '.join(map(str, tensor))} as many GPUs of a node share every layer. That "
+            "saves no bytes between nodes, since every gather brings all weights to each node once either way, and "
+            "sends the hidden states of every layer within it: it is for layers and rows that do not fit on one GPU, "
+            "not for speed (docs/megatron.md)"
+        )
+    elif cluster.num_nodes > 1:
         yield (
             "Tensor parallelism within a node would not lower the bytes between nodes: every gather brings all weights "
             "to each node once, whichever of its GPUs holds them"
@@ -209,6 +224,7 @@ def _numbers(plan: RunPlan) -> dict[str, Any]:
             "available": plan.available.device,
         },
         "verdict": plan_verdict(plan),
+        "tensor": plan.batch.tensor,
         "sequence_parallel": {part: found.typical_degree for part, found in plan.passes.items()},
         "received_bytes": {
             kind: {"inside_node": traffic.inside, "between_nodes": traffic.between}

@@ -1,0 +1,79 @@
+"""Layers that ranks share: the estimate of a rank's memory against the tensors of a real engine."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.test_memory import SIZES, TRANSIENT_BOUND, measure, recipe_of, settings_of
+from tests.helpers import tiny
+from tests.helpers.ranks import run_ranks
+from vcore_ds.distributed import layout
+from vcore_ds.models import model_shape
+from vcore_ds.planning import MemoryEstimate, ParameterCounts, memory_of, parameter_counts
+from vcore_ds.setup import count_parameters
+
+pytestmark = pytest.mark.dist
+
+TENSOR = 2
+CASES = [  # precision, adapters, activation checkpoints
+    ("bf16", False, False),
+    ("bf16", False, True),
+    ("bf16", True, True),
+]
+
+
+def measure_all(folder: str) -> list[tuple[dict[str, Any], ParameterCounts]]:
+    layout.arrange(tensor=TENSOR)
+    recipes = [recipe_of(folder, *case, tensor=TENSOR) for case in CASES]
+    return [(measure(recipe), count_parameters(recipe)) for recipe in recipes]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    path = tmp_path_factory.mktemp("memory") / "model"
+    tiny.qwen3(**SIZES).save_pretrained(path)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path) -> list[list[tuple[dict[str, Any], ParameterCounts]]]:
+    return run_ranks(measure_all, 4, str(folder))
+
+
+def estimate(folder: Path, case: tuple[str, bool, bool], **changed) -> MemoryEstimate:
+    """Of one of the two groups of two ranks."""
+    settings = replace(settings_of(*case), tensor=TENSOR, **changed)
+    return memory_of(model_shape(str(folder)).of_part(TENSOR), settings)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_parameters_are_those_of_a_part(measured, folder: Path, case) -> None:
+    expected = parameter_counts(model_shape(str(folder)).of_part(TENSOR), settings_of(*case).adapters)
+    assert [of_rank[CASES.index(case)][1] for of_rank in measured] == [expected] * 4
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_is_kept_is_estimated_within_two_percent(measured, folder: Path, case) -> None:
+    expected = estimate(folder, case).persistent
+    for of_rank in measured:
+        kept = of_rank[CASES.index(case)][0]["vcore"]
+        assert set(expected) == {kind for kind, num_bytes in kept.items() if num_bytes}
+        for kind, num_bytes in expected.items():
+            assert num_bytes == pytest.approx(kept[kind], rel=0.02), kind
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_peaks_are_estimated(measured, folder: Path, case) -> None:
+    found = estimate(folder, case)
+    expected = {phase: found.transient_bytes(phase) for phase in ("main", "utility", "step")}
+    difference = estimate(folder, case, estimator="finite_difference")
+    expected["finite_difference"] = difference.transient_bytes("utility")
+    for of_rank in measured:
+        peaks = of_rank[CASES.index(case)][0]
+        for phase, num_bytes in expected.items():
+            print(f"{case} {phase}: measured {peaks[phase]:,}, estimated {num_bytes:,}")
+            assert num_bytes == pytest.approx(peaks[phase], rel=TRANSIENT_BOUND), phase
