@@ -13,6 +13,7 @@ import torch
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.config import Recipe
+from vcore_ds.commands.plan.verify_rank import kept_bytes
 from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine, build_optimizer
@@ -64,24 +65,6 @@ def row() -> Batch:
     labels = ids.clone()
     labels[:, 0] = -100
     return Batch([0], ids, labels)
-
-
-def kept_bytes(engine, direction) -> dict[str, int]:
-    """What the engine and the direction keep, by kind."""
-
-    def total(tensors) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    zero = engine.optimizer
-    states = zero.optimizer.state.values()
-    return {
-        "parameters": total(parameter.ds_tensor for parameter in engine.module.parameters()),
-        "gradients": total(engine.shards.gradients()),
-        "master weights": total(engine.shards.masters()),
-        "moments": total(state[key] for state in states for key in ("exp_avg", "exp_avg_sq")),
-        "direction": 0 if direction is None else direction.persistent_bytes,
-        "reduction buffer": total(bucket.buffer for bucket in zero.ipg_buckets.values()),
-    }
 
 
 def recipe_of(folder: str, precision: str, lora: bool, is_checkpointed: bool, tensor: int = 1) -> Recipe:
