@@ -1,4 +1,4 @@
-"""The shipped SLURM scripts on a real cluster of two nodes, one or two ranks each: requeues, a job array, unfit nodes."""
+"""The shipped SLURM scripts on a real cluster of two nodes: requeues, a job array, unfit nodes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
