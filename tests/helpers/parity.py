@@ -54,7 +54,7 @@ def run_case(case: Case) -> dict[str, float]:
         model = tiny.token_loss_model(lora=case.lora, checkpointing=case.checkpointing, dtype=dtype, **sizes)
     if case.lora:
         plain = tiny.with_lora(plain)
-    plain = plain.float()  # the same weights, and the oracle's arithmetic
+    plain = plain.float()  # the oracle computes in fp32, from the same weights
     reference = step_runs.reference_of(plain, recipe)
     engine = step_runs.make_engine(
         model, recipe, persistence_threshold=case.persistence_threshold, coalesce=case.coalesce, zero=case.config
