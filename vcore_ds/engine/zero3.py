@@ -126,7 +126,8 @@ class Engine:
             except BaseException:
                 # DeepSpeed would reduce what there is, after an error too. Where ranks share layers and one of them is
                 # lost, the other ranks of that reduction are not in it: gloo aborts the process, NCCL waits.
-                self.optimizer.zero_grad()
+                for _, parameter in self.trainable:
+                    parameter.grad = None
                 raise
             self._gradient_sum.give_back()
         self.shards.add_up_replicas()
