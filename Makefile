@@ -14,7 +14,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 help:
 	@echo "make quickstart   train a real small model on real reasoning traces (minutes, no GPU needed)"
 	@echo "make test         ruff, mypy and all tests"
-	@echo "make chaos        runs that are killed 20 times at random and must come to the same end (KILLS=20 SEED=1 SEQUENCE_PARALLEL=2)"
+	@echo "make chaos        runs that are killed 20 times at random and must come to the same end (KILLS=20 SEED=1 SEQUENCE_PARALLEL=2 TENSOR=2)"
 	@echo "make .venv        the environment for both, with the versions of constraints.txt"
 	@echo "make clean        remove the environment and all caches; keeps runs/"
 
@@ -28,7 +28,8 @@ test: .venv
 
 chaos: .venv
 	python -m tests.chaos.campaign --kills $(or $(KILLS),20) $(if $(SEED),--seed $(SEED)) \
-		$(if $(SEQUENCE_PARALLEL),--sequence-parallel $(SEQUENCE_PARALLEL))
+		$(if $(SEQUENCE_PARALLEL),--sequence-parallel $(SEQUENCE_PARALLEL)) \
+		$(if $(TENSOR),--tensor $(TENSOR))
 
 .venv: $(BIN)/installed
 

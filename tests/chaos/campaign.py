@@ -1,4 +1,5 @@
-"""`make chaos`: runs of a tiny model on two ranks, killed at random again and again, against an undisturbed run.
+"""`make chaos`: runs of a tiny model on two ranks, or on two pairs that share every layer, killed at random again and
+again, against an undisturbed run.
 
 The real command is hit at any moment from its first seconds on, and given again. The exit code is 1 where a run does
 not end, does not resume from its newest intact checkpoint, or ends with other results than the undisturbed one.
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.chaos.tiny_run import WORLD_SIZE, TinyRun, make_setup
+from tests.chaos.tiny_run import TinyRun, make_setup
 from tests.helpers.jobs import Job
 from tests.helpers.setups import sums
 from vcore_ds.errors import EXIT_STOPPED
@@ -96,7 +97,7 @@ class Campaign:
 
     def _hit(self, run: TinyRun, job: Job, kind: str) -> str | None:
         """Waits for a random moment. None where the run ends before."""
-        rank = self.random.randrange(WORLD_SIZE) if kind in (KILLED_RANK, HUNG_RANK, DAMAGED) else None
+        rank = self.random.randrange(run.num_ranks) if kind in (KILLED_RANK, HUNG_RANK, DAMAGED) else None
         # While models are loaded, silence is normal for minutes, and nobody would end a rank that hangs.
         if kind != HUNG_RANK and self.random.random() < SHARE_DURING_START_UP:
             seconds = self.random.uniform(0, self.seconds_start_up)
@@ -109,7 +110,7 @@ class Campaign:
             return None
         number = {TERMINATED: signal.SIGTERM, HUNG_RANK: signal.SIGSTOP}.get(kind, signal.SIGKILL)
         # All are looked up, so that the job knows whom to wait for when its launcher is dead.
-        processes = [process_of(job, each) for each in range(WORLD_SIZE)]
+        processes = [process_of(job, each) for each in range(run.num_ranks)]
         process = job.launcher if rank is None else processes[rank]
         try:
             assert process is not None
@@ -179,11 +180,12 @@ def is_intact(checkpoint: Path) -> bool:
         return False
 
 
-def begin(folder: Path, generator: random.Random, sequence_parallel: str) -> Campaign:
+def begin(folder: Path, generator: random.Random, sequence_parallel: str, tensor: int) -> Campaign:
     """Makes the undisturbed run and measures its pace."""
     setup = make_setup(folder, sums(range(32)))
     degrees = [f"{section}.sequence_parallel={sequence_parallel}" for section in ("batch", "probe")]
-    run = TinyRun(folder / "undisturbed", setup, NUM_STEPS, changes=("engine.lost_rank_seconds=5", *degrees))
+    changes = ("engine.lost_rank_seconds=5", *degrees)
+    run = TinyRun(folder / "undisturbed", setup, NUM_STEPS, changes, tensor)
     with run.start() as job:
         wait_until(lambda: process_of(job, 0) is not None, job)
         ranks_began = time.monotonic()
@@ -201,6 +203,9 @@ def main() -> int:
     parser.add_argument(
         "--sequence-parallel", choices=("auto", "1", "2"), default="auto", help="ranks that share a row"
     )
+    parser.add_argument(
+        "--tensor", type=int, choices=(1, 2), default=1, help="ranks that share every layer; with 2, a run has 4 ranks"
+    )
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="vcore_ds_chaos_"))
     print(f"{arguments.kills} kills, SEED={arguments.seed}, in {folder}", flush=True)
@@ -210,7 +215,7 @@ def main() -> int:
     generator.shuffle(kinds)
 
     started = time.monotonic()
-    campaign = begin(folder, generator, arguments.sequence_parallel)
+    campaign = begin(folder, generator, arguments.sequence_parallel, arguments.tensor)
     print(
         f"undisturbed: a start of {campaign.seconds_start_up:.0f} s, {NUM_STEPS} steps of {campaign.seconds_step:.2f} s"
     )

@@ -14,7 +14,8 @@ from tests.helpers.resumed_runs import tensors_of, token_records
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
 
 RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
-WORLD_SIZE = 2
+NUM_SHARDS = 2
+"""Ranks that ZeRO-3 divides the states among."""
 SAVE_EVERY = 2
 
 
@@ -27,29 +28,40 @@ class TinyRun:
     setup: TinySetup
     num_steps: int
     changes: tuple[str, ...] = ()
+    tensor: int = 1
+    """Ranks that share every layer, in parallel layers."""
     logs: list[Path] = field(default_factory=list)
 
     @property
-    def arguments(self) -> str:
-        """Arguments of `vcore-ds`, the same at every attempt."""
-        overrides = self.setup.overrides(
+    def num_ranks(self) -> int:
+        return NUM_SHARDS * self.tensor
+
+    @property
+    def overrides(self) -> list[str]:
+        parallel = ("model.provider=megatron", f"parallel.tensor={self.tensor}") if self.tensor > 1 else ()
+        return self.setup.overrides(
             self.folder,
             f"schedule.num_steps={self.num_steps}",
             "probe.every=3",
             "lora.dropout=0.05",
             f"checkpoint.every_steps={SAVE_EVERY}",
             "checkpoint.keep_last=3",
+            *parallel,
             *self.changes,
         )
-        return f"train {RECIPE} {' '.join(overrides)}"
+
+    @property
+    def arguments(self) -> str:
+        """Arguments of `vcore-ds`, the same at every attempt."""
+        return f"train {RECIPE} {' '.join(self.overrides)}"
 
     def start(self, fault: Fault | None = None, **environment: str) -> Job:
-        """Starts the run on two ranks; `fault` strikes in it."""
+        """Starts the run on all of its ranks; `fault` strikes in it."""
         module = "vcore_ds.cli"
         if fault is not None:
             module, environment = "tests.chaos.inject", environment | fault.environment
         self.logs.append(self.folder.parent / f"{self.folder.name}.{len(self.logs)}.log")
-        launcher = f"python -m vcore_ds.distributed.torchrun --nproc_per_node {WORLD_SIZE} -m {module}"
+        launcher = f"python -m vcore_ds.distributed.torchrun --nproc_per_node {self.num_ranks} -m {module}"
         return Job(f"{launcher} {self.arguments}", self.logs[-1], **environment)
 
     def checkpoint(self, step: int) -> Path:

@@ -35,6 +35,7 @@ def sections(clipping: float | None = None, **others) -> dict:
 
 SEPARATE = {"utility": {"fused": False}}
 FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 5.0}}
+BF16 = {"model": {"path": "none", "precision": "bf16"}}
 ADAM = {"learning_rate": step_runs.LEARNING_RATE, "eps": 1e-3}
 VARIANCE = {"kl_budget": 0.3, "alpha": "variance", "alpha_cap": None}
 BATCH_WIDE = {"kl_budget": 0.05, "scope": "sequence_and_batch", "batch_kl_budget": 0.1}
@@ -42,6 +43,8 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 CASES = {
     "sft, packed": Case(packed=True, sections=sections(method={"name": "sft"})),
     "dft": Case(sections=sections(method={"name": "dft"})),
+    "random, packed": Case(packed=True, sections=sections(method={"name": "random", "keep_share": 0.4})),
+    "lora, iw_sft": Case(lora=True, sections=sections(method={"name": "iw_sft"}, lora={"rank": 4, "alpha": 8})),
     "jvp": Case(sections=sections()),
     "jvp, packed, tied, checkpointed": Case(packed=True, tied=True, checkpointing=True, sections=sections()),
     "jvp, separate passes, tied, checkpointed": Case(tied=True, checkpointing=True, sections=sections(**SEPARATE)),
@@ -51,6 +54,16 @@ CASES = {
     "finite difference, packed, tied": Case(packed=True, tied=True, sections=sections(**FINITE_DIFFERENCE)),
     "direction adam, clipped probe, variance": Case(
         sections={"optimizer": ADAM, "method": VARIANCE, "probe": {"direction": "adam", "clip": 0.1}}
+    ),
+    "previous step": Case(sections=sections(probe={"source": "previous_step"})),
+    "previous step, finite difference": Case(sections=sections(probe={"source": "previous_step"}, **FINITE_DIFFERENCE)),
+    "lora, previous step, direction adam, mean": Case(
+        lora=True,
+        sections={"optimizer": ADAM, "probe": {"source": "previous_step", "direction": "adam", "decay": 0.5}},
+    ),
+    "mean of directions, packed": Case(packed=True, sections=sections(probe={"decay": 0.7, "clip": 0.1})),
+    "base measure and probe loss dft": Case(
+        sections=sections(method={"kl_budget": 0.1, "base_measure": "dft"}, probe={"loss": "dft"})
     ),
     "clipped": Case(sections=sections(clipping=0.1, probe={"clip": 0.1})),
     "clipped, offloaded optimizer": Case(sections=sections(clipping=0.1), config=OFFLOAD),
@@ -71,6 +84,14 @@ CASES = {
     ),
 }
 OF_FOUR = Case(tensor=4, num_kv_heads=4, vocabulary=122, packed=True, checkpointing=True, sections=sections())
+BF16_CASES = {
+    "sft, packed": Case(packed=True, sections=sections(method={"name": "sft"}, **BF16)),
+    "jvp": Case(sections=sections(**BF16)),
+    "jvp, separate passes, tied, checkpointed": Case(
+        tied=True, checkpointing=True, sections=sections(**SEPARATE, **BF16)
+    ),
+    "lora, packed": Case(lora=True, packed=True, sections=sections(**BF16)),
+}
 SIZES = dict(
     hidden_size=32,
     intermediate_size=64,
@@ -123,7 +144,10 @@ class Found:
 
     architectures: dict[str, dict[str, float]]
     cases: dict[str, dict[str, float]]
-    rounding: dict[str, float]
+    bf16: dict[str, tuple[dict[str, float], dict[str, float]]]
+    """With Hugging Face's layers, and with parallel ones."""
+    rounding: dict[bool, dict[str, float]]
+    """Without adapters, and with them."""
     of_four: dict[str, float]
     """Where all ranks share every layer."""
     exchanged: tuple[dict[str, list[int]], int, int]
@@ -135,17 +159,19 @@ class Found:
 def run_all() -> Found:
     from tests.helpers import megatron  # here alone, as megatron-core takes seconds to import
 
+    bf16_alone = {name: run_case(case) for name, case in BF16_CASES.items()}
     layout.arrange(tensor=2)
     layout.make_sequence_groups([2], timeout_minutes=10)
     architectures = {
         name: megatron.compare_with(config, **options) for name, (config, options) in ARCHITECTURES.items()
     }
     cases = {name: run_case(replace(case, tensor=2)) for name, case in CASES.items()}
-    rounding = megatron.stochastic_rounding()
+    bf16 = {name: (bf16_alone[name], run_case(replace(case, tensor=2))) for name, case in BF16_CASES.items()}
+    rounding = {lora: megatron.stochastic_rounding(lora=lora) for lora in (False, True)}
     exchanged = [megatron.exchanged_numels(**options) for options in EXCHANGED.values()]
     adapters = megatron.compare_adapters()
     layout.arrange(tensor=4)
-    return Found(architectures, cases, rounding, run_case(OF_FOUR), *exchanged, adapters)
+    return Found(architectures, cases, bf16, rounding, run_case(OF_FOUR), *exchanged, adapters)
 
 
 @pytest.fixture(scope="module")
@@ -236,10 +262,25 @@ def test_adapters_compute_what_those_of_the_other_provider_compute(found):
         assert min(deviations["by dropout"], deviations["by adapters"]) > 0.01
 
 
-def test_stochastic_rounding_is_the_same_on_replicas(found):
+@pytest.mark.parametrize("name", BF16_CASES)
+def test_bf16_is_no_further_from_the_reference_than_with_hugging_faces_layers(found, name):
+    """The oracle computes in fp32, from the same weights."""
     for of_rank in found:
-        rounding = of_rank.rounding
+        alone, parallel = of_rank.bf16[name]
+        print(f"alone {alone}\nparallel {parallel}")
+        assert parallel["drift"] == 0
+        for quantity in ("utilities", "weights", "gradient", "parameters"):
+            assert parallel[quantity] <= 2 * alone[quantity], quantity
+        for quantity in ("loss", "alpha"):
+            assert parallel[quantity] < 2**-8, quantity  # bf16 has 8 bits
+        assert alone["gradient"] > 1e-4  # the engine did compute in bf16
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_stochastic_rounding_is_the_same_on_replicas(found, lora):
+    for of_rank in found:
+        rounding = of_rank.rounding[lora]
         print(rounding)
         assert (rounding["masters"], rounding["perturbed"], rounding["losses"]) == (0, 0, 0)
         assert rounding["changed"] > 0.1
-    assert sum(of_rank.rounding["changed norms"] for of_rank in found) > 0
+    assert sum(of_rank.rounding[lora]["changed replicas"] for of_rank in found) > 0

@@ -134,11 +134,11 @@ def compare_adapters() -> dict[str, float]:
     }
 
 
-def stochastic_rounding() -> dict[str, float]:
+def stochastic_rounding(*, lora: bool = False) -> dict[str, float]:
     """In bf16, after two steps with stochastically rounded finite differences: how far replicas are apart, in their
     masters, in a perturbation and in the losses under it; and how much the perturbation changes."""
     recipe = step_runs.recipe(**CASES["vcore, finite difference, stochastic rounding, bf16"])
-    model = parallel_model(tiny.qwen3(dtype=torch.bfloat16))
+    model = parallel_model(tiny.qwen3(dtype=torch.bfloat16), lora=lora)
     engine = step_runs.make_engine(model, recipe)
     estimator = step_runs.make_estimator(recipe, engine)
     batches = StepBatches(step_runs.deal(tiny.rows(8), 2), step_runs.deal(tiny.rows(4, seed=9), 2))
@@ -151,13 +151,17 @@ def stochastic_rounding() -> dict[str, float]:
         with engine.without_gradient():
             losses = engine.token_losses(batches.main[0])
     of_ranks = layout.gather_objects("tensor", losses)
-    norms = [name for name in before if "norm" in name and before[name].numel() > 0]
+    replicas = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and not getattr(p, "tensor_model_parallel", False) and before[name].numel() > 0
+    ]
     found = {
         "masters": masters,
         "perturbed": drift(model, shifted),
         "losses": max(float((own - of_ranks[0]).abs().max()) for own in of_ranks),
         "changed": perturbation.changed_fraction,
-        "changed norms": sum(float((shifted[name] != before[name]).sum()) for name in norms),
+        "changed replicas": sum(float((shifted[name] != before[name]).sum()) for name in replicas),
     }
     engine.close()
     return found

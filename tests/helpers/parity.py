@@ -44,15 +44,17 @@ def run_case(case: Case) -> dict[str, float]:
     """Worst deviation of each quantity over 3 steps."""
     recipe = step_runs.recipe(**case.sections)
     sizes = dict(tied=case.tied, num_key_value_heads=case.num_kv_heads, vocab_size=case.vocabulary)
-    plain = tiny.qwen3(**sizes)
+    dtype = torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32
+    plain = tiny.qwen3(dtype=dtype, **sizes)
     if case.tensor > 1:
         from tests.helpers import megatron  # here alone, as megatron-core takes seconds to import
 
         model = megatron.parallel_model(plain, lora=case.lora, checkpointing=case.checkpointing)
     else:
-        model = tiny.token_loss_model(lora=case.lora, checkpointing=case.checkpointing, **sizes)
+        model = tiny.token_loss_model(lora=case.lora, checkpointing=case.checkpointing, dtype=dtype, **sizes)
     if case.lora:
         plain = tiny.with_lora(plain)
+    plain = plain.float()  # the oracle computes in fp32, from the same weights
     reference = step_runs.reference_of(plain, recipe)
     engine = step_runs.make_engine(
         model, recipe, persistence_threshold=case.persistence_threshold, coalesce=case.coalesce, zero=case.config

@@ -1,4 +1,4 @@
-"""The shipped SLURM scripts on a real cluster of two nodes, one rank each: requeues, a job array, unfit nodes."""
+"""The shipped SLURM scripts on a real cluster of two nodes: requeues, a job array, unfit nodes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ pytestmark = pytest.mark.dist
 NUM_STEPS = 16
 ARRAY = "--array=0-2 launch_scripts/train_32b_lora.slurm sweep/%a.yaml run.seed=%a run.output_dir=runs/sweep_%a"
 CHANGES = (f"schedule.num_steps={NUM_STEPS}", "checkpoint.every_steps=2")
+PARALLEL = ("model.provider=megatron", "parallel.tensor=2")
 TIMED = ("seconds", "tokens_per_second", "peak_memory_bytes", "checkpoint_bytes")
 
 
@@ -67,20 +68,11 @@ def test_a_run_goes_on_through_requeues(cluster: Cluster, setup: TinySetup, chec
     job = cluster.submit("launch_scripts/train_32b.slurm", checkout, *overrides, **inherited)
     output = checkout / f"slurm-{job}.out"
 
-    def wait_for(step: int, restarts: int) -> None:
-        """Until the job, restarted so often, has done this step."""
-
-        def holds() -> bool:
-            assert cluster.state(job) in {"PENDING", "RUNNING", "COMPLETING", "REQUEUED"}, output.read_text()
-            return cluster.field(job, "Restarts") == str(restarts) and num_steps_done(run) >= step
-
-        wait_until(holds, f"step {step} after {restarts} restarts", 240)
-
     # As an administrator does, or SLURM itself on preemption: SIGTERM everywhere, SIGKILL half a minute later.
-    wait_for(step=3, restarts=0)
+    wait_for(cluster, job, run, step=3, restarts=0)
     cluster.run(f"scontrol requeue {job}")
     # As SLURM does before the time limit (--signal); the job's script then requeues it.
-    wait_for(step=8, restarts=1)
+    wait_for(cluster, job, run, step=8, restarts=1)
     cluster.run(f"scancel --signal=USR1 {job}")
     wait_until(lambda: cluster.state(job) == "COMPLETED", "end of the job", 240)
     assert cluster.field(job, "Restarts") == "2"
@@ -95,8 +87,44 @@ def test_a_run_goes_on_through_requeues(cluster: Cluster, setup: TinySetup, chec
     ]
     assert "stopped by SIGUSR1" in (logs / "attempt_1" / "n1.log").read_text()
 
-    # Nothing lost, nothing twice, nothing different.
-    lines, expected = read_metrics(run), read_metrics(undisturbed.folder)
+    check_equal(run, undisturbed.folder)
+
+
+def test_ranks_that_share_layers_go_on_through_a_requeue(cluster: Cluster, setup: TinySetup, checkout: Path):
+    """Two on each node."""
+    run, undisturbed = checkout / "runs" / "it", checkout / "runs" / "undisturbed"
+    changes = (*CHANGES, *PARALLEL)
+    overrides = setup.overrides(run, *changes)
+    job = cluster.submit("launch_scripts/train_32b.slurm", checkout, *overrides, RANKS_PER_NODE="2")
+    wait_for(cluster, job, run, step=3, restarts=0)
+    cluster.run(f"scancel --signal=USR1 {job}")
+    wait_until(lambda: cluster.state(job) == "COMPLETED", "end of the job", 360)
+    assert cluster.field(job, "Restarts") == "1"
+    text = (checkout / f"slurm-{job}.out").read_text()
+    assert text.count("all-reduce of 16 MiB over 4 ranks") == 2 and text.count("back into the queue") == 1, text
+    logs = [(checkout / "runs" / "slurm" / job / f"attempt_{n}" / "n1.log").read_text() for n in range(2)]
+    assert "stopped by SIGUSR1" in logs[0] and "Resumed after step" in logs[1], logs
+
+    overrides = setup.overrides(undisturbed, *changes)
+    done = run_command(f"torchrun --nproc_per_node 4 launch_scripts/train_32b.sh {' '.join(overrides)}")
+    assert done.returncode == 0, done.stdout
+    check_equal(run, undisturbed)
+
+
+def wait_for(cluster: Cluster, job: str, run: Path, *, step: int, restarts: int) -> None:
+    """Until the job, restarted so often, has done this step."""
+
+    def holds() -> bool:
+        output = run.parents[1] / f"slurm-{job}.out"
+        assert cluster.state(job) in {"PENDING", "RUNNING", "COMPLETING", "REQUEUED"}, output.read_text()
+        return cluster.field(job, "Restarts") == str(restarts) and num_steps_done(run) >= step
+
+    wait_until(holds, f"step {step} after {restarts} restarts", 240)
+
+
+def check_equal(run: Path, undisturbed: Path) -> None:
+    """Nothing lost, nothing twice, nothing different."""
+    lines, expected = read_metrics(run), read_metrics(undisturbed)
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
     assert [without_times(line) for line in lines] == [without_times(line) for line in expected]
 
@@ -139,7 +167,7 @@ def test_the_last_task_of_an_array_is_requeued_alone(cluster: Cluster, setup: Ti
 def test_unfit_nodes_are_named_before_anything_starts(cluster: Cluster, setup: TinySetup, checkout: Path):
     own = cluster.folder / "own_disk"
     cluster.run(f"srun --nodelist=n1 cp {setup.train} {own}/train.jsonl")
-    changes = (f"run.output_dir={own}/run", f"data.train_path={own}/train.jsonl")
+    changes = (f"run.output_dir={own}/run", f"data.train_path={own}/train.jsonl", *PARALLEL)
     job = cluster.submit("--nodes=2 launch_scripts/train_32b_lora.slurm", checkout, *setup.overrides(own), *changes)
     wait_until(lambda: cluster.state(job) in {"COMPLETED", "FAILED"}, "end of the job", 120)
     text = (checkout / f"slurm-{job}.out").read_text()
@@ -150,6 +178,8 @@ def test_unfit_nodes_are_named_before_anything_starts(cluster: Cluster, setup: T
         "n1: free disk: found 0.2",
         f"n2: data.train_path: found nothing to read at {own}/train.jsonl.",
         f"n2: run.output_dir: a file made on n1 in {own} is not there, expected a folder that all nodes share",
+        "n1: parallel.tensor: found 2 with 1 ranks on the node, expected a divisor of them",
+        "n2: parallel.tensor: found 2 with 1 ranks on the node, expected a divisor of them",
     ):
         assert sum(line.strip().startswith(part) for line in problems) == 1, f"{part}\n{text}"
 

@@ -121,7 +121,14 @@ class Engine:
         self.optimizer.zero_grad()
         self._num_backwards_left = num_backwards
         with self.deepspeed.coalesce_grad_reduction() if self.coalesces else nullcontext():
-            yield
+            try:
+                yield
+            except BaseException:
+                # DeepSpeed would reduce what there is, after an error too. Where ranks share layers and one of them is
+                # lost, the other ranks of that reduction are not in it: gloo aborts the process, NCCL waits.
+                for _, parameter in self.trainable:
+                    parameter.grad = None
+                raise
             self._gradient_sum.give_back()
         self.shards.add_up_replicas()
         self.deepspeed.set_gradient_accumulation_boundary(True)
