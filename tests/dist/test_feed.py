@@ -138,7 +138,9 @@ def test_a_share_of_each_batch_is_trusted(monkeypatch) -> None:
 
 def test_ids_stay_different_where_a_store_has_dropped_rows() -> None:
     def store(*ids: int) -> Sequences:
-        return Sequences(replace(sequence, sequence_id=i) for i, sequence in zip(ids, dataset(len(ids), 3), strict=True))
+        return Sequences(
+            replace(sequence, sequence_id=i) for i, sequence in zip(ids, dataset(len(ids), 3), strict=True)
+        )
 
     joined = JoinedDataset(store(4, 11, 7), store(0, 4, 8))
     assert [sequence.sequence_id for sequence in joined[:]] == [4, 11, 7, 12, 16, 20]
@@ -202,7 +204,8 @@ def test_the_same_batches_in_the_same_order_at_1_2_4_and_8_ranks(
                 assert all(of_rank.measured[key] == degree for of_rank in batches)
                 groups = [of_part[start : start + degree] for start in range(0, num_ranks, degree)]
                 for group in groups:  # the ranks that share a row hold the same
-                    assert all(torch.equal(a.input_ids, b.input_ids) for own in group for a, b in zip(own, group[0]))
+                    pairs = [pair for own in group for pair in zip(own, group[0], strict=True)]
+                    assert all(torch.equal(a.input_ids, b.input_ids) for a, b in pairs)
                     assert all(batch.input_ids.shape[1] % (8 * degree) == 0 for own in group for batch in own)
                 counts.append(Counter(i for group in groups for batch in group[0] for i in batch.sequence_ids))
             found.append(tuple(counts))

@@ -113,7 +113,9 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
     direction, errors = Direction(engine), {}
     for name in ("sgd", "adam") if optimizer == "adamw" else ("sgd",):
         direction.take(probe, normalization="sequence", clip=CLIP, optimizer=name)
-        errors[f"direction, {name}"] = error(step_runs.without_padding(engine, direction.buffers), one_by_one.direction(name))
+        errors[f"direction, {name}"] = error(
+            step_runs.without_padding(engine, direction.buffers), one_by_one.direction(name)
+        )
         expected = one_by_one.norm(one_by_one.direction(name))
         errors[f"direction's norm, {name}"] = abs(direction.norm / expected - 1)
 

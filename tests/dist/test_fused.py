@@ -9,12 +9,12 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from tests.helpers import step_runs, tiny
-from vcore_ds.track.allocations import Allocations
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.setup import build_estimator
 from vcore_ds.step import take_direction
+from vcore_ds.track.allocations import Allocations
 from vcore_ds.utility import NoUtilities, forward_mode, losses_and_utilities, why_not_fused
 
 pytestmark = pytest.mark.dist
@@ -79,7 +79,9 @@ def main_pass(case: Pass, fused: bool) -> dict[str, Any]:
         found |= {"losses": losses.detach(), "utilities": utilities}
         found["gradient"] = torch.cat([g.flatten().float() for g in engine.shards.gradients()])
     # What follows is as before: nothing of the dual forward stays.
-    assert not any((module._parameters.keys() | {"forward"}) & module.__dict__.keys() for module in engine.module.modules())
+    assert not any(
+        (module._parameters.keys() | {"forward"}) & module.__dict__.keys() for module in engine.module.modules()
+    )
     metrics = step_runs.train_step(engine, recipe, StepBatches([batch], []), estimator)
     found["loss"] = metrics.values["loss"]
     engine.close()

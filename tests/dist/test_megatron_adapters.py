@@ -155,7 +155,9 @@ def test_the_adapter_is_written_as_the_other_providers(folder, losses, name, tmp
         if file.name != "adapter_model.safetensors":
             assert (ours / file.name).read_bytes() == file.read_bytes(), file.name
     live, expected = (load_file(of / "adapter_model.safetensors") for of in (ours, theirs))
-    assert {key: (t.shape, t.dtype) for key, t in live.items()} == {key: (t.shape, t.dtype) for key, t in expected.items()}
+    assert {key: (t.shape, t.dtype) for key, t in live.items()} == {
+        key: (t.shape, t.dtype) for key, t in expected.items()
+    }
     later = load_file(export_run(ours.parent, output=tmp_path / "adapter") / "adapter_model.safetensors")
     assert live.keys() == later.keys() and all(torch.equal(live[key].float(), later[key]) for key in live)
 

@@ -12,8 +12,8 @@ import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.config import Recipe
 from vcore_ds.commands.plan.verify_rank import kept_bytes
+from vcore_ds.config import Recipe
 from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine import Engine, build_optimizer

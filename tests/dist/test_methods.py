@@ -2,18 +2,15 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.parity import keep_some
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data import Batch, StepBatches
+from vcore_ds.data import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.engine import log_probabilities
-from vcore_ds.method import random_mask
-from vcore_ds.random_streams import Stream, generator
 
 pytestmark = pytest.mark.dist
 

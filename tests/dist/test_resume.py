@@ -116,7 +116,9 @@ def recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
         **sections,
     }
     sections["model"] = {"path": str(folder / "model"), "precision": "fp32", **sections.get("model", {})}
-    data = {key: str(folder / value) if key.endswith("path") else value for key, value in sections.get("data", {}).items()}
+    data = {
+        key: str(folder / value) if key.endswith("path") else value for key, value in sections.get("data", {}).items()
+    }
     sections["data"] = {"train_path": str(folder / "train.jsonl"), "cache_dir": str(folder / "cache"), **data}
     if sections["method"]["name"] == "iw_sft" and sections["lora"] is None:
         sections["data"]["reference_log_probabilities"] = str(folder / "reference.npz")

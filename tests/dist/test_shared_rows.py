@@ -1,7 +1,6 @@
 """Whole runs on rows that ranks share: the same sequences and losses as on one rank, also resumed at another degree."""
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,7 +168,9 @@ def test_a_record_of_a_large_batch_holds_the_same_sequences_at_any_number_of_ran
 def test_a_record_that_cannot_be_written_is_a_warning_of_one_rank(found: Found) -> None:
     for first, *others in found.of_ranks:
         (warning,) = first.said
-        assert warning.startswith("warning: the tokens of step 5 cannot be written to ") and "it has no record" in warning
+        assert (
+            warning.startswith("warning: the tokens of step 5 cannot be written to ") and "it has no record" in warning
+        )
         assert all(of_rank.said == [] for of_rank in others)
 
 

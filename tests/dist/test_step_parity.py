@@ -73,9 +73,7 @@ CASES = {
         lora=True,
         sections={"probe": {"source": "previous_step", "direction": "adam", "decay": 0.5, "clip": 1.0}},
     ),
-    "previous step, finite difference": Case(
-        sections={"probe": {"source": "previous_step"}, **FINITE_DIFFERENCE}
-    ),
+    "previous step, finite difference": Case(sections={"probe": {"source": "previous_step"}, **FINITE_DIFFERENCE}),
     "base measure dft": Case(sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}}),
     "base measure dft, fixed temperature, checkpointed": Case(
         checkpointing=True,
