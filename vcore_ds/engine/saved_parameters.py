@@ -36,10 +36,13 @@ class SavedParameters:
     @contextmanager
     def as_references(self) -> Iterator[None]:
         """The context of a forward. Its backward may be anywhere."""
+        self._by_address.clear()  # gathers come to new addresses, so what is noted would grow with every pass
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
 
     def _note(self, module: nn.Module, _: object) -> None:
+        if not torch.is_grad_enabled():  # nothing is saved
+            return
         for parameter in module.parameters(recurse=False):
             self._by_address[parameter.data_ptr()] = parameter
 
