@@ -33,6 +33,7 @@ from vcore_ds.setup import (
 from vcore_ds.track.console import Console, describe_example
 from vcore_ds.track.metrics_log import MetricsLog
 from vcore_ds.track.step_metrics import StepMetrics
+from vcore_ds.track.throughput import throughput_of
 from vcore_ds.track.wandb_log import WandbLog
 
 
@@ -91,7 +92,8 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
         checkpoints.check_data(found, feed)
 
     passes = feed.utilization(found[1].step if found is not None else 0, num_steps)
-    check_memory(plan_memory(recipe, plan, ds_config, passes, count_parameters(recipe)), console)
+    memory = plan_memory(recipe, plan, ds_config, passes, count_parameters(recipe))
+    check_memory(memory, console)
 
     mark("loading the model")
     engine = build_engine(recipe, ds_config)
@@ -107,7 +109,8 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     else:  # not earlier: what the user has to fix is found before anything is written
         first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
     log = first_rank_first(lambda: begin_folder(recipe, num_done, checkpoints, console) if layout.is_first() else None)
-    training = Training(recipe, engine, estimator, feed, validation, num_steps, checkpoints, log, console)
+    rates = throughput_of(recipe, memory)
+    training = Training(recipe, engine, estimator, feed, validation, num_steps, checkpoints, rates, log, console)
 
     last_step = run_training(training, num_done, is_new=found is None)
     after = validate(training)

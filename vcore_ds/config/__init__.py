@@ -16,6 +16,7 @@ from vcore_ds.config.run_plan import (
     find_model,
     find_shape,
     named_gpu,
+    needed_passes,
     plan_run,
     smallest_cluster,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "find_shape",
     "load_recipe",
     "named_gpu",
+    "needed_passes",
     "num_trusted",
     "plan_batch",
     "plan_memory",
