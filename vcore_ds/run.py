@@ -32,9 +32,11 @@ from vcore_ds.setup import (
 )
 from vcore_ds.track.console import Console, describe_example
 from vcore_ds.track.metrics_log import MetricsLog
+from vcore_ds.track.sinks import BackgroundSink
 from vcore_ds.track.step_metrics import StepMetrics
 from vcore_ds.track.throughput import throughput_of
-from vcore_ds.track.wandb_log import WandbLog
+from vcore_ds.track.trackers import start_trackers
+from vcore_ds.track.wandb_log import FINISH_SECONDS, WandbLog
 
 
 @dataclass(frozen=True)
@@ -160,18 +162,20 @@ def read_data(
 
 
 def begin_folder(recipe: Recipe, num_done: int, checkpoints: Checkpoints, console: Console) -> MetricsLog:
-    """Recipe, environment and the log of the steps in the run's folder, by rank 0; and Weights & Biases, if wanted."""
+    """Recipe, environment and the log of the steps in the run's folder, by rank 0; and the sinks that are wanted."""
     folder = Path(recipe.run.output_dir)
     num_lost_lines = run_folder.begin(recipe, layout.size("job"), num_done)
     if num_lost_lines:
         console.say(f"{num_lost_lines} line(s) of later steps moved to {folder / run_folder.LOST_METRICS}")
-    wandb = None
+    sinks = []
     if recipe.run.wandb_project is not None:
         wandb = WandbLog(recipe, console, checkpoints.wandb_run_id)
         checkpoints.wandb_run_id = wandb.run_id
         console.say(f"Weights & Biases: {wandb.url or 'offline'}")
+        sinks.append(BackgroundSink("Weights & Biases", lambda: wandb, console, close_seconds=FINISH_SECONDS + 10))
+    sinks += start_trackers(recipe, num_done, console)
     with writing("run.output_dir", folder):
-        return MetricsLog(folder, console, wandb)
+        return MetricsLog(folder, console, sinks)
 
 
 def run_training(training: Training, num_done: int, is_new: bool) -> StepMetrics | None:

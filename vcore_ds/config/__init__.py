@@ -20,7 +20,7 @@ from vcore_ds.config.run_plan import (
     plan_run,
     smallest_cluster,
 )
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.schema import Recipe, TrackerName
 
 __all__ = [
     "COALESCING_SHARE",
@@ -31,6 +31,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "RunPlan",
+    "TrackerName",
     "Way",
     "cheapest_ways",
     "deepspeed_config",
