@@ -11,7 +11,7 @@ from vcore_ds.errors import first_line
 from vcore_ds.track.console import Console
 
 MOST_WAITING = 1000
-"""Lines that wait for a sink that does not take them; what comes then is not sent."""
+"""Lines that may wait for a sink; what comes while there are so many is not sent."""
 
 CLOSE_SECONDS = 20.0
 """Time to send what is left at the end of a run."""
@@ -56,7 +56,7 @@ class BackgroundSink:
         if self._lines.qsize() < MOST_WAITING:
             self._lines.put(values)
         elif self._problem is None:
-            self._problem = f"has not taken the last {MOST_WAITING:,} lines, and further ones are not sent"
+            self._problem = f"{MOST_WAITING:,} lines wait to be taken, and what comes meanwhile is not sent"
         self._warn()
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class BackgroundSink:
 
     def _note(self, error: BaseException) -> None:
         if self._problem is None:
-            self._problem = f"{type(error).__name__}: {first_line(error)}"
+            self._problem = f"{type(error).__name__}: {first_line(error)}".rstrip(".")
 
     def _warn(self) -> None:
         if self._problem is not None and not self._has_warned:

@@ -90,8 +90,10 @@ def open_tracker(name: TrackerName, recipe: Recipe, num_done: int) -> TrackerSin
             tracker.store_init_configuration(config)
         keep_id(folder, name, tracker.tracker.info.run_id)
     elif name == "trackio":
+        # It knows runs by name alone: a new run does not continue another one whose folder has the same name.
+        resume = "allow" if num_done else "never"
         tracker = tracking.TrackioTracker(
-            track.project, name=folder.name, group=track.group, resume="allow", config=config
+            track.project, name=folder.name, group=track.group, resume=resume, config=config
         )
         tracker.start()
     else:
