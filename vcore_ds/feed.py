@@ -68,8 +68,13 @@ class Feed:
             "probe_rank_imbalance": None if probe is None else probe.waste.rank_imbalance,
             "probe_sequence_parallel": None if probe is None else probe.sequence_parallel,
         }
-        probe_batches = [] if probe is None else self._of_rank(probe, self.probe_dataset)
-        return StepBatches(self._of_rank(main, self.main_dataset), probe_batches, measured)
+        return StepBatches(
+            self._of_rank(main, self.main_dataset),
+            [] if probe is None else self._of_rank(probe, self.probe_dataset),
+            measured,
+            _lengths(main.ids, self.main_dataset),
+            [] if probe is None else _lengths(probe.ids, self.probe_dataset),
+        )
 
     def batches(self, ids: Sequence[int], micro_batch_size: int | None, dataset: Dataset | None = None) -> list[Batch]:
         """This rank's micro-batches of the global batch `ids`, as many as every other rank has.

@@ -22,6 +22,7 @@ from vcore_ds.track.console import Console
 from vcore_ds.track.metrics_log import MetricsLog
 from vcore_ds.track.run_notes import RELIABLE_SIGNAL_TO_NOISE
 from vcore_ds.track.step_metrics import StepMetrics, StepRecorder
+from vcore_ds.track.throughput import Throughput
 from vcore_ds.track.token_gather import record_tokens
 from vcore_ds.track.token_records import record_steps
 from vcore_ds.utility import Estimator
@@ -40,6 +41,7 @@ class Training:
     num_steps: int
     """Optimizer steps of the whole run."""
     checkpoints: Checkpoints
+    throughput: Throughput
     metrics_log: MetricsLog | None
     """On rank 0; None on the others."""
     console: Console
@@ -76,7 +78,17 @@ def run_steps(training: Training, num_done: int) -> StepMetrics | None:
                 first_trusted_id=training.feed.first_trusted_id,
                 seed=recipe.run.seed,
             )
-        line = {"step": done, "epoch": training.feed.epoch(done), **metrics.values, **of_checkpoint, **batches.measured}
+        seconds = metrics.values["seconds"]
+        assert seconds is not None  # every step has a length
+        rates = training.throughput.of_step(batches.main_lengths, batches.probe_lengths, seconds)
+        line = {
+            "step": done,
+            "epoch": training.feed.epoch(done),
+            **metrics.values,
+            **rates,
+            **of_checkpoint,
+            **batches.measured,
+        }
         of_checkpoint = {}
         if recipe.run.validate_every is not None and done % recipe.run.validate_every == 0 and done < num_steps:
             line |= {f"validation_loss{name and '_'}{name}": loss for name, loss in validate(training).items()}
@@ -84,7 +96,7 @@ def run_steps(training: Training, num_done: int) -> StepMetrics | None:
             training.metrics_log.write(line)
         seconds_left = (time.perf_counter() - started) / (done - num_done) * (num_steps - done)
         log = done % recipe.run.log_every == 0 or done == num_steps
-        console.step(done, num_steps, metrics.values, seconds_left, log)
+        console.step(done, num_steps, line, seconds_left, log)
         reason = stops.agreed_reason()
         if reason is not None or training.checkpoints.due(done, num_steps):
             mark("checkpoint")

@@ -32,8 +32,11 @@ from vcore_ds.setup import (
 )
 from vcore_ds.track.console import Console, describe_example
 from vcore_ds.track.metrics_log import MetricsLog
+from vcore_ds.track.sinks import BackgroundSink
 from vcore_ds.track.step_metrics import StepMetrics
-from vcore_ds.track.wandb_log import WandbLog
+from vcore_ds.track.throughput import throughput_of
+from vcore_ds.track.trackers import start_trackers
+from vcore_ds.track.wandb_log import FINISH_SECONDS, WandbLog
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
         checkpoints.check_data(found, feed)
 
     passes = feed.utilization(found[1].step if found is not None else 0, num_steps)
-    check_memory(plan_memory(recipe, plan, ds_config, passes, count_parameters(recipe)), console)
+    memory = plan_memory(recipe, plan, ds_config, passes, count_parameters(recipe))
+    check_memory(memory, console)
 
     mark("loading the model")
     engine = build_engine(recipe, ds_config)
@@ -107,7 +111,8 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     else:  # not earlier: what the user has to fix is found before anything is written
         first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
     log = first_rank_first(lambda: begin_folder(recipe, num_done, checkpoints, console) if layout.is_first() else None)
-    training = Training(recipe, engine, estimator, feed, validation, num_steps, checkpoints, log, console)
+    rates = throughput_of(recipe, memory)
+    training = Training(recipe, engine, estimator, feed, validation, num_steps, checkpoints, rates, log, console)
 
     last_step = run_training(training, num_done, is_new=found is None)
     after = validate(training)
@@ -157,18 +162,20 @@ def read_data(
 
 
 def begin_folder(recipe: Recipe, num_done: int, checkpoints: Checkpoints, console: Console) -> MetricsLog:
-    """Recipe, environment and the log of the steps in the run's folder, by rank 0; and Weights & Biases, if wanted."""
+    """Recipe, environment and the log of the steps in the run's folder, by rank 0; and the sinks that are wanted."""
     folder = Path(recipe.run.output_dir)
     num_lost_lines = run_folder.begin(recipe, layout.size("job"), num_done)
     if num_lost_lines:
         console.say(f"{num_lost_lines} line(s) of later steps moved to {folder / run_folder.LOST_METRICS}")
-    wandb = None
+    sinks = []
     if recipe.run.wandb_project is not None:
         wandb = WandbLog(recipe, console, checkpoints.wandb_run_id)
         checkpoints.wandb_run_id = wandb.run_id
         console.say(f"Weights & Biases: {wandb.url or 'offline'}")
+        sinks.append(BackgroundSink("Weights & Biases", lambda: wandb, console, close_seconds=FINISH_SECONDS + 10))
+    sinks += start_trackers(recipe, num_done, console)
     with writing("run.output_dir", folder):
-        return MetricsLog(folder, console, wandb)
+        return MetricsLog(folder, console, sinks)
 
 
 def run_training(training: Training, num_done: int, is_new: bool) -> StepMetrics | None:

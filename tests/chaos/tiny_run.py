@@ -112,7 +112,10 @@ def timeless_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = [json.loads(text) for text in path.read_text().splitlines() if text.endswith("}")]
-    machine = ("seconds", "tokens_per_second", "peak_memory_bytes", "checkpoint_bytes")
+    machine = (
+        "seconds", "tokens_per_second", "supervised_tokens_per_second", "utilization", "peak_memory_bytes",
+        "checkpoint_bytes",
+    )  # fmt: skip
     return [{k: v for k, v in line.items() if not k.startswith(machine)} for line in lines]
 
 

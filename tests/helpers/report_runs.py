@@ -78,6 +78,6 @@ def step_line(step: int, **values: float | None) -> dict[str, float | None]:
         "seconds_utility": 0.5,
         "seconds_main": 2.0,
         "seconds_step": 0.25,
-        "tokens_per_second": 250.0,
+        "supervised_tokens_per_second": 250.0,
         **values,
     }

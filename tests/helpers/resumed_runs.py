@@ -91,7 +91,10 @@ def tensors_of(folder: Path, step: int = NUM_STEPS) -> dict[str, torch.Tensor]:
 def timeless_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without the keys that depend on the machine."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    machine = ("seconds", "tokens_per_second", "peak_memory_bytes", "checkpoint_bytes")
+    machine = (
+        "seconds", "tokens_per_second", "supervised_tokens_per_second", "utilization", "peak_memory_bytes",
+        "checkpoint_bytes",
+    )  # fmt: skip
     return [{k: v for k, v in line.items() if not k.startswith(machine)} for line in lines]
 
 

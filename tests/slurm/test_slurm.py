@@ -16,7 +16,10 @@ NUM_STEPS = 16
 ARRAY = "--array=0-2 launch_scripts/train_32b_lora.slurm sweep/%a.yaml run.seed=%a run.output_dir=runs/sweep_%a"
 CHANGES = (f"schedule.num_steps={NUM_STEPS}", "checkpoint.every_steps=2")
 PARALLEL = ("model.provider=megatron", "parallel.tensor=2")
-TIMED = ("seconds", "tokens_per_second", "peak_memory_bytes", "checkpoint_bytes")
+TIMED = (
+    "seconds", "tokens_per_second", "supervised_tokens_per_second", "utilization", "peak_memory_bytes",
+    "checkpoint_bytes",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

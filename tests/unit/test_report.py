@@ -137,7 +137,7 @@ def test_seeds_of_a_recipe_are_one_curve(tmp_path: Path) -> None:
     budgets = {"method": {"kl_budget": 0.1}}
     runs = read(
         written(tmp_path / "a", seed=0),
-        written(tmp_path / "b", seed=1, num_steps=3),
+        written(tmp_path / "b", seed=1, num_steps=3, track={"tags": ["second"], "trackers": ["tensorboard"]}),
         written(tmp_path / "c", seed=0, **budgets),
         tmp_path / "a",
     )

@@ -16,10 +16,11 @@ from vcore_ds.config.run_plan import (
     find_model,
     find_shape,
     named_gpu,
+    needed_passes,
     plan_run,
     smallest_cluster,
 )
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.schema import Recipe, TrackerName
 
 __all__ = [
     "COALESCING_SHARE",
@@ -30,6 +31,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "RunPlan",
+    "TrackerName",
     "Way",
     "cheapest_ways",
     "deepspeed_config",
@@ -45,6 +47,7 @@ __all__ = [
     "find_shape",
     "load_recipe",
     "named_gpu",
+    "needed_passes",
     "num_trusted",
     "plan_batch",
     "plan_memory",

@@ -40,7 +40,7 @@ MAY_DIFFER = frozenset(
 )
 """Dotted keys with which a run may be resumed whatever they were before."""
 
-SECTIONS_THAT_MAY_DIFFER = frozenset({"checkpoint", "engine"})
+SECTIONS_THAT_MAY_DIFFER = frozenset({"track", "checkpoint", "engine"})
 """Sections all of whose keys may differ."""
 
 

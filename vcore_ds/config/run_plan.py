@@ -3,7 +3,6 @@
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from vcore_ds.config.batch_plan import BatchPlan, Part, plan_batch
 from vcore_ds.config.deepspeed_json import deepspeed_config
@@ -17,6 +16,7 @@ from vcore_ds.planning import (
     SIMULATED_MEAN,
     Cluster,
     Gpu,
+    MemorySettings,
     ModelShape,
     ParameterCounts,
     StepCost,
@@ -148,15 +148,8 @@ def plan_run(recipe: Recipe, cluster: Cluster, shape: ModelShape, *, mean_tokens
         coalesces = unsharded <= COALESCING_SHARE * cluster.gpu.memory_bytes
     reuse = ds_config["zero_optimization"].get("stage3_max_reuse_distance", 10**9)
     model = StepModel(shape, of_rank, replace(settings, coalesces_gradients=coalesces), cluster, int(reuse))
-    is_vcore = recipe.method.name == "vcore"
-    # iw_sft with adapters computes its reference without them, in every step.
-    reference_forwards = int(recipe.method.name == "iw_sft" and recipe.lora is not None)
-    of_step = partial(
-        StepPasses.of, reference_forwards=reference_forwards, steps_per_probe=recipe.probe.every if is_vcore else 1
-    )
     main, probe = spreads["main"], spreads.get("probe", [])
     lengths = {"main": [own for own, _ in main], "probe": [own for own, _ in probe]}
-    needed = of_step(replace(settings, is_checkpointed=False))
     return RunPlan(
         recipe,
         cluster,
@@ -164,10 +157,23 @@ def plan_run(recipe: Recipe, cluster: Cluster, shape: ModelShape, *, mean_tokens
         memory,
         passes,
         parameter_counts(shape, settings.adapters),
-        model.step(of_step(settings), main, probe),
+        model.step(passes_of(recipe, settings), main, probe),
         sum(map(sum, lengths["main"])) / len(main),
-        model.needed_flops(needed, lengths["main"], lengths["probe"]),
+        model.needed_flops(needed_passes(recipe, settings), lengths["main"], lengths["probe"]),
     )
+
+
+def passes_of(recipe: Recipe, settings: MemorySettings) -> StepPasses:
+    """The passes of a recipe's optimizer step."""
+    # iw_sft with adapters computes its reference without them, in every step.
+    reference_forwards = int(recipe.method.name == "iw_sft" and recipe.lora is not None)
+    steps_per_probe = recipe.probe.every if recipe.method.name == "vcore" else 1
+    return StepPasses.of(settings, reference_forwards=reference_forwards, steps_per_probe=steps_per_probe)
+
+
+def needed_passes(recipe: Recipe, settings: MemorySettings) -> StepPasses:
+    """The same without activation checkpoints, since what they compute again is not needed."""
+    return passes_of(recipe, replace(settings, is_checkpointed=False))
 
 
 def smallest_cluster(plan: RunPlan, shape: ModelShape, *, mean_tokens: float = SIMULATED_MEAN) -> RunPlan | None:

@@ -172,6 +172,24 @@ class RunConfig(Section):
     and the save would have fitted; null for no limit."""
 
 
+TrackerName = Literal["tensorboard", "mlflow", "trackio", "swanlab"]
+
+
+class TrackConfig(Section):
+    """Where the lines of metrics.jsonl also go. A tracker that fails or hangs costs a warning, and not the run.
+    run.wandb_project names the one on Weights & Biases."""
+
+    trackers: Annotated[tuple[TrackerName, ...], Strict(False)] = ()
+    """Such as [tensorboard, mlflow]; each has to be installed, and is configured by its own environment variables.
+    TensorBoard's events are in the run's folder."""
+    project: Text = "vcore_ds"
+    """Project (in MLflow the experiment) at these trackers, but TensorBoard, which has none."""
+    group: Text | None = None
+    """Name that the runs of one experiment share, also on Weights & Biases; null for none."""
+    tags: Annotated[tuple[Text, ...], Strict(False)] = ()
+    """Words to find the run by, also on Weights & Biases; Trackio has none."""
+
+
 class CheckpointConfig(Section):
     """What a stopped run is resumed from: written by all ranks after a step, and always after the last one."""
 
@@ -221,6 +239,7 @@ class Recipe(Section):
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     run: RunConfig
+    track: TrackConfig = Field(default_factory=TrackConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     engine: EngineConfig
 
@@ -244,6 +263,7 @@ SECTIONS: dict[str, type[Section]] = {
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
     "run": RunConfig,
+    "track": TrackConfig,
     "checkpoint": CheckpointConfig,
     "engine": EngineConfig,
 }

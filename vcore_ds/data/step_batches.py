@@ -15,3 +15,7 @@ class StepBatches:
     """Empty where there is nothing to probe: the method has no probe, or an earlier step's direction serves again."""
     measured: Mapping[str, float | int | None] = field(default_factory=dict)
     """How the step's batches are spread over all ranks, by the names in the metrics; empty where not measured."""
+    main_lengths: Sequence[int] = ()
+    """Tokens of each sequence of the global main batch, over all ranks; empty where not measured."""
+    probe_lengths: Sequence[int] = ()
+    """The same of the probe batch."""

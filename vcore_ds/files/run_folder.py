@@ -26,6 +26,8 @@ RECIPE, ENVIRONMENT, METRICS, LOST_METRICS = "recipe.yaml", "environment.json", 
 REPORT = "report.html"
 TOKENS, LOST_TOKENS = "tokens", "tokens_lost"
 """Folders with a file for each optimizer step whose tokens are recorded, see `token_record_path`."""
+TRACKERS = "trackers"
+"""Folder with the run's id at each tracker that has given it one."""
 _TOKEN_RECORD = re.compile(r"step_(\d{8,})\.npz")
 
 

@@ -16,7 +16,7 @@ from vcore_ds.planning.model_shape import (
     shape_on_disk,
 )
 from vcore_ds.planning.packing import pack_batch, padded_length, split_batch
-from vcore_ds.planning.passes import PassWork, StepPasses
+from vcore_ds.planning.passes import PassWork, StepFlops, StepPasses
 from vcore_ds.planning.spread import FREE_TOKENS, RowLimit, Spread, degrees_that_hold, possible_degrees, spread
 from vcore_ds.planning.step_cost import StepCost, StepModel
 from vcore_ds.planning.time_model import CPU, H100, TimeModel
@@ -48,6 +48,7 @@ __all__ = [
     "RowLimit",
     "Spread",
     "StepCost",
+    "StepFlops",
     "StepModel",
     "StepPasses",
     "TimeModel",

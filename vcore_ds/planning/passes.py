@@ -1,8 +1,11 @@
 """The passes of an optimizer step, each in multiples of what a plain forward does."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vcore_ds.planning.flops import forward_flops
 from vcore_ds.planning.memory_settings import MemorySettings
+from vcore_ds.planning.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,27 @@ FORWARD = PassWork(1, 1, 1, 1, 1)
 
 
 @dataclass(frozen=True)
+class StepFlops:
+    """FLOP of the products of an optimizer step, over all ranks."""
+
+    training: float
+    """Forward and backward of the main batch, as in plain fine-tuning."""
+    extra: float
+    """All others: probe, tangents, forwards for utilities or of a reference."""
+
+    @property
+    def total(self) -> float:
+        return self.training + self.extra
+
+
+@dataclass(frozen=True)
 class StepPasses:
     """The passes of an optimizer step; None for one that it does not have."""
 
+    training: PassWork
+    """What plain fine-tuning does with the main batch."""
     main: PassWork
+    """The same, with the tangents where they travel along."""
     probe: PassWork | None = None
     utility: PassWork | None = None
     """A pass of its own over the main batch."""
@@ -86,4 +106,15 @@ class StepPasses:
             utility = FORWARD if utility is None else utility + FORWARD
         has_probe = settings.estimator is not None and settings.probe_tokens > 0
         main = train + tangents if settings.is_fused else train
-        return cls(main, train if has_probe else None, utility, steps_per_probe)
+        return cls(train, main, train if has_probe else None, utility, steps_per_probe)
+
+    def flops(self, shape: ModelShape, main: Sequence[int], probe: Sequence[int]) -> StepFlops:
+        """FLOP of a step with batches of sequences of so many tokens; without a probe batch none for the probe."""
+
+        def of(work: PassWork | None, lengths: Sequence[int]) -> float:
+            if work is None:
+                return 0.0
+            return forward_flops(shape, lengths, linear=work.linear, attention=work.attention)
+
+        training = of(self.training, main)
+        return StepFlops(training, of(self.main, main) - training + of(self.utility, main) + of(self.probe, probe))

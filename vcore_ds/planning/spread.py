@@ -58,6 +58,11 @@ class Spread:
     time: float
     """Predicted time of a forward, in the time of so many tokens' linear layers."""
 
+    @property
+    def ids(self) -> list[int]:
+        """All of them, in the order of micro-steps and groups."""
+        return [i for groups in self.micro_steps for own in groups for i in own]
+
     def of_group(self, group: int) -> list[list[int]]:
         """Ids by micro-step of one group, from 0."""
         return [groups[group] if group < len(groups) else [] for groups in self.micro_steps]

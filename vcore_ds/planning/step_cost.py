@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vcore_ds.planning.flops import attention_flops_per_square, forward_flops, linear_flops_per_token
+from vcore_ds.planning.flops import attention_flops_per_square, linear_flops_per_token
 from vcore_ds.planning.gpus import Cluster
 from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.memory_settings import MemorySettings, ParameterCounts
@@ -107,15 +107,9 @@ class StepModel:
             passes: without activation checkpoints, since what they compute again is not needed.
         """
 
-        def mean(work: PassWork | None, batches: Sequence[Sequence[int]]) -> float:
-            if work is None or not batches:
-                return 0.0
-            return sum(
-                forward_flops(self.shape, lengths, linear=work.linear, attention=work.attention) for lengths in batches
-            ) / len(batches)
-
-        of_probe = mean(passes.probe, probe) / passes.steps_per_probe
-        return mean(passes.main, main) + mean(passes.utility, main) + of_probe
+        of_main = sum(passes.flops(self.shape, lengths, []).total for lengths in main) / max(1, len(main))
+        of_probe = sum(passes.flops(self.shape, [], lengths).total for lengths in probe) / max(1, len(probe))
+        return of_main + of_probe / passes.steps_per_probe
 
     # ---- parts of a step -------------------------------------------------------------------------------------------
 

@@ -59,9 +59,11 @@ def _short(values: dict[str, Any]) -> str:
     parts += [
         f"|g| {values['grad_norm']:.3g}",
         f"lr {values['learning_rate']:.2e}",
-        f"{values['tokens_per_second']:.0f} tok/s",
+        f"{values['supervised_tokens_per_second']:.0f} tok/s",
         f"{values['peak_memory_bytes'] / 2**30:.1f} GiB",
     ]
+    if values["utilization"] is not None:
+        parts.append(f"MFU {values['utilization']:.1%}")
     return "  ".join(parts)
 
 

@@ -1,8 +1,9 @@
-"""Where a run's lines go: metrics.jsonl, and Weights & Biases beside it."""
+"""Where a run's lines go: metrics.jsonl, and the sinks beside it."""
 
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import METRICS
 from vcore_ds.files.user_paths import writing
 from vcore_ds.track.console import Console
-from vcore_ds.track.wandb_log import WandbLog
+from vcore_ds.track.sinks import BackgroundSink
 
 
 class MetricsLog:
@@ -20,12 +21,12 @@ class MetricsLog:
     memory until `flush`, whose failure the caller shares with all ranks. The file holds whole lines at all times.
     """
 
-    def __init__(self, folder: Path, console: Console, wandb: WandbLog | None = None):
+    def __init__(self, folder: Path, console: Console, sinks: Sequence[BackgroundSink] = ()):
         """Args:
         folder: the run's; new lines follow those that are there.
-        wandb: gets the lines too; None without.
+        sinks: get the lines too.
         """
-        self._path, self._console, self._wandb = folder / METRICS, console, wandb
+        self._path, self._console, self._sinks = folder / METRICS, console, sinks
         # Unbuffered: what a killed run had measured is in the file.
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
         self._waiting = b""
@@ -43,8 +44,9 @@ class MetricsLog:
                     f"{self._path} cannot be written ({error.strerror}): its lines are kept in memory, and the run "
                     "ends at the next checkpoint unless they can be written by then"
                 )
-        if self._wandb is not None:
-            self._wandb.write(clean)
+        numbers = {key: value for key, value in clean.items() if value is not None}
+        for sink in self._sinks:
+            sink.write(numbers)
 
     def flush(self) -> None:
         """Puts all lines on the disk: a checkpoint may not outlive them.
@@ -61,8 +63,8 @@ class MetricsLog:
 
     def close(self) -> None:
         self._file.close()
-        if self._wandb is not None:
-            self._wandb.close()
+        for sink in self._sinks:
+            sink.close()
 
     def _write_waiting(self) -> None:
         """Appends all waiting lines, or none of them (OSError)."""

@@ -209,7 +209,7 @@ class StepRecorder:
             "sequences": counts.num_sequences_global,
             "seconds": seconds,
             **{f"seconds_{name}": value for name, value in self._seconds.items()},
-            "tokens_per_second": counts.num_supervised_tokens_global / seconds,
+            "supervised_tokens_per_second": counts.num_supervised_tokens_global / seconds,
             "peak_memory_bytes": peak_memory.of_process(),
             **{f"peak_memory_bytes_{name}": value for name, value in self._peak_bytes.items()},
         }

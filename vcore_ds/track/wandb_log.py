@@ -1,8 +1,8 @@
-"""The lines of metrics.jsonl, also on Weights & Biases. Never a reason for a run to fail: what cannot be sent stays in
-the run's folder, for `wandb sync`."""
+"""Weights & Biases as a sink. What cannot be sent stays in the run's folder, for `wandb sync`."""
 
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class WandbLog:
         options: dict[str, Any] = dict(
             project=recipe.run.wandb_project,
             name=folder.name,
+            group=recipe.track.group,
+            tags=recipe.track.tags,
             id=self.run_id,
             resume="allow",
             dir=str(folder),
@@ -60,9 +62,8 @@ class WandbLog:
         """None offline."""
         return self._run.url
 
-    def write(self, values: dict[str, Any]) -> None:
-        """A line of metrics.jsonl; what is None is left out."""
-        self._run.log({key: value for key, value in values.items() if value is not None})
+    def write(self, values: Mapping[str, float | int]) -> None:
+        self._run.log(dict(values))
 
     def close(self) -> None:
         """Sends what is left, `FINISH_SECONDS` at most."""

@@ -69,12 +69,19 @@ _MEASURES = (
     _Measure("utility_std", "Standard deviation of utility", "", "Utilities", "Over the tokens of the batch"),
     _Measure("probe_grad_norm", "Norm of the probe's gradient", "", "Utilities"),
     _Measure("signal_to_noise", "Signal to noise", "", "Utilities", "Finite difference: 3 is needed"),
-    _Measure("tokens_per_second", "Throughput", "supervised tokens/s", "Cost"),
+    _Measure("supervised_tokens_per_second", "Throughput", "supervised tokens/s", "Cost"),
+    _Measure("tokens_per_second", "Throughput with prompts", "tokens/s", "Cost"),
+    _Measure("utilization", "Share of the peak (MFU)", "", "Cost", "Products that the step needs, over what the "
+             "devices' peak would do in its time"),
+    _Measure("utilization_training", "Share of the peak without the method's own passes", "", "Cost", "Forward and "
+             "backward of the main batch alone"),
     _Measure("seconds", "Time of a step", "s", "Cost"),
     _Measure("peak_memory_bytes", "Peak memory of rank 0", "GiB", "Cost", scale=2.0**-30),
     _Measure("rank_imbalance", "Imbalance of ranks", "", "Cost", "1 is even", can_be_constant=False),
 )  # fmt: skip
-_ELSEWHERE = ("step", "epoch", "seconds_", "peak_memory_bytes_", "checkpoint_bytes", "sequences", "sequence_parallel")
+_ELSEWHERE = (
+    "step", "epoch", "seconds_", "peak_memory_bytes_", "checkpoint_bytes", "sequences", "sequence_parallel", "flops_",
+)  # fmt: skip
 """Beginnings of keys that are no curve or are shown as time by phase."""
 
 

@@ -17,7 +17,7 @@ from vcore_ds.track.token_texts import TokenTexts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OF_A_SEED = ("run.seed", "run.output_dir")
+OF_A_SEED = ("run.seed", "run.output_dir", "track.trackers", "track.project", "track.group", "track.tags")
 """Keys in which the runs of a group may differ."""
 MOST_KEYS_OF_LABEL = 3
 """Groups that differ in more keys are called by the name of their first run."""

@@ -46,7 +46,7 @@ def overview_table(runs: Sequence[ReportedRun]) -> Table:
     rows = []
     for run in runs:
         losses = [line.get("loss") for line in run.metrics]
-        speeds = [speed for line in run.metrics if (speed := line.get("tokens_per_second")) is not None]
+        speeds = [speed for line in run.metrics if (speed := line.get("supervised_tokens_per_second")) is not None]
         devices = run.environment.get("devices")
         rows.append(
             [

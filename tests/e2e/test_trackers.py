@@ -1,0 +1,100 @@
+"""Trackers of real runs, read back: TensorBoard's event files, and what Weights & Biases keeps offline."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.commands import read_metrics
+from tests.helpers.jobs import Job
+from tests.helpers.setups import TinySetup
+
+pytest.importorskip("tensorboard", reason="TENSORBOARD IS NOT TESTED HERE: it is in the test extra")
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
+
+pytestmark = pytest.mark.e2e
+
+RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
+OFFLINE = {"WANDB_MODE": "offline"}
+
+
+def start(setup: TinySetup, folder: Path, log: Path, num_ranks: int, *changes: str, **environment: str) -> str:
+    """The output of a run of four steps that saves after every second one, which has to end well."""
+    overrides = setup.overrides(
+        folder,
+        "schedule.num_steps=4",
+        "checkpoint.every_steps=2",
+        "checkpoint.keep_last=9",
+        "track.trackers=[tensorboard]",
+        *changes,
+    )
+    launcher = f"python -m vcore_ds.distributed.torchrun --nproc_per_node {num_ranks} -m vcore_ds.cli"
+    with Job(f"{launcher} train {RECIPE} {' '.join(overrides)}", log, **environment) as job:
+        assert job.wait() == 0, job.output
+        return job.output
+
+
+def back_to_step_2(folder: Path) -> None:
+    """The folder as a kill after step 4 might have left it."""
+    shutil.rmtree(folder / "adapter")
+    shutil.rmtree(folder / "checkpoints" / "step_00000004")
+
+
+def events(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+
+
+def check_scalars(found: EventAccumulator, lines: list[dict[str, Any]]) -> None:
+    """TensorBoard has every number of metrics.jsonl, in fp32, once."""
+    expected: dict[str, dict[int, float]] = {}
+    for line in lines:
+        for key, value in line.items():
+            if key != "step" and value is not None:
+                expected.setdefault(key, {})[line["step"]] = value
+    # A name stays known where its only steps were taken again and have it no more.
+    shown = {key for key in found.Tags()["scalars"] if found.Scalars(key)}
+    assert shown == expected.keys() and len(expected) > 25
+    for key, values in expected.items():
+        scalars = found.Scalars(key)
+        assert [scalar.step for scalar in scalars] == list(values), key
+        assert [scalar.value for scalar in scalars] == pytest.approx(list(values.values()), rel=1e-6), key
+
+
+def test_tensorboard_and_wandb_have_the_lines_also_of_a_resumed_run(setup: TinySetup, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    changes = ("run.wandb_project=offline", "track.group=the_group", "track.tags=[first_tag,second_tag]")
+    output = start(setup, folder, tmp_path / "1.log", 2, *changes, **OFFLINE)
+    assert "warning: " not in output and "Weights & Biases: offline" in output
+    lines = read_metrics(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    check_scalars(events(folder), lines)
+    (text,) = events(folder).Tensors("recipe/text_summary")
+    assert "    run:\n" in text.tensor_proto.string_val[0].decode()
+
+    back_to_step_2(folder)
+    assert "Resumed after step 2" in start(setup, folder, tmp_path / "2.log", 2, *changes, **OFFLINE)
+    assert len((folder / "metrics_lost.jsonl").read_text().splitlines()) == 2
+    check_scalars(events(folder), read_metrics(folder))
+
+    kept = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    run_id = json.loads((folder / "checkpoints" / "step_00000002" / "run_state.json").read_text())["wandb_run_id"]
+    assert len(kept) == 2
+    for path in kept:  # both attempts are the same run there
+        content = path.read_bytes()
+        assert path.name == f"run-{run_id}.wandb"
+        assert all(word in content for word in (b"the_group", b"first_tag", b"second_tag", b"flops_training"))
+
+
+def test_a_tracker_that_fails_in_a_run_is_a_warning(setup: TinySetup, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    start(setup, folder, tmp_path / "1.log", 1)
+    before = read_metrics(folder)
+    back_to_step_2(folder)
+    shutil.rmtree(folder / "tensorboard")
+    (folder / "tensorboard").write_text("in the way")
+    output = start(setup, folder, tmp_path / "2.log", 1)
+    warned = [line for line in output.splitlines() if line.startswith("warning: ")]
+    assert len(warned) == 1 and warned[0].startswith("warning: track.trackers: tensorboard: "), output
+    assert [line["loss"] for line in read_metrics(folder)] == [line["loss"] for line in before]

@@ -1,0 +1,90 @@
+"""Rates of a step, against numbers that can be computed by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers.recipes import smallest_recipe
+from vcore_ds.config import Recipe, needed_passes
+from vcore_ds.planning import AdapterShape, Cluster, Gpu, MemorySettings, ModelShape, ParameterCounts, StepModel
+from vcore_ds.track.throughput import Throughput
+
+SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)
+"""A forward takes 2 x (2 x 1,000 + 500) FLOP a token, and 2 x 2 layers x 4 heads x 8 for the square of a sequence."""
+MAIN, PROBE = [16, 8], [8]
+LINEAR, SQUARES = 5000 * 24, 128 * (16**2 + 8**2)
+LINEAR_PROBE, SQUARES_PROBE = 5000 * 8, 128 * 8**2
+SFT = MemorySettings(num_ranks=1, main_tokens=100, number_bytes=2)
+JVP = replace(SFT, probe_tokens=100, estimator="jvp", is_fused=True)
+LORA = AdapterShape(4)
+
+
+def recipe_of(method: str, **sections: dict) -> Recipe:
+    recipe = smallest_recipe() | sections
+    recipe["method"] = {"name": method} | ({"kl_budget": 0.05} if method == "vcore" else {})
+    return Recipe.model_validate(recipe)
+
+
+@pytest.mark.parametrize(
+    "method, settings, training, extra",
+    [
+        ("sft", SFT, 3 * (LINEAR + SQUARES), 0),
+        # What is computed again is not needed.
+        ("sft", replace(SFT, is_checkpointed=True), 3 * (LINEAR + SQUARES), 0),
+        # Weights that are not trained have no gradient: one product less in the backward.
+        ("sft", replace(SFT, adapters=LORA), 2 * LINEAR + 3 * SQUARES, 0),
+        ("vcore", JVP, 3 * (LINEAR + SQUARES), 2 * (LINEAR + SQUARES) + 3 * (LINEAR_PROBE + SQUARES_PROBE)),
+        (
+            "vcore",
+            replace(JVP, adapters=LORA, is_checkpointed=True),
+            2 * LINEAR + 3 * SQUARES,
+            LINEAR + 2 * SQUARES + 2 * LINEAR_PROBE + 3 * SQUARES_PROBE,
+        ),
+        (
+            "vcore",
+            replace(JVP, is_fused=False, estimator="finite_difference"),
+            3 * (LINEAR + SQUARES),
+            LINEAR + SQUARES + 3 * (LINEAR_PROBE + SQUARES_PROBE),
+        ),
+    ],
+)
+def test_flops_by_hand(method: str, settings: MemorySettings, training: int, extra: int) -> None:
+    lora = {"lora": {"rank": 4, "alpha": 8.0}} if settings.adapters is not None else {}
+    rates = Throughput(SHAPE, needed_passes(recipe_of(method, **lora), settings), peak_flops=2e6)
+    found = rates.of_step(MAIN, PROBE if method == "vcore" else [], seconds=4.0)
+    assert found == {
+        "tokens": 24,
+        "tokens_per_second": 6.0,
+        "flops_training": training,
+        "flops_extra": extra,
+        "utilization": pytest.approx((training + extra) / 8e6),
+        "utilization_training": pytest.approx(training / 8e6),
+    }
+
+
+def test_the_reference_of_iw_sft_with_adapters_is_extra() -> None:
+    settings = replace(SFT, adapters=LORA)
+    passes = needed_passes(recipe_of("iw_sft", lora={"rank": 4, "alpha": 8.0}), settings)
+    assert Throughput(SHAPE, passes, None).of_step(MAIN, [], 1.0)["flops_extra"] == LINEAR + SQUARES
+
+
+def test_a_step_without_a_probe_of_its_own_counts_none() -> None:
+    """The mean over the steps that share a probe is what a plan says."""
+    recipe = recipe_of("vcore", probe={"every": 2})
+    passes = needed_passes(recipe, JVP)
+    rates = Throughput(SHAPE, passes, None)
+    with_probe, without = (rates.of_step(MAIN, probe, 1.0) for probe in (PROBE, []))
+    assert with_probe["flops_extra"] - without["flops_extra"] == 3 * (LINEAR_PROBE + SQUARES_PROBE)
+    total = sum(step[key] for step in (with_probe, without) for key in ("flops_training", "flops_extra"))
+    model = StepModel(SHAPE, ParameterCounts(3000, 3000), JVP, Cluster(Gpu("any", 1, 1.0, 1.0, 1.0, 1.0), 1))
+    assert total / 2 == pytest.approx(model.needed_flops(passes, [MAIN], [PROBE]))
+
+
+def test_what_is_not_known_is_not_guessed() -> None:
+    passes = needed_passes(recipe_of("sft"), SFT)
+    on_cpu = Throughput(SHAPE, passes, None).of_step(MAIN, [], 1.0)
+    assert on_cpu["flops_training"] == 3 * (LINEAR + SQUARES)
+    assert on_cpu["utilization"] is None and on_cpu["utilization_training"] is None
+    unknown = Throughput(SHAPE, None, 1e15).of_step(MAIN, [], 0.5)
+    assert unknown["tokens_per_second"] == 48.0
+    assert [unknown[key] for key in ("flops_training", "flops_extra", "utilization")] == [None, None, None]
