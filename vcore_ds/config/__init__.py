@@ -20,6 +20,7 @@ from vcore_ds.config.run_plan import (
     smallest_cluster,
 )
 from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sweep import Sweep, SweepRun, load_sweep
 
 __all__ = [
     "COALESCING_SHARE",
@@ -30,6 +31,8 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "RunPlan",
+    "Sweep",
+    "SweepRun",
     "Way",
     "cheapest_ways",
     "deepspeed_config",
@@ -44,6 +47,7 @@ __all__ = [
     "find_model",
     "find_shape",
     "load_recipe",
+    "load_sweep",
     "named_gpu",
     "num_trusted",
     "plan_batch",
