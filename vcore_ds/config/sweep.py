@@ -199,8 +199,8 @@ def _choices(draft: _Draft, axis: str, value: Any) -> Iterator[tuple[str, tuple[
         return
     for one in value:
         text = f"{one:g}" if isinstance(one, float) else one if isinstance(one, str) else json.dumps(one)
-        label = re.sub(r"[^\w.+-]", "_", text)
-        yield f"{axis.rpartition('.')[2]}={label}", (f"{axis}={json.dumps(one)}",)
+        label, key = re.sub(r"[^\w.+-]", "_", text), axis.rpartition(".")[2]
+        yield label if key == "name" else f"{key}={label}", (f"{axis}={json.dumps(one)}",)
 
 
 def _reference_of(draft: _Draft, cell: Cell, cells: Sequence[Cell]) -> str | None:

@@ -10,6 +10,7 @@ runs/CELL/seed_1/            the run's own folder
 
 import fcntl
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,25 +115,30 @@ class SweepFolder:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("ab")
         with file:
-            yield file if _lock(file) else None
+            yield file if _lock(file, wait_seconds=1.0) else None  # `state` holds it for a moment
 
     def _is_locked(self, run: str) -> bool:
         try:
-            with self.log_path(run).open("ab") as file:
+            with self.log_path(run).open("rb") as file:
                 return not _lock(file)
         except OSError:
             return False
 
 
-def _lock(file: BinaryIO) -> bool:
+def _lock(file: BinaryIO, wait_seconds: float = 0.0) -> bool:
     """False where another process has it; a file system without locks lets everybody."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.05)
+        except OSError:
+            return True
+        else:
+            return True
 
 
 def is_sweep(folder: Path) -> bool:

@@ -15,7 +15,8 @@ DESCRIPTION = (
     "coloured by their weight, which tokens and phrases gained and lost most, utility against loss, recipe and "
     "environment. Several runs are laid side by side; those whose recipes differ in the seed only become one curve, "
     "their mean with their range. A sweep's folder also gives tables over seeds, with 95% intervals. Needs no GPU, and "
-    "neither the training data nor the model. docs/reading-a-report.md explains the pictures, docs/sweeps.md the tables."
+    "neither the training data nor the model. docs/reading-a-report.md explains the pictures, docs/sweeps.md the "
+    "tables."
 )
 
 
