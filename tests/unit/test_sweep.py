@@ -2,6 +2,7 @@
 
 import fcntl
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,22 @@ def test_all_problems_of_all_cells_are_said_before_anything_starts(
 def test_two_names_of_one_recipe_are_a_mistake(folder: Path) -> None:
     (problem,) = problems(cells={"a": None, "b": "method.kl_budget=0.05", "c": SFT})
     assert "a, b: found two cells with the same recipe" in problem
+
+
+def test_the_sweep_that_the_documentation_writes_loads(folder: Path) -> None:
+    page = (SWEEPS[0].parents[2] / "docs" / "sweeps.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    Path("mine.yaml").write_text(block)
+    references = load_sweep("mine.yaml").references
+    assert references["vcore,learning_rate=2e-05"] == "sft,learning_rate=2e-05" and references["dft"] is None
+    for name in references:
+        assert f"`{name}`" in page
+
+
+def test_the_shipped_sweeps_are_documented() -> None:
+    page = (SWEEPS[0].parents[2] / "docs" / "sweeps.md").read_text()
+    listed = dict(re.findall(r"^\| `launch_scripts/sweeps/(\w+).yaml` \|.*\| (\d+) \|$", page, re.MULTILINE))
+    assert listed == {path.stem: str(len(load_sweep(path).runs)) for path in SWEEPS}
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
