@@ -50,7 +50,7 @@ def test_a_disturbed_sweep_ends_with_the_undisturbed_table(setup: TinySetup, tmp
         assert read_sweep_folder(sweep).state(runs[3]) == State.RUNNING
         job.launcher.send_signal(signal.SIGINT)
         assert job.wait() == 85, job.output
-        assert "vcore-ds: stopped by SIGINT: 3 of 6 runs are done; the same command" in job.output
+        assert "vcore-ds: stopped by SIGINT: 3 of 6 runs are done, 2 failed, 1 stopped. The same command" in job.output
     assert states(line)[3:] == ["stopped", "failed", "failed"]
 
     finished = run_command(line)

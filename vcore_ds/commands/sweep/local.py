@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -66,15 +67,17 @@ def _run_one(sweep: SweepFolder, run: str, num_ranks: int, log: BinaryIO, childr
 
 def _conclude(sweep: SweepFolder, stopped_by: str | None) -> None:
     states = {run: sweep.state(run) for run in sweep.runs}
-    num_done = sum(state == State.DONE for state in states.values())
+    counts = Counter(states.values())
+    done = f"{counts[State.DONE]} of {len(states)} runs are done"
+    again = "The same command skips what is done, resumes what was stopped, and tries again what has failed"
     failed = [f"  {run}: {describe_failure(sweep, run)}" for run, state in states.items() if state == State.FAILED]
-    done = f"{num_done} of {len(states)} runs are done"
-    again = "the same command skips these, resumes and tries again the others"
     if stopped_by is None and failed:
         listed = "\n".join(failed)
         raise RunFailed(f"{done}, {len(failed)} failed:\n{listed}\n{again}. Logs: {sweep.folder / 'logs'}")
-    if num_done < len(states):
-        raise RunStopped(f"stopped by {stopped_by or 'other processes at work'}: {done}; {again}")
+    if counts[State.DONE] < len(states):
+        others = ", ".join(f"{counts[state]} {state}" for state in State if state != State.DONE and counts[state])
+        cause = "" if stopped_by is None else f"stopped by {stopped_by}: "
+        raise RunStopped(f"{cause}{done}, {others}. {again}")
     print(f"{done}. Tables and curves: vcore-ds report {sweep.folder}", flush=True)
 
 
