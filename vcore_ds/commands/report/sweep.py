@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from vcore_ds.commands.report.read import ReportedRun
+from vcore_ds.commands.report.scaling import scaling_tables
 from vcore_ds.commands.report.tables import NOTHING, Table
 from vcore_ds.errors import UserError
 from vcore_ds.files.sweep_folder import State, SweepFolder, read_sweep_folder
@@ -64,7 +65,7 @@ def sweep_tables(sweep: SweepFolder, runs: Sequence[ReportedRun]) -> SweepTables
         name=f"Sweep {sweep.folder.resolve().name}",
         note=NOTE,
         missing=f"{len(runs)} of {len(sweep.runs)} runs are done; missing: {', '.join(missing)}." if missing else "",
-        tables=[_result_table(sweep, by_cell), _cost_table(by_cell)],
+        tables=[_result_table(sweep, by_cell), _cost_table(by_cell), *_scaling_tables(by_cell)],
     )
 
 
@@ -87,6 +88,12 @@ def _result_table(sweep: SweepFolder, by_cell: dict[str, dict[int, ReportedRun]]
                 row.append(cell(differences, DIGITS, difference=True) if differences else "")
         rows.append(row)
     return Table("Losses, nats", head, rows)
+
+
+def _scaling_tables(by_cell: dict[str, dict[int, ReportedRun]]) -> list[Table]:
+    """Power laws of the first held-out loss, or of the training loss where there is none."""
+    title, value_of = next(iter(_measures([run for found in by_cell.values() for run in found.values()]).items()))
+    return scaling_tables(by_cell, title, value_of)
 
 
 Measure = Callable[[ReportedRun], float | None]
