@@ -36,10 +36,10 @@ def test_a_disturbed_sweep_ends_with_the_undisturbed_table(setup: TinySetup, tmp
     failed = run_command(line)
     assert failed.returncode == 1 and "Traceback" not in failed.stdout, failed.stdout
     assert failed.stdout.startswith(f"[1/6] {runs[0]}: done already\n")
-    end = failed.stdout.partition("vcore-ds: ")[2].splitlines()
+    end = failed.stdout.partition("\nvcore-ds: ")[2].splitlines()
     assert end[0] == "3 of 6 runs are done, 3 failed:"
     for run, text in zip(runs[3:], end[1:4], strict=True):
-        assert text.startswith(f"  {run}: exit code 2: vcore-ds: data.probe_path: ") and "probe.jsonl" in text
+        assert text.startswith(f"  {run}: exit code 2: vcore-ds: {disturbed}/probe.jsonl: there is no such file")
     assert "Resumed after step " in (sweep / "logs" / f"{runs[1]}.log").read_text()
     assert states(line) == ["done"] * 3 + ["failed"] * 3
 

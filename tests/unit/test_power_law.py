@@ -85,6 +85,16 @@ def test_cells_that_differ_in_size_only_are_fitted_together(tmp_path: Path) -> N
         assert row[0] == "A D^-d + E" and row[1].startswith("0.2") and abs(float(row[-1].strip("%"))) < 0.5
 
 
+def test_models_are_counted_by_their_names(tmp_path: Path) -> None:
+    names = [f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")]
+    models = {f"model_{i}": {"tokens": 100 * 2**i, "model": {"path": name}} for i, name in enumerate(names)}
+    same_data = {name: sections | {"tokens": 100} for name, sections in models.items()}
+    (table,) = scaling_tables(cells(tmp_path / "a", **same_data), "loss", lambda run: 1 + run.recipe.run.seed / 100)
+    assert table.head[:3] == ["law", "n", "E"] and "N the model's parameters: model_0" in table.caption
+    (table,) = scaling_tables(cells(tmp_path / "b", **models), "loss", lambda run: run.metrics[-1]["loss"])
+    assert table.head[:4] == ["law", "n", "d", "E"]
+
+
 def test_a_sweep_over_other_keys_has_no_power_law(tmp_path: Path) -> None:
     rates = {f"rate_{i}": {"tokens": 100, "optimizer": {"learning_rate": 0.1 + i}} for i in range(5)}
     models = {f"model_{i}": {"tokens": 100, "model": {"path": f"unknown/{i}"}} for i in range(5)}
