@@ -187,11 +187,13 @@ def test_a_sweep_is_a_job_array(cluster: Cluster, setup: TinySetup, checkout: Pa
         wait_until(lambda: num_steps_done(last) >= 20, "step 20 of the last task", 900)
         assert cluster.field(f"{array}_5", "JobId") == array
         cluster.run(f"scancel --signal=USR1 {array}_5")
-        wait_until(lambda: "6 done" in sweep("--status"), "end of the sweep", 600)
+        # A run is done where its result is there, a little before its job ends.
+        tasks = [f"{array}_{task}" for task in range(6)]
+        wait_until(lambda: {cluster.state(task) for task in tasks} == {"COMPLETED"}, "end of all tasks", 600)
+        assert "6 done" in sweep("--status")
     finally:
         cluster.run(f"scancel {array}", check=False)
-    restarts = [cluster.field(f"{array}_{task}", "Restarts") for task in range(6)]
-    assert restarts == ["0"] * 5 + ["1"]
+    assert [cluster.field(task, "Restarts") for task in tasks] == ["0"] * 5 + ["1"]
     log = (folder / "logs" / "vcore" / "seed_3.log").read_text()
     assert log.count("== attempt of") == 2 and "back into the queue" in log and "ended with exit code 0" in log
 
