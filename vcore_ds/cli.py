@@ -19,6 +19,7 @@ from vcore_ds.commands import (
     recipes,
     reference,
     report,
+    sweep,
     tokens,
     train,
 )
@@ -38,6 +39,7 @@ COMMANDS = {
     "export": export,
     "tokens": tokens,
     "report": report,
+    "sweep": sweep,
 }
 
 EXIT_UNREAD = 128 + signal.SIGPIPE

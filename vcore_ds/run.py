@@ -117,6 +117,9 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     last_step = run_training(training, num_done, is_new=found is None)
     after = validate(training)
     mark("export")
+    if after:
+        before = checkpoints.validation_losses_before
+        first_rank_first(lambda: run_folder.write_held_out(recipe, before, after) if layout.is_first() else None)
     save_hugging_face(engine, tokenizer, recipe.model.path, run_folder.export_folder(recipe))
     if log is not None:
         log.close()

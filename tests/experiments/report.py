@@ -1,14 +1,14 @@
 """The tables of docs/experiments.md and docs/steering.md, from the results of the runs."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
-from scipy.stats import t as student_t
 
 from tests.experiments.settings import Setting
+from vcore_ds.track import seed_statistics
+from vcore_ds.track.seed_statistics import cell
 
 Result = dict[str, Any]
 BySeed = dict[int, Result]
@@ -27,25 +27,8 @@ def setting_of(result: Result) -> Setting:
     return Setting(**values)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half-width of its 95% confidence interval (Student's t); nan for fewer than three values, which support
-    none."""
-    values = np.asarray(values)
-    if len(values) < 3:
-        return float(values.mean()), math.nan
-    half = student_t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
-    return float(values.mean()), float(half)
-
-
-def cell(values: Sequence[float], digits: int, *, difference: bool = False) -> str:
-    """`mean ± half-width`; a difference has its sign, and is bold where the interval does not contain 0."""
-    mean, half = interval(values)
-    text = f"{mean:{'+' if difference else ''}.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
-    return f"**{text}**" if difference and abs(mean) > half else text
-
-
 def paired(row: BySeed, reference: BySeed, key: str) -> list[float]:
-    return [row[seed][key] - reference[seed][key] for seed in sorted(row.keys() & reference.keys())]
+    return seed_statistics.paired(*({seed: found[key] for seed, found in each.items()} for each in (row, reference)))
 
 
 def table(part: Sequence[Setting], results: Sequence[Result]) -> str:

@@ -21,6 +21,7 @@ from vcore_ds.config.run_plan import (
     smallest_cluster,
 )
 from vcore_ds.config.schema import Recipe, TrackerName
+from vcore_ds.config.sweep import Sweep, SweepRun, load_sweep
 
 __all__ = [
     "COALESCING_SHARE",
@@ -31,6 +32,8 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "RunPlan",
+    "Sweep",
+    "SweepRun",
     "TrackerName",
     "Way",
     "cheapest_ways",
@@ -46,6 +49,7 @@ __all__ = [
     "find_model",
     "find_shape",
     "load_recipe",
+    "load_sweep",
     "named_gpu",
     "needed_passes",
     "num_trusted",

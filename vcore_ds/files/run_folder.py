@@ -23,6 +23,8 @@ PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 """Packages whose versions environment.json records."""
 
 RECIPE, ENVIRONMENT, METRICS, LOST_METRICS = "recipe.yaml", "environment.json", "metrics.jsonl", "metrics_lost.jsonl"
+HELD_OUT = "held_out.json"
+"""Held-out losses before and after training, by name of the set; written just before the result."""
 REPORT = "report.html"
 TOKENS, LOST_TOKENS = "tokens", "tokens_lost"
 """Folders with a file for each optimizer step whose tokens are recorded, see `token_record_path`."""
@@ -115,6 +117,17 @@ def begin(recipe: Recipe, world_size: int, num_done: int) -> int:
         _record_environment(folder, world_size, num_done)
         move_lost_tokens(folder, num_done)
         return move_lost_metrics(folder, num_done)
+
+
+def write_held_out(recipe: Recipe, before: dict[str, float], after: dict[str, float]) -> None:
+    """Writes the held-out losses, in nats by name of the set, to held_out.json. On rank 0 only.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    folder = Path(recipe.run.output_dir)
+    with writing("run.output_dir", folder):
+        _replace(folder / HELD_OUT, json.dumps({"before": before, "after": after}) + "\n")
 
 
 def _record_environment(folder: Path, world_size: int, num_done: int) -> None:

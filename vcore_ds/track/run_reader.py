@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vcore_ds.config import Recipe, read_resolved_recipe
 from vcore_ds.data import load_tokenizer
 from vcore_ds.errors import UserError
-from vcore_ds.files.run_folder import ENVIRONMENT, METRICS, RECIPE, export_folder
+from vcore_ds.files.run_folder import ENVIRONMENT, HELD_OUT, METRICS, RECIPE, export_folder
 from vcore_ds.files.user_paths import reading
 
 if TYPE_CHECKING:
@@ -85,6 +85,22 @@ def read_environment_of(folder: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{path}: is damaged; expected the JSON object that a run writes there. Remove the file")
     return found
+
+
+def read_held_out_of(folder: Path) -> dict[str, float]:
+    """Held-out losses after training, in nats by name of the set; empty where the run measured none.
+
+    Raises:
+        UserError: held_out.json cannot be read.
+    """
+    path = folder / HELD_OUT
+    if not path.is_file():
+        return {}
+    try:
+        with reading("", path, "what a run writes there"):
+            return {name: float(loss) for name, loss in json.loads(path.read_bytes())["after"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise UserError(f"{path}: is damaged; expected the held-out losses that a run writes there") from None
 
 
 def tokenizer_of(folder: Path, recipe: Recipe, path: str | None) -> "PreTrainedTokenizerBase":

@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 from vcore_ds.commands.report.curves import make_charts
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs
+from vcore_ds.commands.report.sweep import SweepTables
 from vcore_ds.commands.report.tables import (
     compare_tables,
     difference_table,
@@ -36,19 +37,19 @@ SCRIPTS = ("base.js", "charts.js", "traces.js", "density.js", "main.js")
 """In the order in which they stand in the page, as one module."""
 
 
-def write_page(runs: Sequence[ReportedRun], path: Path) -> Path:
-    """Writes the report of the runs, at least one.
+def write_page(runs: Sequence[ReportedRun], path: Path, sweep: SweepTables | None = None) -> Path:
+    """Writes the report of the runs, at least one, and of the sweep that they are of.
 
     Raises:
         UserError: the file cannot be written.
     """
-    page = render(runs)
+    page = render(runs, sweep)
     with writing("--output", path, "a file that can be written"), written_aside(path) as unfinished:
         unfinished.write_text(page, encoding="utf-8")
     return path
 
 
-def render(runs: Sequence[ReportedRun]) -> str:
+def render(runs: Sequence[ReportedRun], sweep: SweepTables | None = None) -> str:
     """The page as text."""
     groups = group_runs(runs)
     described = [encode_traces(run, most_tokens_of_run(runs)) for run in runs if run.texts is not None]
@@ -76,13 +77,15 @@ def render(runs: Sequence[ReportedRun]) -> str:
         script=Markup(script),
         report=Markup(as_json(report)),
         blobs=[Markup(blob) for _, blob in described],
-        **_words(runs, groups),
+        **_words(runs, groups, sweep),
     )
 
 
-def _words(runs: Sequence[ReportedRun], groups: Sequence[Group]) -> dict[str, Any]:
+def _words(runs: Sequence[ReportedRun], groups: Sequence[Group], sweep: SweepTables | None) -> dict[str, Any]:
     """What the template writes itself."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+    if sweep is not None:
+        title = sweep.name[0].lower() + sweep.name[1:]
     recipe = runs[0].recipe
     methods = ", ".join(dict.fromkeys(run.recipe.method.name for run in runs))
     models = ", ".join(dict.fromkeys(run.recipe.model.path for run in runs))
@@ -91,6 +94,7 @@ def _words(runs: Sequence[ReportedRun], groups: Sequence[Group]) -> dict[str, An
         "summary": f"{methods}; {models}; {'LoRA' if recipe.lora is not None else 'all parameters'}"
         if len(runs) == 1
         else f"{methods}; {models}",
+        "sweep": sweep,
         "has_seeds": any(len(group.runs) > 1 for group in groups),
         "runs": [
             {

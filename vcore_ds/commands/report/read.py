@@ -1,7 +1,7 @@
 """From folders to runs: what a report shows of each, and which of them are the same but for the seed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ class ReportedRun:
     """A run as a report shows it."""
 
     name: str
-    """The folder's name; its path where several folders have the same name."""
+    """The folder's name, its path where several folders have the same name; in a sweep `CELL/seed_N`."""
     folder: Path
     recipe: Recipe
     environment: dict[str, Any]
@@ -40,6 +40,8 @@ class ReportedRun:
     tables: TokenTables | None
     why_no_tables: str | None
     notes: list[str]
+    cell: str | None = None
+    """Cell of the sweep; None for a run by itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,21 +52,29 @@ class Group:
     runs: list[ReportedRun]
 
 
-def read_runs(folders: Sequence[Path], *, top: int, tokenizer_path: str | None) -> list[ReportedRun]:
+def read_runs(
+    folders: Sequence[Path], *, top: int, tokenizer_path: str | None, names: Sequence[str] | None = None
+) -> list[ReportedRun]:
     """Reads the folders, a folder that is named twice once.
 
     Args:
         top: longest list of tokens or phrases.
         tokenizer_path: folder or hub id; None for each run's own.
+        names: of the runs of a sweep, `CELL/seed_N`, one for each folder.
 
     Raises:
         UserError: a folder holds no run, or a file in it is missing or damaged.
     """
+    if names is not None:
+        return [
+            replace(_read_run(folder, name, top, tokenizer_path), cell=name.rpartition("/")[0])
+            for folder, name in zip(folders, names, strict=True)
+        ]
     once = list({folder.resolve(): folder for folder in folders}.values())
-    names = [folder.resolve().name for folder in once]
+    own_names = [folder.resolve().name for folder in once]
     return [
-        _read_run(folder, name if names.count(name) == 1 else str(folder), top, tokenizer_path)
-        for folder, name in zip(once, names, strict=True)
+        _read_run(folder, name if own_names.count(name) == 1 else str(folder), top, tokenizer_path)
+        for folder, name in zip(once, own_names, strict=True)
     ]
 
 
@@ -105,7 +115,9 @@ def group_runs(runs: Sequence[ReportedRun]) -> list[Group]:
     for members in by_recipe.values():
         values = flat_values(members[0].recipe)
         label = ", ".join(_words(key, values[key]) for key in keys if values.get(key) is not None)
-        if not label or len(keys) > MOST_KEYS_OF_LABEL:
+        if members[0].cell is not None:
+            label = members[0].cell
+        elif not label or len(keys) > MOST_KEYS_OF_LABEL:
             label = members[0].name
         groups.append(Group(label + (f" ({len(members)} runs)" if len(members) > 1 else ""), members))
     return groups

@@ -1,0 +1,37 @@
+"""Sweeps of 2 methods x 3 seeds on a tiny model, and their table of losses."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from tests.helpers.commands import run_command
+from tests.helpers.setups import TinySetup
+
+
+def write_sweep(folder: Path, setup: TinySetup, changes: Sequence[str], *, vcore: Sequence[str] = ()) -> Path:
+    """A sweep file in a new folder, whose `sweep` is the sweep's own. `vcore`: words of that cell."""
+    common = [word for word in setup.overrides(folder, *changes) if not word.startswith("run.output_dir")]
+    folder.mkdir()
+    values = {
+        "recipe": "qwen3_4b_math_lora.yaml",
+        "output_dir": str(folder / "sweep"),
+        "seeds": [1, 2, 3],
+        "common": common,
+        "cells": {"sft": "methods/sft.yaml", "vcore": list(vcore)},
+        "reference": "sft",
+    }
+    path = folder / "sweep_file.yaml"
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    return path
+
+
+def losses_table(sweep: Path) -> list[list[str]]:
+    """Rows of the table of losses, its head first, from `vcore-ds report`. Costs are never the same twice."""
+    done = run_command(f"vcore-ds report {sweep}")
+    assert done.returncode == 0, done.stdout
+    lines = (sweep / "report.md").read_text().splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("| cell"))
+    assert "\n".join(lines[begin : begin + 4]) in done.stdout
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[begin : begin + 4]]
+    return [rows[0], *rows[2:]]

@@ -1,0 +1,102 @@
+"""Power laws: known ones are found again from noisy losses, and the right one predicts the largest point."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.report_runs import step_line, write_run
+from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.commands.report.read import ReportedRun, read_runs
+from vcore_ds.commands.report.scaling import scaling_tables
+from vcore_ds.track.power_law import Fit, fit_laws
+
+SIZES = list(itertools.product((0.6e9, 1.7e9, 4e9, 8e9), (1e6, 4e6, 16e6, 64e6)))
+
+
+def fits_of(law: str, seed: int) -> list[Fit]:
+    """Of 4 x 4 sizes and 3 seeds, with noise of 0.4%."""
+    generator = np.random.default_rng(seed)
+    points = [size for size in SIZES for _ in range(3)]
+    n, d = np.array(points).T / [[1e9], [1e6]]
+    losses = {"product": 0.8 * n**-0.1 * d**-0.1 + 0.3, "sum": 0.4 * n**-0.3 + 0.6 * d**-0.4 + 0.3}[law]
+    return fit_laws(points, losses * np.exp(0.004 * generator.normal(size=len(points))), ["N", "D"])
+
+
+def test_the_law_of_fine_tuning_is_found() -> None:
+    product, added = fits_of("product", seed=0)
+    assert product.law == "A N^-n D^-d + E" and added.law == "A N^-n + B D^-d + E"
+    assert product.names == ["n", "d", "E"]
+    for value, (low, high), true, room in zip(
+        product.values, product.intervals, (0.1, 0.1, 0.3), (0.02, 0.02, 0.08), strict=True
+    ):
+        assert low < value < high and value == pytest.approx(true, abs=room)
+        assert high - low < 4 * room
+    # The largest point, which no fit has seen, decides.
+    assert abs(product.error) < 0.005 < 0.01 < abs(added.error)
+    low, high = product.predicted_interval
+    assert low < product.predicted < high and product.predicted == product.measured * (1 + product.error)
+
+
+def test_the_additive_law_is_found_where_it_holds() -> None:
+    added, product = fits_of("sum", seed=1)
+    assert added.law == "A N^-n + B D^-d + E" and abs(added.error) < 0.005 < abs(product.error)
+    assert added.values == pytest.approx([0.3, 0.4, 0.3], abs=0.12)
+    for true, (low, high) in zip((0.3, 0.4, 0.3), added.intervals, strict=True):
+        assert low < true < high
+
+
+def test_too_few_points_are_not_fitted() -> None:
+    points = [(10.0,), (20.0,), (40.0,)]
+    assert fit_laws(points, [3.0, 2.0, 1.5], ["D"]) == []
+    assert len(fit_laws([*points, (80.0,)], [3.0, 2.0, 1.5, 1.2], ["D"])) == 1
+
+
+def cells(tmp_path: Path, **of_cell: dict[str, dict[str, object]]) -> dict[str, dict[int, ReportedRun]]:
+    """Runs whose loss is that of a power law in their tokens."""
+    found: dict[str, dict[int, ReportedRun]] = {}
+    for name, sections in of_cell.items():
+        tokens = sections.pop("tokens")
+        for seed in (1, 2, 3):
+            folder = tmp_path / name / f"seed_{seed}"
+            loss = (0.8 * tokens**-0.2 + 0.3) * (1 + 0.001 * seed)  # type: ignore[operator]
+            run = {"output_dir": str(folder), "seed": seed}
+            write_run(
+                folder, make_tokenizer(), [step_line(1, loss=loss, supervised_tokens=tokens)], {}, run=run, **sections
+            )
+            (found_run,) = read_runs([folder], top=1, tokenizer_path=None)
+            found.setdefault(name, {})[seed] = found_run
+    return found
+
+
+def test_cells_that_differ_in_size_only_are_fitted_together(tmp_path: Path) -> None:
+    methods = {"sft": {"method": {"name": "sft", "kl_budget": None}}, "vcore": {}}
+    data = {
+        f"{method}_{tokens}": {"tokens": tokens, "data": {"train_path": f"{tokens}.jsonl"}, **sections}
+        for method, sections in methods.items()
+        for tokens in (100, 400, 1600, 6400, 25600)
+    }
+    tables = scaling_tables(cells(tmp_path, **data), "loss", lambda run: run.metrics[-1]["loss"])
+    assert len(tables) == 2 and "sft_100, sft_400, sft_1600, sft_6400, sft_25600" in tables[0].caption
+    for table in tables:
+        assert table.head == ["law", "d", "E", "largest, predicted", "largest, measured", "error"]
+        (row,) = table.rows
+        assert row[0] == "A D^-d + E" and row[1].startswith("0.2") and abs(float(row[-1].strip("%"))) < 0.5
+
+
+def test_models_are_counted_by_their_names(tmp_path: Path) -> None:
+    names = [f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")]
+    models = {f"model_{i}": {"tokens": 100 * 2**i, "model": {"path": name}} for i, name in enumerate(names)}
+    same_data = {name: sections | {"tokens": 100} for name, sections in models.items()}
+    (table,) = scaling_tables(cells(tmp_path / "a", **same_data), "loss", lambda run: 1 + run.recipe.run.seed / 100)
+    assert table.head[:3] == ["law", "n", "E"] and "N the model's parameters: model_0" in table.caption
+    (table,) = scaling_tables(cells(tmp_path / "b", **models), "loss", lambda run: run.metrics[-1]["loss"])
+    assert table.head[:4] == ["law", "n", "d", "E"]
+
+
+def test_a_sweep_over_other_keys_has_no_power_law(tmp_path: Path) -> None:
+    rates = {f"rate_{i}": {"tokens": 100, "optimizer": {"learning_rate": 0.1 + i}} for i in range(5)}
+    models = {f"model_{i}": {"tokens": 100, "model": {"path": f"unknown/{i}"}} for i in range(5)}
+    for each in (rates, models):
+        assert scaling_tables(cells(tmp_path, **each), "loss", lambda run: run.metrics[-1]["loss"]) == []

@@ -1,0 +1,324 @@
+"""Sweeps: from a file to the recipes of its runs, the sweep's folder, the states of its runs, and the tables."""
+
+import fcntl
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from scipy import stats
+
+from tests.helpers.recipes import smallest_recipe
+from tests.helpers.report_runs import step_line, write_run
+from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.cli import main
+from vcore_ds.commands.sweep.slurm import _ranges
+from vcore_ds.commands.sweep.status import describe
+from vcore_ds.config import RecipeError, Sweep, load_sweep
+from vcore_ds.errors import UserError
+from vcore_ds.files.sweep_folder import ATTEMPT, State, SweepFolder, begin_sweep, read_sweep_folder
+from vcore_ds.track.seed_statistics import cell, interval, paired, student_t_quantile
+
+SWEEPS = sorted((Path(__file__).resolve().parents[2] / "launch_scripts" / "sweeps").glob("*.yaml"))
+SFT = ["method.name=sft", "method.kl_budget=null"]
+GRID = {"method": {"sft": SFT, "vcore": None}, "optimizer.learning_rate": [0.1, 1e-5]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a recipe."""
+    monkeypatch.chdir(tmp_path)
+    recipe = smallest_recipe() | {"engine": {"deepspeed_config": "ds_configs/zero3_bf16.json"}}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(recipe))
+    return tmp_path
+
+
+def write(**changes: Any) -> Path:
+    """sweep.yaml in the working directory; a change to None removes the key."""
+    values = {
+        "recipe": "base.yaml",
+        "output_dir": "out",
+        "seeds": [1, 2],
+        "cells": {"sft": SFT, "vcore": None},
+    } | changes
+    path = Path("mine.yaml")
+    path.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not None}, sort_keys=False))
+    return path
+
+
+def load(**changes: Any) -> Sweep:
+    return load_sweep(write(**changes))
+
+
+def problems(**changes: Any) -> tuple[str, ...]:
+    with pytest.raises(RecipeError) as error:
+        load(**changes)
+    return error.value.problems
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 10, 31, 200])
+@pytest.mark.parametrize("probability", [0.5, 0.9, 0.975, 0.9995])
+def test_students_quantile_is_scipys(probability: float, degrees: int) -> None:
+    expected = stats.t.ppf(probability, degrees)
+    assert student_t_quantile(probability, degrees) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
+    samples = np.random.default_rng(0).normal(2.0, 3.0, (4000, 3))
+    covered = [abs(mean - 2.0) <= half for mean, half in map(interval, samples)]
+    assert np.mean(covered) == pytest.approx(0.95, abs=3 * math.sqrt(0.95 * 0.05 / 4000))
+
+
+def test_cells_of_a_table() -> None:
+    assert cell([1.0, 2.0], 2) == "1.50"
+    assert cell([1.0, 2.0, 3.0], 2) == "2.00 ± 2.48"
+    assert cell([1.0, 1.1, 0.9], 2, difference=True) == "**+1.00 ± 0.25**"
+    assert cell([1.0, -1.1, 0.9], 2, difference=True) == "+0.27 ± 2.94"
+    assert paired({1: 5.0, 2: 7.0, 3: 9.0}, {3: 1.0, 1: 2.0}) == [3.0, 8.0]
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_a_grid_is_the_product_of_its_axes(folder: Path) -> None:
+    sweep = load(cells=None, grid=GRID, reference="sft", common=["run.log_every=7"])
+    names = ["sft,learning_rate=0.1", "sft,learning_rate=1e-05", "vcore,learning_rate=0.1", "vcore,learning_rate=1e-05"]
+    assert list(sweep.references.items()) == [
+        (names[0], None),
+        (names[1], None),
+        (names[2], names[0]),
+        (names[3], names[1]),
+    ]
+    assert [run.name for run in sweep.runs] == [f"{name}/seed_{seed}" for name in names for seed in (1, 2)]
+    last = sweep.runs[-1].recipe
+    assert (last.method.name, last.optimizer.learning_rate, last.run.seed, last.run.log_every) == ("vcore", 1e-5, 2, 7)
+    assert sweep.runs[0].recipe.method.name == "sft"
+    assert last.run.output_dir == "out/runs/vcore,learning_rate=1e-05/seed_2"
+
+
+def test_a_list_may_stand_beside_a_grid(folder: Path) -> None:
+    sweep = load(cells={"sft": SFT}, grid={"method.kl_budget": [0.1, 0.2]}, reference="sft")
+    assert sweep.references == {"kl_budget=0.1": "sft", "kl_budget=0.2": "sft", "sft": None}
+
+
+def test_all_problems_of_the_file_are_said_at_once(folder: Path) -> None:
+    found = problems(
+        recipe=3, output_dir=[], seeds=[1, 1], seed=4, reference="other", cells={"a b": None, "c": "run.seed=3"}
+    )
+    expected = [
+        "seed: found an unknown key",
+        "cells: found the name",
+        'cells.c: found "run.seed=3"; expected no run.seed',
+        "seeds: found [1, 1]",
+        "recipe: found 3",
+        "output_dir: found []",
+        'reference: found "other"',
+    ]
+    assert len(found) == len(expected)
+    for part in expected:
+        assert sum(part in problem for problem in found) == 1, part
+    assert "mine.yaml:1: recipe" in "\n".join(found)
+
+
+def test_all_problems_of_all_cells_are_said_before_anything_starts(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = {"a": "optimizer.learning_rate=x", "b": ["method.kl_budgte=1", "absent.yaml"], "c": None}
+    found = problems(cells=cells)
+    assert len(found) == 2 and "mine.yaml: a: override optimizer.learning_rate=x" in found[0]
+    assert "mine.yaml: b: absent.yaml: found no such file" in "\n".join(found)
+    assert main(["sweep", str(write(cells=cells))]) == 2
+    assert "absent.yaml" in capsys.readouterr().err and not Path("out").exists()
+    # What is wrong everywhere is said once, without the cells.
+    (common,) = problems(common=["optimizer.learning_rate=x"])
+    assert common.startswith("override optimizer.learning_rate=x")
+
+
+def test_two_names_of_one_recipe_are_a_mistake(folder: Path) -> None:
+    (problem,) = problems(cells={"a": None, "b": "method.kl_budget=0.05", "c": SFT})
+    assert "a, b: found two cells with the same recipe" in problem
+
+
+def test_the_sweep_that_the_documentation_writes_loads(folder: Path) -> None:
+    page = (SWEEPS[0].parents[2] / "docs" / "sweeps.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    Path("mine.yaml").write_text(block)
+    references = load_sweep("mine.yaml").references
+    assert references["vcore,learning_rate=2e-05"] == "sft,learning_rate=2e-05" and references["dft"] is None
+    for name in references:
+        assert f"`{name}`" in page
+
+
+def test_the_shipped_sweeps_are_documented() -> None:
+    page = (SWEEPS[0].parents[2] / "docs" / "sweeps.md").read_text()
+    listed = dict(re.findall(r"^\| `launch_scripts/sweeps/(\w+).yaml` \|.*\| (\d+) \|$", page, re.MULTILINE))
+    assert listed == {path.stem: str(len(load_sweep(path).runs)) for path in SWEEPS}
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_a_shipped_sweep_loads_from_any_folder(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = load_sweep(path, num_ranks=4)
+    assert sweep.folder == Path("runs/sweeps") / path.stem
+    assert {run.seed for run in sweep.runs} == {42, 43, 44}
+    compared = [reference for reference in sweep.references.values() if reference is not None]
+    assert compared and all(sweep.references[reference] is None for reference in compared)
+
+
+def test_the_papers_numbers_are_in_the_shipped_sweeps() -> None:
+    recipes = {path.stem: {run.cell: run.recipe for run in load_sweep(path).runs} for path in SWEEPS}
+    pairs = {
+        (recipe.utility.epsilon, recipe.method.temperature)
+        for recipe in recipes["tau_epsilon"].values()
+        if recipe.method.name == "vcore"
+    }
+    assert pairs == {(1e-4, 5e3), (1e-4, 8e3), (1e-5, 5e4), (1e-5, 8e4)}
+    probes = {r.probe.batch_size for r in recipes["probe_batch"].values() if r.method.name == "vcore"}
+    assert probes == {4, 8, 16, 32}
+    settings = {
+        (r.method.name, r.batch.global_size, r.optimizer.learning_rate) for r in recipes["batch_and_rate"].values()
+    }
+    changes = {(16, 2e-5), (64, 2e-5), (32, 1e-5), (32, 1e-4)}
+    assert settings == {(method, *change) for method in ("sft", "dft", "vcore") for change in changes}
+    assert len(recipes["set_size"]) == 8 and len(recipes["optimizers"]) == 6
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_can_be_taken_up_and_added_to(folder: Path) -> None:
+    first = begin_sweep(load())
+    assert begin_sweep(load()) == first == read_sweep_folder(Path("out"))
+    more = begin_sweep(
+        load(seeds=[0, 1, 2], cells={"dft": ["method.name=dft", "method.kl_budget=null"], "sft": SFT, "vcore": None})
+    )
+    # The numbers of tasks that may be in a queue stay.
+    assert more.runs[:4] == first.runs and len(more.runs) == 9
+    assert Path("out/runs.txt").read_text().splitlines() == more.runs
+    assert set(more.references) == {"dft", "sft", "vcore"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"common": ["optimizer.learning_rate=0.2"]}, "sft/seed_1: optimizer.learning_rate: 0.1 there, 0.2 here"),
+        ({"common": ["data.train_path=b.jsonl"]}, "sft/seed_1: data.train_path: 'train.jsonl' there, 'b.jsonl' here"),
+        ({"seeds": [1, 3]}, "sft/seed_2: found there, not in mine.yaml"),
+        ({"cells": {"sft": SFT}}, "vcore/seed_1: found there, not in mine.yaml"),
+    ],
+)
+def test_recipes_are_not_mixed(folder: Path, changes: dict[str, Any], line: str) -> None:
+    begin_sweep(load())
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="out: holds a sweep with other runs") as error:
+        begin_sweep(load(**changes))
+    assert f"\n  {line}\n" in str(error.value)
+    assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
+
+
+def test_what_changes_no_numbers_may_change(folder: Path) -> None:
+    begin_sweep(load())
+    begin_sweep(load(common=["checkpoint.every_steps=7", "model.gradient_checkpointing=true"]))
+
+
+def test_another_folder_is_left_alone(folder: Path) -> None:
+    Path("out").mkdir()
+    Path("out/notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="out: is no folder of a sweep, and not empty"):
+        begin_sweep(load())
+    with pytest.raises(UserError, match="found no sweep.yaml there"):
+        read_sweep_folder(Path("out"))
+    Path("out/sweep.yaml").write_text("cells: [")
+    with pytest.raises(UserError, match="out/sweep.yaml: is damaged"):
+        read_sweep_folder(Path("out"))
+
+
+def set_state(sweep: SweepFolder, run: str, log: str, code: int | None) -> None:
+    path = sweep.log_path(run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(log)
+    if code is not None:
+        sweep.exit_path(run).write_text(f"{code}\n")
+
+
+def test_states_of_runs(folder: Path) -> None:
+    sweep = begin_sweep(load(seeds=[1, 2, 3]))
+    done, failed, crashed, stopped, running, waiting = sweep.runs
+    (sweep.run_folder(done) / "model").mkdir(parents=True)
+    set_state(sweep, failed, f"vcore-ds: an older message\n{ATTEMPT} 2\nvcore-ds: no such file\n=====\n", 2)
+    set_state(sweep, crashed, f"{ATTEMPT} 1\nTraceback:\n  line\nRuntimeError: out of memory\n\n", -9)
+    set_state(sweep, stopped, f"{ATTEMPT} 1\n", 85)
+    set_state(sweep, running, f"{ATTEMPT} 1\n", 1)
+    with sweep.log_path(running).open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        expected = [State.DONE, State.FAILED, State.FAILED, State.STOPPED, State.RUNNING, State.WAITING]
+        assert [sweep.state(run) for run in sweep.runs] == expected
+        with sweep.held(running) as log:
+            assert log is None
+        lines = describe(sweep).splitlines()
+    assert sweep.state(running) == State.FAILED  # its process is gone
+    assert lines[1].endswith("exit code 2: vcore-ds: no such file")
+    assert lines[2].endswith("exit code -9: RuntimeError: out of memory")
+    assert lines[-1] == "6 runs in out: 1 done, 1 running, 2 failed, 1 stopped, 1 waiting"
+
+
+def test_tasks_of_an_array_are_written_as_ranges() -> None:
+    assert _ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8" and _ranges([3]) == "3"
+
+
+def test_misuse_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--slurm"], "found no launch_scripts/slurm/sweep.slurm here; submit from the repository"),
+        (["--sbatch=--nodes=2"], "--sbatch: found without --slurm"),
+        (["run.seed=3"], "found run.seed=3 after the sweep file"),
+    ):
+        assert main(["sweep", str(write()), *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_of_a_sweep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = begin_sweep(load(seeds=[1, 2, 3], reference="sft"))
+    tokenizer = make_tokenizer()
+    losses = {"sft": [1.0, 2.0, 3.0], "vcore": [0.9, 1.8, 2.9]}
+    for run in sweep.runs[:-1]:  # the last one is not done
+        name, seed = run.split("/seed_")
+        loss = losses[name][int(seed) - 1]
+        lines = [step_line(step, loss=loss + 20 - step, supervised_tokens=50) for step in range(1, 21)]
+        recipe = yaml.safe_load(sweep.recipe_path(run).read_text())
+        sections = {section: values for section, values in recipe.items() if values is not None}
+        write_run(sweep.run_folder(run), tokenizer, lines, {}, environment={"world_size": 2}, **sections)
+        (sweep.run_folder(run) / "held_out.json").write_text(f'{{"before": {{"": 9}}, "after": {{"": {loss}}}}}')
+    assert main(["report", "out"]) == 0
+    text = Path("out/report.md").read_text()
+    assert text in capsys.readouterr().out
+    assert "5 of 6 runs are done; missing: vcore/seed_3 (waiting)." in text
+    rows = [[word.strip() for word in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    assert rows[0][:5] == ["cell", "seeds", "compared with", "held-out loss", "difference"]
+    half = stats.t.ppf(0.975, 2) / math.sqrt(3)
+    assert rows[2] == ["sft", "3", "", f"2.0000 ± {half:.4f}", "", f"2.5000 ± {half:.4f}", ""]
+    # Two seeds support no interval.
+    assert rows[3] == ["vcore", "2", "sft", "1.3500", "-0.1500", "1.8500", "-0.1500"]
+    assert rows[6] == ["sft", "20", "1,000", "4", f"{20 * 4 * 2 / 3600:.3g}"]
+    page = Path("out/report.html").read_text()
+    assert (
+        "<h2>Sweep</h2>" in page
+        and "vcore/seed_3 (waiting)" in page
+        and '"groups":["sft (3 runs)","vcore (2 runs)"]' in page
+    )
+    assert main(["report", "out", "out/runs/sft/seed_1"]) == 2
+    assert "found a sweep among 2 folders" in capsys.readouterr().err
+
+
+def test_a_report_of_nothing_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begin_sweep(load())
+    assert main(["report", "out"]) == 2
+    assert "out: found no run of this sweep that is done" in capsys.readouterr().err

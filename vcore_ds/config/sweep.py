@@ -1,0 +1,272 @@
+"""A sweep: one recipe with changes, over cells and seeds; from a YAML file to the resolved recipe of every run."""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vcore_ds.config.batch_plan import plan_batch
+from vcore_ds.config.deepspeed_json import deepspeed_config
+from vcore_ds.config.files import UnreadableFile, expand_home, read_text
+from vcore_ds.config.load import load_recipe
+from vcore_ds.config.problems import RecipeError, show
+from vcore_ds.config.resume import flat_values
+from vcore_ds.config.schema import Recipe
+from vcore_ds.config.yaml_text import ParsedYaml, YamlError, parse_yaml
+from vcore_ds.errors import UserError
+from vcore_ds.planning import QWEN3_32B
+
+KEYS = ("recipe", "output_dir", "seeds", "common", "grid", "cells", "reference")
+MOST_RUNS = 1000
+"""SLURM numbers the tasks of an array up to 1,000, unless a site says otherwise."""
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
+_SET_BY_THE_SWEEP = ("run.seed", "run.output_dir")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs that differ in the seed only."""
+
+    name: str
+    choices: Mapping[str, str]
+    """Axis of the grid -> what was chosen on it; empty for a cell of the list."""
+    words: tuple[str, ...]
+    """Fragments and overrides, as on a command line."""
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep."""
+
+    name: str
+    """`CELL/seed_N`."""
+    cell: str
+    seed: int
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep file, with every recipe resolved and validated."""
+
+    file: Path
+    folder: Path
+    """`output_dir`."""
+    references: Mapping[str, str | None]
+    """Cell -> the cell that it is compared with, in the order of the file."""
+    runs: tuple[SweepRun, ...]
+    """Seed by seed within a cell."""
+
+
+def load_sweep(path: str | Path, num_ranks: int | None = None) -> Sweep:
+    """Reads a sweep file and resolves the recipe of every run.
+
+    Args:
+        num_ranks: ranks that a run will have; None where that is not known yet.
+
+    Raises:
+        RecipeError: with all problems of the file and of all cells.
+    """
+    draft = _read(Path(path))
+    cells = [*_grid_cells(draft), *_listed_cells(draft)]
+    seeds, recipe, folder = _seeds(draft), _text(draft, "recipe"), _text(draft, "output_dir")
+    common = _words(draft, "common", draft.values.get("common"))
+    names = [cell.name for cell in cells]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        draft.add("cells", f"found two cells that are called {show(name)}; expected different names")
+    if len(cells) * len(seeds) > MOST_RUNS:
+        draft.add("seeds", f"found {len(cells) * len(seeds):,} runs; expected at most {MOST_RUNS:,}")
+    references = {cell.name: _reference_of(draft, cell, cells) for cell in cells}
+    if draft.problems:
+        raise RecipeError(draft.problems)
+    base = Path(expand_home(folder))
+    runs = _resolve(draft, recipe, common, cells, seeds, base, num_ranks)
+    return Sweep(Path(path), base, references, tuple(runs))
+
+
+@dataclass
+class _Draft:
+    file: Path
+    parsed: ParsedYaml
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return self.parsed.value
+
+    def add(self, key: str, text: str) -> None:
+        line = self.parsed.lines.get(key)
+        self.problems.append(f"{self.file}{'' if line is None else f':{line}'}: {key}: {text}")
+
+
+def _read(path: Path) -> _Draft:
+    expected = f"expected a sweep: YAML with the keys {', '.join(KEYS)}"
+    try:
+        parsed = parse_yaml(read_text(path))
+    except FileNotFoundError:
+        raise RecipeError([f"{path}: found no such file; {expected}"]) from None
+    except UnreadableFile as error:
+        raise RecipeError([f"{path}: {error}; {expected}"]) from None
+    except YamlError as error:
+        where = "" if error.line is None else f":{error.line}:{error.column}"
+        raise RecipeError([f"{path}{where}: cannot be read as YAML: {error}; {expected}"]) from None
+    if not isinstance(parsed.value, dict):
+        raise RecipeError([f"{path}: found {show(parsed.value)}; {expected}"])
+    draft = _Draft(path, parsed)
+    for key, line, first_line in parsed.duplicates:
+        draft.problems.append(f"{path}:{line}: {key}: found a second time (first in line {first_line}); expected once")
+    for key in parsed.value.keys() - set(KEYS):
+        draft.add(str(key), f"found an unknown key; expected {', '.join(KEYS)}")
+    return draft
+
+
+def _text(draft: _Draft, key: str) -> str:
+    value = draft.values.get(key)
+    if isinstance(value, str) and value:
+        return value
+    meaning = {"recipe": "a recipe's file name", "output_dir": "the folder of the sweep"}[key]
+    draft.add(key, f"found {show(value)}; expected {meaning}")
+    return ""
+
+
+def _seeds(draft: _Draft) -> list[int]:
+    value = draft.values.get("seeds")
+    seeds = value if isinstance(value, list) else []
+    if seeds and all(type(seed) is int and seed >= 0 for seed in seeds) and len(set(seeds)) == len(seeds):
+        return seeds
+    draft.add("seeds", f"found {show(value)}; expected a list of different whole numbers, such as [1, 2, 3]")
+    return []
+
+
+def _words(draft: _Draft, key: str, value: Any) -> tuple[str, ...]:
+    """Fragments and overrides: a word, a list of them, or null for none."""
+    words = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
+        draft.add(key, f"found {show(value)}; expected FRAGMENT.yaml or section.key=value, or a list of these")
+        return ()
+    for word in words:
+        if word.partition("=")[0].strip() in _SET_BY_THE_SWEEP:
+            draft.add(key, f"found {show(word)}; expected no {word.partition('=')[0]}: the sweep sets it")
+    return tuple(words)
+
+
+def _named(draft: _Draft, key: str, value: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    if not isinstance(value, dict) or not value:
+        draft.add(key, f"found {show(value)}; expected NAME: its words, one or more")
+        return
+    for name, words in value.items():
+        if not _NAME.fullmatch(str(name)):
+            draft.add(key, f"found the name {show(name)}; expected letters, digits and . _ + -")
+        yield str(name), _words(draft, f"{key}.{name}", words)
+
+
+def _listed_cells(draft: _Draft) -> list[Cell]:
+    if "cells" not in draft.values:
+        if "grid" not in draft.values:
+            draft.add("cells", "found neither cells nor grid; expected at least one")
+        return []
+    return [Cell(name, {}, words) for name, words in _named(draft, "cells", draft.values["cells"])]
+
+
+def _grid_cells(draft: _Draft) -> list[Cell]:
+    """The product of the axes, the last one fastest."""
+    grid = draft.values.get("grid", {})
+    if not isinstance(grid, dict) or ("grid" in draft.values and not grid):
+        draft.add("grid", f"found {show(grid)}; expected axes: section.key: [values], or NAME: {{choice: words}}")
+        return []
+    axes = {str(axis): list(_choices(draft, str(axis), value)) for axis, value in grid.items()}
+    cells = []
+    for chosen in itertools.product(*axes.values()) if axes else ():
+        labels = [label for label, _ in chosen]
+        words = tuple(word for _, own in chosen for word in own)
+        cells.append(Cell(",".join(labels), dict(zip(axes, labels, strict=True)), words))
+    return cells
+
+
+def _choices(draft: _Draft, axis: str, value: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(label, words) along an axis: the values of a key of the recipe, or named words."""
+    if "." not in axis:
+        yield from _named(draft, f"grid.{axis}", value)
+        return
+    if axis in _SET_BY_THE_SWEEP:
+        draft.add(f"grid.{axis}", "found a key that the sweep sets; expected another one")
+    if not isinstance(value, list) or not value:
+        draft.add(f"grid.{axis}", f"found {show(value)}; expected a list of values")
+        return
+    for one in value:
+        text = f"{one:g}" if isinstance(one, float) else one if isinstance(one, str) else json.dumps(one)
+        label, key = re.sub(r"[^\w.+-]", "_", text), axis.rpartition(".")[2]
+        yield label if key == "name" else f"{key}={label}", (f"{axis}={json.dumps(one)}",)
+
+
+def _reference_of(draft: _Draft, cell: Cell, cells: Sequence[Cell]) -> str | None:
+    """The cell that `reference` names for this one: a cell of that name, else the cell that differs in having this
+    choice on its axis. None for the reference itself."""
+    wanted = draft.values.get("reference")
+    if wanted is None:
+        return None
+    if any(other.name == wanted for other in cells):
+        return None if cell.name == wanted else str(wanted)
+    axes = [axis for other in cells for axis, choice in other.choices.items() if choice == wanted]
+    if not axes:
+        problem = f"found {show(wanted)}; expected the name of a cell, or a choice on an axis of the grid"
+        if not any(problem in known for known in draft.problems):
+            draft.add("reference", problem)
+        return None
+    choices = {**cell.choices, axes[0]: wanted}
+    found = next((other.name for other in cells if other.choices == choices), None)
+    return None if found == cell.name else found
+
+
+def _resolve(
+    draft: _Draft,
+    recipe: str,
+    common: Sequence[str],
+    cells: Sequence[Cell],
+    seeds: Sequence[int],
+    folder: Path,
+    num_ranks: int | None,
+) -> list[SweepRun]:
+    """Raises RecipeError with the problems of all cells; what all of them have is said once."""
+    runs: list[SweepRun] = []
+    problems: dict[str, list[str]] = {}
+    for cell in cells:
+        for seed in seeds:
+            name = f"{cell.name}/seed_{seed}"
+            words = [
+                *common,
+                *cell.words,
+                f"run.seed={seed}",
+                f"run.output_dir={json.dumps(str(folder / 'runs' / name))}",
+            ]
+            try:
+                loaded = load_recipe(recipe, words)
+                ranks = num_ranks or loaded.parallel.tensor
+                deepspeed_config(loaded, plan_batch(loaded, ranks, QWEN3_32B))
+            except UserError as error:
+                for problem in error.problems if isinstance(error, RecipeError) else [str(error)]:
+                    problems.setdefault(problem, []).append(cell.name)
+                break  # the other seeds have the same problems
+            runs.append(SweepRun(name, cell.name, seed, loaded))
+    if not problems:
+        problems |= {problem: [] for problem in _equal_cells(draft.file, runs)}
+    if problems:
+        raise RecipeError(
+            problem if len(where) in (0, len(cells)) else f"{draft.file}: {', '.join(where)}: {problem}"
+            for problem, where in problems.items()
+        )
+    return runs
+
+
+def _equal_cells(file: Path, runs: Sequence[SweepRun]) -> Iterator[str]:
+    """Cells that train the same under two names, which a typing mistake makes."""
+    by_recipe: dict[str, str] = {}
+    for run in runs:
+        values = {key: value for key, value in flat_values(run.recipe).items() if key not in _SET_BY_THE_SWEEP}
+        first = by_recipe.setdefault(repr(values), run.cell)
+        if first != run.cell and run.seed == runs[0].seed:
+            yield f"{file}: {first}, {run.cell}: found two cells with the same recipe; expected a difference"
