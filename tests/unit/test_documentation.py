@@ -182,6 +182,12 @@ def test_links_lead_somewhere() -> None:
     assert not broken
 
 
+def test_the_index_lists_every_page() -> None:
+    pages = {path.name for path in (REPOSITORY / "docs").glob("*.md")} - {"index.md"}
+    listed = re.findall(r"^\| \[([\w.-]+)\]\(([\w.-]+)\) \|", (REPOSITORY / "docs/index.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted((name, name) for name in pages)
+
+
 def test_anchors_of_links_are_headings() -> None:
     """GitHub's rule: lower case, punctuation dropped, a hyphen for each space."""
     broken = []

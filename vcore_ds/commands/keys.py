@@ -1,0 +1,70 @@
+"""`vcore-ds keys`: every key of a recipe, from the schema."""
+
+import argparse
+import textwrap
+from difflib import get_close_matches
+
+from vcore_ds.config.keys import Key, recipe_keys, section_meaning
+from vcore_ds.errors import UserError
+
+HELP = "list the keys of a recipe: values, default, meaning"
+DESCRIPTION = "List the keys of a recipe with the values they may have, their defaults and what they mean."
+
+WIDTH = 100
+WIDTH_OF_PAGE = 120
+PAGE = """# Keys of a recipe
+
+Every key that a recipe can have, by section. This page is the output of `vcore-ds keys --markdown`, which reads the
+schema, and a test keeps it current. `vcore-ds keys utility` or `vcore-ds keys utility.epsilon` prints one section or
+key in the terminal. How recipes are put together, and the rules between keys: [recipes.md](recipes.md).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="section or section.key; all of them unless given")
+    parser.add_argument("--markdown", action="store_true", help="print the page docs/keys.md")
+    parser.set_defaults(overrides=[])
+
+
+def main(arguments: argparse.Namespace) -> None:
+    keys = find_keys([*arguments.names, *arguments.overrides])
+    if arguments.markdown:
+        print(PAGE, end="")
+    for section in dict.fromkeys(key.section for key in keys):
+        own = [key for key in keys if key.section == section]
+        print(markdown(section, own) if arguments.markdown else plain(section, own), end="")
+
+
+def find_keys(names: list[str]) -> list[Key]:
+    """The keys that sections or dotted names stand for, in the order of the schema. Raises UserError."""
+    keys = recipe_keys()
+    known = {name: name for key in keys for name in (key.section, key.dotted)}
+    likely = {key.name: key.dotted for key in keys} | known
+    for name in names:
+        if name not in known:
+            close = [likely[word] for word in get_close_matches(name, likely, n=1)]
+            hint = f"is it {close[0]}?" if close else "`vcore-ds keys` lists all"
+            raise UserError(f"keys: found {name}; expected a section or section.key; {hint}")
+    return [key for key in keys if not names or key.section in names or key.dotted in names]
+
+
+def plain(section: str, keys: list[Key]) -> str:
+    """Lines for a terminal."""
+    lines = [f"{section}: {section_meaning(section)}"]
+    for key in keys:
+        default = "required" if key.default is None else f"default {key.default}"
+        for text, indent in ((f"{key.dotted}: {key.values} ({default})", 2), (key.meaning, 6)):
+            lines += textwrap.wrap(text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2))
+    return "\n".join(lines) + "\n\n"
+
+
+def markdown(section: str, keys: list[Key]) -> str:
+    """A section of the page."""
+    rows = [
+        (f"`{key.name}`", key.values, "required" if key.default is None else f"`{key.default}`", key.meaning)
+        for key in keys
+    ]
+    table = [("key", "values", "default", "meaning"), ("---",) * 4, *rows]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table]
+    meaning = textwrap.fill(section_meaning(section), WIDTH_OF_PAGE, break_on_hyphens=False)
+    return "\n".join(["", f"## {section}", "", meaning, "", *lines, ""])
