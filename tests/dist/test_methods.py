@@ -54,7 +54,7 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
         assert len(batches.main) == num_micro_batches
         recorded = step_runs.Recorder(engine)
         metrics = step_runs.train_step(engine, recipe, batches, estimator, recorded)
-        expected = reference.step(main, probe, kept=masks, **step_runs.reference_options(recipe))
+        expected = step_runs.reference_step(reference, main, probe, kept=masks, **step_runs.reference_options(recipe))
         deviations = {
             "weights": max(
                 step_runs.relative_error(weights, expected["weights"][i])
@@ -67,7 +67,7 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
                 torch.cat([g.flatten() for g in expected["gradient"].values()]),
             ),
             "parameters": max(
-                float((parameter - reference.trained[name]).abs().max())
+                float((parameter - expected["parameters"][name]).abs().max())
                 for name, parameter in step_runs.whole_parameters(engine).items()
             ),
         }

@@ -79,7 +79,9 @@ def run_case(case: Case) -> dict[str, float]:
         metrics = step_runs.train_step(engine, recipe, dealt, estimator, recorded, learning_rate=rate)
         own_alpha = recipe.method.alpha_scope == "micro_batch"
         groups = step_runs.micro_batch_rows(case.num_main, 2, k_main) if own_alpha else None
-        expected = reference.step(main, probe, groups=groups, kept=masks, **step_runs.reference_options(recipe))
+        expected = step_runs.reference_step(
+            reference, main, probe, groups=groups, kept=masks, **step_runs.reference_options(recipe)
+        )
 
         def note(quantity: str, deviation: float) -> None:
             assert deviation == deviation, f"{quantity} is nan"
@@ -103,7 +105,7 @@ def run_case(case: Case) -> dict[str, float]:
         )
         parameters = step_runs.whole_parameters(engine)
         for name, parameter in whole(parameters).items():
-            note("parameters", float((parameter - reference.trained[name]).abs().max()))
+            note("parameters", float((parameter - expected["parameters"][name]).abs().max()))
         if case.tensor > 1:
             norm = float(torch.cat([g.flatten() for g in expected["gradient"].values()]).norm())
             note("norm", abs(metrics.values["grad_norm"] / norm - 1))

@@ -155,6 +155,17 @@ def reference_of(model, recipe: Recipe) -> Reference:
     return Reference(plain, optimizer)
 
 
+def reference_step(reference: Reference, *batches: Any, **options: Any) -> dict[str, Any]:
+    """The oracle's step, and in `parameters` the trained ones after it. The first rank computes for all, which would
+    compute the same."""
+    found: list[Any] = [None]
+    if layout.is_first():
+        expected = reference.step(*batches, **options)
+        found = [{**expected, "parameters": {name: p.detach() for name, p in reference.trained.items()}}]
+    torch.distributed.broadcast_object_list(found)
+    return found[0]
+
+
 def reference_options(recipe: Recipe) -> dict[str, Any]:
     return dict(
         method=recipe.method.name,

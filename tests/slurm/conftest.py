@@ -1,3 +1,29 @@
-from tests.e2e.conftest import setup
+"""A cluster of two nodes, and where a user submits from."""
 
-__all__ = ["setup"]
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import setup
+from tests.helpers.commands import REPOSITORY
+from tests.slurm.cluster import Cluster, why_not
+
+__all__ = ["checkout", "cluster", "setup"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    missing = why_not()
+    if missing is not None:
+        pytest.skip(f"THE SLURM SCRIPTS ARE NOT TESTED HERE: {missing}")
+    with Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Where a user submits from: the repository's files, and its logs in a folder of this test's."""
+    for name in ("launch_scripts", "ds_configs"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    return tmp_path

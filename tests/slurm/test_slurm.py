@@ -1,9 +1,5 @@
 """The shipped SLURM scripts on a real cluster of two nodes: requeues, a job array, unfit nodes."""
 
-import os
-import re
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +7,6 @@ import pytest
 
 from tests.helpers.commands import REPOSITORY, free_port, read_metrics, run_command
 from tests.helpers.setups import TinySetup
-from tests.helpers.sweeps import losses_table, write_sweep
 from tests.slurm.cluster import Cluster, wait_until, why_not
 from vcore_ds.config import load_recipe
 
@@ -24,23 +19,6 @@ TIMED = (
     "seconds", "tokens_per_second", "supervised_tokens_per_second", "utilization", "peak_memory_bytes",
     "checkpoint_bytes",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    missing = why_not()
-    if missing is not None:
-        pytest.skip(f"THE SLURM SCRIPTS ARE NOT TESTED HERE: {missing}")
-    with Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """Where a user submits from: the repository's files, and its logs in a folder of this test's."""
-    for name in ("launch_scripts", "ds_configs"):
-        (tmp_path / name).symlink_to(REPOSITORY / name)
-    return tmp_path
 
 
 @dataclass(frozen=True)
@@ -169,40 +147,6 @@ def test_the_last_task_of_an_array_is_requeued_alone(cluster: Cluster, setup: Ti
         cluster.run(f"scancel {array}")
     assert "sweep/0.yaml:1: schedule.num_stops" in (checkout / f"slurm-{tasks[0]}.out").read_text()
     assert [load_recipe(run / "recipe.yaml").run.seed for run in runs[1:]] == [1, 2]
-
-
-def test_a_sweep_is_a_job_array(cluster: Cluster, setup: TinySetup, checkout: Path, tmp_path: Path):
-    """A node to each run. The last task is stopped and comes back alone; the table is that of the same sweep here."""
-    changes = ("schedule.num_steps=200", "checkpoint.every_steps=50", "run.num_token_records=0")
-    file = write_sweep(tmp_path / "there", setup, changes)
-    folder = tmp_path / "there" / "sweep"
-    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-
-    def sweep(option: str) -> str:
-        return cluster.run(f"vcore-ds sweep {file} {option}", checkout, environment, timeout_seconds=120)
-
-    options = "--slurm --sbatch=--gpus-per-node=0"
-    array = re.fullmatch(r"job array (\d+): 6 of 6 runs\. .*", sweep(options)).group(1)
-    assert "6 queued" in sweep("--status") or "running" in sweep("--status")
-    assert sweep(options).startswith("nothing to submit: all 6 runs are done, at work or in the queue")
-    last = folder / "runs" / "vcore" / "seed_3"
-    try:
-        wait_until(lambda: num_steps_done(last) >= 20, "step 20 of the last task", 900)
-        assert cluster.field(f"{array}_5", "JobId") == array
-        cluster.run(f"scancel --signal=USR1 {array}_5")
-        # A run is done where its result is there, a little before its job ends.
-        tasks = [f"{array}_{task}" for task in range(6)]
-        wait_until(lambda: {cluster.state(task) for task in tasks} == {"COMPLETED"}, "end of all tasks", 600)
-        assert "6 done" in sweep("--status")
-    finally:
-        cluster.run(f"scancel {array}", check=False)
-    assert [cluster.field(task, "Restarts") for task in tasks] == ["0"] * 5 + ["1"]
-    log = (folder / "logs" / "vcore" / "seed_3.log").read_text()
-    assert log.count("== attempt of") == 2 and "back into the queue" in log and "ended with exit code 0" in log
-
-    here = write_sweep(tmp_path / "here", setup, changes)
-    assert run_command(f"vcore-ds sweep {here}").returncode == 0
-    assert losses_table(folder) == losses_table(tmp_path / "here" / "sweep")
 
 
 def test_unfit_nodes_are_named_before_anything_starts(cluster: Cluster, setup: TinySetup, checkout: Path):

@@ -1,10 +1,10 @@
 """Memory that code allocates and bytes that it receives from other ranks, counted tensor by tensor: the same on every
 machine, unlike a process's size and the counters of a network."""
 
+import weakref
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,31 +22,42 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.peak_bytes = self.largest_numel = 0
         self.shapes: set[tuple[int, ...]] = set()
-        self._live: dict[StorageWeakRef, int] = {}
+        self._live: dict[int, int] = {}
+        self._live_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        known = {StorageWeakRef(tensor.untyped_storage()) for tensor in inputs}
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}
         for tensor in tree_leaves(result):
-            if not isinstance(tensor, torch.Tensor) or StorageWeakRef(tensor.untyped_storage()) in known:
+            if not isinstance(tensor, torch.Tensor) or tensor.untyped_storage()._cdata in known:
                 continue
             if tensor.is_meta:  # has a size, and no memory
                 continue
-            self._live[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+            self._count(tensor.untyped_storage())
             self.largest_numel = max(self.largest_numel, tensor.untyped_storage().nbytes() // tensor.element_size())
             self.shapes.add(tuple(tensor.shape))
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
         return result
 
     def live_bytes(self) -> int:
         """Sum over the tensors created inside that are alive now."""
-        self._live = {storage: nbytes for storage, nbytes in self._live.items() if not storage.expired()}
-        return sum(self._live.values())
+        return self._live_bytes
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._live:
+            return
+        self._live[storage._cdata] = storage.nbytes()
+        self._live_bytes += storage.nbytes()
+        # The Python object of a storage lives as long as the storage, whoever holds it.
+        weakref.finalize(storage, self._forget, storage._cdata).atexit = False
+
+    def _forget(self, address: int) -> None:
+        self._live_bytes -= self._live.pop(address)
 
     def restart(self) -> None:
         """Forgets the peak so far, but not what is alive."""
-        self.peak_bytes = self.live_bytes()
+        self.peak_bytes = self._live_bytes
 
 
 def _received(name: str, args: tuple[Any, ...]) -> tuple[str, float] | None:

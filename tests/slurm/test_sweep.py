@@ -1,0 +1,136 @@
+"""`vcore-ds sweep` on real runs: 2 methods x 3 seeds of a tiny model on this machine, killed, failing, interrupted and
+taken up again, end with the table of the same sweep as a job array."""
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import HANG_SECONDS, read_metrics, run_command
+from tests.helpers.jobs import Job
+from tests.helpers.setups import TinySetup
+from tests.helpers.sweeps import losses_table, write_sweep
+from tests.slurm.cluster import Cluster, wait_until
+from vcore_ds.files.sweep_folder import State, read_sweep_folder
+
+pytestmark = pytest.mark.dist
+
+NUM_STEPS = 100
+CHANGES = (f"schedule.num_steps={NUM_STEPS}", "checkpoint.every_steps=25", "run.num_token_records=0")
+RUNS = [f"{cell}/seed_{seed}" for cell in ("sft", "vcore") for seed in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def disturbed(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a sweep on this machine that took five commands."""
+    folder = tmp_path_factory.mktemp("sweeps")
+    here, probes = folder / "here", folder / "here" / "probe.jsonl"
+    # Probes come from a file that is not there yet.
+    file = write_sweep(here, setup, CHANGES, vcore=[f"data.probe_path={probes}"])
+    line, sweep = f"vcore-ds sweep {file}", here / "sweep"
+
+    # Killed with all its processes in the middle of the second run.
+    with Job(line, folder / "killed.log") as job:
+        wait_for_step(job, sweep / "runs" / RUNS[1], 27)
+    assert states(line) == ["done", "stopped", *["waiting"] * 4]
+    assert not (sweep / "runs" / RUNS[1] / "adapter").exists()
+
+    # Three cells fail one after another, and the others are not held up.
+    failed = run_command(line)
+    assert failed.returncode == 1 and "Traceback" not in failed.stdout, failed.stdout
+    assert failed.stdout.startswith(f"[1/6] {RUNS[0]}: done already\n")
+    end = failed.stdout.partition("\nvcore-ds: ")[2].splitlines()
+    assert end[0] == "3 of 6 runs are done, 3 failed:"
+    for run, text in zip(RUNS[3:], end[1:4], strict=True):
+        assert text.startswith(f"  {run}: exit code 2: vcore-ds: {probes}: there is no such file")
+    assert "Resumed after step " in (sweep / "logs" / f"{RUNS[1]}.log").read_text()
+    assert states(line) == ["done"] * 3 + ["failed"] * 3
+
+    # Ctrl-C in the middle of a run.
+    probes.write_bytes(setup.validation.read_bytes())
+    with Job(line, folder / "interrupted.log") as job:
+        wait_for_step(job, sweep / "runs" / RUNS[3], 5)
+        assert read_sweep_folder(sweep).state(RUNS[3]) == State.RUNNING
+        job.launcher.send_signal(signal.SIGINT)
+        assert job.wait() == 85, job.output
+        assert "vcore-ds: stopped by SIGINT: 3 of 6 runs are done, 2 failed, 1 stopped. The same command" in job.output
+    assert states(line)[3:] == ["stopped", "failed", "failed"]
+
+    finished = run_command(line)
+    assert finished.returncode == 0, finished.stdout
+    assert f"6 of 6 runs are done. Tables and curves: vcore-ds report {sweep}" in finished.stdout
+    assert "Resumed after step " in (sweep / "logs" / f"{RUNS[3]}.log").read_text()
+    again = run_command(line)
+    assert again.returncode == 0 and again.stdout.count(": done already") == 6
+    return here
+
+
+def test_a_disturbed_sweep_is_whole(disturbed: Path) -> None:
+    sweep, file = disturbed / "sweep", disturbed / "sweep_file.yaml"
+    table = losses_table(sweep)
+    assert [row[:3] for row in table[1:]] == [["sft", "3", ""], ["vcore", "3", "sft"]]
+    assert all(" ± " in cell for cell in table[2][3:])
+    for run in RUNS:
+        assert [step["step"] for step in read_metrics(sweep / "runs" / run)] == list(range(1, NUM_STEPS + 1))
+
+    # Nothing of this is another recipe's.
+    text = file.read_text()
+    try:
+        file.write_text(text.replace(CHANGES[0], f"schedule.num_steps={NUM_STEPS + 1}"))
+        mixed = run_command(f"vcore-ds sweep {file}")
+    finally:
+        file.write_text(text)
+    assert mixed.returncode == 2 and f"schedule.num_steps: {NUM_STEPS} there, {NUM_STEPS + 1} here" in mixed.stdout
+
+
+def test_a_job_array_gives_the_same_table(
+    cluster: Cluster, setup: TinySetup, checkout: Path, disturbed: Path, tmp_path: Path
+) -> None:
+    """A node to each run. The last task is stopped and comes back alone."""
+    file = write_sweep(tmp_path / "there", setup, CHANGES, vcore=[f"data.probe_path={disturbed / 'probe.jsonl'}"])
+    folder = tmp_path / "there" / "sweep"
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+    def sweep(option: str) -> str:
+        return cluster.run(f"vcore-ds sweep {file} {option}", checkout, environment, timeout_seconds=120)
+
+    options = "--slurm --sbatch=--gpus-per-node=0"
+    array = re.fullmatch(r"job array (\d+): 6 of 6 runs\. .*", sweep(options)).group(1)
+    assert "6 queued" in sweep("--status") or "running" in sweep("--status")
+    assert sweep(options).startswith("nothing to submit: all 6 runs are done, at work or in the queue")
+    last, tasks = folder / "runs" / RUNS[-1], [f"{array}_{task}" for task in range(6)]
+    try:
+        wait_until(lambda: num_steps_done(last) >= 5, "step 5 of the last task", 900)
+        assert cluster.field(tasks[-1], "JobId") == array
+        cluster.run(f"scancel --signal=USR1 {tasks[-1]}")
+        # A run is done where its result is there, a little before its job ends.
+        wait_until(lambda: {cluster.state(task) for task in tasks} == {"COMPLETED"}, "end of all tasks", 600)
+        assert "6 done" in sweep("--status")
+    finally:
+        cluster.run(f"scancel {array}", check=False)
+    assert [cluster.field(task, "Restarts") for task in tasks] == ["0"] * 5 + ["1"]
+    log = (folder / "logs" / f"{RUNS[-1]}.log").read_text()
+    assert log.count("== attempt of") == 2 and "back into the queue" in log and "ended with exit code 0" in log
+    assert losses_table(folder) == losses_table(disturbed / "sweep")
+
+
+def wait_for_step(job: Job, run: Path, step: int) -> None:
+    deadline = time.monotonic() + HANG_SECONDS
+    while num_steps_done(run) < step:
+        assert job.launcher.poll() is None and time.monotonic() < deadline, job.output
+        time.sleep(0.02)
+
+
+def num_steps_done(run: Path) -> int:
+    return len(read_metrics(run)) if (run / "metrics.jsonl").exists() else 0
+
+
+def states(line: str) -> list[str]:
+    """The second column of --status."""
+    shown = run_command(f"{line} --status")
+    assert shown.returncode == 0, shown.stdout
+    return [row.split()[1] for row in shown.stdout.splitlines()[:-1]]
