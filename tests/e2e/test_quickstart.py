@@ -20,14 +20,12 @@ pytestmark = pytest.mark.e2e
 def test_with_trusted_traces(tmp_path: Path):
     folder = tmp_path / "trusted"
     changes = "presets/trusted.yaml batch.global_size=4 data.trusted_share=0.25 schedule.num_steps=2"
-    output = quickstart(f"{changes} run.validate_every=1", folder)
+    output = quickstart(changes, folder)
     check_held_out_losses(output)
     recipe = load_recipe(folder / "recipe.yaml")
     assert recipe.data.probe_path == str(DATA / "trusted.jsonl") and "1 of them trusted" in output
     line = read_metrics(folder)[0]
     assert line["kl"] == pytest.approx(recipe.method.kl_budget, rel=0.01)
-    for name in ("correct", "incorrect"):
-        assert line[f"validation_loss_{name}"] < float(re.search(rf"before training, {name}: ([\d.]+)", output)[1])
 
 
 def quickstart(changes: str, folder: Path) -> str:

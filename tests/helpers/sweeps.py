@@ -1,4 +1,4 @@
-"""Sweeps of 2 methods x 3 seeds on a tiny model, and their table of losses."""
+"""Sweeps of two methods on a tiny model, and their table of losses."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,14 +9,16 @@ from tests.helpers.commands import run_command
 from tests.helpers.setups import TinySetup
 
 
-def write_sweep(folder: Path, setup: TinySetup, changes: Sequence[str], *, vcore: Sequence[str] = ()) -> Path:
+def write_sweep(
+    folder: Path, setup: TinySetup, seeds: Sequence[int], changes: Sequence[str], *, vcore: Sequence[str] = ()
+) -> Path:
     """A sweep file in a new folder, whose `sweep` is the sweep's own. `vcore`: words of that cell."""
     common = [word for word in setup.overrides(folder, *changes) if not word.startswith("run.output_dir")]
     folder.mkdir()
     values = {
         "recipe": "qwen3_4b_math_lora.yaml",
         "output_dir": str(folder / "sweep"),
-        "seeds": [1, 2, 3],
+        "seeds": list(seeds),
         "common": common,
         "cells": {"sft": "methods/sft.yaml", "vcore": list(vcore)},
         "reference": "sft",
