@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.evaluations import SAMPLING, write_answers
 from vcore_ds.cli import main
+from vcore_ds.commands.compare.read import names_of
 from vcore_ds.files.evaluation_folder import EVALUATION, samples_path
 
 
@@ -137,11 +138,23 @@ def test_samples_of_a_problem_are_averaged(tmp_path: Path, capsys: pytest.Captur
 def test_all_are_compared_with_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [str(write_answers(tmp_path / name / "eval", {"aime": answers(i, 0.5)})) for i, name in enumerate("abc")]
     found = run_json(capsys, folders[0], "--power", "5", *folders[1:])
-    # Folders of the same name are called by their paths.
-    assert [(one["side"], one["reference"]) for one in found["differences"]] == [
-        (folders[1], folders[0]),
-        (folders[2], folders[0]),
-    ]
+    assert [(one["side"], one["reference"]) for one in found["differences"]] == [("b", "a"), ("c", "a")]
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (["runs/a", "runs/b"], ["a", "b"]),
+        (["runs/a/eval", "runs/b/eval"], ["a", "b"]),
+        (["runs/a/seed_1/eval", "runs/b/seed_1/eval", "runs/b/seed_2/eval"], ["a/seed_1", "b/seed_1", "b/seed_2"]),
+        (["runs/a", "runs/a/a"], ["a", "a/a"]),
+        (["x", "runs/x"], ["x", "runs/x"]),
+        (["x"], ["x"]),
+        ([], []),
+    ],
+)
+def test_sides_are_called_by_what_differs_in_their_paths(folders: list[str], names: list[str]) -> None:
+    assert names_of([Path(folder) for folder in folders]) == names
 
 
 def test_groups_of_one_are_names(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:

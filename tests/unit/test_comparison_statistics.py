@@ -126,7 +126,8 @@ def test_samples_of_a_problem_are_worth_what_they_add() -> None:
 @pytest.mark.parametrize(
     ("table", "variance"),
     [
-        # Means of seeds and of problems vary by 1 each, single values by 12/8.
+        # Means of seeds and of problems vary by 1 each, single values by 12/8. cov_cluster_2groups of statsmodels
+        # 0.15.0, for a regression on a constant, says 1/2 too.
         ([[0.0, 1.0, 2.0], [1.0, 2.0, 3.0], [2.0, 3.0, 4.0]], 1 / 3 + 1 / 3 - 1.5 / 9),
         # By 4/27, 1/27 and 5/18: the sum would be below the variance by seeds alone.
         ([[0.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 1.0]], 4 / 27 / 3),
@@ -162,6 +163,12 @@ def test_the_number_that_is_needed_is_the_first_that_suffices(ratio: float) -> N
     num = number_needed(ratio * 0.4, 0.4**2)
     assert power(ratio, num) >= 0.8 - 1e-4
     assert num == 3 or power(ratio, num - 1) < 0.8 + 1e-4
+
+
+def test_numbers_that_are_needed_are_those_of_statsmodels() -> None:
+    """TTestPower().solve_power(effect_size=ratio, alpha=0.05, power=0.8) of statsmodels 0.15.0, rounded up."""
+    expected = {0.02: 19625, 0.1: 787, 0.199: 201, 0.3: 90, 0.7: 19, 2.0: 5}
+    assert {ratio: number_needed(ratio, 1.0) for ratio in expected} == expected
 
 
 def test_without_spread_the_fewest_suffice() -> None:

@@ -21,8 +21,8 @@ def check_picture(path: Path) -> None:
 
 
 def draw(found: Comparison, path: Path) -> None:
-    """Draws a line for every task and side: the difference from the reference, its 95% interval, and that of the
-    two-way clustering in pale where there is one.
+    """Draws a line for every task and side: the difference from the reference with its 95% interval, single seeds as
+    strokes, and in pale the interval of two-way clustering where there is one.
 
     Raises UserError where the file cannot be written.
     """
@@ -46,8 +46,10 @@ def draw(found: Comparison, path: Path) -> None:
     labels = [f"{one.task}  {one.side}" if len(sides) > 1 else one.task for one in differences]
     # Names are the user's, and not formulas where they hold `$`.
     axes.set_yticks(range(len(differences)), labels, parse_math=False)
-    axes.invert_yaxis()
+    axes.set_ylim(len(differences) - 0.5, -0.5)
     about = "methods on these problems" if found.has_seeds else "these checkpoints, not the methods"
+    if any(one.two_way is not None for one in differences):
+        about += " (pale: on problems like these)"
     what = f"{sides[0]} minus {found.sides[0].name}" if len(sides) == 1 else f"difference from {found.sides[0].name}"
     axes.set_xlabel(f"{what}, points\n95% intervals: {about}", parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)

@@ -78,9 +78,13 @@ def read_sides(groups: Sequence[tuple[str, Sequence[Path]]], tasks: Sequence[str
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """A name for each folder: its own, or its path where several have the same."""
-    own = [folder.resolve().name for folder in folders]
-    return [name if own.count(name) == 1 else str(folder) for name, folder in zip(own, folders, strict=True)]
+    """A name for each folder: the part of its path in which they differ, `sft` of runs/sft/eval and runs/vcore/eval."""
+    parts = [folder.resolve().parts for folder in folders]
+    for _ in range(2):  # from the beginning, then from the end; something of each path stays
+        shortest = min(map(len, parts), default=1)
+        num_shared = next((i for i in range(shortest - 1) if len({own[i] for own in parts}) > 1), shortest - 1)
+        parts = [own[num_shared:][::-1] for own in parts]
+    return ["/".join(own) for own in parts]
 
 
 def _check_groups(groups: Sequence[tuple[str, Sequence[Path]]]) -> None:

@@ -1,5 +1,6 @@
 """A comparison as a table, and as values for JSON."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,6 +11,9 @@ from vcore_ds.track.seed_statistics import FEWEST_SEEDS
 
 NOTHING = "–"
 FORMAT = 1
+"""Number of the JSON's format."""
+WIDTH = 120
+"""Characters of a line of prose."""
 
 _ONE_RUN = (
     "Intervals are about these two checkpoints on problems like these, not about the methods that trained them: "
@@ -24,7 +28,8 @@ _TWO_WAY = " Two-way intervals are about the methods on problems like these (clu
 
 def describe(found: Comparison) -> str:
     """The tables, what they mean, and the warnings."""
-    lines = [*_accuracy_table(found), "", *_difference_table(found), "", *_meaning(found)]
+    lines = [*_accuracy_table(found), "", *_difference_table(found), ""]
+    lines += [part for note in _meaning(found) for part in textwrap.wrap(note, WIDTH)]
     if any(one.sample_sizes is not None for one in found.differences):
         lines += ["", *_power_table(found)]
     if found.has_seeds:
