@@ -18,11 +18,13 @@ def write_answers(
     truncated: int = 0,
     sampling: Mapping[str, Any] = SAMPLING,
     versions: Mapping[str, str] | None = None,
+    model: str | None = None,
 ) -> Path:
     """An evaluation.
 
     Args:
         tasks: whether each sample of each problem is right, [problems, samples].
+        model: its path; one of its own by default.
         truncated: number of samples of each task, the first ones, that are truncated and without an answer.
     """
     folder.mkdir(parents=True)
@@ -38,7 +40,7 @@ def write_answers(
             samples[i] = SampleResult(one.problem_id, one.sample, one.correct, False, True, 8192, None, "so we have")
         write_samples(folder, name, samples)
         results[name] = summarize(samples)
-    model = {"path": str(folder / "model"), "base": None, "adapter": None}
+    described = {"path": model or str(folder / "model"), "base": None, "adapter": None}
     versions = {"vcore_ds": "1"} if versions is None else versions
-    write_evaluation(folder, Evaluation(model, None, dict(sampling), dict(versions), results))
+    write_evaluation(folder, Evaluation(described, None, dict(sampling), dict(versions), results))
     return folder

@@ -243,6 +243,15 @@ def test_few_differing_problems_and_other_versions_are_warned_of(
     assert "b and a differ on 3 problems" in text and "vllm 0.10.0 (0.9.2)" in text
 
 
+def test_seeds_of_one_model_are_warned_of(
+    seeds: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "are of the same model" not in run(capsys, *grouped(seeds))
+    again = [write_answers(tmp_path / f"{i}", {"aime": answers(i, 0.5, num_samples=4)}, model="one") for i in range(3)]
+    text = run(capsys, *grouped(seeds | {"vcore": [str(folder) for folder in again]}))
+    assert "vcore: " + " and ".join(map(str, again)) + " are of the same model" in text
+
+
 def test_equal_answers_have_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = [str(write_answers(tmp_path / name, {"aime": answers(1, 0.5)})) for name in "ab"]
     (one,) = run_json(capsys, *pair, "--power", "5")["differences"]
@@ -328,6 +337,16 @@ def test_other_sampling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "seed" not in message
     c = write_answers(tmp_path / "c", {"aime": answers(2, 0.5)}, sampling=SAMPLING | {"seed": 7})
     run(capsys, str(a), str(c))
+
+
+def test_limits_on_new_tokens_are_compared_by_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = {"aime": answers(1, 0.5), "gsm8k": answers(2, 0.5)}
+    limits = {"max_new_tokens": {"aime": 8192, "gsm8k": 512}}
+    a = write_answers(tmp_path / "a", {"aime": answers(2, 0.5)})
+    b = write_answers(tmp_path / "b", both, sampling=SAMPLING | limits)
+    c = write_answers(tmp_path / "c", both, sampling=SAMPLING | {"max_new_tokens": {"aime": 8192, "gsm8k": 1024}})
+    run(capsys, str(a), str(b), str(c), "--tasks", "aime")
+    assert "  max_new_tokens: 1024 there, 512 in" in refusal(capsys, str(b), str(c))
 
 
 def test_a_task_that_only_one_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,8 +118,13 @@ def compare(sides: Sequence[Side], *, two_way: bool = False, power_difference: f
     for i, p_value in zip(tested, adjusted, strict=True):
         differences[i] = replace(differences[i], holm_p_value=p_value)
     accuracies = [_accuracy(task, side) for task in tasks for side in sides]
-    warnings = [*_warnings_on_lengths(accuracies, len(sides)), *_warnings_on_intervals(sides, differences)]
-    return Comparison(list(sides), accuracies, differences, [*warnings, *_warnings_on_versions(sides)])
+    warnings = [
+        *_warnings_on_lengths(accuracies, len(sides)),
+        *_warnings_on_intervals(sides, differences),
+        *_warnings_on_models(sides),
+        *_warnings_on_versions(sides),
+    ]
+    return Comparison(list(sides), accuracies, differences, warnings)
 
 
 def _accuracy(task: str, side: Side) -> Accuracy:
@@ -205,6 +210,17 @@ def _warnings_on_intervals(sides: Sequence[Side], differences: Sequence[Differen
             yield (
                 f"{one.task}: {one.side} and {one.reference} differ on {num_differing} problems; below "
                 f"{FEWEST_DIFFERING} the t interval is too narrow. Go by the exact test, or evaluate more problems"
+            )
+
+
+def _warnings_on_models(sides: Sequence[Side]) -> Iterator[str]:
+    for side in sides:
+        models = [evaluation.model for evaluation in side.evaluations]
+        repeated = [folder for folder, model in zip(side.folders, models, strict=True) if models.count(model) > 1]
+        if repeated:
+            yield (
+                f"{side.name}: {' and '.join(map(str, repeated))} are of the same model: intervals over seeds are too "
+                "narrow where the seeds of training are the same. Give an evaluation of each seed"
             )
 
 

@@ -59,11 +59,12 @@ def read_sides(groups: Sequence[tuple[str, Sequence[Path]]], tasks: Sequence[str
     _check_groups(groups)
     evaluations = {folder: read_evaluation(folder) for _, folders in groups for folder in folders}
     first, *others = evaluations
+    names = _shared_tasks(evaluations, tasks)
     for folder in others:
-        _check_sampling(first, evaluations[first], folder, evaluations[folder])
+        _check_sampling(names, first, evaluations[first], folder, evaluations[folder])
     found = {
         name: {folder: _read_task(folder, name, one.tasks[name]) for folder, one in evaluations.items()}
-        for name in _shared_tasks(evaluations, tasks)
+        for name in names
     }
     return [
         Side(
@@ -118,19 +119,27 @@ def _check_groups(groups: Sequence[tuple[str, Sequence[Path]]]) -> None:
         )
 
 
-def _check_sampling(first: Path, expected: Evaluation, folder: Path, found: Evaluation) -> None:
-    keys = dict.fromkeys([*expected.sampling, *found.sampling])
-    missing: Any = object()
-    lines = [
-        f"  {key}: {_shown(found.sampling, key)} there, {_shown(expected.sampling, key)} in {first}"
-        for key in keys
-        if key not in IGNORED_SAMPLING and found.sampling.get(key, missing) != expected.sampling.get(key, missing)
-    ]
+def _check_sampling(tasks: Sequence[str], first: Path, expected: Evaluation, folder: Path, found: Evaluation) -> None:
+    """Raises UserError where the tasks were not answered in the same way."""
+    lines: dict[str, None] = {}
+    for task in tasks:
+        here, there = _sampling_of(expected, task), _sampling_of(found, task)
+        for key in dict.fromkeys([*here, *there]):
+            if key not in IGNORED_SAMPLING and (key in here, here.get(key)) != (key in there, there.get(key)):
+                lines[f"  {key}: {_shown(there, key)} there, {_shown(here, key)} in {first}"] = None
     if lines:
         raise UserError(
             f"{folder}: found other sampling or prompts:\n" + "\n".join(lines) + "\nexpected the same, because such "
             "differences change accuracies by themselves. Evaluate both in the same way"
         )
+
+
+def _sampling_of(evaluation: Evaluation, task: str) -> dict[str, Any]:
+    """A field that tasks do not share, such as the limit on new tokens, has a value for each."""
+    return {
+        key: value[task] if isinstance(value, dict) and task in value else value
+        for key, value in evaluation.sampling.items()
+    }
 
 
 def _shown(sampling: dict[str, Any], key: str) -> str:
