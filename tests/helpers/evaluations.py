@@ -24,8 +24,8 @@ def write_answers(
 
     Args:
         tasks: whether each sample of each problem is right, [problems, samples].
-        model: its path; one of its own by default.
         truncated: number of samples of each task, the first ones, that are truncated and without an answer.
+        model: its path; one of its own by default.
     """
     folder.mkdir(parents=True)
     results = {}
