@@ -1,17 +1,21 @@
 """How often the intervals of `vcore-ds compare` cover: the tables of docs/comparing.md.
 
-    python -m tests.experiments.coverage
+    python -m tests.experiments.coverage tables
+    python -m tests.experiments.coverage evaluations DIR    folders of simulated evaluations, to try the command on
 
 Evaluations are simulated whose truth is known. The log-odds of a right answer are the difficulty of the problem (normal
 over problems), plus the method's strength, plus noise of the training seed that moves all problems of a checkpoint
 together, plus noise of single problems: that of a checkpoint, and that which a method's checkpoints share.
 """
 
+import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from tests.helpers.evaluations import write_answers
 from vcore_ds.commands.compare.statistics import (
     Interval,
     accuracy_interval,
@@ -227,7 +231,7 @@ def _row(names: str, shares: list[float]) -> str:
     return f"| {names} | " + " | ".join(f"{share:.3f}" for share in shares) + " |"
 
 
-def main() -> None:
+def print_tables() -> None:
     for title, lines in (
         ("One run each", one_run_table()),
         ("One run each, one sample of 60 problems", few_differing_table()),
@@ -238,6 +242,42 @@ def main() -> None:
         for line in lines:
             print(line, flush=True)
         print()
+
+
+# ---- evaluations to try the command on -------------------------------------------------------------------------------
+
+BENCHMARKS = {"aime": Setting(60, 4, 3, -0.5), "olympiad": Setting(674, 4, 3, 0.3), "math500": Setting(500, 4, 3, 2.5)}
+NUM_TRUNCATED = {"sft": 20, "vcore": 3}
+"""Samples of each task; the numbers differ, so that there is a warning on the smallest task."""
+
+
+def write_evaluations(folder: Path) -> None:
+    """Writes FOLDER/METHOD/seed_N/eval for two methods and three seeds, and prints the truth."""
+    worlds = {name: next(draw_worlds(setting, 1, seed=7)) for name, setting in BENCHMARKS.items()}
+    for side, method in enumerate(NUM_TRUNCATED):
+        for seed in range(3):
+            tasks = {
+                name: np.arange(BENCHMARKS[name].num_samples) < world.correct[side, seed][:, None]
+                for name, world in worlds.items()
+            }
+            write_answers(folder / method / f"seed_{seed}" / "eval", tasks, truncated=NUM_TRUNCATED[method])
+    for name, world in worlds.items():
+        print(
+            f"{name}: vcore minus sft, points: checkpoints of seed 0 {100 * np.diff(world.accuracies[:, 0])[0]:+.1f}, "
+            f"methods {100 * world.methods:+.1f}, methods on these problems {100 * world.methods_here:+.1f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(required=True, dest="command")
+    commands.add_parser("tables")
+    commands.add_parser("evaluations").add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "tables":
+        print_tables()
+    else:
+        write_evaluations(arguments.folder)
 
 
 if __name__ == "__main__":

@@ -190,9 +190,9 @@ def test_more_samples_need_fewer_problems(tmp_path: Path, capsys: pytest.Capture
     needed = list(sizes["needed"].values())
     assert needed == sorted(needed, reverse=True) and needed[0] > 2 * needed[-1]
     assert "k = 16" in run(capsys, *pair, "--power", "5")
-    # A difference that 60 problems see needs 60.
-    visible = 100 * sizes["visible"]
-    sizes = run_json(capsys, *pair, "--power", f"{visible}")["differences"][0]["sample_sizes"]
+    # The difference that 60 problems detect needs 60.
+    detectable = 100 * sizes["detectable"]
+    sizes = run_json(capsys, *pair, "--power", f"{detectable}")["differences"][0]["sample_sizes"]
     assert sizes["needed"]["4"] in (60, 61)
 
 

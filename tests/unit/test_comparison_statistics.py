@@ -21,11 +21,11 @@ from tests.experiments.coverage import (
     of_seeds,
 )
 from vcore_ds.commands.compare.power import (
+    detectable_difference,
     number_needed,
     power,
     spread_of_problems,
     spread_of_seeds,
-    visible_difference,
 )
 from vcore_ds.commands.compare.statistics import (
     accuracy_interval,
@@ -176,8 +176,8 @@ def test_without_spread_the_fewest_suffice() -> None:
 
 
 @pytest.mark.parametrize("num", [3, 60])
-def test_the_visible_difference_has_the_power(num: int) -> None:
-    assert power(visible_difference(0.25, num) / 0.5, num) == pytest.approx(0.8, abs=1e-3)
+def test_the_detectable_difference_has_the_power(num: int) -> None:
+    assert power(detectable_difference(0.25, num) / 0.5, num) == pytest.approx(0.8, abs=1e-3)
 
 
 def test_the_spread_of_more_samples_is_predicted() -> None:

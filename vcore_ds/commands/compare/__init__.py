@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--power",
         type=positive_number,
         metavar="POINTS",
-        help="also say how many problems, samples or seeds it would take to see a difference of POINTS in accuracy",
+        help="also say how many problems, samples or seeds it would take to detect a difference of POINTS in accuracy",
     )
     parser.add_argument(
         "--png", type=Path, metavar="FILE", help="also draw the differences (.png, .pdf, .svg; needs matplotlib)"

@@ -8,10 +8,10 @@ import numpy as np
 from vcore_ds.commands.compare.power import (
     POWER,
     Spread,
+    detectable_difference,
     number_needed,
     spread_of_problems,
     spread_of_seeds,
-    visible_difference,
 )
 from vcore_ds.commands.compare.read import Side
 from vcore_ds.commands.compare.statistics import (
@@ -27,8 +27,9 @@ from vcore_ds.commands.compare.statistics import (
 
 NUM_SAMPLES = (1, 4, 16, 64)
 """Samples a problem for which --power gives numbers."""
-FEWEST_DIFFERING = 10
-"""Problems on which two evaluations differ, below which the t interval of one run each is not to be trusted."""
+FEWEST_DIFFERING = 5
+"""Problems on which two evaluations differ, below which the t interval of one run each covers less often than it says
+(simulated: docs/comparing.md)."""
 LARGE_TRUNCATED_SHARE = 0.05
 DIFFERING_TRUNCATED_SHARE = 0.02
 """Truncated shares, and differences of them, from which on there is a warning."""
@@ -54,7 +55,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class SampleSizes:
-    """What it would take to see a difference, as far as these evaluations tell."""
+    """What it would take to detect a difference, as far as these evaluations tell."""
 
     difference: float
     power: float
@@ -62,8 +63,8 @@ class SampleSizes:
     """`problems` for one run each, `seeds` for several."""
     needed: dict[int, int | None]
     """Number of units by samples a problem; None where one sample a problem does not tell."""
-    visible: float | None
-    """The difference that evaluations like these see; None where they show no spread."""
+    detectable: float | None
+    """The difference that evaluations like these detect; None where they show no spread."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,11 @@ def _sample_sizes(difference: float, spread: Spread, shape: tuple[int, ...], uni
     }
     num_now = num_problems if unit == "problems" else num_seeds
     return SampleSizes(
-        difference, POWER, unit, needed if now > 0 else dict.fromkeys(needed), visible_difference(now, num_now) or None
+        difference,
+        POWER,
+        unit,
+        needed if now > 0 else dict.fromkeys(needed),
+        detectable_difference(now, num_now) or None,
     )
 
 
@@ -209,7 +214,7 @@ def _warnings_on_intervals(sides: Sequence[Side], differences: Sequence[Differen
         if len(sides[0].folders) == 1 and num_differing < FEWEST_DIFFERING:
             yield (
                 f"{one.task}: {one.side} and {one.reference} differ on {num_differing} problems; below "
-                f"{FEWEST_DIFFERING} the t interval is too narrow. Go by the exact test, or evaluate more problems"
+                f"{FEWEST_DIFFERING} the t interval may be too narrow. Go by the exact test, or evaluate more problems"
             )
 
 

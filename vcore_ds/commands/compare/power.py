@@ -1,6 +1,6 @@
-"""How many problems, samples and seeds it takes to see a difference, as pure functions.
+"""How many problems, samples and seeds it takes to detect a difference, as pure functions.
 
-A difference is seen where Student's t says p < 0.05, two-sided. The spread is that of the evaluations at hand.
+A difference is detected where Student's t says p < 0.05, two-sided. The spread is that of the evaluations at hand.
 """
 
 import math
@@ -13,7 +13,7 @@ from vcore_ds.commands.compare.statistics import Z
 from vcore_ds.track.seed_statistics import student_t_quantile
 
 POWER = 0.8
-"""Share of comparisons that are to see the difference."""
+"""Share of comparisons that are to detect the difference."""
 FEWEST = 3
 """Problems, or seeds, below which there are no intervals."""
 SMALL = 200
@@ -62,7 +62,7 @@ def _within(side: np.ndarray, reference: np.ndarray) -> float | None:
 
 
 def power(ratio: float, num: int) -> float:
-    """Probability that `num` values see a mean that is `ratio` standard deviations away from 0.
+    """Probability that `num` values detect a mean that is `ratio` standard deviations away from 0.
 
     The standard deviation is estimated from the values too, so the normal probability at each possible estimate is
     averaged over its distribution (the noncentral t distribution by quadrature).
@@ -74,12 +74,12 @@ def power(ratio: float, num: int) -> float:
     logs = (degrees - 1) * np.log(estimates) - degrees * estimates**2 / 2
     weights = np.exp(logs - logs.max())
     shift = ratio * math.sqrt(num)
-    seen = [_normal(shift - quantile * one) + _normal(-shift - quantile * one) for one in estimates.tolist()]
-    return float(np.dot(weights, seen) / weights.sum())
+    detected = [_normal(shift - quantile * one) + _normal(-shift - quantile * one) for one in estimates.tolist()]
+    return float(np.dot(weights, detected) / weights.sum())
 
 
 def number_needed(difference: float, variance: float) -> int:
-    """Fewest values with which `POWER` of all comparisons see a mean of `difference`; `FEWEST` at least."""
+    """Fewest values with which `POWER` of all comparisons detect a mean of `difference`; `FEWEST` at least."""
     if variance == 0:
         return FEWEST
     ratio = difference / math.sqrt(variance)
@@ -92,8 +92,8 @@ def number_needed(difference: float, variance: float) -> int:
     return num
 
 
-def visible_difference(variance: float, num: int) -> float:
-    """The difference that `POWER` of all comparisons of `num` values see."""
+def detectable_difference(variance: float, num: int) -> float:
+    """The difference that `POWER` of all comparisons of `num` values detect."""
     low, high = 0.0, 1.0
     while power(high, num) < POWER:
         high *= 2

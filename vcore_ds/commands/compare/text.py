@@ -115,14 +115,16 @@ def _power_table(found: Comparison) -> Iterator[str]:
     _, first = sizes[0]
     numbers = sorted({k for _, size in sizes for k in size.needed})
     yield (
-        f"To see a difference of {100 * first.difference:g} points (p < 0.05) in {first.power:.0%} of all comparisons: "
-        f"number of {first.unit}, by samples a problem"
+        f"Number of {first.unit}, by samples a problem (k), to detect {100 * first.difference:g} points: "
+        f"p < 0.05 in {first.power:.0%} of all comparisons"
     )
-    rows = [["task", "evaluation", *(f"k = {k}" for k in numbers), "these see, points"]]
+    rows = [["task", "evaluation", *(f"k = {k}" for k in numbers), "detectable, points"]]
     for one, size in sizes:
         needed = [size.needed.get(k) for k in numbers]
         cells = [NOTHING if count is None else f"{count:,}" for count in needed]
-        rows.append([one.task, one.side, *cells, NOTHING if size.visible is None else f"{100 * size.visible:.1f}"])
+        rows.append(
+            [one.task, one.side, *cells, NOTHING if size.detectable is None else f"{100 * size.detectable:.1f}"]
+        )
     yield from _aligned(rows, left=("task", "evaluation"))
     if any(count is None for _, size in sizes for count in size.needed.values()):
         yield (
