@@ -15,6 +15,7 @@ from vcore_ds.commands.compare.power import (
 )
 from vcore_ds.commands.compare.read import Side
 from vcore_ds.commands.compare.statistics import (
+    NO_SPREAD,
     Estimate,
     Interval,
     accuracy_interval,
@@ -178,13 +179,14 @@ def _sample_sizes(difference: float, spread: Spread, shape: tuple[int, ...], uni
         k: None if spread.within is None and k != num_samples else number_needed(difference, spread.variance(k))
         for k in sorted({*NUM_SAMPLES, num_samples})
     }
+    has_spread = now >= NO_SPREAD**2
     num_now = num_problems if unit == "problems" else num_seeds
     return SampleSizes(
         difference,
         POWER,
         unit,
-        needed if now > 0 else dict.fromkeys(needed),
-        detectable_difference(now, num_now) or None,
+        needed if has_spread else dict.fromkeys(needed),
+        detectable_difference(now, num_now) if has_spread else None,
     )
 
 

@@ -18,6 +18,9 @@ BOOTSTRAP_SEED = 0
 """Fixed, so that the same evaluations give the same interval."""
 Z = NormalDist().inv_cdf(0.975)
 
+NO_SPREAD = 1e-9
+"""Values that differ by less are equal: means of the same shares are rounded differently."""
+
 Interval = tuple[float, float]
 
 
@@ -40,7 +43,7 @@ def t_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     """
     table = np.asarray(values, dtype=np.float64)
     mean, half = interval(table)
-    if math.isnan(half) or np.ptp(table) == 0:
+    if math.isnan(half) or np.ptp(table) < NO_SPREAD:
         return Estimate(mean, None, None)
     return _estimate(mean, half / student_t_quantile(0.975, len(table) - 1), len(table) - 1)
 
@@ -57,7 +60,7 @@ def two_way_estimate(table: np.ndarray) -> Estimate:
     variances = [float(means.var(ddof=1) / len(means)) for means in (table.mean(1), table.mean(0), table.reshape(-1))]
     of_seeds, of_problems, of_values = variances
     variance = max(of_seeds + of_problems - of_values, of_seeds, of_problems)
-    if num_seeds < 3 or num_problems < 3 or variance == 0:
+    if num_seeds < 3 or num_problems < 3 or variance < NO_SPREAD**2:
         return Estimate(mean, None, None)
     return _estimate(mean, math.sqrt(variance), num_seeds - 1)
 
