@@ -291,6 +291,7 @@ def test_the_picture_of_seeds_has_every_name(
         (["a", "nowhere"], "found no evaluation.json"),
         (["a", "b", "--two-way"], "--two-way: found one evaluation a side"),
         (["a", "b", "--png", "x.gif"], "--png: found x.gif; expected a name that ends in .png, .pdf, .svg"),
+        (["a", "b", "--png", "none/x.png"], "--png: none/x.png: cannot be written"),
         (["a", "b", "--power", "100"], "--power: found 100 points"),
         (["a", "b", "--tasks", "gsm8k"], "found no task gsm8k (there: aime)"),
         (["a", "--group", "x", "b"], "found a beside --group"),

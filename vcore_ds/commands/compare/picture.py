@@ -39,7 +39,9 @@ def draw(found: Comparison, path: Path) -> None:
         for interval, width, alpha in ((wide, 6.0, 0.25), (one.interval, 1.8, 1.0)):
             if interval is not None:
                 low, high = interval
-                axes.plot([100 * low, 100 * high], [place, place], color=colour, linewidth=width, alpha=alpha)
+                # Other caps would make the line longer than the interval.
+                style = {"linewidth": width, "alpha": alpha, "solid_capstyle": "butt"}
+                axes.plot([100 * low, 100 * high], [place, place], color=colour, **style)
         if found.has_seeds:
             axes.plot([100 * value for value in one.by_seed], [place] * len(one.by_seed), "|", color=colour, alpha=0.6)
         axes.plot(100 * one.difference, place, "o", color=colour)
