@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from vcore_ds import __version__
 from vcore_ds.commands import (
     check,
+    compare,
     export,
     fidelity,
     keys,
@@ -42,6 +43,7 @@ COMMANDS = {
     "tokens": tokens,
     "report": report,
     "sweep": sweep,
+    "compare": compare,
 }
 
 EXIT_UNREAD = 128 + signal.SIGPIPE

@@ -1,5 +1,6 @@
 """Means over seeds with their 95% confidence intervals (Student's t), and differences that are paired by seed."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -30,17 +31,18 @@ def paired(values: Mapping[int, float], reference: Mapping[int, float]) -> list[
     return [values[seed] - reference[seed] for seed in sorted(values.keys() & reference.keys())]
 
 
+@functools.cache
 def student_t_quantile(probability: float, degrees: int) -> float:
     """Where Student's t distribution reaches the probability, from 0.5 to below 1, by bisection."""
     low, high = 0.0, 1.0
-    while _student_t_probability(high, degrees) < probability:
+    while student_t_probability(high, degrees) < probability:
         high *= 2
     while (middle := (low + high) / 2) not in (low, high):
-        low, high = (middle, high) if _student_t_probability(middle, degrees) < probability else (low, middle)
+        low, high = (middle, high) if student_t_probability(middle, degrees) < probability else (low, middle)
     return high
 
 
-def _student_t_probability(t: float, degrees: int) -> float:
+def student_t_probability(t: float, degrees: int) -> float:
     """The distribution function at t >= 0, for whole degrees of freedom: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(degrees))
     is_odd = degrees % 2

@@ -1,0 +1,233 @@
+"""Intervals and tests against scipy, statsmodels' numbers and numbers by hand, and how often intervals cover."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from tests.experiments.coverage import (
+    Setting,
+    accuracy,
+    checkpoints,
+    coverages,
+    methods,
+    methods_here,
+    of_accuracy,
+    of_both,
+    of_one_run,
+    of_problems_only,
+    of_seeds,
+)
+from vcore_ds.commands.compare.power import (
+    detectable_difference,
+    number_needed,
+    power,
+    spread_of_problems,
+    spread_of_seeds,
+)
+from vcore_ds.commands.compare.statistics import (
+    accuracy_interval,
+    bootstrap_interval,
+    holm,
+    sign_flip_p_value,
+    t_estimate,
+    two_way_estimate,
+    wilson_interval,
+)
+
+
+def draws(shape: tuple[int, ...], seed: int = 0, share: float = 0.5) -> np.ndarray:
+    """Right and wrong answers."""
+    return (np.random.default_rng(seed).random(shape) < share).astype(np.float64)
+
+
+# ---- one run each ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num", [3, 60, 674])
+def test_the_t_interval_and_its_p_value_are_scipys(num: int) -> None:
+    side, reference = draws((num, 4), 1, 0.6).mean(1), draws((num, 4), 2, 0.5).mean(1)
+    found = t_estimate(side - reference)
+    expected = stats.ttest_rel(side, reference)
+    assert found.value == pytest.approx(np.mean(side) - np.mean(reference))
+    assert found.interval == pytest.approx(tuple(expected.confidence_interval(0.95)))
+    assert found.p_value == pytest.approx(expected.pvalue, rel=1e-6)
+
+
+def test_values_without_spread_have_no_interval() -> None:
+    # The last three are 0.1 but for rounding.
+    for values in ([0.0] * 60, [0.25] * 60, [0.5, 0.25], [0.3 - 0.2, 0.4 - 0.3, 0.9 - 0.8]):
+        found = t_estimate(values)
+        assert found.value == pytest.approx(np.mean(values)) and found.interval is None and found.p_value is None
+
+
+def test_the_bootstrap_is_scipys() -> None:
+    differences = draws((60, 4), 1).mean(1) - draws((60, 4), 2).mean(1)
+    expected = stats.bootstrap(
+        (differences,), np.mean, n_resamples=10_000, method="percentile", rng=np.random.default_rng(1)
+    ).confidence_interval
+    # Quantiles of 10,000 draws are uncertain by 2.7% of a standard error.
+    room = 4 * 0.027 * math.sqrt(2) * np.std(differences) / math.sqrt(60)
+    assert bootstrap_interval(differences) == pytest.approx(tuple(expected), abs=room)
+    assert bootstrap_interval(differences) == bootstrap_interval(differences)
+
+
+@pytest.mark.parametrize(("better", "worse"), [(10, 3), (3, 10), (1, 0), (0, 0), (5, 5), (400, 330)])
+def test_with_one_sample_the_sign_flip_is_mcnemars_exact_test(better: int, worse: int) -> None:
+    counts = np.array([1] * better + [-1] * worse + [0] * 20)
+    expected = stats.binomtest(better, better + worse).pvalue if better + worse else 1.0
+    assert sign_flip_p_value(counts) == pytest.approx(expected)
+
+
+def test_mcnemar_by_hand() -> None:
+    # 9 of 10: 2 (1 + 10) / 2^10.
+    assert sign_flip_p_value(np.array([1] * 9 + [-1])) == pytest.approx(22 / 1024)
+
+
+@pytest.mark.parametrize("counts", [[3, -1, 2, 0, 4, 1], [4, 4, 4, -4, 1], [-2, -2, -1, -3, 0, -1]])
+def test_the_sign_flip_counts_all_signs(counts: list[int]) -> None:
+    sums = [abs(np.dot(signs, counts)) for signs in itertools.product((-1, 1), repeat=len(counts))]
+    assert sign_flip_p_value(np.array(counts)) == pytest.approx(np.mean(np.array(sums) >= abs(sum(counts))))
+
+
+def test_the_sign_flip_of_many_problems_is_about_normal() -> None:
+    counts = np.random.default_rng(0).integers(-16, 18, size=1000)
+    expected = 2 * stats.norm.sf((abs(counts.sum()) - 0.5) / np.linalg.norm(counts))
+    assert sign_flip_p_value(counts) == pytest.approx(expected, abs=0.002)
+
+
+# ---- accuracies ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("right", "num"), [(0, 30), (7, 30), (30, 30), (500, 1000)])
+def test_wilson_is_scipys(right: int, num: int) -> None:
+    expected = stats.binomtest(right, num).proportion_ci(method="wilson")
+    assert wilson_interval(right / num, num) == pytest.approx(tuple(expected), abs=1e-12)
+    assert accuracy_interval(np.array([[1.0]] * right + [[0.0]] * (num - right))) == pytest.approx(tuple(expected))
+
+
+def test_samples_of_a_problem_are_worth_what_they_add() -> None:
+    same = np.repeat(draws((60, 1)), 16, axis=1)
+    assert accuracy_interval(same) == pytest.approx(accuracy_interval(same[:, :1]))
+    independent = draws((60, 16))
+    low, high = accuracy_interval(independent)
+    expected = wilson_interval(independent.mean(), 60 * 16)
+    assert high - low == pytest.approx(expected[1] - expected[0], rel=0.25)
+    # Equal means of all problems are no proof of more trials than there were.
+    assert accuracy_interval(np.array([[0.0, 1.0]] * 30)) == pytest.approx(wilson_interval(0.5, 60))
+    # Of problems that are all right every sample may be the same.
+    assert accuracy_interval(np.ones((60, 16))) == pytest.approx(wilson_interval(1.0, 60))
+
+
+# ---- seeds and benchmarks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "variance"),
+    [
+        # Means of seeds and of problems vary by 1 each, single values by 12/8. cov_cluster_2groups of statsmodels
+        # 0.15.0, for a regression on a constant, says 1/2 too.
+        ([[0.0, 1.0, 2.0], [1.0, 2.0, 3.0], [2.0, 3.0, 4.0]], 1 / 3 + 1 / 3 - 1.5 / 9),
+        # By 4/27, 1/27 and 5/18: the sum would be below the variance by seeds alone.
+        ([[0.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 1.0]], 4 / 27 / 3),
+    ],
+)
+def test_two_way_clustering_by_hand(table: list[list[float]], variance: float) -> None:
+    found, mean = two_way_estimate(np.array(table)), float(np.mean(table))
+    assert found.value == pytest.approx(mean)
+    assert found.interval == pytest.approx(stats.t.interval(0.95, 2, mean, math.sqrt(variance)))
+    assert found.p_value == pytest.approx(2 * stats.t.sf(mean / math.sqrt(variance), 2))
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([0.02]) == [0.02] and holm([]) == []
+
+
+# ---- power -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratio", "num"), [(0.05, 3), (1.5, 3), (4.0, 3), (0.5, 5), (1.5, 5), (0.5, 12), (0.05, 60), (0.5, 60), (0.1, 674)]
+)
+def test_power_is_that_of_the_noncentral_t_distribution(ratio: float, num: int) -> None:
+    quantile, shift = stats.t.ppf(0.975, num - 1), ratio * math.sqrt(num)
+    expected = stats.nct.sf(quantile, num - 1, shift) + stats.nct.cdf(-quantile, num - 1, shift)
+    assert power(ratio, num) == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize("ratio", [0.02, 0.1, 0.199, 0.3, 0.7, 2.0])
+def test_the_number_that_is_needed_is_the_first_that_suffices(ratio: float) -> None:
+    num = number_needed(ratio * 0.4, 0.4**2)
+    assert power(ratio, num) >= 0.8 - 1e-4
+    assert num == 3 or power(ratio, num - 1) < 0.8 + 1e-4
+
+
+def test_numbers_that_are_needed_are_those_of_statsmodels() -> None:
+    """TTestPower().solve_power(effect_size=ratio, alpha=0.05, power=0.8) of statsmodels 0.15.0, rounded up."""
+    expected = {0.02: 19625, 0.1: 787, 0.199: 201, 0.3: 90, 0.7: 19, 2.0: 5}
+    assert {ratio: number_needed(ratio, 1.0) for ratio in expected} == expected
+
+
+def test_without_spread_the_fewest_suffice() -> None:
+    assert number_needed(0.01, 0.0) == 3
+
+
+@pytest.mark.parametrize("num", [3, 60])
+def test_the_detectable_difference_has_the_power(num: int) -> None:
+    assert power(detectable_difference(0.25, num) / 0.5, num) == pytest.approx(0.8, abs=1e-3)
+
+
+def test_the_spread_of_more_samples_is_predicted() -> None:
+    """From 4 samples of each problem to 16, with a difference between problems that samples do not remove."""
+    generator = np.random.default_rng(0)
+    shares = generator.uniform(0, 1, (2, 4000))
+    few, many = ((generator.random((2, 4000, k)) < shares[..., None]).astype(float) for k in (4, 16))
+    predicted = spread_of_problems(few[1], few[0]).variance(16)
+    # Of uniform shares: 2/12 between, 2/6 within.
+    assert predicted == pytest.approx(2 / 12 + 2 / 6 / 16, rel=0.05)
+    assert predicted == pytest.approx((many[1].mean(1) - many[0].mean(1)).var(ddof=1), rel=0.1)
+    one = spread_of_problems(few[1][:, :1], few[0][:, :1])
+    assert one.within is None and one.between == pytest.approx(2 / 12 + 2 / 6, rel=0.05)
+
+
+def test_the_spread_of_seeds_is_divided_too() -> None:
+    generator = np.random.default_rng(0)
+    shares = 0.5 + 0.1 * generator.normal(size=(2, 300, 1, 1))
+    correct = (generator.random((2, 300, 50, 4)) < shares).astype(float)
+    found = spread_of_seeds(correct[1], correct[0])
+    assert found.between == pytest.approx(2 * 0.1**2, rel=0.25)
+    assert found.within == pytest.approx(2 * (0.25 - 0.1**2) / 50, rel=0.05)
+    assert spread_of_seeds(correct[1][..., :1], correct[0][..., :1]).within is None
+
+
+# ---- coverage --------------------------------------------------------------------------------------------------------
+
+NUM_WORLDS = 1900
+"""0.02 on either side of 0.95 is then four binomial standard errors: 4 sqrt(0.95 * 0.05 / 1900)."""
+
+
+@pytest.mark.parametrize(("num_problems", "num_samples"), [(674, 1), (60, 1), (60, 4)])
+def test_intervals_of_one_run_each_cover_the_checkpoints(num_problems: int, num_samples: int) -> None:
+    pairs = [(of_one_run, checkpoints), (of_accuracy, accuracy)]
+    for share in coverages(Setting(num_problems, num_samples), pairs, num_worlds=NUM_WORLDS):
+        assert 0.93 <= share <= 0.97
+
+
+@pytest.mark.parametrize(("num_problems", "num_seeds"), [(674, 3), (60, 3), (60, 5)])
+def test_intervals_over_seeds_cover_the_methods(num_problems: int, num_seeds: int) -> None:
+    (share,) = coverages(Setting(num_problems, 1, num_seeds), [(of_seeds, methods_here)], num_worlds=NUM_WORLDS)
+    assert 0.93 <= share <= 0.97
+
+
+def test_what_does_not_cover_the_methods() -> None:
+    """Why problems alone are not enough, and what two-way clustering is for."""
+    (one_run,) = coverages(Setting(674, 4), [(of_one_run, methods)], num_worlds=400)
+    (averaged,) = coverages(Setting(674, 4, 3), [(of_problems_only, methods)], num_worlds=400)
+    assert one_run < 0.8 and averaged < 0.8
+    setting = Setting(60, 4, 3, seed_noise=0.05, problem_noise=0.3, method_noise=1.0)
+    over_seeds, both = coverages(setting, [(of_seeds, methods), (of_both, methods)], num_worlds=400)
+    assert over_seeds < 0.9 and both >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 400)
