@@ -74,7 +74,7 @@ def test_a_disturbed_sweep_is_whole(disturbed: Path) -> None:
     sweep, file = disturbed / "sweep", disturbed / "sweep_file.yaml"
     table = losses_table(sweep)
     assert [row[:3] for row in table[1:]] == [["sft", "2", ""], ["vcore", "2", "sft"]]
-    assert all(" ± " in cell for cell in table[2][3:])
+    assert len(table[2]) > 3 and all(table[2][3:])
     for run in RUNS:
         assert [step["step"] for step in read_metrics(sweep / "runs" / run)] == list(range(1, NUM_STEPS + 1))
 
