@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from vcore_ds import __version__
 from vcore_ds.commands import (
+    chat,
     check,
     export,
     fidelity,
@@ -37,6 +38,7 @@ COMMANDS = {
     "fidelity": fidelity,
     "prepare": prepare,
     "export": export,
+    "chat": chat,
     "tokens": tokens,
     "report": report,
     "sweep": sweep,
