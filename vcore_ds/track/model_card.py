@@ -122,8 +122,8 @@ def _summary(recipe: Recipe, request: CardRequest, base: BaseModel, last: int | 
     }[request.kind]
     method = METHODS[recipe.method.name]
     if recipe.method.name == "vcore":
-        method += ", which weights every token of a trace by how much learning it lowers the loss on other traces"
-    text = f"# {_title(recipe, base)}\n\n{what}, trained with `vcore_ds` by {method}."
+        method += ". It weights every token of a trace by how much learning it lowers the loss on other traces"
+    text = f"# {_title(recipe, base)}\n\n{what}, trained with `vcore_ds`, method {method}."
     if request.step is not None and request.step != last:
         text += f" The weights are those after {request.step:,} optimizer steps, before the end of the run."
     if base.hub_id is not None and base.hub_id.rpartition("/")[2] != base.name:
@@ -208,9 +208,11 @@ def _origin(environment: Mapping[str, Any], lines: Sequence[Mapping[str, float |
     if environment.get("python"):
         found.append(f"Python {environment['python']}")
     text = "## Versions\n\n" + ", ".join(found) + "." if found else ""
-    devices, seconds = environment.get("devices"), sum(line.get("seconds") or 0 for line in lines)
+    devices, size = environment.get("devices"), environment.get("world_size", 1)
     if text and isinstance(devices, list) and devices:
-        text += f" {environment.get('world_size', 1)} ranks on {devices[0]}; {seconds / 3600:.3g} hours of steps."
+        seconds = sum(line.get("seconds") or 0 for line in lines)
+        took = f"{seconds / 3600:.3g} hours" if seconds >= 3600 else f"{seconds / 60:.2g} minutes"
+        text += f" {size} rank{'' if size == 1 else 's'} on {devices[0]}; the steps took {took}."
     return text
 
 

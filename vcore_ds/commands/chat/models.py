@@ -1,6 +1,7 @@
 """From what the user names to models that answer: the result of a run, an adapter, a full model, and their base."""
 
 import json
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -116,7 +117,10 @@ def _with_adapter(
     from peft import PeftModel
 
     try:
-        adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
+        with warnings.catch_warnings():
+            # peft asks transformers for gradient checkpointing by the name it had before 5.23.
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise UserError(
             f"RUN|MODEL: {adapter}: the adapter cannot be loaded: {first_line(error)}; expected one for "

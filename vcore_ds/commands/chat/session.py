@@ -81,7 +81,13 @@ def run_session(voices: Sequence[Voice], sampling: Sampling, *, prompt: str, sys
         if question == "/new":
             histories = [list(begin) for _ in voices]
         elif question:
-            _answer_all(voices, histories, PROMPTS[prompt](question), sampling, is_interactive=True)
+            try:
+                _answer_all(voices, histories, PROMPTS[prompt](question), sampling, is_interactive=True)
+            except KeyboardInterrupt:  # before the first token, or after the last
+                print()
+                for history in histories:
+                    if history and history[-1]["role"] == "user":
+                        history.pop()
 
 
 def _answer_all(
