@@ -109,7 +109,7 @@ def test_no_path_and_no_host_is_in_it(run: Path, tmp_path: Path) -> None:
 def test_an_earlier_checkpoint_has_no_losses_of_later_steps(run: Path) -> None:
     _, text = card_of(run, CardRequest("adapter", step=2, base=QWEN))
     assert "those after 2 optimizer steps, before the end" in text
-    assert "2 optimizer steps on 8 sequences" in text and "held-out loss" not in text
+    assert "Trained for 2 of 3 optimizer steps on 8 sequences" in text and "held-out loss" not in text
 
 
 def test_a_result_without_metrics_has_a_card(run: Path) -> None:

@@ -104,6 +104,19 @@ def test_a_second_push_needs_update_and_takes_the_folder_that_is_there(
     assert result.metric_value == 0.5
 
 
+def test_a_folder_that_is_no_export_is_not_pushed(
+    run: Path, hub: fake_hub.FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "letter.txt").write_text("not for the hub")
+    words = ["--push", "me/result", "--output", tmp_path / "private"]
+    assert "is no earlier export (adapter)" in refusal(capsys, run, *words)
+    assert main(["export", str(run), "--output", str(tmp_path / "adapter")]) == 0
+    words = ["--push", "me/result", "--output", tmp_path / "adapter", "--merge"]
+    assert "is no earlier export (merged)" in refusal(capsys, run, *words)
+    assert hub.files == {}
+
+
 def test_what_the_hub_refuses_is_one_message(
     run: Path,
     hub: fake_hub.FakeHub,

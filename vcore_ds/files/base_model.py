@@ -51,7 +51,7 @@ def base_model_of(path: str, *, hub_id: str | None = None, ask_hub: bool = False
     """
     folder = Path(path).expanduser()
     name = folder.absolute().name if folder.is_dir() else path.rstrip("/").rpartition("/")[2]
-    metadata = _metadata(folder / CARD) if folder.is_dir() else {}
+    metadata = card_metadata(folder / CARD) if folder.is_dir() else {}
     in_cache = _IN_CACHE.search(folder.absolute().as_posix())
     if hub_id is None and in_cache is not None:
         hub_id, name = f"{in_cache[1]}/{in_cache[2]}", in_cache[2]
@@ -80,11 +80,11 @@ def _card_on_hub(hub_id: str, ask_hub: bool) -> dict[str, Any]:
         found = hf_hub_download(hub_id, CARD) if ask_hub else try_to_load_from_cache(hub_id, CARD)
     except Exception:  # offline, gated, no card: a dozen classes, and a card can do without the license
         return {}
-    return _metadata(Path(found)) if isinstance(found, str) else {}
+    return card_metadata(Path(found)) if isinstance(found, str) else {}
 
 
-def _metadata(card: Path) -> dict[str, Any]:
-    """The metadata of a card; empty where there is none, or none that can be read."""
+def card_metadata(card: Path) -> dict[str, Any]:
+    """The metadata of a card's file; empty where there is none, or none that can be read."""
     try:
         return (metadata_load(card) if card.is_file() else None) or {}
     except Exception:  # whatever YAML says of a file that somebody else wrote

@@ -61,7 +61,7 @@ def model_card(folder: Path, recipe: Recipe, request: CardRequest) -> str:
     base = request.base or base_model_of(recipe.model.path)
     try:
         lines = read_metrics_of(folder)
-    except UserError:  # a run that has just begun, or whose metrics were removed
+    except UserError:  # removed, or damaged: no reason to have no result
         lines = []
     last = int(lines[-1]["step"] or 0) if lines else None
     at_end = request.step is None or request.step == last
@@ -70,7 +70,7 @@ def model_card(folder: Path, recipe: Recipe, request: CardRequest) -> str:
     metadata = _metadata(recipe, request, base, read_data_counts(folder), evaluations)
     sections = [
         _summary(recipe, request, base, last),
-        _data(read_data_counts(folder), lines),
+        _data(read_data_counts(folder), lines, recipe.schedule.num_steps),
         _losses(lines, *(read_held_out_losses(folder) if at_end else ({}, {}))),
         _evaluation(evaluations),
         _hyperparameters(recipe),
@@ -135,7 +135,9 @@ def _summary(recipe: Recipe, request: CardRequest, base: BaseModel, last: int | 
     return text
 
 
-def _data(counts: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, float | None]]) -> str:
+def _data(
+    counts: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, float | None]], num_planned: int | None
+) -> str:
     rows = [
         [
             entry["part"],
@@ -147,9 +149,10 @@ def _data(counts: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, floa
     text = "## Data\n\n" + _table(["part", "source", "sequences", "tokens", "supervised tokens"], rows) if rows else ""
     if lines:
         seen, supervised = (sum(line.get(key) or 0 for line in lines) for key in ("sequences", "supervised_tokens"))
+        planned = f" of {num_planned:,}" if num_planned is not None and len(lines) < num_planned else ""
         trained = (
-            f"Trained for {len(lines):,} optimizer steps on {seen:,.0f} sequences with {supervised:,.0f} supervised "
-            "tokens, repetitions counted."
+            f"Trained for {len(lines):,}{planned} optimizer steps on {seen:,.0f} sequences with {supervised:,.0f} "
+            "supervised tokens, repetitions counted."
         )
         text = f"{text}\n\n{trained}" if text else f"## Data\n\n{trained}"
     return text

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from peft.utils import CONFIG_NAME
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -17,7 +18,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder
 from vcore_ds.files import model_folder as files
 from vcore_ds.files.aside import discard, unfinished_path, written_aside
-from vcore_ds.files.base_model import CARD, BaseModel, base_model_of
+from vcore_ds.files.base_model import CARD, OWN_TAG, BaseModel, base_model_of, card_metadata
 from vcore_ds.files.user_paths import check_folder, reading, writing
 from vcore_ds.models import add_lora, check_model_folder, read_config
 from vcore_ds.track.model_card import CardRequest, Kind, model_card
@@ -120,6 +121,7 @@ def export_run(
     request = CardRequest(kind, _step_of(trained.name), base or base_model_of(recipe.model.path), evaluations)
     card = model_card(run, recipe, request)
     if reuse and folder.is_dir():
+        check_earlier_export(folder, kind)
         with writing("--output", folder, NEW_FOLDER), written_aside(folder / CARD) as unfinished:
             unfinished.write_text(card, encoding="utf-8")
         print(f"{folder}: is there already; only its model card was written anew")
@@ -146,6 +148,16 @@ def _step_of(name: str) -> int | None:
     """Optimizer steps in the name of a checkpoint; None for the adapter of a finished run."""
     number = name.removeprefix("step_")
     return int(number) if number.isdecimal() else None
+
+
+def check_earlier_export(folder: Path, kind: Kind) -> None:
+    """Raises UserError where `folder` is anything but a result of this kind, which alone may be pushed as it is."""
+    is_adapter = (folder / CONFIG_NAME).is_file()
+    if OWN_TAG not in (card_metadata(folder / CARD).get("tags") or ()) or is_adapter != (kind == "adapter"):
+        raise UserError(
+            f"{folder}: is there already, and is no earlier export ({kind}); expected one, or a new folder (--output "
+            "DIR)"
+        )
 
 
 def refuse_existing(folder: Path) -> None:
