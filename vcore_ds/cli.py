@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 
 from vcore_ds import __version__
 from vcore_ds.commands import (
+    chat,
     check,
     compare,
     export,
     fidelity,
+    handoff,
     keys,
     plan,
     preflight,
@@ -40,6 +42,8 @@ COMMANDS = {
     "fidelity": fidelity,
     "prepare": prepare,
     "export": export,
+    "chat": chat,
+    "handoff": handoff,
     "tokens": tokens,
     "report": report,
     "sweep": sweep,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,6 +26,7 @@ from vcore_ds.data import (
     store_of,
     with_reference,
 )
+from vcore_ds.data.dataset import ChangedDataset
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import first_rank_first, local_rank
 from vcore_ds.files.user_paths import reading
@@ -175,6 +177,29 @@ def read_dataset(recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBase, 
     )
     console.say(f"Data: {path}: {store.describe()}")
     return store
+
+
+def count_data(recipe: Recipe, feed: Feed, validation: dict[str, Dataset]) -> list[dict[str, Any]]:
+    """How much data the run reads, an entry for each set: see `vcore_ds.files.run_folder.read_data_counts`."""
+    parts = [("training", recipe.data.train_path, feed.dataset)]
+    if feed.probe_dataset is not feed.dataset and recipe.data.probe_path is not None:
+        parts.append(("trusted pool", recipe.data.probe_path, feed.probe_dataset))
+    for name, dataset in validation.items():
+        parts.append((f"held out{name and ', '}{name}", recipe.data.validation_paths()[name], dataset))
+    return [{"part": part, "path": path, **_counts(dataset)} for part, path, dataset in parts]
+
+
+def _counts(dataset: Dataset) -> dict[str, Any]:
+    while isinstance(dataset, ChangedDataset):
+        dataset = dataset.dataset
+    assert isinstance(dataset, TokenStore)
+    manifest = dataset.manifest
+    return {
+        "hub_ids": [source["hub"] for source in manifest.get("source", []) if "hub" in source],
+        "sequences": manifest["num_sequences"],
+        "tokens": manifest["num_tokens"],
+        "supervised_tokens": manifest["num_supervised_tokens"],
+    }
 
 
 def build_feed(

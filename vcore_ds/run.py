@@ -15,7 +15,7 @@ from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine import save_hugging_face
 from vcore_ds.errors import UserError
-from vcore_ds.feed import Feed, build_feed, read_dataset, read_training_data
+from vcore_ds.feed import Feed, build_feed, count_data, read_dataset, read_training_data
 from vcore_ds.files import run_folder
 from vcore_ds.files.run_lock import RunLock
 from vcore_ds.files.user_paths import writing
@@ -32,6 +32,7 @@ from vcore_ds.setup import (
 )
 from vcore_ds.track.console import Console, describe_example
 from vcore_ds.track.metrics_log import MetricsLog
+from vcore_ds.track.model_card import CardRequest, Kind, model_card
 from vcore_ds.track.sinks import BackgroundSink
 from vcore_ds.track.step_metrics import StepMetrics
 from vcore_ds.track.throughput import throughput_of
@@ -111,6 +112,8 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     else:  # not earlier: what the user has to fix is found before anything is written
         first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
     log = first_rank_first(lambda: begin_folder(recipe, num_done, checkpoints, console) if layout.is_first() else None)
+    counts = count_data(recipe, feed, validation)
+    first_rank_first(lambda: run_folder.write_data_counts(recipe, counts) if layout.is_first() else None)
     rates = throughput_of(recipe, memory)
     training = Training(recipe, engine, estimator, feed, validation, num_steps, checkpoints, rates, log, console)
 
@@ -120,7 +123,8 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     if after:
         before = checkpoints.validation_losses_before
         first_rank_first(lambda: run_folder.write_held_out(recipe, before, after) if layout.is_first() else None)
-    save_hugging_face(engine, tokenizer, recipe.model.path, run_folder.export_folder(recipe))
+    card = first_rank_first(lambda: describe_result(recipe) if layout.is_first() else None)
+    save_hugging_face(engine, tokenizer, recipe.model.path, run_folder.export_folder(recipe), card=card)
     if log is not None:
         log.close()
     result = RunResult(
@@ -207,6 +211,12 @@ def say_utilization(training: Training, num_done: int) -> None:
     if "probe" in passes:
         share = passes["probe"].time / passes["main"].time
         console.say(f"Cost of the probe: {share:.0%} of what forward and backward of the main batch take, predicted")
+
+
+def describe_result(recipe: Recipe) -> str:
+    """The model card of the run that has just ended."""
+    kind: Kind = "adapter" if recipe.lora is not None else "model"
+    return model_card(Path(recipe.run.output_dir), recipe, CardRequest(kind))
 
 
 def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -88,6 +88,7 @@ class TinyRun:
         found = sorted(here.keys() ^ there.keys())
         found += [name for name in here.keys() & there.keys() if not torch.equal(here[name], there[name])]
         exported = {path.name for run in (self, undisturbed) for path in (run.folder / "adapter").iterdir()}
+        exported.remove("README.md")  # the model card says how long the run took, and where it was
         found += [name for name in sorted(exported) if self._exported(name) != undisturbed._exported(name)]
         records, records_there = token_records(self.folder), token_records(undisturbed.folder)
         names = records.keys() | records_there.keys()

@@ -36,6 +36,7 @@ def save_hugging_face(
     model_path: str,
     folder: Path,
     *,
+    card: str | None = None,
     max_file_bytes: int = files.MAX_FILE_BYTES,
 ) -> None:
     """Writes the adapter (LoRA) or the full weights, with configuration and tokenizer; `peft` / `transformers` load it.
@@ -45,6 +46,7 @@ def save_hugging_face(
 
     Args:
         model_path: folder or hub id that the model was loaded from; the result gets its configuration.
+        card: text of the model card, on rank 0; None for a folder without one.
 
     Raises:
         ExportFailed: on all ranks alike; no `folder` is left.
@@ -64,7 +66,9 @@ def save_hugging_face(
         if isinstance(model, PeftModel):
             owner = _adapter_owner(model)
             adapter = {name: tensor for name, tensor in gathered(engine, owner) if tensor is not None}
-            on_all_ranks(unfinished, lambda: _write_adapter(model, adapter, tokenizer, folder) if is_first else None)
+            on_all_ranks(
+                unfinished, lambda: _write_adapter(model, adapter, tokenizer, folder, card) if is_first else None
+            )
             return
         split = files.plan_files(weights, max_file_bytes)
         num_bytes = split.metadata["total_size"]
@@ -80,7 +84,7 @@ def save_hugging_face(
             )
         on_all_ranks(
             unfinished,
-            lambda: _finish(folder, split, model_path, engine, tokenizer) if is_first else None,
+            lambda: _finish(folder, split, model_path, engine, tokenizer, card) if is_first else None,
         )
     except CheckpointFailed as error:
         if is_first:
@@ -97,17 +101,20 @@ def _finish(
     model_path: str,
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
+    card: str | None,
 ) -> None:
     dtype = next(engine.module.parameters()).dtype
     files.describe(unfinished_path(folder), model_path, dtype, tokenizer)
+    files.write_card(unfinished_path(folder), card)
     files.finish(folder, split)
 
 
 def _write_adapter(
-    model: PeftModel, adapter: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path
+    model: PeftModel, adapter: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path, card: str | None
 ) -> None:
     unfinished = files.begin(folder, sum(tensor.nbytes for tensor in adapter.values()))
     files.write_adapter(model, adapter, unfinished)
+    files.write_card(unfinished, card)
     tokenizer.save_pretrained(unfinished)
     files.finish(folder)
 

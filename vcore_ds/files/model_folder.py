@@ -20,6 +20,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from vcore_ds.errors import UserError
 from vcore_ds.files import aside
+from vcore_ds.files.base_model import CARD
 
 MAX_FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
@@ -124,6 +125,13 @@ def describe(unfinished: Path, path: str, dtype: torch.dtype, tokenizer: PreTrai
     if settings is not None:
         shutil.copyfile(settings, unfinished / GENERATION_CONFIG_NAME)
     tokenizer.save_pretrained(unfinished)
+
+
+def write_card(unfinished: Path, card: str | None) -> None:
+    """Writes the model card beside the weights; None for no card, also not the placeholder that peft writes."""
+    (unfinished / CARD).unlink(missing_ok=True)
+    if card is not None:
+        (unfinished / CARD).write_text(card, encoding="utf-8")
 
 
 def write_adapter(model: PeftModel, adapter: dict[str, Tensor], unfinished: Path) -> None:

@@ -25,6 +25,8 @@ PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 RECIPE, ENVIRONMENT, METRICS, LOST_METRICS = "recipe.yaml", "environment.json", "metrics.jsonl", "metrics_lost.jsonl"
 HELD_OUT = "held_out.json"
 """Held-out losses before and after training, by name of the set; written just before the result."""
+DATA = "data.json"
+"""How much data the run reads: for the model card, whose result may be exported where the data are not."""
 REPORT = "report.html"
 TOKENS, LOST_TOKENS = "tokens", "tokens_lost"
 """Folders with a file for each optimizer step whose tokens are recorded, see `token_record_path`."""
@@ -128,6 +130,37 @@ def write_held_out(recipe: Recipe, before: dict[str, float], after: dict[str, fl
     folder = Path(recipe.run.output_dir)
     with writing("run.output_dir", folder):
         _replace(folder / HELD_OUT, json.dumps({"before": before, "after": after}) + "\n")
+
+
+def write_data_counts(recipe: Recipe, counts: list[dict[str, Any]]) -> None:
+    """Writes what `read_data_counts` reads. On rank 0 only.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    folder = Path(recipe.run.output_dir)
+    with writing("run.output_dir", folder):
+        _replace(folder / DATA, json.dumps(counts, indent=2) + "\n")
+
+
+def read_data_counts(folder: Path) -> list[dict[str, Any]]:
+    """For each set of data that the run reads its `part` in the run, `path`, `hub_ids`, and its numbers of `sequences`,
+    `tokens` and `supervised_tokens`; empty where the run wrote none.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = folder / DATA
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_bytes())
+        keys = {"part", "path", "hub_ids", "sequences", "tokens", "supervised_tokens"}
+        if all(keys <= entry.keys() for entry in found):
+            return found
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        pass
+    raise UserError(f"{path}: is damaged; expected the counts of data that a run writes there. Remove the file")
 
 
 def _record_environment(folder: Path, world_size: int, num_done: int) -> None:

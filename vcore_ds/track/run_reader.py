@@ -14,6 +14,8 @@ from vcore_ds.files.user_paths import reading
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+EVALUATION = "evaluation.json"
+"""What an evaluation's folder holds: its tasks with their numbers."""
 _A_STEP = "the JSON object of an optimizer step, with `step` from 1 on and ascending"
 
 
@@ -93,14 +95,51 @@ def read_held_out_of(folder: Path) -> dict[str, float]:
     Raises:
         UserError: held_out.json cannot be read.
     """
+    return read_held_out_losses(folder)[1]
+
+
+def read_held_out_losses(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """The same before and after training.
+
+    Raises:
+        UserError: held_out.json cannot be read.
+    """
     path = folder / HELD_OUT
     if not path.is_file():
-        return {}
+        return {}, {}
     try:
         with reading("", path, "what a run writes there"):
-            return {name: float(loss) for name, loss in json.loads(path.read_bytes())["after"].items()}
+            found = json.loads(path.read_bytes())
+        before, after = ({name: float(loss) for name, loss in found[key].items()} for key in ("before", "after"))
+        return before, after
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise UserError(f"{path}: is damaged; expected the held-out losses that a run writes there") from None
+
+
+def read_evaluation(folder: Path) -> dict[str, dict[str, Any]]:
+    """The tasks in the evaluation.json of a folder: each with `num_problems`, `accuracy` and what else was measured.
+
+    Raises:
+        UserError: there is no such file, or it has another format.
+    """
+    path = folder / EVALUATION
+    with reading("--evaluation", folder, f"a folder with an {EVALUATION}"):
+        text = path.read_bytes() if path.is_file() else None
+    if text is None:
+        raise UserError(f"--evaluation: {folder}: found no {EVALUATION} there; expected the folder of an evaluation")
+    try:
+        found = json.loads(text)
+        tasks = {str(name): dict(task) for name, task in found["tasks"].items()}
+        for task in tasks.values():
+            int(task["num_problems"]), float(task["accuracy"]), float(task.get("truncated_share", 0.0))
+        if found["format"] == 1:
+            return tasks
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    raise UserError(
+        f'{path}: expected {{"format": 1, "tasks": {{NAME: {{"num_problems": .., "accuracy": ..}}}}}}; found something '
+        "else. Is it of another version?"
+    )
 
 
 def tokenizer_of(folder: Path, recipe: Recipe, path: str | None) -> "PreTrainedTokenizerBase":

@@ -1,4 +1,4 @@
-"""`vcore-ds export`: a Hugging Face folder from a run's checkpoint."""
+"""`vcore-ds export`: a Hugging Face folder from a run's checkpoint, and a repository on the hub from it."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,8 @@ from vcore_ds.errors import UserError
 HELP = "write a Hugging Face folder from a run's checkpoint"
 DESCRIPTION = (
     "Write the full weights, the adapter, or the model with its adapter merged in, from a run's checkpoint of any "
-    "world size: in one process, without a GPU, with one file's worth of weights in memory."
+    "world size: in one process, without a GPU, with one file's worth of weights in memory. A model card is written "
+    "beside them. --push also makes a repository on the Hugging Face hub of the folder."
 )
 
 
@@ -26,18 +27,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["bf16", "fp32"],
         help="data type of the weights (default: the run's precision; an adapter: fp32)",
     )
+    parser.add_argument(
+        "--base-model",
+        metavar="OWNER/NAME",
+        help="id of the base model on the hub, for the card (default: found out where model.path tells)",
+    )
+    parser.add_argument(
+        "--evaluation",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="folder with an evaluation.json of this result, for the card; may be given several times",
+    )
+    parser.add_argument("--push", metavar="OWNER/NAME", help="commit the folder to this new repository on the hub")
+    parser.add_argument("--public", action="store_true", help="with --push: a public repository (default: private)")
+    parser.add_argument("--update", action="store_true", help="with --push: the repository may exist already")
     parser.set_defaults(overrides=[])
 
 
 def main(arguments: argparse.Namespace) -> None:
     if arguments.overrides:
         raise UserError(f"export: found {' '.join(arguments.overrides)} after RUN; expected one run and options")
+    if arguments.push is None and (arguments.public or arguments.update):
+        raise UserError("export: found --public or --update without --push; expected --push OWNER/NAME too")
     from vcore_ds.commands.export.write import export_run
+    from vcore_ds.files.base_model import base_model_of, is_hub_id
+    from vcore_ds.track.run_reader import read_recipe_of
 
-    export_run(
+    if arguments.base_model is not None and not is_hub_id(arguments.base_model):
+        raise UserError(f"--base-model: found {arguments.base_model}; expected OWNER/NAME, its id on the hub")
+    base, api = None, None
+    if arguments.push is not None:
+        from vcore_ds.commands.export.push import check_repository, push_folder
+
+        api = check_repository(arguments.push, update=arguments.update)
+    if api is not None or arguments.base_model is not None:
+        path = read_recipe_of(arguments.run).model.path
+        base = base_model_of(path, hub_id=arguments.base_model, ask_hub=api is not None)
+    folder = export_run(
         arguments.run,
         checkpoint=arguments.checkpoint,
         output=arguments.output,
         merge=arguments.merge,
         dtype=arguments.dtype,
+        base=base,
+        evaluations=arguments.evaluation,
+        reuse=api is not None and arguments.dtype is None,
     )
+    if api is None or base is None:
+        return
+    if base.hub_id is None:
+        print(
+            f"The base model's id on the hub is not known: the card and the configuration say {base.name}. "
+            "--base-model OWNER/NAME says it"
+        )
+    address = push_folder(api, folder, arguments.push, base, public=arguments.public, update=arguments.update)
+    print(f"Pushed: {address} ({'public' if arguments.public else 'private'})")

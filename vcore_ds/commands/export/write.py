@@ -1,12 +1,13 @@
 """`vcore-ds export`: a Hugging Face folder from a run's folder, in one plain process without GPU or process group."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from peft.utils import CONFIG_NAME
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -16,9 +17,11 @@ from vcore_ds.engine.export_shards import PREFIX, CheckpointTensors
 from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder
 from vcore_ds.files import model_folder as files
-from vcore_ds.files.aside import discard, unfinished_path
+from vcore_ds.files.aside import discard, unfinished_path, written_aside
+from vcore_ds.files.base_model import CARD, OWN_TAG, BaseModel, base_model_of, card_metadata
 from vcore_ds.files.user_paths import check_folder, reading, writing
 from vcore_ds.models import add_lora, check_model_folder, read_config
+from vcore_ds.track.model_card import CardRequest, Kind, model_card
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ADAPTED = "base_model.model."
@@ -73,6 +76,9 @@ def export_run(
     output: Path | None = None,
     merge: bool = False,
     dtype: str | None = None,
+    base: BaseModel | None = None,
+    evaluations: Sequence[Path] = (),
+    reuse: bool = False,
     max_file_bytes: int = files.MAX_FILE_BYTES,
 ) -> Path:
     """Writes full weights, or the adapter of a LoRA run, or (`merge`) the model with its adapter merged in, and returns
@@ -86,6 +92,9 @@ def export_run(
             run has none left, its adapter.
         output: a folder that does not exist yet; `run/export/CHECKPOINT/KIND` if None.
         dtype: `bf16` or `fp32`; None for the run's precision (an adapter: fp32, which it was trained in).
+        base: what the model card says of the base model; None for what model.path tells.
+        evaluations: folders with an evaluation.json, for the model card.
+        reuse: take the folder of an earlier export with the same output, and write only its card anew.
 
     Raises:
         UserError: for whatever the user can fix, including a full disk.
@@ -100,31 +109,55 @@ def export_run(
     if merge and recipe.lora is None:
         raise UserError(f"{run}: found --merge with a run that trained all parameters; expected no --merge")
     check_base_model(recipe)
-    if output is not None:
+    if output is not None and not reuse:
         refuse_existing(output)
     # Before checksums are computed, which takes minutes.
     with writing("--output", output or run / "export", NEW_FOLDER):
         check_folder(output or run / "export")
     with reading("RUN", run, "the folder of a run"):
         trained = find_trained_weights(run, checkpoint, recipe)
-    kind = "model" if recipe.lora is None else "merged" if merge else "adapter"
+    kind: Kind = "model" if recipe.lora is None else "merged" if merge else "adapter"
     folder = output if output is not None else run / "export" / trained.name / kind
+    request = CardRequest(kind, _step_of(trained.name), base or base_model_of(recipe.model.path), evaluations)
+    card = model_card(run, recipe, request)
+    if reuse and folder.is_dir():
+        check_earlier_export(folder, kind)
+        with writing("--output", folder, NEW_FOLDER), written_aside(folder / CARD) as unfinished:
+            unfinished.write_text(card, encoding="utf-8")
+        print(f"{folder}: is there already; only its model card was written anew")
+        return folder
     refuse_existing(folder)
     print(f"{kind} of {trained.name}", flush=True)
     tokenizer = load_tokenizer(recipe.model.path)
     try:
         with writing("--output", folder, NEW_FOLDER):
             if kind == "adapter":
-                num_bytes = write_adapter(recipe, trained, folder, tokenizer, DTYPES[dtype or "fp32"])
+                num_bytes = write_adapter(recipe, trained, folder, tokenizer, card, DTYPES[dtype or "fp32"])
             else:
                 wanted = DTYPES[dtype or recipe.model.precision]
-                num_bytes = write_model(recipe, trained, folder, tokenizer, wanted, max_file_bytes)
+                num_bytes = write_model(recipe, trained, folder, tokenizer, card, wanted, max_file_bytes)
     except BaseException:
         discard(unfinished_path(folder))
         raise
     seconds = time.perf_counter() - started
     print(f"Result: {folder} (Hugging Face format), {num_bytes / 1e9:.3g} GB of weights in {seconds:.1f} s")
     return folder
+
+
+def _step_of(name: str) -> int | None:
+    """Optimizer steps in the name of a checkpoint; None for the adapter of a finished run."""
+    number = name.removeprefix("step_")
+    return int(number) if number.isdecimal() else None
+
+
+def check_earlier_export(folder: Path, kind: Kind) -> None:
+    """Raises UserError where `folder` is anything but a result of this kind, which alone may be pushed as it is."""
+    is_adapter = (folder / CONFIG_NAME).is_file()
+    if OWN_TAG not in (card_metadata(folder / CARD).get("tags") or ()) or is_adapter != (kind == "adapter"):
+        raise UserError(
+            f"{folder}: is there already, and is no earlier export ({kind}); expected one, or a new folder (--output "
+            "DIR)"
+        )
 
 
 def refuse_existing(folder: Path) -> None:
@@ -177,6 +210,7 @@ def write_model(
     trained: TrainedWeights,
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
+    card: str,
     dtype: torch.dtype,
     max_file_bytes: int,
 ) -> int:
@@ -189,6 +223,7 @@ def write_model(
     for file, tensors in files.collect_files(split, stream):
         files.write_file(unfinished / file, tensors, {name: weights[name] for name in split.filename_to_tensors[file]})
     files.describe(unfinished, recipe.model.path, dtype, tokenizer)
+    files.write_card(unfinished, card)
     files.finish(folder, split)
     return num_bytes
 
@@ -236,7 +271,12 @@ def adapter_names(name: str) -> tuple[str, str]:
 
 
 def write_adapter(
-    recipe: Recipe, trained: TrainedWeights, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+    recipe: Recipe,
+    trained: TrainedWeights,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    card: str,
+    dtype: torch.dtype,
 ) -> int:
     """Writes the adapter in peft's format; returns the bytes of its weights."""
     assert recipe.lora is not None
@@ -254,6 +294,7 @@ def write_adapter(
     num_bytes = sum(tensor.nbytes for tensor in adapter.values())
     unfinished = files.begin(folder, num_bytes)
     files.write_adapter(adapted, adapter, unfinished)
+    files.write_card(unfinished, card)
     tokenizer.save_pretrained(unfinished)
     files.finish(folder)
     return num_bytes

