@@ -19,6 +19,7 @@ from vcore_ds.feed import Feed, build_feed, read_dataset, read_training_data
 from vcore_ds.files import run_folder
 from vcore_ds.files.run_lock import RunLock
 from vcore_ds.files.user_paths import writing
+from vcore_ds.followed import choose_followed
 from vcore_ds.loop import Training, run_steps, validate
 from vcore_ds.memory_check import check_memory
 from vcore_ds.setup import (
@@ -112,7 +113,10 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
         first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
     log = first_rank_first(lambda: begin_folder(recipe, num_done, checkpoints, console) if layout.is_first() else None)
     rates = throughput_of(recipe, memory)
-    training = Training(recipe, engine, estimator, feed, validation, num_steps, checkpoints, rates, log, console)
+    followed = choose_followed(recipe, feed, validation)
+    training = Training(
+        recipe, engine, estimator, feed, validation, followed, num_steps, checkpoints, rates, log, console
+    )
 
     last_step = run_training(training, num_done, is_new=found is None)
     after = validate(training)

@@ -126,7 +126,7 @@ def recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
     kind = next((kind for kind in OFFLOADED if name.startswith(f"{precision}_{kind}")), precision)
     return Recipe(
         **sections,
-        run={"output_dir": str(folder / name)},
+        run={"output_dir": str(folder / name), "num_followed_traces": 2},
         engine={"deepspeed_config": str(folder / f"{kind}.json")},
     )
 
@@ -445,8 +445,9 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason_and_the_one_before_it_t
     assert "step_00000007.rejected" in said
     assert found["damaged"]["lost"] == [4, 5, 6, 7] and found["damaged"]["steps"] == [*range(1, 9)]
     records, lost = found["damaged"]["records"], found["damaged"]["lost_records"]
-    assert list(records) == [f"step_0000000{step}.npz" for step in range(1, 9)]
-    assert lost == {name: records[name] for name in list(records)[3:7]}  # written again, bit for bit
+    names = [[f"{kind}_0000000{step}.npz" for step in range(1, 9)] for kind in ("followed", "step")]
+    assert list(records) == names[0] + names[1]
+    assert lost == {name: records[name] for of_kind in names for name in of_kind[3:7]}  # written again, bit for bit
 
 
 def test_no_checkpoint_that_verifies_is_an_error_not_a_new_start(found: dict[str, Any]):

@@ -12,11 +12,12 @@ from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
 from tests.helpers.setups import sums, write_conversations
-from tests.helpers.token_records import assert_same_records
+from tests.helpers.token_records import assert_same_followed, assert_same_records
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.track.console import Console
+from vcore_ds.track.followed_records import read_all_followed
 from vcore_ds.track.token_gather import gather_record, record_tokens
 from vcore_ds.track.token_records import SequenceTokens
 
@@ -41,7 +42,7 @@ def recipe(folder: Path, name: str, degrees: tuple[Any, Any], row_tokens: int = 
         },
         optimizer={"learning_rate": 1e-3},
         schedule={"num_steps": NUM_STEPS},
-        run={"output_dir": str(folder / name), "validate_every": 2},
+        run={"output_dir": str(folder / name), "validate_every": 2, "num_followed_traces": 5},
         engine={"deepspeed_config": str(folder / "fp32.json")},
     )
 
@@ -154,6 +155,19 @@ def test_a_run_is_the_same_on_shared_rows(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [*(f"{main}_{probe}" for main, probe in DEGREES), "short_rows", "resumed"])
 def test_the_records_of_tokens_are_the_same_on_shared_rows(folder: Path, name: str) -> None:
     assert assert_same_records(folder / name, folder / "alone", num_sequences=6) == [*range(1, NUM_STEPS + 1)]
+
+
+@pytest.mark.parametrize("name", [*(f"{main}_{probe}" for main, probe in DEGREES), "short_rows", "resumed"])
+def test_the_followed_traces_are_the_same_on_shared_rows(folder: Path, name: str) -> None:
+    assert assert_same_followed(folder / name, folder / "alone", num_traces=5) == [*range(1, NUM_STEPS + 1)]
+
+
+def test_the_same_traces_are_followed_at_every_step_two_of_five_held_out(folder: Path) -> None:
+    records = read_all_followed(folder / "alone")
+    assert all(record.origins == records[0].origins for record in records)
+    assert [origin.is_held_out for origin in records[0].origins] == [True, True, False, False, False]
+    first, last = (np.concatenate([trace.losses for trace in records[step].traces[2:]]) for step in (0, -1))
+    assert last.mean() < first.mean()  # training data, which the run learns
 
 
 def test_a_record_of_a_large_batch_holds_the_same_sequences_at_any_number_of_ranks(found: Found) -> None:

@@ -158,13 +158,13 @@ def test_filters_leave_what_they_say(browser: "Browser", one: Path, runs: Path) 
         few = sum(int(np.ceil(0.05 * len(sequence))) for sequence in records[1].sequences)
         for extreme in ("most", "least"):
             control(page, "Weights").select_option(extreme)
-            assert count(page)[0] == few == page.locator(".tokens span:not(.dim)").count()
+            assert count(page)[0] == few == page.locator("#viewer .tokens span:not(.dim)").count()
         control(page, "Weights").select_option("all")
         control(page, "Step").select_option("")
         for kind in page.locator("fieldset label").all_inner_texts():
             if kind.strip() != "digit":
                 page.get_by_label(kind.strip(), exact=True).uncheck()
-        digits = page.locator(".tokens span:not(.dim)").all_inner_texts()
+        digits = page.locator("#viewer .tokens span:not(.dim)").all_inner_texts()
         assert digits and all(text.isdigit() for text in digits)
         # A trace that comes again in a later step: how its weights moved.
         seen = [sequence.sequence_id for record in records for sequence in record.sequences]
@@ -190,9 +190,10 @@ def test_the_measure_switches_the_colours(browser: "Browser", one: Path) -> None
         seen = set()
         for measure in ("weight", "loss", "utility", "probability"):
             control(page, "Colour by").select_option(measure)
-            labels = page.locator(".scale span").all_inner_texts()
+            labels = page.locator("#viewer .scale span").all_inner_texts()
             shades = page.evaluate(
-                "[...document.querySelectorAll('.tokens span')].map(s => getComputedStyle(s).backgroundColor).join()"
+                "[...document.querySelectorAll('#viewer .tokens span')]"
+                ".map(span => getComputedStyle(span).backgroundColor).join()"
             )
             seen.add((tuple(labels), shades))
         assert len(seen) == 4
