@@ -62,22 +62,20 @@ def choose_traces(
         held_out = {}
     elif recipe.method.name == "random":
         held_out = {name: keep_random_tokens(d, recipe.method.keep_share, seed) for name, d in validation.items()}
-    of_sets = [
-        ((Origin(True, name, sequence.sequence_id), sequence) for sequence in _drawn(dataset, seed, place))
-        for place, (name, dataset) in enumerate(held_out.items(), start=1)
-    ]
+    of_sets = [_drawn(dataset, seed, place, name) for place, (name, dataset) in enumerate(held_out.items(), start=1)]
     in_turn = (one for of_each in zip_longest(*of_sets) for one in of_each if one is not None)
     chosen = list(islice(in_turn, number // 2))
-    rest = islice(_drawn(training, seed, 0), number - len(chosen))
-    return chosen + [(Origin(False, "", sequence.sequence_id), sequence) for sequence in rest]
+    return chosen + list(islice(_drawn(training, seed, 0), number - len(chosen)))
 
 
-def _drawn(dataset: Dataset, seed: int, place: int) -> Iterator[TokenizedSequence]:
-    """Sequences with supervised tokens, in random order."""
+def _drawn(
+    dataset: Dataset, seed: int, place: int, held_out: str | None = None
+) -> Iterator[tuple[Origin, TokenizedSequence]]:
+    """Sequences with supervised tokens, in random order; `held_out` is the name of their set, None for training data."""
     for i in generator(Stream.FOLLOWED_TRACES, seed, place).permutation(len(dataset)).tolist():
         sequence = dataset[i]
         if sequence.supervised[1:].any():
-            yield sequence
+            yield Origin(held_out is not None, held_out or "", sequence.sequence_id), sequence
 
 
 def measure_followed(
