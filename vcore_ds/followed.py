@@ -71,7 +71,7 @@ def choose_traces(
 def _drawn(
     dataset: Dataset, seed: int, place: int, held_out: str | None = None
 ) -> Iterator[tuple[Origin, TokenizedSequence]]:
-    """Sequences with supervised tokens, in random order; `held_out` is the name of their set, None for training data."""
+    """Sequences with supervised tokens, in random order; `held_out` names their set, None for training data."""
     for i in generator(Stream.FOLLOWED_TRACES, seed, place).permutation(len(dataset)).tolist():
         sequence = dataset[i]
         if sequence.supervised[1:].any():
