@@ -50,7 +50,11 @@ def make_recipe(folder: Path, name: str, **sections: Any) -> Recipe:
         probe={"batch_size": 2, "every": 2},
         optimizer=sections.pop("optimizer", {"learning_rate": 1e-3, "eps": 1e-4}),
         schedule={"num_steps": NUM_STEPS},
-        run={"output_dir": str(folder / "runs" / name), "validate_every": 4, "num_followed_traces": 3},
+        run={
+            "output_dir": str(folder / "runs" / name),
+            "validate_every": 4,
+            "num_followed_traces": 3 if name in ("whole", "stopped", "alone") else 0,
+        },
         engine={"deepspeed_config": str(DEEPSPEED_CONFIGS / f"zero3_{model['precision']}.json")},
         **sections,
     )
@@ -211,9 +215,8 @@ def test_fidelity_is_that_of_hugging_faces_layers(untrained, precision):
     assert parallel.estimators[0].agreement.spearman > 0.99
 
 
-@pytest.mark.parametrize(("parallel", "alone"), [("whole", "alone"), ("tied", "tied_alone")])
-def test_followed_traces_are_those_of_hugging_faces_layers(runs, parallel, alone):
-    steps = assert_same_followed(runs / parallel, runs / alone, num_traces=3, tolerance=2e-3)
+def test_followed_traces_are_those_of_hugging_faces_layers(runs):
+    steps = assert_same_followed(runs / "whole", runs / "alone", num_traces=3, tolerance=2e-3)
     assert steps == [*range(1, NUM_STEPS + 1)]
 
 
