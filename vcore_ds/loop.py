@@ -1,7 +1,7 @@
 """The loop over optimizer steps: batches, a step, a line of metrics, and where the run validates, saves or stops."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from vcore_ds.distributed.stops import Stops
 from vcore_ds.engine import Engine, NonFiniteGradient, NonFiniteLoss, sequences_by_rank
 from vcore_ds.errors import RunStopped
 from vcore_ds.feed import Feed
+from vcore_ds.followed import FollowedTraces, record_followed
 from vcore_ds.setup import learning_rate_at, measures_noise, step_seed
 from vcore_ds.step import train_step
 from vcore_ds.track.console import Console
@@ -38,6 +39,7 @@ class Training:
     feed: Feed
     validation: dict[str, Dataset]
     """Held-out sequences by the name of their set."""
+    followed: FollowedTraces
     num_steps: int
     """Optimizer steps of the whole run."""
     checkpoints: Checkpoints
@@ -67,19 +69,13 @@ def run_steps(training: Training, num_done: int) -> StepMetrics | None:
         mark("batches", step=k + 1)
         batches = training.feed.step(k)
         done = k + 1
+        if done in recorded:
+            batches = replace(batches, followed=training.followed.batches)
         metrics = take_step(training, k, batches, keep_tokens=done in recorded)
-        if metrics.tokens is not None:
-            record_tokens(
-                Path(recipe.run.output_dir),
-                done,
-                metrics.tokens,
-                console,
-                sequence_parallel=batches.main[0].sequence_parallel,
-                first_trusted_id=training.feed.first_trusted_id,
-                seed=recipe.run.seed,
-            )
+        record_step(training, done, batches, metrics)
         seconds = metrics.values["seconds"]
         assert seconds is not None  # every step has a length
+        seconds -= metrics.values.get("seconds_followed") or 0.0
         rates = training.throughput.of_step(batches.main_lengths, batches.probe_lengths, seconds)
         line = {
             "step": done,
@@ -138,6 +134,23 @@ def take_step(training: Training, k: int, batches: StepBatches, *, keep_tokens: 
     if measure_noise:
         warn_of_noise(recipe, metrics, training.console)
     return metrics
+
+
+def record_step(training: Training, done: int, batches: StepBatches, metrics: StepMetrics) -> None:
+    """Writes the tokens that step `done`, from 1, has measured one by one, if any. A collective."""
+    folder = Path(training.recipe.run.output_dir)
+    if metrics.tokens is not None:
+        record_tokens(
+            folder,
+            done,
+            metrics.tokens,
+            training.console,
+            sequence_parallel=batches.main[0].sequence_parallel,
+            first_trusted_id=training.feed.first_trusted_id,
+            seed=training.recipe.run.seed,
+        )
+    if batches.followed:
+        record_followed(folder, done, metrics.followed, training.followed.origins, training.console)
 
 
 def describe_fault(error: Exception, batches: StepBatches) -> str:

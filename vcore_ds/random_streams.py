@@ -28,6 +28,8 @@ class Stream(IntEnum):
     """Trusted sequences of the main batch. Place: optimizer step."""
     TOKEN_RECORDS = 7
     """Sequences that the record of a large batch's tokens holds. Place: optimizer step."""
+    FOLLOWED_TRACES = 8
+    """Traces that are measured at every recorded step. Place: 0 for the training data, then the held-out sets."""
 
 
 def generator(stream: Stream, seed: int, *place: int) -> np.random.Generator:

@@ -19,6 +19,7 @@ from vcore_ds.feed import Feed, build_feed, count_data, read_dataset, read_train
 from vcore_ds.files import run_folder
 from vcore_ds.files.run_lock import RunLock
 from vcore_ds.files.user_paths import writing
+from vcore_ds.followed import choose_followed
 from vcore_ds.loop import Training, run_steps, validate
 from vcore_ds.memory_check import check_memory
 from vcore_ds.setup import (
@@ -115,7 +116,10 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     counts = count_data(recipe, feed, validation)
     first_rank_first(lambda: run_folder.write_data_counts(recipe, counts) if layout.is_first() else None)
     rates = throughput_of(recipe, memory)
-    training = Training(recipe, engine, estimator, feed, validation, num_steps, checkpoints, rates, log, console)
+    followed = choose_followed(recipe, feed, validation)
+    training = Training(
+        recipe, engine, estimator, feed, validation, followed, num_steps, checkpoints, rates, log, console
+    )
 
     last_step = run_training(training, num_done, is_new=found is None)
     after = validate(training)

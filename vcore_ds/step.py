@@ -15,6 +15,7 @@ from vcore_ds.engine import (
     sequences_by_rank,
     with_reference_of_adapters,
 )
+from vcore_ds.followed import measure_followed
 from vcore_ds.method import segment_sum, sequence_shares, token_coefficients
 from vcore_ds.track.step_metrics import MicroBatchResult, StepMetrics, StepRecorder
 from vcore_ds.utility import Direction, Estimator, Probe
@@ -68,6 +69,7 @@ def train_step(
             measured |= tilt
         if method.name == "iw_sft" and recipe.lora is not None:
             main = with_reference_of_adapters(engine, main)
+    measure_followed(engine, recipe, batches.followed, estimator, recorder, seed=seed)
 
     with recorder.part("main"), engine.accumulation(len(main)):
         for k, batch in enumerate(main):

@@ -69,7 +69,7 @@ def make_recipe(folder: Path, name: str, *, precision: str, tied: bool, lora: di
         probe={"batch_size": 2},
         optimizer={"learning_rate": 1e-2},
         schedule={"num_steps": 3},
-        run={"output_dir": str(folder / name.replace(", ", "_"))},
+        run={"output_dir": str(folder / name.replace(", ", "_")), "num_followed_traces": 0},
         engine={"deepspeed_config": str(folder / f"{precision}.json")},
     )
 

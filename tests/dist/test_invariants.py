@@ -1,6 +1,7 @@
 """Invariants: shards after a perturbation, frozen weights, the optimizer after a probe, results in any rank layout."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,9 +34,13 @@ def optimizer_bytes(engine) -> bytes:
     return b"".join(parts) + repr((steps, engine.deepspeed.global_steps, engine.deepspeed.micro_steps)).encode()
 
 
-def a_step(engine, recipe, estimator, seed: int = 7, learning_rate: float = 1e-3, **kwargs):
+def batches_of_step(estimator, seed: int) -> StepBatches:
     main, probe = tiny.rows(8, seed=seed), tiny.rows(4, seed=seed + 100)
-    batches = StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2) if estimator.direction is not None else [])
+    return StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2) if estimator.direction is not None else [])
+
+
+def a_step(engine, recipe, estimator, seed: int = 7, learning_rate: float = 1e-3, **kwargs):
+    batches = batches_of_step(estimator, seed)
     return step_runs.train_step(engine, recipe, batches, estimator, learning_rate=learning_rate, **kwargs)
 
 
@@ -103,6 +108,52 @@ def check_probe_leaves_the_engine_alone() -> dict[str, bool]:
             engine.close()
         results[f"same run with and without probe, coalesce={coalesce}"] = states[0] == states[1]
     return results
+
+
+FOLLOWING: dict[str, dict] = {
+    "sft": {"method": {"name": "sft"}},
+    "jvp": {"utility": {"fused": False}, "probe": {"direction": "adam"}},
+    "jvp, fused": {"utility": {"fused": True}, "probe": {"direction": "adam"}},
+    "finite difference": {
+        "utility": {"estimator": "finite_difference", "epsilon": "auto", "rounding": "stochastic"},
+        "probe": {"source": "previous_step"},
+        "lora": {"rank": 4, "alpha": 8, "dropout": 0.2},
+        "model": {"path": "none", "precision": "bf16"},
+    },
+}
+
+
+def check_following(name: str) -> dict[str, bool]:
+    """A run that follows traces goes through the same states as one that does not; dropout is on in the last case."""
+    recipe = step_runs.recipe(**FOLLOWING[name])
+    is_bf16, has_lora = recipe.model.precision == "bf16", recipe.lora is not None
+    states, directions = [], []
+    for follows in (False, True):
+        model = tiny.token_loss_model(
+            lora=has_lora, dropout=0.2 if has_lora else 0.0, dtype=torch.bfloat16 if is_bf16 else torch.float32
+        )
+        engine = step_runs.make_engine(model, recipe)
+        estimator = step_runs.make_estimator(recipe, engine)
+        torch.manual_seed(5)
+        followed = step_runs.deal(tiny.rows(3, seed=90), 2) if follows else []
+        # A finite difference has a direction after the first step, searches in the second, and keeps what it has found.
+        for k in range(3 if recipe.probe.source == "previous_step" else 2):
+            batches = replace(batches_of_step(estimator, seed=k), followed=followed)
+            if recipe.probe.source == "previous_step":
+                batches = replace(batches, probe=[])
+            options = dict(learning_rate=1e-3, measure_noise=k == 0 and "finite" in name, seed=k)
+            metrics = step_runs.train_step(engine, recipe, batches, estimator, **options)
+            assert bool(metrics.followed) == follows and ("seconds_followed" in metrics.values) == follows
+        numbers = [value for key, value in metrics.values.items() if not key.startswith(("seconds", "peak", "superv"))]
+        vector = [] if estimator.direction is None else [buffer.clone() for buffer in estimator.direction.buffers]
+        states.append(
+            (optimizer_bytes(engine), shard_bytes(engine), estimator.state(), torch.get_rng_state().tolist(), numbers)
+        )
+        directions.append(vector)
+        engine.close()
+    same = [a == b for a, b in zip(*states, strict=True)]
+    same += [torch.equal(a, b) for a, b in zip(*directions, strict=True)]
+    return {f"{name}, {i}": ok for i, ok in enumerate(same)}
 
 
 def check_lora_base(folder: str | None) -> dict[str, bool]:
@@ -204,6 +255,7 @@ def check_everything(folder: str) -> dict[str, object]:
             for lora in (False, True)
         },
         "probe": check_probe_leaves_the_engine_alone(),
+        "following": {key: ok for name in FOLLOWING for key, ok in check_following(name).items()},
         "lora": {source is not None: check_lora_base(source) for source in (None, folder)},
         "gathers by module": check_gathers_by_module(),
         "zero_temperature": check_zero_temperature_is_sft(),
@@ -232,6 +284,12 @@ def test_a_perturbation_is_taken_back_bit_for_bit(checks, loaded, bf16, lora):
 def test_a_probe_touches_neither_optimizer_nor_counters_nor_the_next_gradient(checks):
     for of_rank in checks:
         assert all(of_rank["probe"].values()), of_rank["probe"]
+
+
+def test_followed_traces_leave_training_as_it_is_bit_for_bit(checks):
+    for of_rank in checks:
+        assert len(of_rank["following"]) >= 5 * len(FOLLOWING)
+        assert all(of_rank["following"].values()), of_rank["following"]
 
 
 def test_base_weights_are_the_same_bytes_after_a_lora_run(checks):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums, write_conversations
+from tests.helpers.token_records import assert_same_followed
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds import setup as shared
 from vcore_ds.commands.export.write import export_run
@@ -49,7 +50,11 @@ def make_recipe(folder: Path, name: str, **sections: Any) -> Recipe:
         probe={"batch_size": 2, "every": 2},
         optimizer=sections.pop("optimizer", {"learning_rate": 1e-3, "eps": 1e-4}),
         schedule={"num_steps": NUM_STEPS},
-        run={"output_dir": str(folder / "runs" / name), "validate_every": 4},
+        run={
+            "output_dir": str(folder / "runs" / name),
+            "validate_every": 4,
+            "num_followed_traces": 3 if name in ("whole", "stopped", "alone") else 0,
+        },
         engine={"deepspeed_config": str(DEEPSPEED_CONFIGS / f"zero3_{model['precision']}.json")},
         **sections,
     )
@@ -208,6 +213,11 @@ def test_fidelity_is_that_of_hugging_faces_layers(untrained, precision):
     for ours, theirs in zip(parallel.estimators, alone.estimators, strict=True):
         assert ours.agreement.spearman == pytest.approx(theirs.agreement.spearman, abs=1e-3)
     assert parallel.estimators[0].agreement.spearman > 0.99
+
+
+def test_followed_traces_are_those_of_hugging_faces_layers(runs):
+    steps = assert_same_followed(runs / "whole", runs / "alone", num_traces=3, tolerance=2e-3)
+    assert steps == [*range(1, NUM_STEPS + 1)]
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

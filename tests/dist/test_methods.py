@@ -1,6 +1,7 @@
 """Every method x {LoRA, full} x {1, 2 ranks} x {1, 4 micro-batches a rank} against the single-process reference."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.helpers.ranks import run_ranks
 from vcore_ds.data import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.engine import log_probabilities
+from vcore_ds.track.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.dist
 
@@ -46,15 +48,25 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
         for main in mains:  # what `vcore-ds reference` does, row by row: each rank has all rows here
             rows = [tiny.take(main, [row]) for row in range(num_rows)]
             main.reference_log_probability = torch.cat(log_probabilities(engine, rows))
+    followed = tiny.rows(3, seed=90)
+    followed_masks = keep_some(followed) if method == "random" else None
+    if method == "iw_sft" and not lora:
+        alone = [tiny.take(followed, [row]) for row in range(3)]
+        followed.reference_log_probability = torch.cat(log_probabilities(engine, alone))
     worst: dict[str, float] = dict.fromkeys(("weights", "alpha", "gradient", "parameters", "loss"), 0.0)
     for k, main in enumerate(mains):
         masks = keep_some(main) if method == "random" else None
         probe = tiny.rows(4, seed=70 + k)
         batches = StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2) if method == "vcore" else [])
+        if k == NUM_STEPS - 1:
+            batches = replace(batches, followed=step_runs.deal(followed, 2))
         assert len(batches.main) == num_micro_batches
         recorded = step_runs.Recorder(engine)
         metrics = step_runs.train_step(engine, recipe, batches, estimator, recorded)
-        expected = step_runs.reference_step(reference, main, probe, kept=masks, **step_runs.reference_options(recipe))
+        beside = dict(followed=followed, followed_kept=followed_masks) if batches.followed else {}
+        expected = step_runs.reference_step(
+            reference, main, probe, kept=masks, **beside, **step_runs.reference_options(recipe)
+        )
         deviations = {
             "weights": max(
                 step_runs.relative_error(weights, expected["weights"][i])
@@ -75,8 +87,23 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
             assert deviation == deviation, f"{name} is nan"
             worst[name] = max(worst[name], deviation)
         if k == NUM_STEPS - 1:
+            worst |= followed_deviations(metrics, expected["followed"])
             worst["total_weight"] = metrics.values["total_weight"]
     engine.close()
+    return worst
+
+
+def followed_deviations(metrics: StepMetrics, expected: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Worst deviation of each quantity of the followed rows that this rank has measured."""
+    assert sorted(metrics.followed) == list(range(layout.rank("shards"), 3, layout.size("shards")))
+    worst: dict[str, float] = {}
+    for place, trace in metrics.followed.items():
+        for name, right in expected[place].items():
+            found = getattr(trace, name)
+            assert (found is None) == (right is None)
+            if right is not None:
+                deviation = step_runs.relative_error(torch.from_numpy(found), right)
+                worst[f"followed {name}"] = max(worst.get(f"followed {name}", 0.0), deviation)
     return worst
 
 
@@ -110,7 +137,9 @@ def test_a_step_of_every_combination_equals_the_reference(deviations, world_size
     for rank, of_rank in enumerate(deviations[world_size]):
         worst = of_rank[combination]
         print(f"rank {rank}: " + "  ".join(f"{name} {value:.1e}" for name, value in worst.items()))
-        for quantity in ("weights", "alpha", "gradient", "loss"):
+        of_followed = {name for name in worst if name.startswith("followed ")}
+        assert len(of_followed) == (4 if combination[0] == "vcore" else 3)
+        for quantity in ("weights", "alpha", "gradient", "loss", *of_followed):
             assert worst[quantity] < 1e-5, quantity
         assert worst["parameters"] < 1e-6
         # The weights of these two do not sum to 1; if they did, the method would not have been in effect.

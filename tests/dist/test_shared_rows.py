@@ -12,16 +12,20 @@ from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
 from tests.helpers.setups import sums, write_conversations
-from tests.helpers.token_records import assert_same_records
+from tests.helpers.token_records import assert_same_followed, assert_same_records
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config import Recipe
 from vcore_ds.distributed import layout
+from vcore_ds.followed import record_followed
 from vcore_ds.track.console import Console
+from vcore_ds.track.followed_records import Origin, TraceTokens, read_all_followed
 from vcore_ds.track.token_gather import gather_record, record_tokens
 from vcore_ds.track.token_records import SequenceTokens
 
 pytestmark = pytest.mark.dist
 
+FOLLOWING = ("alone", "2_4", "resumed")
+"""Runs with followed traces: on one rank, and on rows of two ranks, also of four after resuming."""
 DEGREES = [(1, 1), (2, 4), (4, 2), ("auto", "auto")]
 """Ranks that share a row of the main batch and of the probe batch, on 4 ranks."""
 
@@ -41,7 +45,11 @@ def recipe(folder: Path, name: str, degrees: tuple[Any, Any], row_tokens: int = 
         },
         optimizer={"learning_rate": 1e-3},
         schedule={"num_steps": NUM_STEPS},
-        run={"output_dir": str(folder / name), "validate_every": 2},
+        run={
+            "output_dir": str(folder / name),
+            "validate_every": 2,
+            "num_followed_traces": 5 if name in FOLLOWING else 0,
+        },
         engine={"deepspeed_config": str(folder / "fp32.json")},
     )
 
@@ -78,6 +86,9 @@ def said_where_no_record_can_be_written(folder: Path) -> list[str]:
     own = [SequenceTokens(layout.rank("shards"), 0.1, 0.1, 1.0, places, places, numbers, None, numbers)]
     a_file = folder / "train.jsonl"
     record_tokens(a_file, 5, own, console, sequence_parallel=1, first_trusted_id=None, seed=3)
+    trace = TraceTokens(3, places, places, numbers, numbers, None, numbers)
+    origins = [Origin(True, "", i) for i in range(layout.size("shards"))]
+    record_followed(a_file, 5, {layout.rank("shards"): trace}, origins, console)
     return said
 
 
@@ -156,6 +167,19 @@ def test_the_records_of_tokens_are_the_same_on_shared_rows(folder: Path, name: s
     assert assert_same_records(folder / name, folder / "alone", num_sequences=6) == [*range(1, NUM_STEPS + 1)]
 
 
+@pytest.mark.parametrize("name", FOLLOWING[1:])
+def test_the_followed_traces_are_the_same_on_shared_rows(folder: Path, name: str) -> None:
+    assert assert_same_followed(folder / name, folder / "alone", num_traces=5) == [*range(1, NUM_STEPS + 1)]
+
+
+def test_the_same_traces_are_followed_at_every_step_two_of_five_held_out(folder: Path) -> None:
+    records = read_all_followed(folder / "alone")
+    assert all(record.origins == records[0].origins for record in records)
+    assert [origin.is_held_out for origin in records[0].origins] == [True, True, False, False, False]
+    first, last = (np.concatenate([trace.losses for trace in records[step].traces[2:]]) for step in (0, -1))
+    assert last.mean() < first.mean()  # training data, which the run learns
+
+
 def test_a_record_of_a_large_batch_holds_the_same_sequences_at_any_number_of_ranks(found: Found) -> None:
     every = [chosen for of_ranks in found.of_ranks for of_rank in of_ranks for chosen in of_rank.chosen]
     assert len(every) == 1 + 2 * 2 + 4 * 3
@@ -167,7 +191,8 @@ def test_a_record_of_a_large_batch_holds_the_same_sequences_at_any_number_of_ran
 
 def test_a_record_that_cannot_be_written_is_a_warning_of_one_rank(found: Found) -> None:
     for first, *others in found.of_ranks:
-        (warning,) = first.said
+        warning, of_followed = first.said
+        assert of_followed.startswith("warning: the followed traces of step 5 cannot be written to ")
         assert (
             warning.startswith("warning: the tokens of step 5 cannot be written to ") and "it has no record" in warning
         )

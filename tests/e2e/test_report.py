@@ -13,6 +13,7 @@ from tests.helpers.commands import read_metrics, run_command
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup
 from vcore_ds.config import load_recipe
+from vcore_ds.track.followed_records import read_all_followed
 from vcore_ds.track.token_records import TokenRecord, read_records
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def train_all(overrides: list[str], folder: str) -> None:
 @pytest.fixture(scope="module")
 def runs(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    run_ranks(train_all, 1, setup.overrides(folder, f"schedule.num_steps={NUM_STEPS}"), str(folder))
+    changes = (f"schedule.num_steps={NUM_STEPS}", "run.num_followed_traces=2")
+    run_ranks(train_all, 1, setup.overrides(folder, *changes), str(folder))
     return folder
 
 
@@ -158,13 +160,13 @@ def test_filters_leave_what_they_say(browser: "Browser", one: Path, runs: Path) 
         few = sum(int(np.ceil(0.05 * len(sequence))) for sequence in records[1].sequences)
         for extreme in ("most", "least"):
             control(page, "Weights").select_option(extreme)
-            assert count(page)[0] == few == page.locator(".tokens span:not(.dim)").count()
+            assert count(page)[0] == few == page.locator("#viewer .tokens span:not(.dim)").count()
         control(page, "Weights").select_option("all")
         control(page, "Step").select_option("")
         for kind in page.locator("fieldset label").all_inner_texts():
             if kind.strip() != "digit":
                 page.get_by_label(kind.strip(), exact=True).uncheck()
-        digits = page.locator(".tokens span:not(.dim)").all_inner_texts()
+        digits = page.locator("#viewer .tokens span:not(.dim)").all_inner_texts()
         assert digits and all(text.isdigit() for text in digits)
         # A trace that comes again in a later step: how its weights moved.
         seen = [sequence.sequence_id for record in records for sequence in record.sequences]
@@ -173,6 +175,24 @@ def test_filters_leave_what_they_say(browser: "Browser", one: Path, runs: Path) 
         assert count(page)[1] == seen.count(again)
         control(page, "Answer").select_option("inside")
         assert count(page) == (0, 0)
+
+
+def test_the_followed_traces_of_a_run(browser: "Browser", one: Path, runs: Path) -> None:
+    records = read_all_followed(runs / "vcore_1")
+    assert [record.step for record in records] == [1, 2, 3]
+    held_out, trained = (f"{origin.source}, {origin.sequence_id}" for origin in records[0].origins)
+    assert held_out.startswith("held out, ") and trained.startswith("training data, ")
+    with opened(browser, one) as page:
+        place = page.locator("#followed")
+        assert place.get_by_role("combobox", name="Trace").locator("option").all_inner_texts() == [held_out, trained]
+        assert place.locator(".rows div").count() == 3
+        assert place.locator(".tokens span").count() == len(records[-1].traces[0])
+        place.locator(".tokens span").nth(2).hover()
+        facts = dict(
+            zip(page.locator("#tip dt").all_inner_texts(), page.locator("#tip dd").all_inner_texts(), strict=True)
+        )
+        expected = float(records[-1].traces[0].entropies[2])
+        assert float(facts["entropy"].split()[0]) == pytest.approx(expected, rel=0.02, abs=0.02)
 
 
 def control(page: "Page", label: str) -> "Locator":
@@ -190,9 +210,10 @@ def test_the_measure_switches_the_colours(browser: "Browser", one: Path) -> None
         seen = set()
         for measure in ("weight", "loss", "utility", "probability"):
             control(page, "Colour by").select_option(measure)
-            labels = page.locator(".scale span").all_inner_texts()
+            labels = page.locator("#viewer .scale span").all_inner_texts()
             shades = page.evaluate(
-                "[...document.querySelectorAll('.tokens span')].map(s => getComputedStyle(s).backgroundColor).join()"
+                "[...document.querySelectorAll('#viewer .tokens span')]"
+                ".map(span => getComputedStyle(span).backgroundColor).join()"
             )
             seen.add((tuple(labels), shades))
         assert len(seen) == 4

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.helpers.browser import opened
-from tests.helpers.report_runs import random_sequence, step_line, write_run
+from tests.helpers.report_runs import random_sequence, random_trace, step_line, write_run
 from tests.helpers.tokenizer import SPECIAL_TOKENS, make_tokenizer
 from vcore_ds.cli import main
 from vcore_ds.commands.report import write_report
+from vcore_ds.track.followed_records import FollowedRecord, Origin
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -37,7 +38,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile") / f"run {HOSTILE[0].replace('/', '')}"
     lines = [step_line(step, **{HOSTILE[1]: 0.5 * step}) for step in (1, 2)]
     environment = {"host": HOSTILE[0], "command": [HOSTILE[1]], "devices": [HOSTILE[2]], "git_commit": "1-dirty"}
-    run = write_run(folder, tokenizer, lines, records, environment=environment, model={"path": HOSTILE[1]})
+    origins = [Origin(True, HOSTILE[1], 7), Origin(False, "", 3)]
+    followed = [
+        FollowedRecord(step, origins, [random_trace(ids, 10 * step + i) for i in range(2)]) for step in (1, 2, 5)
+    ]
+    run = write_run(
+        folder, tokenizer, lines, records, followed=followed, environment=environment, model={"path": HOSTILE[1]}
+    )
     (page,) = write_report([run], output=folder.parent / "report.html")
     return page
 
@@ -46,7 +53,7 @@ def test_text_of_a_run_is_text(browser: "Browser", report: Path) -> None:
     with opened(browser, report) as page:
         assert "hacked" not in page.title().replace("'hacked'", "")
         assert page.locator("img, svg[onload], b:not(#tip b)").count() == 0
-        assert page.locator("script").count() == 3  # JSON, tokens, and the page's own
+        assert page.locator("script").count() == 4  # JSON, tokens, followed traces, and the page's own
         tokens = page.locator(".tokens").first
         for text in HOSTILE[:4]:
             assert text in tokens.inner_text()
@@ -112,6 +119,37 @@ CONTRAST_OF = f"""(name) => {{ {CONTRAST}
   while (getComputedStyle(behind).backgroundColor === 'rgba(0, 0, 0, 0)') behind = behind.parentElement;
   return contrast(node instanceof SVGElement ? style.fill : style.color, getComputedStyle(behind).backgroundColor);
 }}"""
+
+
+def test_a_followed_trace_over_the_run(browser: "Browser", report: Path) -> None:
+    with opened(browser, report) as page:
+        place = page.locator("#followed")
+        rows = place.locator(".rows div")
+        assert rows.locator("span").all_inner_texts() == ["step 1", "step 2", "step 5"]
+        held_out = f"held out, {HOSTILE[1]}, 7"
+        trace = place.get_by_role("combobox", name="Trace")
+        assert trace.locator("option").all_inner_texts() == [held_out, "training data, 3"]
+        assert place.get_by_role("status").inner_text().startswith("Held out, not trained on: all of ")
+        assert place.locator(".trace h4").inner_text().startswith("Step 5, held out, ")
+        pixels = "canvas => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, 1).data].join()"
+        drawn = [canvas.evaluate(pixels) for canvas in rows.locator("canvas").all()]
+        assert len(set(drawn)) == 3  # three steps, three rows of colours
+        rows.nth(1).click()
+        assert place.get_by_role("combobox", name="Step").input_value() == "2"
+        assert place.locator(".rows .shown").inner_text() == "step 2"
+        assert place.locator(".trace h4").inner_text().startswith("Step 2, ")
+        # The trace below has the colours of its row, and those of the other viewer stay.
+        before = page.locator("#viewer .tokens span").first.evaluate("span => getComputedStyle(span).backgroundColor")
+        place.get_by_role("combobox", name="Colour by").select_option("entropy")
+        assert rows.nth(1).locator("canvas").evaluate(pixels) != drawn[1]
+        after = page.locator("#viewer .tokens span").first.evaluate("span => getComputedStyle(span).backgroundColor")
+        assert before == after
+        place.locator(".tokens span").first.hover()
+        facts = page.locator("#tip dt").all_inner_texts()
+        assert {"weight", "utility", "loss", "probability", "entropy"} <= set(facts)
+        trace.select_option("training data, 3")
+        assert place.get_by_role("status").inner_text().startswith("Training data: all of ")
+        assert place.locator(".trace h4").inner_text().startswith("Step 2, training data 3")
 
 
 def test_on_a_phone(browser: "Browser", report: Path) -> None:

@@ -40,6 +40,7 @@ COMMON = (
     f"batch.global_size={BATCH_SIZE}",
     f"schedule.num_steps={NUM_TRACES // BATCH_SIZE}",
     "run.num_token_records=1000",
+    "run.num_followed_traces=0",
     "checkpoint.every_minutes=null",
 )
 

@@ -93,13 +93,40 @@ class Reference:
                     return [self.losses(x, y) for x, y in self.rows(batch)]
             return [self.losses(x, y, self.start) for x, y in self.rows(batch)]
 
+    def measured(self, batch, method, direction, *, temperature, kl_budget, epsilon, kept):
+        """Losses, entropies, utilities and weights of each row of a batch that is not trained on."""
+        found = []
+        utilities = None if direction is None else self.utilities(batch, direction, epsilon)
+        before = self.reference_losses(batch) if method == "iw_sft" else None
+        for i, (row, labels) in enumerate(self.rows(batch)):
+            with torch.no_grad():
+                losses = self.losses(row, labels)
+                logits = self.model(input_ids=row[None]).logits[0, :-1][labels[1:] != -100].double()
+            log_p = torch.log_softmax(logits, -1)
+            weights = torch.ones_like(losses) / len(losses)
+            if method == "vcore":
+                s = utilities[i]
+                weights = tilted(s, weights, temperature or tau(s, weights, kl_budget))
+            elif method == "dft":
+                weights = weights * torch.exp(-losses)
+            elif method == "iw_sft":
+                weights = weights * (before[i] - losses).mean().exp().clamp(0, 16)
+            elif method == "random":
+                weights = kept[i] / kept[i].sum()
+            entropies = -(log_p.exp() * log_p).sum(-1)
+            found.append(
+                dict(losses=losses, entropies=entropies, utilities=utilities and utilities[i], weights=weights)
+            )
+        return found
+
     def step(self, main, probe, *, method="vcore", temperature=None, kl_budget=None, normalization="sequence",
              alpha="loss_ratio", cap=1.0, clip=None, epsilon=None, kept=None, optimizer="sgd", probe_clip=None,
              groups=None, base_measure="uniform", batch_kl_budget=None, source="batch", probe_loss="uniform",
-             decay=0.0):  # fmt: skip
+             decay=0.0, followed=None, followed_kept=None):  # fmt: skip
         """Args:
         kept: for method `random`, a mask `[n_i]` for each row.
         groups: the rows of each micro-batch, where every micro-batch has its own alpha.
+        followed: rows that are measured before the update, see `measured`.
         """
 
         def counts(batch):
@@ -125,7 +152,7 @@ class Reference:
         if method == "random":
             weights = [mask / mask.sum() if len(mask) else mask.float() for mask in kept]
             scales = shares(torch.stack([mask.sum() for mask in kept]))
-        factors = [1.0] * len(losses)
+        factors, direction = [1.0] * len(losses), None
         if method == "vcore":
             if probe is not None and source == "batch":
                 of_probe = uniform(probe)
@@ -167,6 +194,10 @@ class Reference:
                     continue
                 for i in rows:
                     factors[i] = min(float(factor), cap or math.inf)
+        beside = followed and self.measured(
+            followed, method, direction, temperature=temperature, kl_budget=kl_budget, epsilon=epsilon,
+            kept=followed_kept,
+        )  # fmt: skip
         parts = [w * float((q * x).sum()) for w, q, x in zip(scales, weights, losses, strict=True)]
         gradient = self.gradient(main, weights, [f * w for f, w in zip(factors, scales, strict=True)])
         if source == "previous_step":
@@ -175,7 +206,8 @@ class Reference:
             torch.nn.utils.clip_grad_norm_(self.trained.values(), clip)
         self.optimizer.step()
         effect = sum(f * x for f, x in zip(factors, parts, strict=True)) / sum(parts)
-        return dict(utilities=utilities, weights=weights, alpha=effect, gradient=gradient, loss=float(plain))
+        return dict(utilities=utilities, weights=weights, alpha=effect, gradient=gradient, loss=float(plain),
+                    followed=beside)  # fmt: skip
 
 
 def tilted(s, base, tau):

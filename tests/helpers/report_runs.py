@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config import Recipe, dump_recipe
+from vcore_ds.track.followed_records import FollowedRecord, TraceTokens, write_followed
 from vcore_ds.track.token_records import SequenceTokens, TokenRecord, write_record
 
 
@@ -19,6 +20,7 @@ def write_run(
     metrics: Sequence[Mapping[str, Any]],
     records: Mapping[int, Sequence[SequenceTokens]],
     *,
+    followed: Sequence[FollowedRecord] = (),
     environment: Mapping[str, Any] | None = None,
     **changes: Mapping[str, Any],
 ) -> Path:
@@ -41,6 +43,8 @@ def write_run(
     for step, sequences in records.items():
         num_tokens = sum(map(len, sequences))
         write_record(folder, TokenRecord(step, None, len(sequences), num_tokens, sequences))
+    for record in followed:
+        write_followed(folder, record)
     return folder
 
 
@@ -61,6 +65,13 @@ def random_sequence(ids: Sequence[int], sequence_id: int, seed: int, share: floa
         utilities.astype(np.float32),
         (weights / weights.sum()).astype(np.float32),
     )
+
+
+def random_trace(ids: Sequence[int], seed: int) -> TraceTokens:
+    """The same of a followed trace, all of whose tokens are in the file."""
+    one = random_sequence(ids, 0, seed)
+    entropies = np.random.default_rng(seed).exponential(0.5, len(ids)).astype(np.float32)
+    return TraceTokens(len(ids), one.positions, one.token_ids, one.losses, entropies, one.utilities, one.weights)
 
 
 def step_line(step: int, **values: float | None) -> dict[str, float | None]:

@@ -38,6 +38,7 @@ class TinySetup:
             "optimizer.learning_rate=0.01",
             "schedule.num_steps=2",
             f"run.output_dir={output_dir}",
+            "run.num_followed_traces=0",
             *changes,
         ]
 

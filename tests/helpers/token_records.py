@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.step_runs import relative_error
+from vcore_ds.track.followed_records import read_all_followed
 from vcore_ds.track.token_records import read_records
 
 
@@ -33,4 +34,23 @@ def assert_same_records(folder: Path, expected: Path, *, num_sequences: int, tol
         for field in ("share", "uniform_share", "alpha"):
             left, right = ([getattr(s, field) for s in record.sequences] for record in (here, there))
             assert left == pytest.approx(right, rel=1e-5), (here.step, field)
+    return [record.step for record in found]
+
+
+def assert_same_followed(folder: Path, expected: Path, *, num_traces: int, tolerance: float = 1e-4) -> list[int]:
+    """Both runs followed the same traces, and measured the same, up to rounding. Returns the steps."""
+    found, wanted = read_all_followed(folder), read_all_followed(expected)
+    assert [record.step for record in found] == [record.step for record in wanted]
+    for here, there in zip(found, wanted, strict=True):
+        assert here.origins == there.origins and len(here.traces) == len(there.traces) == num_traces
+        for field in ("positions", "token_ids", "losses", "entropies", "utilities", "weights"):
+            left, right = (
+                torch.from_numpy(np.concatenate([getattr(trace, field) for trace in record.traces]))
+                for record in (here, there)
+            )
+            assert left.dtype == right.dtype
+            if field in ("positions", "token_ids"):
+                assert torch.equal(left, right)
+            else:
+                assert relative_error(left, right) < tolerance, (here.step, field)
     return [record.step for record in found]

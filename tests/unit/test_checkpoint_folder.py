@@ -14,7 +14,14 @@ from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config import Recipe, differing_keys, dump_recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder as files
-from vcore_ds.files.run_folder import begin, can_resume, move_lost_metrics, move_lost_tokens, token_record_path
+from vcore_ds.files.run_folder import (
+    begin,
+    can_resume,
+    followed_path,
+    move_lost_metrics,
+    move_lost_tokens,
+    token_record_path,
+)
 from vcore_ds.track.console import Console
 from vcore_ds.track.metrics_log import MetricsLog
 
@@ -317,7 +324,9 @@ def test_records_of_tokens_after_the_checkpoint_are_moved(tmp_path: Path):
         "step_00000004.npz": "attempt 2",
         "step_100000000.npz": "attempt 1",
     }
+    followed_path(tmp_path, 2).write_text("followed")
     move_lost_tokens(tmp_path, 0)
+    assert followed_path(tmp_path / "tokens_lost", 2).name in [p.name for p in (tmp_path / "tokens_lost").iterdir()]
     assert not list((tmp_path / "tokens").iterdir())
 
 

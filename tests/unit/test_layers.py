@@ -17,7 +17,7 @@ LEVELS = (
     ("errors", "random_streams", "planning", "config", "method", "grading"),
     ("files", "distributed", "data", "models"),
     ("track", "engine", "utility"),
-    ("weighting", "setup", "feed", "batch_scope", "step", "checkpoints", "loop", "memory_check", "run"),
+    ("weighting", "setup", "feed", "batch_scope", "followed", "step", "checkpoints", "loop", "memory_check", "run"),
     ("commands",),
     ("cli",),
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.report_runs import random_sequence, step_line, write_run
+from tests.helpers.report_runs import random_sequence, random_trace, step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.cli import main
 from vcore_ds.commands.report.curves import MOST_POINTS, make_charts
@@ -20,6 +20,7 @@ from vcore_ds.commands.report.read import Group, ReportedRun, group_runs, read_r
 from vcore_ds.commands.report.traces import (
     IN_ANSWER,
     KIND_BITS,
+    encode_followed,
     encode_traces,
     loss_levels,
     nearest,
@@ -28,6 +29,7 @@ from vcore_ds.commands.report.traces import (
     weight_levels,
 )
 from vcore_ds.errors import UserError
+from vcore_ds.track.followed_records import FollowedRecord, Origin
 from vcore_ds.track.token_texts import KINDS
 
 TOKENIZER = make_tokenizer()
@@ -115,6 +117,33 @@ def test_a_page_holds_whole_sequences_up_to_its_size(tmp_path: Path) -> None:
     for most_tokens, expected in ((1, 1), (2 * len(IDS) - 1, 1), (2 * len(IDS), 2)):
         description, _ = encode_traces(run, most_tokens)
         assert len(description["sequences"]) == expected and description["numRecorded"] == 2 * len(IDS)
+
+
+def test_followed_traces_are_decoded_as_they_were_measured(tmp_path: Path) -> None:
+    origins = [Origin(True, "correct", 4), Origin(False, "", 2)]
+    followed = [FollowedRecord(step, origins, [random_trace(IDS, 2 * step), random_trace(IDS, 1)]) for step in (1, 2)]
+    broken = replace(followed[1].traces[1], losses=followed[1].traces[1].losses * np.float32("inf"))
+    followed[1] = replace(followed[1], traces=[followed[1].traces[0], broken])
+    records = {1: [random_sequence(IDS, 0, seed=0)]}
+    (run,) = read(write_run(tmp_path / "run", TOKENIZER, [step_line(1)], records, followed=followed))
+    description, blob = encode_followed(run, 10**6)
+    assert [(one["step"], one["source"], one["id"]) for one in description["sequences"]] == [
+        (1, "held out, correct", 4),
+        (1, "training data", 2),
+        (2, "held out, correct", 4),
+    ]
+    n = 3 * len(IDS)
+    packed = gzip.decompress(base64.b64decode(blob))
+    assert len(packed) == 9 * n
+    codes = np.frombuffer(packed[4 * n :], dtype=np.uint8).reshape(5, n)
+    traces = [followed[0].traces[0], followed[0].traces[1], followed[1].traces[0]]
+    entropies = np.array(description["levels"]["entropy"])[codes[3]]
+    assert np.abs(entropies - np.concatenate([one.entropies for one in traces])).max() < 0.05
+    relative = np.concatenate([one.relative_weights for one in traces])
+    assert np.abs(np.log(np.array(description["levels"]["weight"])[codes[0]] / relative)).max() < 0.1
+    cut, _ = encode_followed(run, 3 * 4)
+    assert [(one["tokens"], one["wholeTokens"]) for one in cut["sequences"]] == [(4, len(IDS))] * 3
+    assert encode_followed(replace(run, followed=[]), 10**6) is None
 
 
 def test_colours_and_correlation(tmp_path: Path) -> None:

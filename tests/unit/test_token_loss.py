@@ -8,7 +8,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from vcore_ds.method import token_loss
+from vcore_ds.method import token_entropy, token_loss
 from vcore_ds.track.allocations import Allocations
 
 # The package exports a function of the module's name, which hides the module from an ordinary import.
@@ -145,6 +145,50 @@ def test_plain_inputs_in_forward_mode_give_a_plain_result() -> None:
         losses, tangents = forward_ad.unpack_dual(token_loss(hidden, weight, targets, bias))
     assert tangents is None
     torch.testing.assert_close(losses, reference(hidden, weight, bias, targets))
+
+
+# ---- entropy -------------------------------------------------------------------------------------------------------
+
+
+def entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    log_probabilities = linear(hidden, weight, bias).log_softmax(-1)
+    return -(log_probabilities.exp() * log_probabilities).sum(-1)
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+def test_entropy(block: int, with_bias: bool) -> None:
+    hidden, weight, bias, _ = inputs()
+    bias = bias if with_bias else None
+    found = token_entropy(hidden.requires_grad_(), weight, bias)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, entropy(hidden, weight, bias).detach(), rtol=1e-12, atol=1e-12)
+    in_fp32 = token_entropy(hidden.float(), weight.float(), None if bias is None else bias.float())
+    assert in_fp32.dtype == torch.float32
+    assert float((in_fp32 - found).abs().max()) < 1e-5
+
+
+def test_entropy_of_sure_and_of_uniform_predictions(block: int) -> None:
+    hidden, weight, _, _ = inputs()
+    found = token_entropy(hidden.float() * 1e4, weight.float())
+    assert found.isfinite().all() and (found >= 0).all() and float(found.median()) < 1e-6
+    uniform = token_entropy(torch.zeros(NUM_TOKENS, HIDDEN), weight.float())
+    torch.testing.assert_close(uniform, torch.full((NUM_TOKENS,), VOCABULARY).log())
+    # Of a sure prediction, the normalizer and the mean logit agree in all digits: their difference would be wrong by
+    # an ulp of the logit, 6e-5.
+    sure, out = torch.tensor([[1.0]]), torch.tensor([[1000.0], [985.0]])
+    expected = entropy(sure.double(), out.double()).float()
+    torch.testing.assert_close(token_entropy(sure, out), expected, rtol=0, atol=1e-6)
+    assert token_entropy(hidden[:0], weight).shape == (0,)
+
+
+def test_entropy_in_bf16_and_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    block_tokens, vocabulary = 8, 2000
+    set_block(monkeypatch, block_tokens, vocabulary)
+    hidden, weight = (t.bfloat16() for t in inputs(num_tokens=64, vocabulary=vocabulary, hidden=16)[:2])
+    with Allocations() as allocations:
+        found = token_entropy(hidden, weight)
+    assert allocations.largest_numel == block_tokens * vocabulary
+    assert float((found - entropy(hidden.double(), weight.double())).abs().max()) < 0.05
 
 
 # ---- half precision ------------------------------------------------------------------------------------------------

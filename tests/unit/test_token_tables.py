@@ -187,7 +187,7 @@ def test_turns_apart_are_no_phrase() -> None:
 def kinds(text: str, tokenizer: PreTrainedTokenizerFast = LETTERS) -> list[tuple[str, str]]:
     """(token, kind) of a text."""
     one = sequence(text, tokenizer=tokenizer)
-    texts = TokenTexts(tokenizer, [record(1, one)])
+    texts = TokenTexts(tokenizer, [one])
     read = texts.of(one)
     return [(texts.texts[i], KINDS[kind]) for i, kind in zip(one.token_ids.tolist(), read.kinds, strict=True)]
 
@@ -204,7 +204,7 @@ def test_the_kinds_of_tokens() -> None:
 
 def test_what_is_inside_a_box() -> None:
     one = sequence(r"a \boxed{7+{b}} c \boxed{d")
-    texts = TokenTexts(LETTERS, [record(1, one)])
+    texts = TokenTexts(LETTERS, [one])
     inside = [texts.texts[i] for i, ok in zip(one.token_ids.tolist(), texts.of(one).in_answer, strict=True) if ok]
     assert "".join(inside) == "7+{b}"
     row = by_name(tables(record(1, one)).kinds)[r"inside \boxed{}"]
@@ -214,7 +214,7 @@ def test_what_is_inside_a_box() -> None:
 
 def test_a_word_of_broken_characters_is_whole() -> None:
     one = sequence(" é (à)")
-    read = TokenTexts(LETTERS, [record(1, one)]).of(one)
+    read = TokenTexts(LETTERS, [one]).of(one)
     assert read.words[0] == "é" and len(read.words) == 2
     assert read.word_of_token.tolist()[:3] == [-1, 0, 0]
 
@@ -227,7 +227,7 @@ def test_a_tokenizer_that_strips_the_first_space() -> None:
     assert tokenizer.decode([0, 3]) == "theory"
     ids = np.array([0, 3, 0], dtype=np.int32)
     one = SequenceTokens(0, 1.0, 1.0, 1.0, np.arange(3, dtype=np.int32), ids, *[np.ones(3, np.float32)] * 3)
-    texts = TokenTexts(tokenizer, [record(1, one)])
+    texts = TokenTexts(tokenizer, [one])
     assert texts.texts == {0: " the", 3: "ory"}
     assert texts.of(one).words == ["theory", "the"]
 

@@ -14,7 +14,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vcore_ds.method import VocabularyPart, token_loss
+from vcore_ds.method import VocabularyPart, token_entropy, token_loss
 
 module = importlib.import_module("vcore_ds.method.token_loss")
 
@@ -119,6 +119,19 @@ def test_tangents(num_ranks: int, moving: str) -> None:
             assert torch.equal(utilities, found[0][1])
             torch.testing.assert_close(losses, expected.primal)
             torch.testing.assert_close(utilities, expected.tangent)
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_entropies(num_ranks: int, scale: float) -> None:
+    hidden, weight, _, _ = inputs()
+    hidden = scale * hidden
+    found = Ranks(num_ranks).run(lambda rank, part: token_entropy(hidden, rows_of(weight, rank, num_ranks), part=part))
+    log_probabilities = (hidden @ weight.t()).log_softmax(-1)
+    expected = -(log_probabilities.exp() * log_probabilities).sum(-1)
+    for entropies in found:
+        assert torch.equal(entropies, found[0])
+        torch.testing.assert_close(entropies, expected, rtol=1e-10, atol=1e-12)  # logits near 2000, in fp64
 
 
 def test_no_tokens() -> None:

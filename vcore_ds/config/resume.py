@@ -18,6 +18,7 @@ MAY_DIFFER = frozenset(
         "run.log_every",
         "run.validate_every",
         "run.num_token_records",
+        "run.num_followed_traces",
         "run.time_limit_minutes",
         "run.wandb_project",
         "data.validation_path",

@@ -164,6 +164,10 @@ class RunConfig(Section):
     num_token_records: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = 12
     """Optimizer steps whose tokens are recorded in tokens/, with loss, utility and weight, for `vcore-ds tokens`:
     spread evenly on a log scale, the first and the last among them; 0 for none. At most about 2 MB each."""
+    num_followed_traces: Annotated[int, Field(ge=0, le=1000)] = 16
+    """Traces that are measured at each of these steps, so that the same tokens can be followed over the run: half of
+    them held out (data.validation_path), the rest training data, drawn by the seed; 0 for none. At each of these steps
+    they cost three or four forwards of so many traces, and a file of at most about 2 MB."""
     wandb_project: Text | None = None
     """Project on Weights & Biases that also gets the metrics; null for none. Where it cannot be reached, the run
     continues and keeps in its folder what it would have sent."""

@@ -19,3 +19,5 @@ class StepBatches:
     """Tokens of each sequence of the global main batch, over all ranks; empty where not measured."""
     probe_lengths: Sequence[int] = ()
     """The same of the probe batch."""
+    followed: Sequence[Batch] = ()
+    """Traces to measure beside the step, see `vcore_ds.followed`; empty in most steps."""

@@ -91,7 +91,19 @@ class Engine:
 
         A collective: every rank must call it as often as the others, with an idle batch if it has no data.
         """
-        k, targets, positions = batch.sequence_parallel, batch.targets(), batch.position_ids()
+        supervised = batch.targets() != IGNORED_LABEL
+        return gather_losses(self._forward(batch), supervised, batch.sequence_parallel)
+
+    def losses_and_entropies(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The same losses, and the entropy in nats of each supervised token's prediction, both `[N]`; for passes
+        without a gradient. A collective, as `token_losses`."""
+        supervised, k = batch.targets() != IGNORED_LABEL, batch.sequence_parallel
+        losses, entropies = self._forward(batch, with_entropies=True)
+        return gather_losses(losses, supervised, k), gather_losses(entropies, supervised, k)
+
+    def _forward(self, batch: Batch, *, with_entropies: bool = False) -> Any:
+        """What the model gives for this rank's columns."""
+        k, positions = batch.sequence_parallel, batch.position_ids()
         if self._dropouts and self._dropouts[0].training:
             keys = token_keys(self._dropout_seed, batch.token_sequence_ids(), positions)
             own_keys = own_columns(keys, k).to(self.device)
@@ -99,13 +111,13 @@ class Engine:
                 # Kept until the next forward: layers that are recomputed in the backward draw their masks again.
                 dropout.token_keys = own_keys
         with self._saved_parameters.as_references():
-            own = self.deepspeed(
+            return self.deepspeed(
                 input_ids=own_columns(batch.input_ids, k).to(self.device),
-                targets=own_columns(targets, k).to(self.device),
+                targets=own_columns(batch.targets(), k).to(self.device),
                 position_ids=own_columns(positions, k).to(self.device),
                 row_layout=RowLayout.of(batch.sequence_lengths(), k, self.device),
+                with_entropies=with_entropies,
             )
-        return gather_losses(own, targets != IGNORED_LABEL, k)
 
     def seed_dropout(self, seed: int) -> None:
         """Makes the masks of the next forwards a function of the token and of `seed`, the same on all ranks."""

@@ -29,10 +29,11 @@ DATA = "data.json"
 """How much data the run reads: for the model card, whose result may be exported where the data are not."""
 REPORT = "report.html"
 TOKENS, LOST_TOKENS = "tokens", "tokens_lost"
-"""Folders with a file for each optimizer step whose tokens are recorded, see `token_record_path`."""
+"""Folders with the files of each optimizer step whose tokens are recorded, see `token_record_path` and
+`followed_path`."""
 TRACKERS = "trackers"
 """Folder with the run's id at each tracker that has given it one."""
-_TOKEN_RECORD = re.compile(r"step_(\d{8,})\.npz")
+_TOKEN_RECORD = re.compile(r"(?:step|followed)_(\d{8,})\.npz")
 
 
 def export_folder(recipe: Recipe) -> Path:
@@ -196,9 +197,14 @@ def token_record_path(folder: Path, step: int) -> Path:
     return folder / TOKENS / f"step_{step:08d}.npz"
 
 
+def followed_path(folder: Path, step: int) -> Path:
+    """Where a run writes the followed traces of an optimizer step, from 1."""
+    return folder / TOKENS / f"followed_{step:08d}.npz"
+
+
 def move_lost_tokens(folder: Path, step: int) -> None:
-    """Moves the records of later steps than `step` from tokens/ to tokens_lost/, which keeps the newest of each."""
-    for path in (folder / TOKENS).glob("step_*.npz"):
+    """Moves the files of later steps than `step` from tokens/ to tokens_lost/, which keeps the newest of each."""
+    for path in (folder / TOKENS).glob("*.npz"):
         found = _TOKEN_RECORD.fullmatch(path.name)
         if found is not None and int(found[1]) > step:
             (folder / LOST_TOKENS).mkdir(exist_ok=True)

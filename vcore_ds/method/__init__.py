@@ -29,7 +29,7 @@ from vcore_ds.method.objective import (
     utility_variances,
     variance_alpha,
 )
-from vcore_ds.method.token_loss import VocabularyPart, token_loss
+from vcore_ds.method.token_loss import VocabularyPart, token_entropy, token_loss
 from vcore_ds.method.tokens import Tokens
 from vcore_ds.method.weights import (
     GibbsWeights,
@@ -59,6 +59,7 @@ __all__ = [
     "segment_sum",
     "sequence_shares",
     "token_coefficients",
+    "token_entropy",
     "token_loss",
     "uniform_weights",
     "utility_moments",

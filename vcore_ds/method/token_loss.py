@@ -1,4 +1,4 @@
-"""Per-token cross-entropy from hidden states, a block of tokens at a time.
+"""Per-token cross-entropy from hidden states, a block of tokens at a time; and the entropy of the predictions.
 
 `l[t] = logsumexp_j(h[t] . W[j]) - h[t] . W[y[t]]` (natural log; `\\ell_t` of the paper's Preliminaries).
 
@@ -71,6 +71,35 @@ def token_loss(
             bias, tangents[2] = forward_ad.unpack_dual(bias)
     losses, d_losses = _TokenLoss.apply(hidden, weight, bias, targets, part, *tangents)
     return losses if d_losses is None else forward_ad.make_dual(losses, d_losses)
+
+
+@torch.no_grad()
+def token_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, part: VocabularyPart | None = None
+) -> Tensor:
+    """Entropy in nats of the distribution that predicts each token, fp32 (fp64 for fp64 input), `[N]`, without a graph.
+
+    It takes a second product with `weight`: losses are computed in every step, entropies in a few.
+
+    Args: as for `token_loss`; no dual tensors. With a part the result is the same on all ranks, and a collective.
+    """
+    rows = _rows(weight, part)
+    entropies = torch.empty(len(hidden), dtype=_accumulation_dtype(hidden), device=hidden.device)
+    for start in range(0, len(hidden), size := _block_size(weight)):
+        block = slice(start, start + size)
+        logits = _logits(hidden[block], rows, bias)
+        log_normalizers = torch.logsumexp(logits, dim=-1)
+        log_probabilities = logits.sub_(log_normalizers[:, None])
+        # Not `log_normalizer - mean logit`: of a likely token hardly a digit would be left.
+        own = -log_probabilities.exp().mul_(log_probabilities).sum(-1)
+        del logits, log_probabilities  # before the next block's are made
+        if part is not None:
+            # Which part, then which token of it: entropies add up by the chain rule.
+            of_parts, own_of_parts = part.gather(torch.stack([log_normalizers, own])).unbind(1)
+            log_shares = of_parts - torch.logsumexp(of_parts, 0)
+            own = (log_shares.exp() * (own_of_parts - log_shares)).sum(0)
+        entropies[block] = own.clamp_min_(0.0)
+    return entropies
 
 
 def _block_size(weight: Tensor) -> int:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from vcore_ds.data import IGNORED_LABEL
 from vcore_ds.errors import UserError
-from vcore_ds.method import token_loss
+from vcore_ds.method import token_entropy, token_loss
 from vcore_ds.models.attention import OUR_ATTENTION, RowLayout
 from vcore_ds.models.dropout import use_token_dropout
 
@@ -29,11 +29,17 @@ class TokenLossHead(nn.Module):
         self.weight = output_embedding.weight
         self.bias = output_embedding.bias
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Losses `[N]` of `targets [N]` given `hidden [N, H]`; logits `[..., V]` where no targets are given."""
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, *, with_entropies: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Losses `[N]` of `targets [N]` given `hidden [N, H]`; logits `[..., V]` where no targets are given.
+
+        `with_entropies`: losses and entropies, both `[N]`.
+        """
         if targets is None:
             return nn.functional.linear(hidden, self.weight, self.bias)
-        return token_loss(hidden, self.weight, targets, self.bias)
+        losses = token_loss(hidden, self.weight, targets, self.bias)
+        return (losses, token_entropy(hidden, self.weight, self.bias)) if with_entropies else losses
 
 
 class TokenLossModel(nn.Module):
@@ -83,7 +89,15 @@ class TokenLossModel(nn.Module):
         """A context in which the layers compute without their adapters."""
         return self.causal_lm.disable_adapter()
 
-    def forward(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor, row_layout: RowLayout) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        targets: Tensor,
+        position_ids: Tensor,
+        row_layout: RowLayout,
+        *,
+        with_entropies: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Losses in nats, fp32, `[N]`: the supervised tokens among this rank's columns, in row-major order.
 
         Args:
@@ -91,6 +105,7 @@ class TokenLossModel(nn.Module):
             targets: `[b, t]`, the token that follows each; `IGNORED_LABEL` where it is not supervised.
             position_ids: `[b, t]`, from 0 in each sequence. Always given: a rank's columns need not begin a sequence.
             row_layout: which sequences the rows hold, and how many ranks share them.
+            with_entropies: also give the entropy of each token's prediction, `[N]`, without a graph.
         """
         # Hugging Face's own attention kernels know nothing of it, and tell packed sequences apart by their positions.
         is_ours = self.base.config._attn_implementation in OUR_ATTENTION
@@ -106,4 +121,5 @@ class TokenLossModel(nn.Module):
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, **options
             ).last_hidden_state
         supervised = targets != IGNORED_LABEL
-        return self.base.get_output_embeddings()(hidden[supervised], targets[supervised])
+        head = self.base.get_output_embeddings()
+        return head(hidden[supervised], targets[supervised], with_entropies=with_entropies)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from vcore_ds.method import (
     sequence_shares,
     utility_moments,
 )
+from vcore_ds.track.followed_records import TraceTokens
 from vcore_ds.track.token_gather import sequences_of
 from vcore_ds.track.token_records import SequenceTokens
 
@@ -82,18 +83,24 @@ class StepMetrics:
     values: Mapping[str, float | int | None]
     tokens: Sequence[SequenceTokens] | None
     """This rank's sequences; None unless the recorder was to keep them."""
+    followed: Mapping[int, TraceTokens] = field(default_factory=dict)
+    """What this rank has measured of the followed traces, by their places; empty in most steps."""
 
 
 class StepRecorder:
     """Collects what a step measures: seconds by part, and sums over this rank's micro-batches.
 
     Sums stay on the device until `totals`: no host synchronisation per micro-batch.
+
+    Attributes:
+        followed: as in `StepMetrics`.
     """
 
     def __init__(self, device: torch.device, *, keep_tokens: bool = False):
         """`keep_tokens`: hand out the single tokens at the end, which takes waiting for the device."""
         self._device = device
         self._results: list[MicroBatchResult] | None = [] if keep_tokens else None
+        self.followed: dict[int, TraceTokens] = {}
         self._method: MethodConfig | None = None
         self._counts: GlobalCounts | None = None
         self._sequence_parallel = 1
@@ -109,14 +116,14 @@ class StepRecorder:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part of the step, `probe`, `utility`, `main` or `step`. Waits for the GPU at both ends, so that a part pays
-        for its own kernels."""
+        """A part of the step, `probe`, `utility`, `main` or `step`, or `followed` beside it. Waits for the GPU at both
+        ends, so that a part pays for its own kernels."""
         mark(name)
         started = self._now()
         peak_memory.start_phase()
         yield
         self._peak_bytes[name] = peak_memory.of_phase()
-        self._seconds[name] += self._now() - started
+        self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - started
 
     def add(self, result: MicroBatchResult) -> None:
         assert self._method is not None and self._counts is not None  # `begin` comes first
@@ -209,11 +216,12 @@ class StepRecorder:
             "sequences": counts.num_sequences_global,
             "seconds": seconds,
             **{f"seconds_{name}": value for name, value in self._seconds.items()},
-            "supervised_tokens_per_second": counts.num_supervised_tokens_global / seconds,
+            "supervised_tokens_per_second": counts.num_supervised_tokens_global
+            / (seconds - self._seconds.get("followed", 0.0)),
             "peak_memory_bytes": peak_memory.of_process(),
             **{f"peak_memory_bytes_{name}": value for name, value in self._peak_bytes.items()},
         }
-        return StepMetrics(values, tokens)
+        return StepMetrics(values, tokens, self.followed)
 
     def _sequences_of(self, result: MicroBatchResult, alpha: float | None) -> Iterator[SequenceTokens]:
         assert self._method is not None and self._counts is not None

@@ -4,19 +4,14 @@
 arrays. The commands, the experiments and reports read it with `read_records`.
 """
 
-import io
-import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from vcore_ds.errors import UserError
-from vcore_ds.files.aside import written_aside
 from vcore_ds.files.run_folder import TOKENS, token_record_path
-from vcore_ds.files.user_paths import reading
+from vcore_ds.track.array_files import arrays_of, parts_of, write_arrays
 
 FORMAT = 1
 MOST_TOKENS = 131_072
@@ -116,13 +111,7 @@ def write_record(run: Path, record: TokenRecord) -> Path:
         parts = [getattr(sequence, name) for sequence in sequences]
         if all(part is not None for part in parts):
             arrays[name] = np.concatenate(parts)
-    # In memory first, so that a disk without room fails in one place, with an OSError.
-    content = io.BytesIO()
-    np.savez_compressed(content, **arrays)
-    path = token_record_path(run, record.step)
-    with written_aside(path) as unfinished:
-        unfinished.write_bytes(content.getbuffer())
-    return path
+    return write_arrays(token_record_path(run, record.step), arrays)
 
 
 def read_records(run: Path) -> list[TokenRecord]:
@@ -136,26 +125,14 @@ def read_records(run: Path) -> list[TokenRecord]:
 
 def read_record(path: Path) -> TokenRecord:
     """One file of `tokens/`. Raises UserError where it cannot be read."""
-    expected = "a record of tokens that a run has written"
-    try:
-        with reading("", path, expected), np.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-        if int(arrays["format"]) != FORMAT:
-            raise UserError(f"{path}: found format {int(arrays['format'])}; expected {FORMAT}, of this version")
-        ends = np.cumsum(arrays["num_tokens"]).tolist()
-        if any(name in arrays and len(arrays[name]) != ends[-1] for name in _OF_TOKEN):
-            raise ValueError("arrays of different lengths")
-        sequences = [_sequence(arrays, i, slice(*own)) for i, own in enumerate(zip([0, *ends], ends, strict=False))]
+    with arrays_of(path, "a record of tokens that a run has written", FORMAT) as arrays:
+        sequences = [_sequence(arrays, i, own) for i, own in enumerate(parts_of(arrays, _OF_TOKEN))]
         first_trusted_id = int(arrays["first_trusted_id"])
         return TokenRecord(
             **{name: int(arrays[name]) for name in _OF_RECORD},
             first_trusted_id=None if first_trusted_id == _NONE else first_trusted_id,
             sequences=sequences,
         )
-    except (ValueError, TypeError, KeyError, IndexError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(
-            f"{path}: is damaged: {error}; expected {expected}. Remove it: the other records of the run can be read"
-        ) from None
 
 
 def _sequence(arrays: dict[str, np.ndarray], i: int, own: slice) -> SequenceTokens:

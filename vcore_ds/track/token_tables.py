@@ -116,8 +116,8 @@ def make_tables(
     Raises:
         UserError: the tokenizer lacks recorded tokens.
     """
-    texts = TokenTexts(tokenizer, records)
     flat = [(record, sequence) for record in records for sequence in record.sequences]
+    texts = TokenTexts(tokenizer, [sequence for _, sequence in flat])
     read = [texts.of(sequence) for _, sequence in flat]
     sums = _Sums.of_tokens(records)
     least = default_min_count(len(sums.part)) if min_count is None else min_count

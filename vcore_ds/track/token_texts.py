@@ -4,13 +4,12 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from vcore_ds.errors import UserError
 from vcore_ds.grading.answers import answer_spans
-from vcore_ds.track.token_records import SequenceTokens, TokenRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +31,16 @@ _EDGES = ".,;:!?()[]\"'“”‘’*"
 """Punctuation that is no part of a word that it stands beside."""
 
 
+class RecordedTokens(Protocol):
+    """The tokens of one sequence in a file of a run."""
+
+    @property
+    def token_ids(self) -> np.ndarray: ...
+
+    @property
+    def positions(self) -> np.ndarray: ...
+
+
 @dataclass(frozen=True, eq=False)
 class SequenceTexts:
     """The tokens of one sequence, read as text. Arrays of tokens are in their order."""
@@ -51,9 +60,9 @@ class SequenceTexts:
 class TokenTexts:
     """Reads sequences with a tokenizer."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", records: Sequence[TokenRecord]) -> None:
-        """Raises UserError where the records hold tokens that the tokenizer does not have."""
-        ids = np.unique(np.concatenate([s.token_ids for record in records for s in record.sequences])).tolist()
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", sequences: Sequence[RecordedTokens]) -> None:
+        """Raises UserError where the sequences, at least one, hold tokens that the tokenizer does not have."""
+        ids = np.unique(np.concatenate([sequence.token_ids for sequence in sequences])).tolist()
         if ids[-1] >= len(tokenizer):
             raise UserError(
                 f"found token {ids[-1]} in the records, and a tokenizer of {len(tokenizer):,} tokens; expected the one "
@@ -65,12 +74,12 @@ class TokenTexts:
         start = len(self._decode(before))
         self._before, self._start = before, start
         self.texts: dict[int, str] = {i: self._decode([*before, i])[start:] for i in ids}
-        """Text of each token in the records."""
+        """Text of each token in the sequences."""
         special = set(tokenizer.all_special_ids)
         self._special = special
         self._kinds = {i: KINDS.index("special" if i in special else _kind_of(text)) for i, text in self.texts.items()}
 
-    def of(self, sequence: SequenceTokens) -> SequenceTexts:
+    def of(self, sequence: RecordedTokens) -> SequenceTexts:
         """Reads one sequence."""
         ids = sequence.token_ids.tolist()
         # A special token, and a turn of somebody else, separates words.
@@ -103,7 +112,7 @@ class TokenTexts:
         words = [word.strip(_EDGES) or word for word in words]
         return SequenceTexts(kinds, in_answer, words, word_of_token, sentences)
 
-    def pieces_of(self, sequence: SequenceTokens) -> list[str]:
+    def pieces_of(self, sequence: RecordedTokens) -> list[str]:
         """The text of each token, as a reader sees it: the first of several tokens that make up one character has the
         character, and the others are empty."""
         ids = sequence.token_ids.tolist()

@@ -27,13 +27,21 @@ from vcore_ds.commands.report.tables import (
     phases_of,
     tables_of,
 )
-from vcore_ds.commands.report.traces import encode_traces, most_tokens_of_run, ranks, utilities_of
+from vcore_ds.commands.report.traces import (
+    MOST_FOLLOWED_TOKENS,
+    MOST_TOKENS,
+    encode_followed,
+    encode_traces,
+    part_of_run,
+    ranks,
+    utilities_of,
+)
 from vcore_ds.config import dump_recipe
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.user_paths import writing
 
 SOURCES = Path(__file__).parent / "page"
-SCRIPTS = ("base.js", "charts.js", "traces.js", "density.js", "main.js")
+SCRIPTS = ("base.js", "charts.js", "traces.js", "followed.js", "density.js", "main.js")
 """In the order in which they stand in the page, as one module."""
 
 
@@ -52,14 +60,17 @@ def write_page(runs: Sequence[ReportedRun], path: Path, sweep: SweepTables | Non
 def render(runs: Sequence[ReportedRun], sweep: SweepTables | None = None) -> str:
     """The page as text."""
     groups = group_runs(runs)
-    described = [encode_traces(run, most_tokens_of_run(runs)) for run in runs if run.texts is not None]
     with_texts = [run for run in runs if run.texts is not None]
+    described = [encode_traces(run, part_of_run(MOST_TOKENS, runs)) for run in with_texts]
     for run, (description, _) in zip(with_texts, described, strict=True):
         description["spearman"] = rank_correlation(run)
+    of_followed = [encode_followed(run, part_of_run(MOST_FOLLOWED_TOKENS, runs)) for run in with_texts]
+    followed = [found for found in of_followed if found is not None]
     report = {
         "groups": [group.label for group in groups],
         "charts": [asdict(chart) for chart in make_charts(groups)],
         "tokens": [description for description, _ in described],
+        "followed": [description for description, _ in followed],
         "weightRange": weight_range(with_texts),
     }
     script = "\n" + "\n".join((SOURCES / name).read_text(encoding="utf-8") for name in SCRIPTS)
@@ -76,7 +87,11 @@ def render(runs: Sequence[ReportedRun], sweep: SweepTables | None = None) -> str
         style=Markup((SOURCES / "style.css").read_text(encoding="utf-8")),
         script=Markup(script),
         report=Markup(as_json(report)),
-        blobs=[Markup(blob) for _, blob in described],
+        blobs={
+            f"{name}-{place}": Markup(blob)
+            for name, found in (("tokens", described), ("followed", followed))
+            for place, (_, blob) in enumerate(found)
+        },
         **_words(runs, groups, sweep),
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vcore_ds.config import Recipe, flat_values
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import TOKENS
+from vcore_ds.track.followed_records import FollowedRecord, read_all_followed
 from vcore_ds.track.run_notes import notes_on
 from vcore_ds.track.run_reader import read_environment_of, read_metrics_of, read_recipe_of, tokenizer_of
 from vcore_ds.track.token_records import TokenRecord, read_records
@@ -35,6 +36,7 @@ class ReportedRun:
     metrics: list[dict[str, float | None]]
     """Lines of metrics.jsonl, at least one."""
     records: list[TokenRecord]
+    followed: list[FollowedRecord]
     texts: TokenTexts | None
     """None where there are no records, or no tokenizer that knows their tokens."""
     tables: TokenTables | None
@@ -81,7 +83,7 @@ def read_runs(
 def _read_run(folder: Path, name: str, top: int, tokenizer_path: str | None) -> ReportedRun:
     recipe = read_recipe_of(folder)
     environment, metrics = read_environment_of(folder), read_metrics_of(folder)
-    records = read_records(folder)
+    records, followed = read_records(folder), read_all_followed(folder)
     notes = notes_on(folder, recipe, environment, metrics)
     texts, tables, why = None, None, None
     if not records:
@@ -90,7 +92,8 @@ def _read_run(folder: Path, name: str, top: int, tokenizer_path: str | None) -> 
     else:
         try:
             tokenizer: PreTrainedTokenizerBase = tokenizer_of(folder, recipe, tokenizer_path)
-            texts = TokenTexts(tokenizer, records)
+            recorded = [sequence for record in records for sequence in record.sequences]
+            texts = TokenTexts(tokenizer, [*recorded, *(trace for record in followed for trace in record.traces)])
             if are_uniform(records):
                 why = "All recorded tokens have the uniform weight: none gained or lost."
             else:
@@ -101,7 +104,7 @@ def _read_run(folder: Path, name: str, top: int, tokenizer_path: str | None) -> 
             # Curves and costs need no tokenizer, and the model may be on another machine.
             why = f"The recorded tokens cannot be shown: {error}"
             notes.append(why)
-    return ReportedRun(name, folder, recipe, environment, metrics, records, texts, tables, why, notes)
+    return ReportedRun(name, folder, recipe, environment, metrics, records, followed, texts, tables, why, notes)
 
 
 def group_runs(runs: Sequence[ReportedRun]) -> list[Group]:

@@ -14,6 +14,7 @@ PHASES = {
     "utilities": "seconds_utility",
     "main pass": "seconds_main",
     "update": "seconds_step",
+    "followed traces": "seconds_followed",
 }
 """Name -> key of metrics.jsonl."""
 NOTHING = "–"

@@ -2,19 +2,22 @@
 
 import base64
 import gzip
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from vcore_ds.commands.report.read import ReportedRun
+from vcore_ds.track.followed_records import TraceTokens
 from vcore_ds.track.token_records import SequenceTokens, TokenRecord
-from vcore_ds.track.token_tables import SOURCES, are_uniform
-from vcore_ds.track.token_texts import KINDS, TokenTexts
+from vcore_ds.track.token_tables import SOURCES, UNIFORM_TOLERANCE, are_uniform
+from vcore_ds.track.token_texts import KINDS, RecordedTokens, TokenTexts
 
 MOST_TOKENS = 1_600_000
 """Tokens of a page, about 8 MB of it: 12 records as large as a run writes them. What is beyond is left out by whole
 sequences, the same number of tokens in each record."""
+MOST_FOLLOWED_TOKENS = 800_000
+"""The same for followed traces, of which each is cut to as many tokens; 16 traces of 4,096 tokens in 12 records fit."""
 
 KIND_BITS = 0b0000_0111
 IN_ANSWER, AFTER_GAP = 8, 16
@@ -23,16 +26,78 @@ IN_ANSWER, AFTER_GAP = 8, 16
 
 def encode_traces(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], str]:
     """What the page knows of a run's recorded tokens, of at least one: a description for JSON, and the tokens as
-    base64 of gzip.
-
-    The bytes are, for all tokens, one array after the other: place in `texts` (`bytes_text` each, little-endian), rank
-    in the sequence (`bytes_rank`, from 0 for the most weighted), then one byte each: place in the levels of weight, of
-    loss, and of utility in the step (absent without utilities), and flags.
-    """
-    assert run.texts is not None
+    base64 of gzip, see `_pack`."""
     chosen = [
         (record, sequence) for record in run.records for sequence in _within(record, most_tokens, len(run.records))
     ]
+    of_record = {record.step: utilities_of(record) for record in run.records}
+    description, blob = _pack(run, [(record.step, sequence) for record, sequence in chosen], of_record)
+    description |= {
+        "isUniform": are_uniform(run.records),
+        "numRecorded": sum(record.num_tokens for record in run.records),
+        "sequences": [
+            {
+                "step": record.step,
+                "id": sequence.sequence_id - (record.first_trusted_id if record.is_trusted(sequence) else 0),
+                "source": SOURCES[record.is_trusted(sequence)],
+                "tokens": len(sequence),
+                "alpha": float(f"{sequence.alpha:.4g}"),
+                "share": float(f"{sequence.share / sequence.uniform_share:.4g}"),
+            }
+            for record, sequence in chosen
+        ],
+    }
+    return description, blob
+
+
+def encode_followed(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], str] | None:
+    """The same of its followed traces, with their entropy; None where there are none."""
+    found = [
+        (record.step, origin, trace)
+        for record in run.followed
+        for origin, trace in zip(record.origins, record.traces, strict=True)
+        if trace.is_finite
+    ]
+    if not found:
+        return None
+    most = max(1, most_tokens // len(found))
+    chosen = [(step, trace.first(most)) for step, _, trace in found]
+    of_step = {step: _together([trace.utilities for other, trace in chosen if other == step]) for step, _ in chosen}
+    description, blob = _pack(run, chosen, of_step)
+    weights = np.concatenate([trace.relative_weights for _, trace in chosen])
+    description |= {
+        "isUniform": bool(np.all(np.abs(weights - 1.0) <= UNIFORM_TOLERANCE)),
+        "sequences": [
+            {
+                "step": step,
+                "id": origin.sequence_id,
+                "source": origin.source,
+                "isHeldOut": origin.is_held_out,
+                "tokens": len(trace),
+                "wholeTokens": trace.num_supervised_tokens,
+            }
+            for (step, origin, _), (_, trace) in zip(found, chosen, strict=True)
+        ],
+    }
+    return description, blob
+
+
+def _pack(
+    run: ReportedRun,
+    chosen: Sequence[tuple[int, SequenceTokens | TraceTokens]],
+    utilities_of_step: Mapping[int, np.ndarray | None],
+) -> tuple[dict[str, Any], str]:
+    """Texts and levels for JSON, and the tokens' bytes.
+
+    The bytes are, for all tokens, one array after the other: place in `texts` (`bytes_text` each, little-endian), rank
+    in the sequence (`bytes_rank`, from 0 for the most weighted), then one byte each: place in the levels of weight, of
+    loss, of utility in the step (absent without utilities), of entropy (for followed traces), and flags.
+
+    Args:
+        chosen: sequences with their steps.
+        utilities_of_step: of all tokens of a step, or None without utilities.
+    """
+    assert run.texts is not None
     sequences = [sequence for _, sequence in chosen]
     names: dict[str, int] = {}
     texts, flags = zip(*(_text_of(sequence, run.texts, names) for sequence in sequences), strict=True)
@@ -40,14 +105,18 @@ def encode_traces(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], s
     losses = np.concatenate([sequence.losses for sequence in sequences])
     levels: dict[str, Any] = {"weight": weight_levels(weights), "loss": loss_levels(losses)}
     codes = [nearest(levels["weight"], weights), nearest(levels["loss"], losses)]
-    of_record = {record.step: utilities_of(record) for record in run.records}
-    if all(utilities is not None for utilities in of_record.values()):
+    with_utilities = {step: found for step, found in utilities_of_step.items() if found is not None}
+    if len(with_utilities) == len(utilities_of_step):
         # Utilities of one step can be a hundred times those of another, so each record has levels of its own.
-        levels |= {"utility": {step: utility_levels(utilities) for step, utilities in of_record.items()}}
-        levels |= {"utilityAxis": utility_levels(np.concatenate(list(of_record.values())))}
+        levels |= {"utility": {step: utility_levels(utilities) for step, utilities in with_utilities.items()}}
+        levels |= {"utilityAxis": utility_levels(np.concatenate(list(with_utilities.values())))}
         codes.append(
-            np.concatenate([nearest(levels["utility"][record.step], sequence.utilities) for record, sequence in chosen])
+            np.concatenate([nearest(levels["utility"][step], sequence.utilities) for step, sequence in chosen])
         )
+    entropies = [sequence.entropies for sequence in sequences if isinstance(sequence, TraceTokens)]
+    if entropies:
+        levels |= {"entropy": loss_levels(np.concatenate(entropies))}
+        codes.append(nearest(levels["entropy"], np.concatenate(entropies)))
     text_type = np.dtype("<u2" if len(names) <= 1 << 16 else "<u4")
     rank_type = np.dtype("<u2" if max(map(len, sequences)) <= 1 << 16 else "<u4")
     arrays = [
@@ -63,19 +132,6 @@ def encode_traces(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], s
         "bytesText": text_type.itemsize,
         "bytesRank": rank_type.itemsize,
         "levels": {name: _rounded(values) for name, values in levels.items()},
-        "isUniform": are_uniform(run.records),
-        "numRecorded": sum(record.num_tokens for record in run.records),
-        "sequences": [
-            {
-                "step": record.step,
-                "id": sequence.sequence_id - (record.first_trusted_id if record.is_trusted(sequence) else 0),
-                "source": SOURCES[record.is_trusted(sequence)],
-                "tokens": len(sequence),
-                "alpha": float(f"{sequence.alpha:.4g}"),
-                "share": float(f"{sequence.share / sequence.uniform_share:.4g}"),
-            }
-            for record, sequence in chosen
-        ],
     }
     packed = gzip.compress(b"".join(array.tobytes() for array in arrays), compresslevel=6, mtime=0)
     return description, base64.b64encode(packed).decode()
@@ -83,8 +139,13 @@ def encode_traces(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], s
 
 def utilities_of(record: TokenRecord) -> np.ndarray | None:
     """Utilities of all tokens of a record; None for methods without."""
-    utilities = [sequence.utilities for sequence in record.sequences if sequence.utilities is not None]
-    return np.concatenate(utilities).astype(np.float64) if len(utilities) == len(record.sequences) else None
+    return _together([sequence.utilities for sequence in record.sequences])
+
+
+def _together(of_sequences: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """fp64; None where a sequence has none."""
+    found = [utilities for utilities in of_sequences if utilities is not None]
+    return np.concatenate(found).astype(np.float64) if len(found) == len(of_sequences) else None
 
 
 def _rounded(levels: Any) -> Any:
@@ -100,7 +161,7 @@ def _within(record: TokenRecord, most_tokens: int, num_records: int) -> list[Seq
     return list(record.sequences[: max(1, int(np.searchsorted(ends, most_tokens // num_records, side="right")))])
 
 
-def _text_of(sequence: SequenceTokens, texts: TokenTexts, names: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
+def _text_of(sequence: RecordedTokens, texts: TokenTexts, names: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
     """Place of each token's text in `names`, which grows, and its flags."""
     read, pieces = texts.of(sequence), texts.pieces_of(sequence)
     places = np.array([names.setdefault(piece, len(names)) for piece in pieces], dtype=np.int64)
@@ -146,6 +207,6 @@ def nearest(levels: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.searchsorted((levels[1:] + levels[:-1]) / 2, values).astype(np.uint8)
 
 
-def most_tokens_of_run(runs: Sequence[ReportedRun]) -> int:
-    """Tokens that a page shows of each run that has some."""
-    return MOST_TOKENS // max(1, sum(run.texts is not None for run in runs))
+def part_of_run(most_tokens: int, runs: Sequence[ReportedRun]) -> int:
+    """How many of a page's tokens each run that has some gets."""
+    return most_tokens // max(1, sum(run.texts is not None for run in runs))

@@ -13,7 +13,7 @@ from vcore_ds.config.schema import LoraConfig
 from vcore_ds.data import IGNORED_LABEL
 from vcore_ds.distributed import layout
 from vcore_ds.errors import UserError
-from vcore_ds.method import VocabularyPart, token_loss
+from vcore_ds.method import VocabularyPart, token_entropy, token_loss
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.megatron.adapters import Adapted, adapted_layers, adapter_pieces, add_adapters, without_adapters
 from vcore_ds.models.megatron.configuration import padded_vocabulary, transformer_config
@@ -38,10 +38,16 @@ class ParallelTokenLossHead(nn.Module):
         num_tokens = min(num_rows, vocabulary - first)
         self._part = VocabularyPart(first, num_tokens, lambda own: layout.all_gather("tensor", own))
 
-    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Tensor, targets: Tensor, *, with_entropies: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Losses `[N]` of `targets [N]` given `hidden [N, H]`, the same on all ranks. A collective; the gradient by
-        `hidden` is this rank's part of a sum."""
-        return token_loss(hidden, self.weight, targets, part=self._part)
+        `hidden` is this rank's part of a sum.
+
+        `with_entropies`: losses and entropies, both `[N]`.
+        """
+        losses = token_loss(hidden, self.weight, targets, part=self._part)
+        return (losses, token_entropy(hidden, self.weight, part=self._part)) if with_entropies else losses
 
 
 class ParallelTokenLossModel(nn.Module):
@@ -129,7 +135,15 @@ class ParallelTokenLossModel(nn.Module):
         torch's constructors may have passed through bf16."""
         self.rotary = LlamaRotaryEmbedding(self.config)
 
-    def forward(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor, row_layout: RowLayout) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        targets: Tensor,
+        position_ids: Tensor,
+        row_layout: RowLayout,
+        *,
+        with_entropies: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Losses in nats, fp32, `[N]`: the supervised tokens among this rank's columns, in row-major order.
 
         A collective over the tensor axis, whose ranks have the same columns.
@@ -150,4 +164,4 @@ class ParallelTokenLossModel(nn.Module):
                 hidden = layer(hidden, angles, row_layout)
         hidden = gather_tokens(self.norm(hidden)).transpose(0, 1)
         supervised = targets != IGNORED_LABEL
-        return self.lm_head(hidden[supervised], targets[supervised])
+        return self.lm_head(hidden[supervised], targets[supervised], with_entropies=with_entropies)

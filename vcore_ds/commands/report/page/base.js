@@ -50,11 +50,11 @@ function bytesOf(base64) {
   return bytes;
 }
 
-// The tokens of a run, as commands/report/traces.py packs them.
-async function unpack(place) {
-  const stream = new Blob([bytesOf(document.getElementById(`tokens-${place}`).textContent)]).stream().pipeThrough(new DecompressionStream("gzip"));
+// The tokens of a run, as commands/report/traces.py packs them; `kind` is "tokens" or "followed".
+async function unpack(kind, place) {
+  const stream = new Blob([bytesOf(document.getElementById(`${kind}-${place}`).textContent)]).stream().pipeThrough(new DecompressionStream("gzip"));
   const bytes = await new Response(stream).arrayBuffer();
-  const run = report.tokens[place];
+  const run = report[kind][place];
   const numTokens = run.sequences.reduce((sum, sequence) => sum + sequence.tokens, 0);
   let offset = 0;
   const take = (size) => {
@@ -62,7 +62,7 @@ async function unpack(place) {
     return size === 4 ? new Uint32Array(part) : size === 2 ? new Uint16Array(part) : new Uint8Array(part);
   };
   const data = { ...run, numTokens, text: take(run.bytesText), rank: take(run.bytesRank), codes: {} };
-  for (const name of ["weight", "loss", "utility"]) if (name in run.levels) data.codes[name] = take(1);
+  for (const name of ["weight", "loss", "utility", "entropy"]) if (name in run.levels) data.codes[name] = take(1);
   data.flags = take(1);
   let start = 0;
   data.sequences = run.sequences.map((sequence) => ({ ...sequence, start, end: (start += sequence.tokens) }));
@@ -70,9 +70,10 @@ async function unpack(place) {
 }
 
 const unpacked = new Map();
-function tokensOf(place) {
-  if (!unpacked.has(place)) unpacked.set(place, unpack(place));
-  return unpacked.get(place);
+function tokensOf(place, kind = "tokens") {
+  const key = `${kind}-${place}`;
+  if (!unpacked.has(key)) unpacked.set(key, unpack(kind, place));
+  return unpacked.get(key);
 }
 
 function select(label, options, onchange) {

@@ -3,7 +3,7 @@
 const TOKENS_OF_PAGE = 2500;
 const EXTREME = 0.05;
 const MEASURES = {
-  weight: "Weight", loss: "Loss", utility: "Utility", probability: "Probability",
+  weight: "Weight", loss: "Loss", utility: "Utility", probability: "Probability", entropy: "Entropy",
 };
 const IN_ANSWER = 8, AFTER_GAP = 16, KIND = 7;
 
@@ -18,7 +18,7 @@ function scaleOf(data, measure) {
     const range = report.weightRange;
     return { isDiverging: true, places: levels.map((w) => Math.max(-1, Math.min(1, Math.log2(w || 1e-9) / range))) };
   }
-  if (measure === "loss") return { isDiverging: false, places: levels.map((_, code) => code / 255) };
+  if (measure === "loss" || measure === "entropy") return { isDiverging: false, places: levels.map((_, code) => code / 255) };
   return { isDiverging: false, places: levels.map((loss) => Math.exp(-loss)) };
 }
 
@@ -29,7 +29,7 @@ function scaleLabels(data, measure, step) {
     const levels = data.levels.utility[step];
     return levels ? [number(levels[0]), "0", number(levels[255])] : ["lowest of its step", "0", "highest of its step"];
   }
-  return measure === "loss" ? ["0", "", `${number(data.levels.loss[255])} nats`] : ["0", "", "1"];
+  return measure === "probability" ? ["0", "", "1"] : ["0", "", `${number(data.levels[measure][255])} nats`];
 }
 
 // Everything that is known of a token, by name.
@@ -39,6 +39,7 @@ function describe(data, sequence, i) {
   if (!data.isUniform) facts.push(["rank", `${(data.rank[i] + 1).toLocaleString("en-US")} of ${sequence.tokens.toLocaleString("en-US")}`]);
   if (data.codes.utility) facts.push(["utility", number(value("utility"))]);
   facts.push(["loss", `${number(value("loss"))} nats`], ["probability", number(Math.exp(-value("loss")))]);
+  if (data.codes.entropy) facts.push(["entropy", `${number(value("entropy"))} nats`]);
   facts.push(["kind", data.kinds[data.flags[i] & KIND] + (data.flags[i] & IN_ANSWER ? ", in the answer" : "")]);
   facts.push(["place", `${(i - sequence.start + 1).toLocaleString("en-US")} of ${sequence.tokens.toLocaleString("en-US")}`]);
   return facts;
@@ -47,6 +48,8 @@ function describe(data, sequence, i) {
 // Control characters, and those that turn the direction of the text, could hide what is there.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g;
 const visible = (text) => text.replace(HIDDEN, "\ufffd").replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t");
+
+const nameOf = ({ source, id }) => `${source}, ${id}`;
 
 class Viewer {
   constructor(place) {
@@ -66,23 +69,34 @@ class Viewer {
   async open(run) {
     this.data = await tokensOf(run);
     Object.assign(this.state, { step: "", sequence: "", page: 0, kinds: new Set(this.data.kinds.keys()) });
+    this.begin(run);
+  }
+
+  begin(run) {
     if (!(this.state.measure in this.data.codes) && this.state.measure !== "probability") this.state.measure = "weight";
     this.buildControls(run);
     this.draw();
   }
 
+  // What the measures are called that the tokens have.
+  measures() {
+    return Object.entries(MEASURES).filter(([key]) => key in this.data.codes || key === "probability");
+  }
+
+  // What changes a choice and draws what is chosen.
+  set(key) {
+    return (value) => (Object.assign(this.state, { [key]: value, page: 0 }), this.draw());
+  }
+
   buildControls(run) {
     const { data, state } = this;
-    const set = (key) => (value) => (Object.assign(state, { [key]: value, page: 0 }), this.draw());
     const distinct = (values) => [...new Set(values)].map((value) => [value, value]);
-    const name = ({ source, id }) => `${source}, ${id}`;
-    const measures = Object.entries(MEASURES).filter(([key]) => key in data.codes || key === "probability");
     const controls = [
-      select("Colour by", measures, set("measure")),
-      select("Step", [["", "all"], ...distinct(data.sequences.map((one) => one.step))], set("step")),
-      select("Trace", [["", "all"], ...distinct(data.sequences.map(name).sort((a, b) => a.localeCompare(b, "en", { numeric: true })))], set("sequence")),
-      select("Weights", [["all", "all"], ["most", "top 5% of each trace"], ["least", "bottom 5% of each trace"]], set("show")),
-      select("Answer", [["all", "inside and outside"], ["inside", "inside \\boxed{}"], ["outside", "outside"]], set("where")),
+      select("Colour by", this.measures(), this.set("measure")),
+      select("Step", [["", "all"], ...distinct(data.sequences.map((one) => one.step))], this.set("step")),
+      select("Trace", [["", "all"], ...distinct(data.sequences.map(nameOf).sort((a, b) => a.localeCompare(b, "en", { numeric: true })))], this.set("sequence")),
+      select("Weights", [["all", "all"], ["most", "top 5% of each trace"], ["least", "bottom 5% of each trace"]], this.set("show")),
+      select("Answer", [["all", "inside and outside"], ["inside", "inside \\boxed{}"], ["outside", "outside"]], this.set("where")),
     ];
     if (report.tokens.length > 1) {
       const runs = select("Run", report.tokens.map((one, i) => [i, one.run]), (value) => this.open(Number(value)));
@@ -111,7 +125,7 @@ class Viewer {
     const found = [];
     for (const sequence of data.sequences) {
       if (state.step !== "" && String(sequence.step) !== state.step) continue;
-      if (state.sequence !== "" && `${sequence.source}, ${sequence.id}` !== state.sequence) continue;
+      if (state.sequence !== "" && nameOf(sequence) !== state.sequence) continue;
       let numMatching = 0;
       for (let i = sequence.start; i < sequence.end; i++) numMatching += this.matches(sequence, i);
       if (numMatching) found.push({ sequence, numMatching });
@@ -124,18 +138,23 @@ class Viewer {
     hideTip();
     const { places, isDiverging } = scaleOf(data, state.measure);
     this.codes = data.codes[state.measure === "probability" ? "loss" : state.measure];
-    this.colours.textContent = places.map((place, code) => `.c${code}{background:${colour(place, isDiverging)}}`).join("");
+    this.colours.textContent = places.map((place, code) => `:where(#${this.place.id}) .c${code}{background:${colour(place, isDiverging)}}`).join("");
     this.drawScale(isDiverging);
     const chosen = this.chosen();
     const pages = pagesOf(chosen);
     state.page = Math.min(state.page, pages.length - 1);
-    const matching = chosen.reduce((sum, one) => sum + one.numMatching, 0);
-    const total = data.sequences.length;
-    const left = data.numRecorded > data.numTokens ? `; ${(data.numRecorded - data.numTokens).toLocaleString("en-US")} more are recorded and not in this file` : "";
-    this.count.textContent = `${matching.toLocaleString("en-US")} of ${data.numTokens.toLocaleString("en-US")} tokens, in ${chosen.length.toLocaleString("en-US")} of ${total.toLocaleString("en-US")} traces${left}`;
+    this.count.textContent = this.summary(chosen);
     this.list.replaceChildren(...pages[state.page].map(({ sequence }) => this.trace(sequence)));
     for (const [canvas, sequence] of this.strips.splice(0)) this.drawStrip(canvas, sequence, places, isDiverging);
     this.drawPages(pages.length);
+  }
+
+  summary(chosen) {
+    const { data } = this;
+    const matching = chosen.reduce((sum, one) => sum + one.numMatching, 0);
+    const total = data.sequences.length;
+    const left = data.numRecorded > data.numTokens ? `; ${(data.numRecorded - data.numTokens).toLocaleString("en-US")} more are recorded and not in this file` : "";
+    return `${matching.toLocaleString("en-US")} of ${data.numTokens.toLocaleString("en-US")} tokens, in ${chosen.length.toLocaleString("en-US")} of ${total.toLocaleString("en-US")} traces${left}`;
   }
 
   strips = [];
@@ -150,10 +169,10 @@ class Viewer {
   trace(sequence) {
     const { data } = this;
     const title = `Step ${sequence.step}, ${sequence.source} ${sequence.id}`;
-    const facts = [`${sequence.tokens.toLocaleString("en-US")} tokens`, `alpha ${number(sequence.alpha)}`];
-    if (sequence.share !== 1) facts.push(`${number(sequence.share)}× the uniform share of the batch`);
-    const strip = element("canvas", { height: 1, width: Math.min(sequence.tokens, 1000), "aria-hidden": "true" });
-    this.strips.push([strip, sequence]);
+    const facts = [`${sequence.tokens.toLocaleString("en-US")} tokens`];
+    if ("alpha" in sequence) facts.push(`alpha ${number(sequence.alpha)}`);
+    if ("share" in sequence && sequence.share !== 1) facts.push(`${number(sequence.share)}× the uniform share of the batch`);
+    const strip = this.strip(sequence);
     const tokens = element("div", { class: "tokens", role: "listbox", "aria-label": `Tokens of ${title}` });
     for (let i = sequence.start; i < sequence.end; i++) {
       const span = document.createElement("span");
@@ -168,6 +187,13 @@ class Viewer {
     }
     (tokens.querySelector("span:not(.dim)") ?? tokens.firstChild).tabIndex = 0;
     return element("article", { class: "trace" }, element("h4", {}, title, element("small", {}, ` · ${facts.join(", ")}`)), strip, tokens);
+  }
+
+  // A canvas for the whole trace, which is drawn once it is in the page.
+  strip(sequence) {
+    const canvas = element("canvas", { height: 1, width: Math.min(sequence.tokens, 1000), "aria-hidden": "true" });
+    this.strips.push([canvas, sequence]);
+    return canvas;
   }
 
   // The whole trace on one line: each pixel is the mean of its tokens.
@@ -254,7 +280,7 @@ function pagesOf(chosen) {
 
 // A canvas takes no variables, so the browser works the colour out on an element.
 const shades = new Map();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (shades.clear(), viewer?.data && viewer.draw()));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (shades.clear(), [viewer, followed].forEach((one) => one?.data && one.draw())));
 function stripColour(probe, shade, isDiverging) {
   const key = `${shade} ${isDiverging}`;
   if (!shades.has(key)) {

@@ -1,0 +1,162 @@
+"""Followed traces: which they are, what a file holds, and files that are damaged."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.recipes import smallest_recipe
+from vcore_ds.config import Recipe
+from vcore_ds.data import Dataset, TokenizedSequence, pack
+from vcore_ds.errors import UserError
+from vcore_ds.followed import _tokens_of, choose_traces
+from vcore_ds.track.followed_records import (
+    FollowedRecord,
+    Origin,
+    TraceTokens,
+    most_tokens_of_trace,
+    read_all_followed,
+    read_followed,
+    write_followed,
+)
+from vcore_ds.track.token_records import MOST_TOKENS
+
+
+def recipe(**sections: dict[str, Any]) -> Recipe:
+    made = smallest_recipe()
+    for section, values in sections.items():
+        made[section] = made.get(section, {}) | values
+    return Recipe.model_validate(made)
+
+
+def dataset(num_sequences: int, first_id: int = 0) -> Dataset:
+    """Every third sequence has no supervised token."""
+    sequences = []
+    for i in range(num_sequences):
+        supervised = np.array([True, False, i % 3 != 2, i % 3 != 2])
+        ids = np.full(4, i, dtype=np.int32)
+        sequences.append(TokenizedSequence(first_id + i, ids, supervised, in_answer=np.zeros(4, dtype=np.bool_)))
+    return sequences  # type: ignore[return-value]  # nothing but positions is asked for
+
+
+def origins(made: Recipe, num_training: int, **held_out: int) -> list[Origin]:
+    sets = {name: dataset(size, first_id=100) for name, size in held_out.items()}
+    return [origin for origin, _ in choose_traces(made, dataset(num_training), sets)]
+
+
+def test_half_of_the_traces_are_held_out() -> None:
+    found = origins(recipe(), 60, main=60)
+    assert [origin.is_held_out for origin in found] == [True] * 8 + [False] * 8
+    ids = [origin.sequence_id for origin in found]
+    assert len(set(ids)) == 16 and all(i % 3 != 2 for i in ids[8:]) and all((i - 100) % 3 != 2 for i in ids[:8])
+    assert found == origins(recipe(), 60, main=60)
+    assert found != origins(recipe(run={"seed": 7}), 60, main=60)
+    fewer = origins(recipe(run={"num_followed_traces": 6}), 60, main=60)
+    assert fewer == found[:3] + found[8:11]  # of the same order
+
+
+def test_held_out_sets_take_turns_and_training_data_fills_up() -> None:
+    found = origins(recipe(run={"num_followed_traces": 9}), 60, right=60, wrong=60, tiny=1)
+    assert [origin.set_name for origin in found] == ["right", "wrong", "tiny", "right", *[""] * 5]
+    assert [origin.source for origin in found[2:5]] == ["held out, tiny", "held out, right", "training data"]
+    few = origins(recipe(run={"num_followed_traces": 9}), 60, tiny=1)
+    assert [origin.is_held_out for origin in few] == [True] + [False] * 8
+    assert [origin.is_held_out for origin in origins(recipe(), 60)] == [False] * 16
+    assert len(origins(recipe(), 3, main=3)) == 4  # all that have supervised tokens
+    assert Origin(True, "", 3).source == "held out"
+
+
+def test_nothing_is_followed_without_traces_or_without_steps() -> None:
+    assert origins(recipe(run={"num_followed_traces": 0}), 60, main=60) == []
+    assert origins(recipe(run={"num_token_records": 0}), 60, main=60) == []
+
+
+def test_held_out_traces_get_what_the_methods_weights_need() -> None:
+    random = recipe(method={"name": "random", "kl_budget": None})
+    chosen = choose_traces(random, dataset(60), {"": dataset(60)})
+    assert all(sequence.kept is not None for origin, sequence in chosen if origin.is_held_out)
+    with_reference = recipe(
+        method={"name": "iw_sft", "kl_budget": None}, data={"reference_log_probabilities": "reference.npz"}
+    )
+    assert not any(origin.is_held_out for origin in origins(with_reference, 60, main=60))
+
+
+def trace(n: int, *, whole: int | None = None, utilities: bool = True) -> TraceTokens:
+    drawn = np.random.default_rng(n)
+    losses, entropies, own, weights = (drawn.exponential(size=n).astype(np.float32) for _ in range(4))
+    ids, places = drawn.integers(0, 50, n, dtype=np.int32), np.arange(2, 2 + n, dtype=np.int32)
+    return TraceTokens(whole or n, places, ids, losses, entropies, own if utilities else None, weights)
+
+
+ORIGINS = [Origin(True, "correct", 7), Origin(False, "", 3)]
+
+
+@pytest.mark.parametrize("utilities", [True, False])
+def test_what_is_written_is_read(tmp_path: Path, utilities: bool) -> None:
+    traces = [trace(5, whole=9, utilities=utilities), trace(1, utilities=utilities)]
+    path = write_followed(tmp_path, FollowedRecord(12, ORIGINS, traces))
+    assert path == tmp_path / "tokens" / "followed_00000012.npz"
+    again = read_followed(path)
+    assert (again.step, again.origins) == (12, ORIGINS)
+    for found, expected in zip(again.traces, traces, strict=True):
+        for name in (field.name for field in fields(TraceTokens)):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+        assert (found.utilities is not None) == utilities
+    content = path.read_bytes()
+    write_followed(tmp_path, FollowedRecord(12, ORIGINS, traces))
+    assert path.read_bytes() == content  # a resumed run writes the same file
+    write_followed(tmp_path, FollowedRecord(3, ORIGINS, traces))
+    assert [record.step for record in read_all_followed(tmp_path)] == [3, 12]
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = write_followed(tmp_path, FollowedRecord(1, ORIGINS, [trace(300), trace(200)]))
+    content = path.read_bytes()
+    for damaged in (b"", b"no archive", content[: len(content) // 2]):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"{path}: is damaged: .*; expected followed traces .* Remove it"):
+            read_all_followed(tmp_path)
+    np.savez(path.open("wb"), format=np.array(2))
+    with pytest.raises(UserError, match=r"found format 2; expected 1"):
+        read_followed(path)
+    path.write_bytes(content)
+    with np.load(path) as stored:
+        arrays = dict(stored)
+    for name, changed in (
+        ("entropies", arrays["entropies"][1:]),
+        ("num_tokens", arrays["num_tokens"][:1]),
+        ("sequence_ids", arrays["sequence_ids"][:1]),
+    ):
+        np.savez(path.open("wb"), **arrays | {name: changed})
+        with pytest.raises(UserError, match="is damaged"):
+            read_followed(path)
+
+
+def test_a_long_trace_is_cut_and_keeps_its_weights() -> None:
+    whole = trace(10)
+    cut = whole.first(4)
+    assert len(cut) == 4 and cut.num_supervised_tokens == 10
+    for name in ("positions", "token_ids", "losses", "entropies", "utilities", "weights"):
+        np.testing.assert_array_equal(getattr(cut, name), getattr(whole, name)[:4])
+    assert cut.relative_weights.tolist() == pytest.approx((10 * whole.weights[:4].astype(float)).tolist())
+    assert len(whole.first(99)) == 10
+    assert most_tokens_of_trace(16) * 16 == MOST_TOKENS and most_tokens_of_trace(1) == MOST_TOKENS
+    assert cut.probabilities.tolist() == pytest.approx(np.exp(-cut.losses).tolist())
+    assert cut.is_finite and not replace(cut, entropies=cut.entropies * np.float32("nan")).is_finite
+
+
+def test_the_traces_of_a_packed_micro_batch_by_hand() -> None:
+    made = [
+        TokenizedSequence(4, np.array([1, 2, 3, 4], dtype=np.int32), np.array([False, True, False, True])),
+        TokenizedSequence(1, np.array([5, 6], dtype=np.int32), np.array([False, True])),
+    ]
+    losses, entropies, weights = torch.tensor([[0.1, 0.2, 0.3], [1, 2, 3], [0.5, 0.5, 1]]).unbind()
+    found = _tokens_of(pack([made], 0), losses, entropies, None, weights)
+    assert sorted(found) == [1, 4] and found[4].num_supervised_tokens == 2 and found[1].utilities is None
+    assert found[4].positions.tolist() == [1, 3] and found[4].token_ids.tolist() == [2, 4]
+    assert found[1].positions.tolist() == [1] and found[1].token_ids.tolist() == [6]
+    assert found[4].entropies.tolist() == [1, 2] and found[1].entropies.tolist() == [3]
+    assert found[4].relative_weights.tolist() == [1, 1] and found[1].losses.tolist() == pytest.approx([0.3])

@@ -1,0 +1,156 @@
+"""Followed traces: a few traces, chosen once, that a run measures beside its batch at every recorded step.
+
+What a record of the batch's own tokens cannot show is how one token's weight moves over the run, and what the method
+would have done with data that is not trained on. docs/tokens.md says what is measured, and when.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
+from pathlib import Path
+
+import torch
+
+from vcore_ds.config import Recipe
+from vcore_ds.data import Batch, Dataset, TokenizedSequence, keep_random_tokens
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.positions import mark
+from vcore_ds.engine import Engine, with_reference_of_adapters
+from vcore_ds.feed import Feed, batches_of_rank
+from vcore_ds.random_streams import Stream, generator
+from vcore_ds.track.console import Console
+from vcore_ds.track.followed_records import FollowedRecord, Origin, TraceTokens, most_tokens_of_trace, write_followed
+from vcore_ds.track.step_metrics import StepRecorder
+from vcore_ds.utility import Estimator
+from vcore_ds.weighting import token_weights
+
+
+@dataclass(frozen=True)
+class FollowedTraces:
+    """The traces that a run follows, the same at every step, on any number of ranks and after resuming."""
+
+    origins: Sequence[Origin]
+    batches: Sequence[Batch]
+    """This rank's micro-batches of them, whose sequence ids are places in `origins`; none where nothing is followed."""
+
+
+def choose_followed(recipe: Recipe, feed: Feed, validation: dict[str, Dataset]) -> FollowedTraces:
+    """Chooses the traces, and spreads them over the ranks as a main batch.
+
+    Args:
+        validation: held-out sequences by the name of their set.
+    """
+    chosen = choose_traces(recipe, feed.dataset, validation)
+    if not chosen:
+        return FollowedTraces([], [])
+    sequences = [replace(sequence, sequence_id=place) for place, (_, sequence) in enumerate(chosen)]
+    spread = feed.plan.spread_main(range(len(sequences)), [len(sequence) for sequence in sequences])
+    return FollowedTraces([origin for origin, _ in chosen], batches_of_rank(spread, sequences, feed.pad_token_id))
+
+
+def choose_traces(
+    recipe: Recipe, training: Dataset, validation: dict[str, Dataset]
+) -> list[tuple[Origin, TokenizedSequence]]:
+    """Held-out traces first, from each set in turn, then training data; fewer where there are not as many.
+
+    A function of the seed and the data. All of them are training data where nothing is held out, or where weights need
+    what only training data has (`data.reference_log_probabilities`).
+    """
+    number = recipe.run.num_followed_traces if recipe.run.num_token_records > 0 else 0
+    seed, held_out = recipe.run.seed, validation
+    if recipe.data.reference_log_probabilities is not None:
+        held_out = {}
+    elif recipe.method.name == "random":
+        held_out = {name: keep_random_tokens(d, recipe.method.keep_share, seed) for name, d in validation.items()}
+    of_sets = [_drawn(dataset, seed, place, name) for place, (name, dataset) in enumerate(held_out.items(), start=1)]
+    in_turn = (one for of_each in zip_longest(*of_sets) for one in of_each if one is not None)
+    chosen = list(islice(in_turn, number // 2))
+    return chosen + list(islice(_drawn(training, seed, 0), number - len(chosen)))
+
+
+def _drawn(
+    dataset: Dataset, seed: int, place: int, held_out: str | None = None
+) -> Iterator[tuple[Origin, TokenizedSequence]]:
+    """Sequences with supervised tokens, in random order; `held_out` names their set, None for training data."""
+    for i in generator(Stream.FOLLOWED_TRACES, seed, place).permutation(len(dataset)).tolist():
+        sequence = dataset[i]
+        if sequence.supervised[1:].any():
+            yield Origin(held_out is not None, held_out or "", sequence.sequence_id), sequence
+
+
+def measure_followed(
+    engine: Engine,
+    recipe: Recipe,
+    batches: Sequence[Batch],
+    estimator: Estimator,
+    recorder: StepRecorder,
+    *,
+    seed: int,
+) -> None:
+    """Measures the followed traces with the parameters and the direction that this step has before its update; nothing
+    where there are no batches. A collective.
+
+    Training is left as it is. After the passes over the main batch: a finite difference chooses its epsilon there, and
+    keeps it here.
+
+    Args:
+        batches: of this rank, see `FollowedTraces`; as many on every rank.
+        seed: of what is drawn in this step, the main batch's own.
+    """
+    if not batches:
+        return
+    method, k = recipe.method, batches[0].sequence_parallel
+    with recorder.part("followed"):
+        with engine.without_gradient():
+            measured = [engine.losses_and_entropies(batch) for batch in batches]
+        known = estimator.begin(batches, seed=seed, ahead=True).known
+        utilities = [found for _, found in known] if known else [None] * len(batches)
+        if method.name == "iw_sft" and recipe.lora is not None:
+            batches = with_reference_of_adapters(engine, batches)
+        # Ranks that share rows hold the same traces: the first of them speaks.
+        if layout.rank("sequence", k) == 0:
+            for batch, (losses, entropies), own in zip(batches, measured, utilities, strict=True):
+                weights = token_weights(method, batch.tokens(losses, own)).weights
+                recorder.followed |= _tokens_of(batch, losses, entropies, own, weights)
+
+
+def _tokens_of(
+    batch: Batch,
+    losses: torch.Tensor,
+    entropies: torch.Tensor,
+    utilities: torch.Tensor | None,
+    weights: torch.Tensor,
+) -> dict[int, TraceTokens]:
+    """The traces of a micro-batch by their places. Waits for the device."""
+    supervised, index = batch.supervised(), batch.sequence_index()
+    positions = batch.position_ids()[:, 1:][supervised].to(torch.int32)
+    token_ids = batch.labels[:, 1:][supervised].to(torch.int32)
+    measured = [None if values is None else values.float().cpu() for values in (losses, entropies, utilities, weights)]
+    found = {}
+    for number, place in enumerate(batch.sequence_ids):
+        own = index == number
+        of_token = (None if values is None else values[own].numpy() for values in (positions, token_ids, *measured))
+        found[place] = TraceTokens(int(own.sum()), *of_token)
+    return found
+
+
+def record_followed(
+    folder: Path, step: int, own: Mapping[int, TraceTokens], origins: Sequence[Origin], console: Console
+) -> None:
+    """Writes the followed traces of an optimizer step into the run's folder, on rank 0. A collective.
+
+    A file that cannot be written is a warning: rank 0 must not end while the others train.
+
+    Args:
+        own: what this rank has measured, by place in `origins`.
+    """
+    mark("followed traces")
+    most = most_tokens_of_trace(len(origins))
+    parts = layout.gather_objects("shards", {place: trace.first(most) for place, trace in own.items()})
+    if not layout.is_first():
+        return
+    found = {place: trace for part in parts for place, trace in part.items()}
+    try:
+        write_followed(folder, FollowedRecord(step, origins, [found[place] for place in range(len(origins))]))
+    except OSError as error:
+        console.warn(f"the followed traces of step {step} cannot be written to {folder} ({error.strerror})")
