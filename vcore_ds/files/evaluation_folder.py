@@ -5,7 +5,7 @@ evaluation.json is written last: an evaluation whose evaluation.json is there ha
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,11 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """An entry of `tasks` in evaluation.json. The first two are counts, shares are of all samples, from 0 to 1."""
+    """An entry of `tasks` in evaluation.json. Shares are of all samples, from 0 to 1."""
 
     num_problems: int
     num_samples_per_problem: int
-    accuracy: float | None
-    """None for code, which the official graders judge."""
+    accuracy: float
     truncated_share: float
     unanswered_share: float
     mean_tokens: float
@@ -62,20 +61,23 @@ class Evaluation:
     """Every field that was in effect: temperature, top_p, top_k, max_new_tokens, seed, enable_thinking, .."""
     versions: dict[str, str]
     tasks: dict[str, TaskResult]
+    generations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Tasks that other programs grade (code): their file and the same numbers as `tasks`, without `accuracy`. They have
+    no NAME.jsonl."""
 
 
 def samples_path(folder: Path, task: str) -> Path:
     return folder / f"{task}.jsonl"
 
 
-def summarize(samples: Sequence[SampleResult], *, is_graded: bool = True) -> TaskResult:
+def summarize(samples: Sequence[SampleResult]) -> TaskResult:
     """Counts and shares of a task's samples, of which there is at least one; every problem has as many."""
     num_problems = len({sample.problem_id for sample in samples})
     total = len(samples)
     return TaskResult(
         num_problems=num_problems,
         num_samples_per_problem=total // num_problems,
-        accuracy=sum(sample.correct for sample in samples) / total if is_graded else None,
+        accuracy=sum(sample.correct for sample in samples) / total,
         truncated_share=sum(sample.truncated for sample in samples) / total,
         unanswered_share=sum(not sample.answered for sample in samples) / total,
         mean_tokens=sum(sample.num_tokens for sample in samples) / total,
@@ -121,8 +123,10 @@ def read_evaluation(folder: Path) -> Evaluation:
                 f"{path}: format: found {values['format']!r}, expected {FORMAT}. Evaluate again with this version"
             )
         tasks = {name: TaskResult(**task) for name, task in values["tasks"].items()}
-        names = (field.name for field in fields(Evaluation) if field.name != "tasks")
-        return Evaluation(**{name: values[name] for name in names}, tasks=tasks)
+        names = ("model", "preset", "sampling", "versions")
+        return Evaluation(
+            **{name: values[name] for name in names}, tasks=tasks, generations=values.get("generations", {})
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path}: is damaged; expected what vcore-ds eval writes there. Evaluate again") from None
 
