@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from vcore_ds import __version__
 from vcore_ds.commands import (
     check,
+    evaluate,
     export,
     fidelity,
     plan,
@@ -37,6 +38,7 @@ COMMANDS = {
     "fidelity": fidelity,
     "prepare": prepare,
     "export": export,
+    "eval": evaluate,
     "tokens": tokens,
     "report": report,
     "sweep": sweep,

@@ -28,6 +28,8 @@ class Stream(IntEnum):
     """Trusted sequences of the main batch. Place: optimizer step."""
     TOKEN_RECORDS = 7
     """Sequences that the record of a large batch's tokens holds. Place: optimizer step."""
+    EVALUATION = 8
+    """Answers of an evaluation. Place: checksum of task and problem; then the answer's number."""
 
 
 def generator(stream: Stream, seed: int, *place: int) -> np.random.Generator:

@@ -8,6 +8,9 @@ from vcore_ds.data.prepare.sources import BLANK, Broken, find_shards
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.grading.final_answer import Kind
 
+BENCHMARK_TOKENS = 32_768
+"""What model cards of reasoning models recommend for most questions."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -51,7 +54,7 @@ class Task:
     """The problems of a task that needs no data."""
     num_samples: int = 1
     """Answers to a problem, unless decoding is greedy or --samples says otherwise."""
-    max_new_tokens: int = 32_768
+    max_new_tokens: int = BENCHMARK_TOKENS
     """Unless --max-new-tokens or a preset says otherwise."""
 
 
