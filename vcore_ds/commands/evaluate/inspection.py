@@ -9,11 +9,11 @@ from anyio import to_thread
 from inspect_ai import Task as InspectTask
 from inspect_ai import eval as inspect_eval
 from inspect_ai.dataset import MemoryDataset, Sample
-from inspect_ai.model import ChatMessageUser, GenerateConfig, Model
+from inspect_ai.model import ChatMessageUser, GenerateConfig
 from inspect_ai.scorer import CORRECT, INCORRECT, Score, Scorer, Target, accuracy, scorer
 from inspect_ai.solver import TaskState, generate
 
-from vcore_ds.commands.evaluate.apis import KEY, TRUNCATED, InProcessAPI, ServerAPI
+from vcore_ds.commands.evaluate.apis import KEY, TRUNCATED, InProcessAPI, ServerAPI, inspect_model
 from vcore_ds.commands.evaluate.journal import Request
 from vcore_ds.commands.evaluate.problems import Problem, Task
 from vcore_ds.commands.evaluate.sampling import Sampling
@@ -68,7 +68,7 @@ def run_task(
                 scorer=_scorer(task.kind, checker) if task.kind is not None else None,
                 name=task.name,
             ),
-            model=Model(api, GenerateConfig(temperature=sampling.temperature, top_p=sampling.top_p)),
+            model=inspect_model(api, GenerateConfig(temperature=sampling.temperature, top_p=sampling.top_p)),
             max_samples=max_connections,
             max_connections=max_connections,
             max_retries=MAX_RETRIES,
