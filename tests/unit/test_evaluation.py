@@ -68,26 +68,23 @@ def test_an_end_token_counts_and_is_not_in_the_text(base: Path) -> None:
     ids = torch.tensor([request.prompt_ids])
     tokens = plain.generate(ids, max_new_tokens=30, do_sample=False)[0, ids.shape[1] :].tolist()
     tokenizer = load_tokenizer(str(base))
-    assert model.generate([request]) == [Generation(tokenizer.decode(tokens), "max_tokens", 30)]
-    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    assert end not in tokens
-    tokenizer.add_special_tokens({"additional_special_tokens": [tokenizer.convert_ids_to_tokens(tokens[5])]})
-    model.end_ids, model._tokenizer = [end, tokens[5]], tokenizer
-    at = tokens.index(tokens[5])
+    at = tokens.index(tokenizer.eos_token_id)
     assert model.generate([request]) == [Generation(tokenizer.decode(tokens[:at]), "stop", at + 1)]
+    (cut,) = model.generate(requests_of(1, at))
+    assert cut == Generation(tokenizer.decode(tokens[:at]), "max_tokens", at)
 
 
 def test_the_models_longest_sequence_ends_an_answer(base: Path, tmp_path: Path) -> None:
     shutil.copytree(base, tmp_path / "short")
     config = tmp_path / "short" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 20}))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 16}))
     model = in_process(tmp_path / "short", PAPER)
     answers = model.generate(requests_of(2, 30))
     assert [(answer.stop_reason, answer.num_tokens) for answer in answers] == [
-        ("model_length", 15),
-        ("model_length", 12),
+        ("model_length", 11),
+        ("model_length", 8),
     ]
-    with pytest.raises(UserError, match="p6: found a prompt of 23 tokens; expected fewer than 20"):
+    with pytest.raises(UserError, match="p6: found a prompt of 23 tokens; expected fewer than 16"):
         model.generate(requests_of(7, 30))
 
 

@@ -72,6 +72,7 @@ def test_several_answers_are_right_in_any_order(tmp_path: Path, checker: AnswerC
         ("-3/4 and 2.50.", "number", "2.50"),
         (r"1 then \boxed{ 8 } then 9", "number", "8"),
         ("1,2,3", "number", "3"),
+        (r"7, put into \boxed{}", "number", "7"),
         ("no number", "number", None),
         ("it is 7", "math", None),
         (r"\boxed{}", "math", None),

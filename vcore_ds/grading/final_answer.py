@@ -7,8 +7,8 @@ from vcore_ds.grading.answers import answer_spans
 from vcore_ds.grading.verification import AnswerChecker
 
 Kind = Literal["math", "number", "choice"]
-"""How an answer is found and compared. `math`: the last box, equivalent by math-verify. `number`: the same, and where
-there is no box the last number, as small models seldom box. `choice`: the last box, exactly the letter."""
+"""How an answer is found and compared. `math`: the last box, equivalent by math-verify. `number`: the same, and the
+last number where the box is empty or there is none, as small models seldom box. `choice`: the last box, exactly the letter."""
 
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/[1-9]\d*)?")
 _TEXT_MACRO = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
@@ -17,9 +17,9 @@ _TEXT_MACRO = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 def final_answer(output: str, kind: Kind) -> str | None:
     """What the output gives as its answer, thinking included; None where it gives none."""
     spans = answer_spans(output)
-    if spans:
-        boxed = output[slice(*spans[-1])].strip()
-        return (_letter(boxed) if kind == "choice" else boxed) or None
+    boxed = output[slice(*spans[-1])].strip() if spans else ""
+    if boxed:
+        return _letter(boxed) if kind == "choice" else boxed
     if kind == "number":
         numbers = _NUMBER.findall(output)
         return numbers[-1].replace(",", "") if numbers else None

@@ -2,7 +2,10 @@
 
 import argparse
 import importlib.util
+import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from vcore_ds.commands.arguments import positive, positive_number
@@ -21,6 +24,9 @@ EPILOG = (
     "supergpqa are read from the hub or from a file; livecodebench and ojbench give generations for their official "
     "graders."
 )
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What launchers tell a rank."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N problems of each task")
     parser.add_argument(
-        "--max-new-tokens", type=positive, metavar="N", help="(default: 32,768; arithmetic 128, champ 384)"
+        "--max-new-tokens", type=positive, metavar="N", help="(default: 32,768; arithmetic 96, champ 256)"
     )
     parser.add_argument("--temperature", type=_temperature, metavar="T", help="0 is greedy")
     parser.add_argument("--top-p", type=_share, metavar="P")
@@ -117,18 +123,21 @@ def main(arguments: argparse.Namespace) -> None:
     )
 
 
-def after_training(run: Path, output: Path) -> None:
-    """Evaluates a run's result on the two tasks that need no download, on rank 0.
-
-    Raises:
-        UserError: as the command does.
-    """
+def after_training(recipe: str, overrides: Sequence[str]) -> None:
+    """Evaluates what this process has just trained on the tasks that need no download, on rank 0, in a process without
+    ranks. An evaluation that fails costs a warning and not the run."""
+    from vcore_ds.config import load_recipe
     from vcore_ds.distributed import layout
 
-    if layout.is_first():
-        parser = argparse.ArgumentParser()
-        add_arguments(parser)
-        main(parser.parse_args([str(run), "--output", str(output)]))
+    if not layout.is_first():
+        return
+    run = Path(load_recipe(recipe, overrides).run.output_dir)
+    print("\nEvaluation of the result on arithmetic and held-out problems (a minute or two):", flush=True)
+    words = [sys.executable, "-m", "vcore_ds.cli", "eval", str(run), "--output", str(run / "evaluation")]
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # a script may have added to it
+    if subprocess.run(words, env=environment).returncode != 0:
+        print(f"warning: no evaluation; {' '.join(words[2:])} repeats it", flush=True)
 
 
 def _check_packages() -> None:

@@ -58,6 +58,8 @@ class InProcessAPI(ModelAPI):
     ) -> ModelOutput:
         number = request_number(input)
         async with self._lock:
+            if self.problem is not None:  # others were waiting when it came
+                raise self.problem
             if self._journal.get(self._requests[number]) is None:
                 try:
                     await to_thread.run_sync(self._answer_batch, number // self._batch_size)

@@ -1,11 +1,13 @@
 """Two tasks that need no download, for small models: procedural arithmetic, and problems that the quickstart holds out.
 
-Small models seldom box an answer, so the last number of the output counts where there is no box.
+Small models seldom box an answer, so the last number of the output counts where there is no box. For the same reason
+arithmetic is asked in its library's own words: with the paper's prompt, which asks for a box, SmolLM2-135M writes an
+empty one and gets fewer right.
 """
 
 from vcore_ds.commands.evaluate.problems import Problem, Task
 from vcore_ds.data.champ import HELD_OUT, champ_problems
-from vcore_ds.grading.prompts import CHAMP, math_prompt
+from vcore_ds.grading.prompts import CHAMP
 
 NUM_OF_EACH = 50
 """Problems of each of the two procedures."""
@@ -25,7 +27,7 @@ def arithmetic_problems() -> list[Problem]:
         "product": create_dataset("products", max_terms=2, **settings),
     }
     return [
-        Problem(f"{name}-{number:03d}", math_prompt(entry["question"]), entry["answer"])
+        Problem(f"{name}-{number:03d}", entry["question"], entry["answer"])
         for name, entries in made.items()
         for number, entry in enumerate(entries)
     ]
@@ -41,6 +43,6 @@ def champ_held_out() -> list[Problem]:
 
 
 EMBEDDED = (
-    Task("arithmetic", "procedural arithmetic, 100 problems", "number", make=arithmetic_problems, max_new_tokens=128),
-    Task("champ", "CHAMP, 28 held-out problems", "number", make=champ_held_out, max_new_tokens=384),
+    Task("arithmetic", "procedural arithmetic, 100 problems", "number", make=arithmetic_problems, max_new_tokens=96),
+    Task("champ", "CHAMP, 28 held-out problems", "number", make=champ_held_out, max_new_tokens=256),
 )

@@ -25,6 +25,12 @@ class EvaluatedModel:
     """Folder of the adapter."""
 
     @property
+    def tokenizer(self) -> str:
+        """Where the tokenizer is: an adapter may have one of its own."""
+        has_own = self.adapter is not None and (Path(self.adapter) / "tokenizer_config.json").is_file()
+        return self.adapter if has_own and self.adapter is not None else self.base
+
+    @property
     def name(self) -> str:
         """A name to serve it under."""
         last = Path(self.path).resolve().name if Path(self.path).exists() else self.path.rpartition("/")[2]

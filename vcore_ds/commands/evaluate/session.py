@@ -81,7 +81,7 @@ def evaluate(model: EvaluatedModel, settings: Settings) -> Evaluation:
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    tokenizer = load_tokenizer(model.adapter or model.base, "MODEL")
+    tokenizer = load_tokenizer(model.tokenizer, "MODEL")
     check_tokenizer(tokenizer)
     with writing("--output", settings.output), _locked(settings.output):
         _begin(settings.output, _request_of(model, settings))
