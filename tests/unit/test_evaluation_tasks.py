@@ -105,7 +105,7 @@ def test_the_subset_of_supergpqa_is_fixed_and_keeps_the_disciplines() -> None:
 
 def test_arithmetic_has_right_answers() -> None:
     problems = chosen_tasks(["arithmetic"], None)["arithmetic"][1]
-    assert len(problems) == 100
+    assert len(problems) == 200
     for problem in problems:
         (expression,) = re.findall(r"(?:problem|multiplication): ([-+* \d]+)", problem.prompt)
         assert eval(expression) == int(problem.expected), problem

@@ -9,10 +9,11 @@ from transformers import PreTrainedModel
 
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.files.user_paths import reading
+from vcore_ds.models.lora_linear import add_before_rounding
 
 
 def add_trained_adapter(model: PreTrainedModel, folder: Path, base: str) -> PeftModel:
-    """The model with the adapter of a folder, for inference; in place.
+    """The model with the adapter of a folder, for inference, with the forward of training (`lora_linear`); in place.
 
     Args:
         base: what the model was loaded from, for messages.
@@ -38,6 +39,7 @@ def add_trained_adapter(model: PreTrainedModel, folder: Path, base: str) -> Peft
     differing = sorted(stored ^ set(get_peft_model_state_dict(adapted)))
     if differing:
         raise UserError(_other_base(folder, base, f"{differing[0]} is in one of them only"))
+    add_before_rounding(adapted)
     return adapted
 
 

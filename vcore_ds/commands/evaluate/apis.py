@@ -29,6 +29,9 @@ KEY = "vcore_ds_request"
 REQUEST_SECONDS = 3_600.0
 """Longest time for one answer of a server: tens of thousands of tokens on a busy GPU take many minutes."""
 
+RETRY_SECONDS = (1.0, 30.0)
+"""Shortest and longest wait before a failed request is sent again."""
+
 TRUNCATED = ("max_tokens", "model_length")
 """Stop reasons of an answer that was cut off."""
 
@@ -99,7 +102,8 @@ class ServerAPI(OpenAICompatibleCompletionsAPI):
         return self._server.name
 
     def retry_wait(self) -> wait_exponential:
-        return wait_exponential(min=1, max=30)
+        shortest, longest = RETRY_SECONDS
+        return wait_exponential(multiplier=shortest, min=shortest, max=longest)
 
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig

@@ -9,7 +9,7 @@ from vcore_ds.commands.evaluate.problems import Problem, Task
 from vcore_ds.data.champ import HELD_OUT, champ_problems
 from vcore_ds.grading.prompts import CHAMP
 
-NUM_OF_EACH = 50
+NUM_OF_EACH = 100
 """Problems of each of the two procedures."""
 ARITHMETIC_SEED = 42
 
@@ -43,6 +43,6 @@ def champ_held_out() -> list[Problem]:
 
 
 EMBEDDED = (
-    Task("arithmetic", "procedural arithmetic, 100 problems", "number", make=arithmetic_problems, max_new_tokens=96),
+    Task("arithmetic", "procedural arithmetic, 200 problems", "number", make=arithmetic_problems, max_new_tokens=96),
     Task("champ", "CHAMP, 28 held-out problems", "number", make=champ_held_out, max_new_tokens=256),
 )
