@@ -5,6 +5,7 @@ from pathlib import Path
 
 from vcore_ds.commands.evaluate.model import EvaluatedModel, read_adapter_config
 from vcore_ds.commands.evaluate.problems import BENCHMARK_TOKENS
+from vcore_ds.models.configuration import read_config
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes for --max-lora-rank."""
@@ -19,7 +20,8 @@ def server_commands(model: EvaluatedModel, *, max_new_tokens: int | None, seed: 
         max_new_tokens: None for what the benchmarks take.
         words: further arguments of the evaluation.
     """
-    name, longest = model.name, (max_new_tokens or BENCHMARK_TOKENS) + PROMPT_TOKENS
+    positions = read_config(model.base).get_text_config().max_position_embeddings
+    name, longest = model.name, min((max_new_tokens or BENCHMARK_TOKENS) + PROMPT_TOKENS, positions)
     vllm = ["vllm", "serve", model.base, "--dtype", "bfloat16"]
     # Otherwise both servers fill the fields that a request leaves out from the model's generation_config.json.
     vllm += ["--max-model-len", str(longest), "--seed", str(seed), "--generation-config", "vllm"]
