@@ -1,5 +1,6 @@
 """A trained adapter, read from its folder onto the model that it belongs to."""
 
+import warnings
 from pathlib import Path
 
 from peft import PeftModel, get_peft_model_state_dict
@@ -24,7 +25,10 @@ def add_trained_adapter(model: PreTrainedModel, folder: Path, base: str) -> Peft
     """
     with reading("adapter", folder, "a folder with a trained adapter"):
         try:
-            adapted = PeftModel.from_pretrained(model, str(folder))
+            with warnings.catch_warnings():
+                # peft asks transformers for gradient checkpointing by the name it had before 5.23.
+                warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+                adapted = PeftModel.from_pretrained(model, str(folder))
             with safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
                 stored = set(file.keys())
         except FileNotFoundError:

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from vcore_ds.errors import UserError
 HELP = "accuracy on problems with answers: benchmarks, or two small tasks that need no download"
 DESCRIPTION = (
     "Let a model answer problems, and grade its final answers. Without --tasks: procedural arithmetic and the problems "
-    "that the quickstart holds out, about a minute with a small model and no GPU. Prompts are rendered by the code "
+    "that the quickstart holds out, a few minutes with a small model and no GPU. Prompts are rendered by the code "
     "that training uses. Always reported: accuracy, the share of answers that were cut off, the share without an "
     "answer, the mean length. Run again after an interruption, it resumes where it was. Large models are asked through "
     "an OpenAI-compatible server (--url; --server-commands prints how to start one). docs/evaluation.md has examples."
@@ -132,12 +133,12 @@ def after_training(recipe: str, overrides: Sequence[str]) -> None:
     if not layout.is_first():
         return
     run = Path(load_recipe(recipe, overrides).run.output_dir)
-    print("\nEvaluation of the result on arithmetic and held-out problems (a minute or two):", flush=True)
-    words = [sys.executable, "-m", "vcore_ds.cli", "eval", str(run), "--output", str(run / "evaluation")]
+    print("\nEvaluation of the result on arithmetic and held-out problems (a few minutes):", flush=True)
+    words = ["eval", str(run), "--output", str(run / "evaluation")]
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # a script may have added to it
-    if subprocess.run(words, env=environment).returncode != 0:
-        print(f"warning: no evaluation; {' '.join(words[2:])} repeats it", flush=True)
+    if subprocess.run([sys.executable, "-m", "vcore_ds.cli", *words], env=environment).returncode != 0:
+        print(f"warning: no evaluation; repeat it: {shlex.join(['vcore-ds', *words])}", flush=True)
 
 
 def _check_packages() -> None:

@@ -61,7 +61,7 @@ def run_task(
     ]
     checker = AnswerChecker(ANSWER_SECONDS)
     try:
-        (log,) = inspect_eval(
+        found = inspect_eval(
             InspectTask(
                 dataset=MemoryDataset(samples, name=task.name),
                 solver=generate(),
@@ -80,8 +80,9 @@ def run_task(
         )
     finally:
         checker.close()
-    if log.status == "cancelled":
+    if not found or found[0].status == "cancelled":
         raise RunStopped("eval: interrupted; the answers so far are kept, and the same command resumes")
+    (log,) = found
     if log.status != "success":
         if api.problem is None or isinstance(api, InProcessAPI) and not isinstance(api.problem, UserError):
             raise api.problem or RuntimeError(log.error.message if log.error is not None else log.status)
