@@ -101,8 +101,8 @@ def only_cpp(problems: list[Problem]) -> list[Problem]:
 _AIME = HubSource("HuggingFaceH4/aime_2024", None, "train"), HubSource("yentinglin/aime_2025", None, "train")
 _OLYMPIAD = HubSource("Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train")
 _RBENCH = HubSource("R-Bench/R-Bench", "rbench-t_en", "test")
-_LIVECODEBENCH = HubSource("livecodebench/code_generation_lite", "release_v6", "test")
-_OJBENCH = HubSource("He-Ren/OJBench_testdata", None, "train")
+_LIVECODEBENCH = HubSource("livecodebench/code_generation_lite", None, "test", files="test*.jsonl")
+_OJBENCH = HubSource("He-Ren/OJBench_testdata", None, "test", files="prompts/full.jsonl")
 
 BENCHMARKS = (
     Task("aime", "AIME 2024 and 2025, 60 problems", "math", read_math, _AIME, num_samples=16),

@@ -1,6 +1,5 @@
 """One task as inspect runs it: prompts in, answers graded, and every sample back."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -138,4 +137,4 @@ def _result(task: Task, request: Request, sample) -> SampleResult:
 
 def num_requests_at_a_time(api: InProcessAPI | ServerAPI, batch_size: int, num_requests: int) -> int:
     """Enough to keep the model busy: a server decides itself; in this process, the next batch waits while one runs."""
-    return min(num_requests, batch_size if isinstance(api, ServerAPI) else 2 * math.ceil(batch_size))
+    return min(num_requests, batch_size if isinstance(api, ServerAPI) else 2 * batch_size)

@@ -32,6 +32,8 @@ class HubSource:
     path: str
     config: str | None
     split: str
+    files: str | None = None
+    """The JSON-lines files to read, where the data set is a loading script or holds more than its rows."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,11 @@ def _hub_rows(task: Task, source: HubSource) -> Iterator[tuple[str, Any]]:
     from datasets import load_dataset
 
     try:
-        rows = list(load_dataset(source.path, source.config, split=source.split))
+        if source.files is None:
+            rows = list(load_dataset(source.path, source.config, split=source.split))
+        else:
+            files = f"hf://datasets/{source.path}/{source.files}"
+            rows = list(load_dataset("json", data_files={source.split: files}, split=source.split))
     except Exception as error:  # offline, gated, misspelt: a dozen exception classes of three packages
         raise UserError(
             f"--tasks: {task.name}: {source.path}: cannot be loaded from the hub: {first_line(error)}; download it on "

@@ -28,8 +28,3 @@ def chosen_tasks(words: Sequence[str], limit: int | None) -> dict[str, tuple[Tas
             raise UserError(f"--tasks: found {name} twice; expected each task once")
         chosen[name] = TASKS[name], read_problems(TASKS[name], files or None)[:limit]
     return chosen
-
-
-def list_tasks() -> str:
-    """A line for each task, for the help."""
-    return "; ".join(f"{task.name}: {task.help}" for task in TASKS.values())
