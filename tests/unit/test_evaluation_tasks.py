@@ -113,7 +113,7 @@ def test_arithmetic_has_right_answers() -> None:
 
 def test_champ_problems_have_numbers_as_answers() -> None:
     problems = chosen_tasks(["champ"], None)["champ"][1]
-    assert [problem.id for problem in problems] == list(HELD_OUT) and len(problems) == 28
+    assert [problem.id for problem in problems] == list(HELD_OUT) and len(problems) == 30
     for problem in problems:
         assert final_answer(problem.expected, "number") == problem.expected
 

@@ -11,10 +11,11 @@ from vcore_ds.errors import UserError
 HELD_OUT = tuple(
     f"P_{name}"
     for name in (
-        "Combinatorics_1 Combinatorics_18 Combinatorics_21 Combinatorics_30 Combinatorics_31 Inequality_3 Inequality_8 "
-        "Inequality_10 Inequality_13 Inequality_15 Inequality_43 Number-Theory_5 Number-Theory_11 Number-Theory_12 "
-        "Number-Theory_69 Number-Theory_71 Number-Theory_79 Polynomial_11 Polynomial_34 Polynomial_35 Polynomial_36 "
-        "Polynomial_41 Polynomial_47 Sequence_11 Sequence_20 Sequence_21 Sequence_33 Sequence_40"
+        "Combinatorics_1 Combinatorics_18 Combinatorics_21 Combinatorics_30 Inequality_3 Inequality_8 Inequality_10 "
+        "Inequality_13 Inequality_15 Inequality_16 Inequality_43 Inequality_47 Inequality_50 Number-Theory_5 "
+        "Number-Theory_12 Number-Theory_22 Number-Theory_37 Number-Theory_69 Number-Theory_71 Number-Theory_79 "
+        "Polynomial_11 Polynomial_17 Polynomial_34 Polynomial_35 Polynomial_36 Polynomial_47 Sequence_11 Sequence_20 "
+        "Sequence_33 Sequence_40"
     ).split()
 )
 """Problems whose answer is a number and of which the quickstart trains on no trace, `trusted` ones included."""

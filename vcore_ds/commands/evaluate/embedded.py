@@ -44,5 +44,5 @@ def champ_held_out() -> list[Problem]:
 
 EMBEDDED = (
     Task("arithmetic", "procedural arithmetic, 200 problems", "number", make=arithmetic_problems, max_new_tokens=96),
-    Task("champ", "CHAMP, 28 held-out problems", "number", make=champ_held_out, max_new_tokens=256),
+    Task("champ", "CHAMP, 30 held-out problems", "number", make=champ_held_out, max_new_tokens=256),
 )
