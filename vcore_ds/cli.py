@@ -13,6 +13,7 @@ from vcore_ds.commands import (
     chat,
     check,
     compare,
+    evaluate,
     export,
     fidelity,
     handoff,
@@ -42,12 +43,13 @@ COMMANDS = {
     "fidelity": fidelity,
     "prepare": prepare,
     "export": export,
-    "chat": chat,
-    "handoff": handoff,
     "tokens": tokens,
     "report": report,
     "sweep": sweep,
+    "eval": evaluate,
     "compare": compare,
+    "chat": chat,
+    "handoff": handoff,
 }
 
 EXIT_UNREAD = 128 + signal.SIGPIPE
@@ -81,6 +83,7 @@ def launch(
     before: Callable[[Sequence[str]], Sequence[str]] | None = None,
     after: Callable[[], None] | None = None,
     with_report: bool = False,
+    can_evaluate: bool = False,
 ) -> int:
     """What a script in launch_scripts/ runs as one rank: `train` with a recipe of its own.
 
@@ -89,9 +92,12 @@ def launch(
         before: runs first; gets the overrides and fragments, returns overrides to add.
         after: runs when the training is done.
         with_report: write the run's report before that, and say where it is.
+        can_evaluate: take the option --eval, which evaluates the result.
     """
     parser = argparse.ArgumentParser(description=f"Train {recipe}; arguments are overrides and fragments.")
     parser.add_argument("--recipe", default=recipe, help="another recipe (YAML)")
+    if can_evaluate:
+        parser.add_argument("--eval", action="store_true", help="evaluate the result on two small tasks at the end")
     add_overrides(parser)
     parsed = parser.parse_intermixed_args(arguments)
     stop_signals.listen()
@@ -101,6 +107,8 @@ def launch(
         train.main(parsed)
         if with_report:
             report.after_training(parsed.recipe, parsed.overrides)
+        if can_evaluate and parsed.eval:
+            evaluate.after_training(parsed.recipe, parsed.overrides)
         if after is not None:
             after()
     except (UserError, RunFailed, RunStopped) as error:

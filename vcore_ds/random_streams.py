@@ -30,6 +30,8 @@ class Stream(IntEnum):
     """Sequences that the record of a large batch's tokens holds. Place: optimizer step."""
     FOLLOWED_TRACES = 8
     """Traces that are measured at every recorded step. Place: 0 for the training data, then the held-out sets."""
+    EVALUATION = 9
+    """Answers of an evaluation. Place: checksum of task and problem; then the answer's number."""
 
 
 def generator(stream: Stream, seed: int, *place: int) -> np.random.Generator:

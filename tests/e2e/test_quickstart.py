@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.helpers.commands import METRICS, has_control_characters, read_metrics, run_command
 from vcore_ds.commands.quickstart.session import DATA, RECIPE
 from vcore_ds.config import load_recipe
+from vcore_ds.data.champ import HELD_OUT
 
 pytestmark = pytest.mark.e2e
 
@@ -59,6 +60,10 @@ def test_quickstart(tmp_path: Path):
     assert f"Report: {folder / 'report.html'} " in output
     assert "Tokens that gained most weight" in (folder / "report.html").read_text()
     assert "bash launch_scripts/quickstart.sh schedule.num_steps=" in output  # what to do next
+
+    trained_on = (DATA / "train.jsonl").read_text() + (DATA / "trusted.jsonl").read_text()
+    problems = {json.loads(line)["problem"] for line in trained_on.splitlines()}
+    assert len(problems) > 100 and not problems & set(HELD_OUT)  # what vcore-ds eval asks
 
     first, second = read_metrics(folder)
     assert set(first) == set(second) == METRICS and first["sequences"] == 4

@@ -54,7 +54,7 @@ def as_check(line: str) -> list[str]:
         at = arguments.index("--recipe")
         recipe = arguments[at + 1]
         del arguments[at : at + 2]
-    return ["check", recipe, *arguments]
+    return ["check", recipe, *(word for word in arguments if word != "--eval")]
 
 
 def test_the_documentation_has_commands() -> None:

@@ -58,7 +58,7 @@ class Evaluation:
     """`path` as it was given; `base` and `adapter` or None; `served_name` and `url` where a server was asked."""
     preset: str | None
     sampling: dict[str, Any]
-    """Every field that was in effect: temperature, top_p, top_k, max_new_tokens, seed, enable_thinking, .."""
+    """Every field that was in effect; `max_new_tokens` is by task where the tasks differ."""
     versions: dict[str, str]
     tasks: dict[str, TaskResult]
     generations: dict[str, dict[str, Any]] = field(default_factory=dict)

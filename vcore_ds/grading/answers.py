@@ -20,3 +20,11 @@ def answer_spans(text: str) -> list[tuple[int, int]]:
         elif brace.group() == "}" and open_braces and (begin := open_braces.pop()) in boxes:
             spans.append((begin, brace.start()))
     return sorted(spans)
+
+
+def last_code_block(text: str) -> str | None:
+    """What stands between the last two lines that begin with three backticks, as LiveCodeBench takes it; None where
+    there are not two."""
+    lines = text.split("\n")
+    fences = [i for i, line in enumerate(lines) if line.lstrip().startswith("```")]
+    return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) >= 2 else None

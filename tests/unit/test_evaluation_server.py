@@ -1,0 +1,201 @@
+"""Evaluations through a server: what it is asked, and what happens where it is down, fails or serves another model."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import free_port
+from tests.helpers.setups import write_model
+from vcore_ds.cli import main
+from vcore_ds.commands.evaluate import server
+from vcore_ds.commands.evaluate.inspection import MAX_RETRIES
+from vcore_ds.commands.evaluate.server import NUM_TRIES
+from vcore_ds.data import load_tokenizer
+from vcore_ds.files.evaluation_folder import read_evaluation, read_samples
+
+Answer = tuple[int, dict]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "base")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits between attempts take as long as the attempts themselves."""
+    monkeypatch.setattr(server, "SECONDS_BETWEEN_TRIES", 0.0)
+    monkeypatch.setattr("vcore_ds.commands.evaluate.apis.RETRY_SECONDS", (0.01, 0.02))
+
+
+@contextmanager
+def serving(answers: Callable[[str, dict], Answer]) -> Iterator[tuple[str, list[dict]]]:
+    """A server that answers what `answers` makes of a path and a body; yields its URL and the bodies of completions."""
+    bodies: list[dict] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._reply(answers(self.path, {}))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            bodies.append(body)
+            self._reply(answers(self.path, body))
+
+        def _reply(self, answer: Answer) -> None:
+            text = json.dumps(answer[1]).encode()
+            self.send_response(answer[0])
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{httpd.server_port}/v1", bodies
+    finally:
+        httpd.shutdown()
+        httpd.server_close()
+
+
+def as_vllm(path: str, body: dict, *, entry: dict | None = None, extra_tokens: int = 0) -> Answer:
+    """What vLLM answers; every completion is 12."""
+    if path == "/version":
+        return 200, {"version": "0.33.0"}
+    if path == "/v1/models":
+        return 200, {"data": [{"id": "m", "max_model_len": 4_096, "parent": None, **(entry or {})}]}
+    if path == "/v1/completions":
+        num_prompt = len(body["prompt"]) + extra_tokens
+        ends = "length" if body["seed"] % 2 else "stop"
+        return 200, {
+            "id": "c",
+            "object": "text_completion",
+            "created": 1,
+            "model": "m",
+            "choices": [{"index": 0, "text": "It is 12", "finish_reason": ends, "logprobs": None}],
+            "usage": {"prompt_tokens": num_prompt, "completion_tokens": 5, "total_tokens": num_prompt + 5},
+        }
+    return 404, {}
+
+
+def words(base: Path, url: str, output: Path, *more: str) -> list[str]:
+    options = ["--url", url, "--output", str(output), "--tasks", "arithmetic", "--limit", "6"]
+    return ["eval", str(base), *options, "--temperature", "0.6", "--top-p", "0.95", "--top-k", "20", *more]
+
+
+def test_every_sampling_field_is_sent(base: Path, tmp_path: Path) -> None:
+    with serving(as_vllm) as (url, bodies):
+        assert main(words(base, url, tmp_path / "out", "--samples", "2")) == 0
+    _, *asked = bodies  # the first checks the prompt
+    assert len(asked) == 12 and len({body["seed"] for body in asked}) == 12
+    tokenizer = load_tokenizer(str(base))
+    for body in asked:
+        fields = {name: body[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        assert fields == {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.0}
+        assert body["max_tokens"] == 96 and body["model"] == "m"
+        assert tokenizer.decode(body["prompt"]).endswith("<|im_end|>\n<|im_start|>assistant\n")
+    found = read_evaluation(tmp_path / "out")
+    assert found.versions["server: vllm"] == "0.33.0" and found.model["served_name"] == "m"
+    assert found.tasks["arithmetic"].mean_tokens == 5.0 and found.tasks["arithmetic"].num_samples_per_problem == 2
+    samples = read_samples(tmp_path / "out", "arithmetic")
+    assert {sample.truncated for sample in samples} == {True, False} and samples[0].answer == "12"
+
+
+def test_a_server_that_fails_now_and_then(base: Path, tmp_path: Path) -> None:
+    seen: set[int] = set()
+
+    def answers(path: str, body: dict) -> Answer:
+        if body and body["max_tokens"] > 1 and body["seed"] not in seen:
+            seen.add(body["seed"])
+            return 503, {"error": {"message": "busy"}}
+        return as_vllm(path, body)
+
+    with serving(answers) as (url, bodies):
+        assert main(words(base, url, tmp_path / "out")) == 0
+    assert len(bodies) == 13
+
+
+def test_a_server_that_breaks_down_ends_it_and_it_resumes(base: Path, tmp_path: Path, capsys) -> None:
+    num_answers = 0
+
+    def answers(path: str, body: dict) -> Answer:
+        nonlocal num_answers
+        num_answers += bool(body)
+        return (500, {"error": {"message": "out of memory"}}) if num_answers > 4 else as_vllm(path, body)
+
+    with serving(answers) as (url, bodies):
+        assert main(words(base, url, tmp_path / "out", "--batch-size", "1")) == 2
+    error = capsys.readouterr().err
+    assert f"a request failed {MAX_RETRIES + 1} times or was refused" in error and "the same command resumes" in error
+    assert "Traceback" not in error and len(bodies) == 4 + MAX_RETRIES + 1
+    with serving(as_vllm) as (url, bodies):  # at another port
+        assert main(words(base, url, tmp_path / "out", "--batch-size", "1")) == 0
+    assert "arithmetic: 3 of 6 answers are there already" in capsys.readouterr().out and len(bodies) == 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("answers", "message", "num_requests"),
+    [
+        (lambda path, body: (500, {"error": "no"}), "/models: answers 500", 0),
+        (lambda path, body: (200, {}), "found no list of models", 0),
+        (
+            lambda path, body: (200, {"data": [{"id": "a"}, {"id": "b"}]}) if "models" in path else (404, {}),
+            "found the models a, b; expected one of them",
+            0,
+        ),
+        (
+            lambda path, body: (400, {"error": "bad"}) if body else as_vllm(path, body),
+            '/completions: answers 400: {"error": "bad"}',
+            1,
+        ),
+        (lambda path, body: (502, {}) if body else as_vllm(path, body), "/completions: answers 502", NUM_TRIES),
+        (lambda path, body: as_vllm(path, body, extra_tokens=1), "expected the same prompt as in training", 1),
+        (
+            lambda path, body: as_vllm(path, body, entry={"max_model_len": 100}),
+            "serves sequences of 100 tokens; expected 189 for",
+            1,
+        ),
+    ],
+)
+def test_a_server_that_cannot_be_used(
+    answers: Callable[[str, dict], Answer], message: str, num_requests: int, base: Path, tmp_path: Path, capsys
+) -> None:
+    with serving(answers) as (url, bodies):
+        assert main(words(base, url, tmp_path / "out")) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and len(bodies) == num_requests, error
+
+
+def test_a_server_that_is_down(base: Path, tmp_path: Path, capsys) -> None:
+    assert main(words(base, f"http://127.0.0.1:{free_port()}/v1", tmp_path / "out")) == 2
+    error = capsys.readouterr().err
+    assert "cannot be reached (" in error and "--server-commands prints how" in error and error.count("\n") == 1
+
+
+def test_adapters_and_their_base(base: Path, tmp_path: Path, capsys) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), "r": 8}))
+    cases = [
+        ({}, "m is no adapter there"),
+        ({"parent": "/models/Qwen3-8B"}, "m is served on the base model /models/Qwen3-8B; expected"),
+    ]
+    for entry, message in cases:
+        with serving(lambda path, body, entry=entry: as_vllm(path, body, entry=entry)) as (url, _):
+            assert main(words(adapter, url, tmp_path / "out")) == 2
+        assert message in capsys.readouterr().err
+    with serving(lambda path, body: as_vllm(path, body, entry={"parent": str(base)})) as (url, _):
+        assert main(words(adapter, url, tmp_path / "right")) == 0
+    as_transformers = {"/openapi.json": {"paths": {"/load_model": {}, "/reset": {}}}, "/v1/models": {"data": []}}
+    with serving(lambda path, body: (200, as_transformers[path]) if path in as_transformers else (404, {})) as (url, _):
+        assert main(words(adapter, url, tmp_path / "other", "--served-name", "m")) == 2
+    assert "`transformers serve` cannot serve adapters" in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""An evaluation's tasks: what is read from each data set's rows, what is asked, what counts as right."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.benchmark_rows import ROWS, write_rows
+from vcore_ds.commands.evaluate.benchmarks import supergpqa_1k
+from vcore_ds.commands.evaluate.problems import Problem
+from vcore_ds.commands.evaluate.tasks import TASKS, chosen_tasks
+from vcore_ds.data.champ import HELD_OUT
+from vcore_ds.errors import UserError
+from vcore_ds.grading.answers import last_code_block
+from vcore_ds.grading.final_answer import final_answer, is_right
+from vcore_ds.grading.prompts import choice_prompt, math_prompt
+from vcore_ds.grading.verification import AnswerChecker
+
+
+@pytest.fixture(scope="module")
+def checker():
+    checker = AnswerChecker(5)
+    yield checker
+    checker.close()
+
+
+def problems_of(folder: Path, task: str) -> list[Problem]:
+    return chosen_tasks([write_rows(folder, task)], None)[task][1]
+
+
+@pytest.mark.parametrize(
+    ("task", "ids", "expected", "right", "wrong"),
+    [
+        ("aime", ["60"], "024", r"so \boxed{24}", r"\boxed{24}, no: \boxed{25}"),
+        ("olympiad", ["1606", "1610"], r"\frac{x}{2}", r"\boxed{x/2}", r"\boxed{x/3}"),
+        ("math500", ["test/algebra/1.json"], r"\frac{1}{2}", r"\boxed{0.5}", "0.5"),
+        ("gsm8k", ["00001"], "1002", r"\boxed{1{,}002}", r"\boxed{1000}"),
+        ("rbench", ["r1"], "F", r"\boxed{\text{(F)}}", r"\boxed{option F}"),
+        ("supergpqa", ["u0", "u1", "u2", "u3"], "B", r"\boxed{B}", r"\boxed{b}"),
+    ],
+)
+def test_a_benchmark_is_read_and_graded(
+    task: str, ids: list[str], expected: str, right: str, wrong: str, tmp_path: Path, checker: AnswerChecker
+) -> None:
+    problems = problems_of(tmp_path, task)
+    assert [problem.id for problem in problems] == ids and problems[0].expected == expected
+    kind = TASKS[task].kind
+    assert kind is not None
+    assert is_right(final_answer(right, kind), expected, kind, checker)
+    assert not is_right(final_answer(wrong, kind), expected, kind, checker)
+
+
+def test_prompts_are_those_of_training(tmp_path: Path) -> None:
+    assert problems_of(tmp_path, "aime")[0].prompt == math_prompt("What is 20 + 4?")
+    asked = problems_of(tmp_path, "supergpqa")[0].prompt
+    assert asked == choice_prompt("Which one?", ["one", "two", "three"])
+    assert "question:\nWhich one?\nOptions are:\n(A): one\n(B): two\n(C): three\n\nPlease reason" in asked
+    assert problems_of(tmp_path, "livecodebench")[0].prompt.count("c++17") == 1
+    assert [problem.prompt for problem in problems_of(tmp_path, "ojbench")] == ["In cpp:"]
+
+
+def test_several_answers_are_right_in_any_order(tmp_path: Path, checker: AnswerChecker) -> None:
+    expected = problems_of(tmp_path, "olympiad")[1].expected
+    assert expected == "2,-2"
+    assert is_right("-2, 2", expected, "math", checker) and not is_right("2", expected, "math", checker)
+
+
+@pytest.mark.parametrize(
+    ("output", "kind", "answer"),
+    [
+        ("it is 7, or 1,234", "number", "1234"),
+        ("-3/4 and 2.50.", "number", "2.50"),
+        (r"1 then \boxed{ 8 } then 9", "number", "8"),
+        ("1,2,3", "number", "3"),
+        (r"7, put into \boxed{}", "number", "7"),
+        ("no number", "number", None),
+        ("it is 7", "math", None),
+        (r"\boxed{}", "math", None),
+        (r"\boxed{(C)}", "choice", "C"),
+        (r"\boxed{\mathrm{C}.}", "choice", "C"),
+        (r"\boxed{C and D}", "choice", "C and D"),
+    ],
+)
+def test_the_final_answer(output: str, kind, answer: str | None) -> None:
+    assert final_answer(output, kind) == answer
+
+
+def test_the_last_code_block() -> None:
+    assert last_code_block("```cpp\nold\n```\nbetter:\n```cpp\nint main() {}\n```\nDone.") == "int main() {}"
+    assert last_code_block("```cpp\ncut off") is None
+
+
+def test_the_subset_of_supergpqa_is_fixed_and_keeps_the_disciplines() -> None:
+    sizes = {"Science": 1_500, "Law": 600, "Art": 1}
+    everything = [
+        Problem(f"{name}{i}", "", "A", {"discipline": name}) for name, size in sizes.items() for i in range(size)
+    ]
+    chosen = supergpqa_1k(everything)
+    counts = {name: sum(problem.extra["discipline"] == name for problem in chosen) for name in sizes}
+    assert sum(counts.values()) == 1_000
+    assert all(abs(counts[name] - size / 2_101 * 1_000) < 1 for name, size in sizes.items())
+    assert {problem.id for problem in supergpqa_1k(everything[::-1])} == {problem.id for problem in chosen}
+    assert chosen[0].id != "Art0" or counts["Art"]
+
+
+def test_arithmetic_has_right_answers() -> None:
+    problems = chosen_tasks(["arithmetic"], None)["arithmetic"][1]
+    assert len(problems) == 200
+    for problem in problems:
+        (expression,) = re.findall(r"(?:problem|multiplication): ([-+* \d]+)", problem.prompt)
+        assert eval(expression) == int(problem.expected), problem
+
+
+def test_champ_problems_have_numbers_as_answers() -> None:
+    problems = chosen_tasks(["champ"], None)["champ"][1]
+    assert [problem.id for problem in problems] == list(HELD_OUT) and len(problems) == 30
+    for problem in problems:
+        assert final_answer(problem.expected, "number") == problem.expected
+
+
+@pytest.mark.parametrize(
+    ("task", "rows", "message"),
+    [
+        ("aime", [{"problem": "1 + 1?"}], r"row 1: found no `answer` or `Answer` or `final_answer` \(its columns: pr"),
+        ("aime", [{"problem": "1 + 1?", "answer": ""}], "found no `answer`"),
+        ("gsm8k", [{"question": "?", "answer": "so 5"}], "found no number behind ####"),
+        ("rbench", [{**ROWS["rbench"][0], "answer": "G"}], "found 6 options and the answer 'G'"),
+        ("supergpqa", [{**ROWS["supergpqa"][0], "options": None}], "found 0 options"),
+        ("math500", [[1]], "row 1: found list"),
+        ("aime", [ROWS["aime"][0]] * 2, "found the problem 60 twice"),
+    ],
+)
+def test_rows_that_cannot_be_graded_are_refused(task: str, rows: list, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        chosen_tasks([write_rows(tmp_path, task, rows)], None)
+
+
+def test_wrong_names_of_tasks(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"found 'amie' \(did you mean \"aime\"\?\); expected some of arithmetic, "):
+        chosen_tasks(["amie"], None)
+    with pytest.raises(UserError, match="found champ twice"):
+        chosen_tasks(["champ", "champ"], None)
+    with pytest.raises(UserError, match="a task that makes its own problems"):
+        chosen_tasks([f"champ={tmp_path}"], None)
+    with pytest.raises(UserError, match="no such file"):
+        chosen_tasks([f"gsm8k={tmp_path}/none.jsonl"], None)
