@@ -58,7 +58,8 @@ class Evaluation:
     """`path` as it was given; `base` and `adapter` or None; `served_name` and `url` where a server was asked."""
     preset: str | None
     sampling: dict[str, Any]
-    """Every field that was in effect; `max_new_tokens` is by task where the tasks differ."""
+    """Every field that was in effect; `max_new_tokens` is by task where the tasks differ; `prompts` has a digest of each
+    task's questions."""
     versions: dict[str, str]
     tasks: dict[str, TaskResult]
     generations: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -123,10 +124,11 @@ def read_evaluation(folder: Path) -> Evaluation:
                 f"{path}: format: found {values['format']!r}, expected {FORMAT}. Evaluate again with this version"
             )
         tasks = {name: TaskResult(**task) for name, task in values["tasks"].items()}
-        names = ("model", "preset", "sampling", "versions")
-        return Evaluation(
-            **{name: values[name] for name in names}, tasks=tasks, generations=values.get("generations", {})
-        )
+        found = {name: values[name] for name in ("model", "sampling", "versions")}
+        found["generations"] = values.get("generations", {})
+        if not all(isinstance(value, dict) for value in found.values()):
+            raise TypeError
+        return Evaluation(preset=values["preset"], tasks=tasks, **found)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path}: is damaged; expected what vcore-ds eval writes there. Evaluate again") from None
 

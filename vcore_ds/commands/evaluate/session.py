@@ -174,14 +174,18 @@ def _request_of(model: EvaluatedModel, settings: Settings) -> dict[str, Any]:
     if settings.url is None:  # these decide the last bits of a logit
         request |= {"precision": settings.precision, "batch_size": settings.batch_size}
     for name, (task, problems) in settings.tasks.items():
-        digest = hashlib.sha256(json.dumps([asdict(problem) for problem in problems]).encode()).hexdigest()[:16]
         request[f"tasks.{name}"] = {
             "problems": len(problems),
             "samples": settings.samples_of(task),
             "max_new_tokens": settings.limit_of(task),
-            "digest": digest,
+            "digest": _digest(problems),
         }
     return request
+
+
+def _digest(problems: Sequence[Problem]) -> str:
+    """Equal where two evaluations put the same questions and expect the same answers."""
+    return hashlib.sha256(json.dumps([asdict(problem) for problem in problems]).encode()).hexdigest()[:16]
 
 
 def _requests(task: Task, problems: Sequence[Problem], settings: Settings, tokenizer) -> list[Request]:
@@ -256,7 +260,12 @@ def _describe(model: EvaluatedModel, settings: Settings, source: InProcessModel 
 def _describe_sampling(settings: Settings) -> dict[str, Any]:
     limits = {name: settings.limit_of(task) for name, (task, _) in settings.tasks.items()}
     same = len(set(limits.values())) == 1
-    return {**settings.sampling.as_json(), "max_new_tokens": next(iter(limits.values())) if same else limits}
+    return {
+        **settings.sampling.as_json(),
+        "max_new_tokens": next(iter(limits.values())) if same else limits,
+        # So that a comparison of evaluations with other prompts is refused.
+        "prompts": {name: _digest(problems) for name, (_, problems) in settings.tasks.items()},
+    }
 
 
 def _versions(source: InProcessModel | Server) -> dict[str, str]:
