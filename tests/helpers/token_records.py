@@ -1,6 +1,8 @@
 """Records of tokens of two runs, compared."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,16 +23,7 @@ def assert_same_records(folder: Path, expected: Path, *, num_sequences: int, tol
     for here, there in zip(found, wanted, strict=True):
         assert here.num_sequences_global == there.num_sequences_global == len(here.sequences) == num_sequences
         assert [s.sequence_id for s in here.sequences] == [s.sequence_id for s in there.sequences]
-        for field in ("positions", "token_ids", "losses", "utilities", "weights"):
-            left, right = (
-                torch.from_numpy(np.concatenate([getattr(s, field) for s in record.sequences]))
-                for record in (here, there)
-            )
-            assert left.dtype == right.dtype
-            if field in ("positions", "token_ids"):
-                assert torch.equal(left, right)
-            else:
-                assert relative_error(left, right) < tolerance, (here.step, field)
+        assert_same_tokens(here.sequences, there.sequences, ("losses", "utilities", "weights"), tolerance)
         for field in ("share", "uniform_share", "alpha"):
             left, right = ([getattr(s, field) for s in record.sequences] for record in (here, there))
             assert left == pytest.approx(right, rel=1e-5), (here.step, field)
@@ -43,14 +36,16 @@ def assert_same_followed(folder: Path, expected: Path, *, num_traces: int, toler
     assert [record.step for record in found] == [record.step for record in wanted]
     for here, there in zip(found, wanted, strict=True):
         assert here.origins == there.origins and len(here.traces) == len(there.traces) == num_traces
-        for field in ("positions", "token_ids", "losses", "entropies", "utilities", "weights"):
-            left, right = (
-                torch.from_numpy(np.concatenate([getattr(trace, field) for trace in record.traces]))
-                for record in (here, there)
-            )
-            assert left.dtype == right.dtype
-            if field in ("positions", "token_ids"):
-                assert torch.equal(left, right)
-            else:
-                assert relative_error(left, right) < tolerance, (here.step, field)
+        assert_same_tokens(here.traces, there.traces, ("losses", "entropies", "utilities", "weights"), tolerance)
     return [record.step for record in found]
+
+
+def assert_same_tokens(here: Sequence[Any], there: Sequence[Any], measured: Sequence[str], tolerance: float) -> None:
+    """`measured`: the fields that may differ by rounding."""
+    for field in ("positions", "token_ids", *measured):
+        left, right = (torch.from_numpy(np.concatenate([getattr(one, field) for one in of])) for of in (here, there))
+        assert left.dtype == right.dtype
+        if field in measured:
+            assert relative_error(left, right) < tolerance, field
+        else:
+            assert torch.equal(left, right)
