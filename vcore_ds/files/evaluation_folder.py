@@ -58,8 +58,8 @@ class Evaluation:
     """`path` as it was given; `base` and `adapter` or None; `served_name` and `url` where a server was asked."""
     preset: str | None
     sampling: dict[str, Any]
-    """Every field that was in effect; `max_new_tokens` is by task where the tasks differ; `prompts` has a digest of each
-    task's questions."""
+    """Every field that was in effect; `max_new_tokens` is by task where the tasks differ, and `prompts` has a digest of
+    each task's questions."""
     versions: dict[str, str]
     tasks: dict[str, TaskResult]
     generations: dict[str, dict[str, Any]] = field(default_factory=dict)
