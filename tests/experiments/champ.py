@@ -25,8 +25,8 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from tests.experiments.processes import REPOSITORY, read, run_train
 from tests.experiments.report import cell
-from tests.experiments.smollm2 import REPOSITORY, read, run_train
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 
 FOLDER = REPOSITORY / "runs" / "champ"

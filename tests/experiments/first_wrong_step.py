@@ -16,8 +16,8 @@ import shutil
 from statistics import mean
 from typing import Any
 
+from tests.experiments.processes import REPOSITORY, run_train
 from tests.experiments.report import cell
-from tests.experiments.smollm2 import REPOSITORY, run_train
 from vcore_ds.commands.quickstart.right_answers import PROMPT
 from vcore_ds.commands.quickstart.traces import champ_problems, prepare_quickstart_data
 from vcore_ds.data import load_tokenizer

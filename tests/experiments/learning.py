@@ -2,7 +2,6 @@
 
     python -m tests.experiments.learning run tuned_adamw    one part of the grid, or all of it without a name
     python -m tests.experiments.learning report             the tables, from what has been run
-    python -m tests.experiments.learning smollm2            `vcore-ds train` on the quickstart's model and traces
 
 `run` appends one JSON line per finished run to runs/learning/results.jsonl and skips what is there already, so it may
 be stopped and started again. It uses one thread; two of them may work side by side on different parts or seeds.
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from tests.experiments import smollm2
-from tests.experiments.report import kinds_table, setting_of, smollm2_table, table
+from tests.experiments.processes import read
+from tests.experiments.report import kinds_table, setting_of, table
 from tests.experiments.settings import Setting
 from tests.experiments.training import train_and_record
 
@@ -123,13 +122,13 @@ def run_parts(parts: Sequence[str], seeds: Sequence[int]) -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     settings = [replace(row, seed=seed) for part in parts for seed in seeds for row in grid(part)]
     for setting in settings:
-        if setting in {setting_of(result) for result in smollm2.read(RESULTS)}:
+        if setting in {setting_of(result) for result in read(RESULTS)}:
             continue
         train_and_record(setting, RESULTS)
 
 
 def report() -> None:
-    results = smollm2.read(RESULTS)
+    results = read(RESULTS)
     parts = {
         "From a trained model, 60 steps of AdamW": grid("tuned_adamw") + [r for r in more_tuned_rows() if is_adamw(r)],
         "From a trained model, 60 steps of SGD": grid("tuned_sgd") + [r for r in more_tuned_rows() if not is_adamw(r)],
@@ -144,8 +143,6 @@ def report() -> None:
     tuned = next(iter(parts.values()))
     print(f"### Where the loss is, from a trained model, AdamW\n\n{kinds_table(tuned, results)}\n")
     print(f"{len(results)} runs, {sum(result['seconds'] for result in results) / 60:.0f} minutes of one core.\n")
-    if on_smollm2 := smollm2.read(FOLDER / "smollm2.jsonl"):
-        print(f"### SmolLM2-135M, LoRA\n\n{smollm2_table(on_smollm2)}")
 
 
 def is_adamw(row: Setting) -> bool:
@@ -159,16 +156,11 @@ def main() -> None:
     run.add_argument("parts", nargs="*", choices=PARTS, default=PARTS)
     run.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     commands.add_parser("report", help="print the tables")
-    on_smollm2 = commands.add_parser("smollm2", help="train what is missing of the rows on SmolLM2")
-    on_smollm2.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    on_smollm2.add_argument("--jobs", type=int, default=2, help="runs side by side, one thread each")
     arguments = parser.parse_args()
     if arguments.command == "run":
         run_parts(arguments.parts, arguments.seeds)
-    elif arguments.command == "report":
-        report()
     else:
-        smollm2.run_rows(FOLDER, arguments.seeds, arguments.jobs)
+        report()
 
 
 if __name__ == "__main__":

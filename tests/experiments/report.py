@@ -170,19 +170,6 @@ def steering_table(
     return f"Before training: held-out loss {loss}, accuracy {accuracy}.\n\n" + "\n".join(header + lines)
 
 
-def smollm2_table(results: Sequence[Result]) -> str:
-    by_row: dict[str, BySeed] = {}
-    for result in results:
-        by_row.setdefault(result["row"], {})[result["seed"]] = result
-    lines = ["| row | seeds | held-out loss | to sft | seconds |", "|---|---|---|---|---|"]
-    for row, found in by_row.items():
-        difference = cell(paired(found, by_row["sft"], "after"), 4, difference=True) if row != "sft" else ""
-        after = cell([result["after"] for result in found.values()], 4)
-        seconds = np.mean([result["seconds"] for result in found.values()])
-        lines.append(f"| {row} | {len(found)} | {after} | {difference} | {seconds:.0f} |")
-    return f"Before training: {results[0]['before']:.4f}.\n\n" + "\n".join(lines)
-
-
 def _training(row: Setting) -> Setting:
     """What all rows of a table have in common: plain `sft`, whatever the rate."""
     shared = ("regime", "optimizer", "num_steps", "training_noise")

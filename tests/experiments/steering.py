@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tests.experiments import smollm2
+from tests.experiments.processes import read
 from tests.experiments.report import CHOOSING_SEEDS, chosen_rate, setting_of, steering_table
 from tests.experiments.settings import Setting
 from tests.experiments.training import train_and_record
@@ -73,7 +73,7 @@ def missing(noise: str, optimizer: str, seeds: Sequence[int], all_rates: bool) -
     """Runs in the order in which they are due, each given when those before it have been run."""
     for seed in seeds:
         for row in grid(noise, optimizer).values():
-            results = smollm2.read(RESULTS)
+            results = read(RESULTS)
             rates = RATES[optimizer]
             if seed not in CHOOSING_SEEDS and not all_rates:
                 rates = (chosen_rate(row, rates, results),)
@@ -92,7 +92,7 @@ def run(noises: Sequence[str], optimizers: Sequence[str], seeds: Sequence[int], 
 
 
 def report() -> None:
-    results = smollm2.read(RESULTS)
+    results = read(RESULTS)
     for choosing_seeds in (CHOOSING_SEEDS, SEEDS):
         print(f"## Learning rates chosen on seeds {', '.join(map(str, choosing_seeds))}\n")
         for optimizer, name in OPTIMIZERS.items():
