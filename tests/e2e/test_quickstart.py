@@ -21,7 +21,7 @@ pytestmark = pytest.mark.e2e
 def test_with_trusted_traces(tmp_path: Path):
     folder = tmp_path / "trusted"
     changes = "presets/trusted.yaml batch.global_size=4 data.trusted_share=0.25 schedule.num_steps=2"
-    output = quickstart(changes, folder)
+    output = quickstart(f"{changes} run.num_followed_traces=0", folder)
     check_held_out_losses(output)
     recipe = load_recipe(folder / "recipe.yaml")
     assert recipe.data.probe_path == str(DATA / "trusted.jsonl") and "1 of them trusted" in output
@@ -66,7 +66,8 @@ def test_quickstart(tmp_path: Path):
     assert len(problems) > 100 and not problems & set(HELD_OUT)  # what vcore-ds eval asks
 
     first, second = read_metrics(folder)
-    assert set(first) == set(second) == METRICS and first["sequences"] == 4
+    of_followed = {"seconds_followed", "peak_memory_bytes_followed"}
+    assert set(first) == set(second) == METRICS | of_followed and first["sequences"] == 4
     assert first["kl"] == pytest.approx(load_recipe(RECIPE).method.kl_budget, rel=0.01)
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["world_size"] == 2 or torch.cuda.is_available()

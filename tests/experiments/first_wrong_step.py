@@ -18,9 +18,9 @@ from typing import Any
 
 from tests.experiments.processes import REPOSITORY, run_train
 from tests.experiments.report import cell
-from vcore_ds.commands.quickstart.right_answers import PROMPT
 from vcore_ds.commands.quickstart.traces import champ_problems, prepare_quickstart_data
 from vcore_ds.data import load_tokenizer
+from vcore_ds.grading.prompts import CHAMP
 from vcore_ds.track.token_records import SequenceTokens, read_records
 
 FOLDER = REPOSITORY / "runs" / "first_wrong_step"
@@ -56,7 +56,7 @@ def write_traces() -> None:
             if begin is None or begin == 0 or end >= len(marked["text"].rstrip()) or "Misleading" in source:
                 continue
             messages = [
-                {"role": "user", "content": PROMPT.format(statement=problem["_text"].strip())},
+                {"role": "user", "content": CHAMP.format(statement=problem["_text"].strip())},
                 {"role": "assistant", "content": marked["text"]},
             ]
             rows.append({"messages": messages, "problem": problem_id, "source": source, "wrong_step": [begin, end]})

@@ -1,6 +1,7 @@
 """`vcore-ds chat`: the right model answers, from a pipe and on a terminal, and it ends when it is told to."""
 
 import io
+import json
 import os
 import pty
 import select
@@ -136,10 +137,23 @@ def test_what_cannot_be_meant_is_one_message(words, text, expected, base, tmp_pa
     assert expected in capsys.readouterr().err
 
 
-def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(base):
+@pytest.fixture
+def endless(tmp_path: Path) -> Path:
+    """A model that never ends an answer: the token that would is beyond its vocabulary."""
+    folder = write_model(tmp_path / "endless")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"eos_token": "<|never|>"})
+    tokenizer.save_pretrained(folder)
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(values | {"eos_token_id": None}))
+    return folder
+
+
+def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(endless):
     """On a pseudo-terminal, as a user types it."""
     terminal, slave = pty.openpty()
-    words = ["chat", str(base), "--max-new-tokens", "30000", "--temperature", "1"]
+    words = ["chat", str(endless), "--max-new-tokens", "30000", "--temperature", "1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "vcore_ds.cli", *words], stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
         preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),

@@ -12,7 +12,7 @@ from pathlib import Path
 from vcore_ds.commands.arguments import positive, positive_number
 from vcore_ds.errors import UserError
 
-HELP = "accuracy on problems with answers: benchmarks, or two small tasks that need no download"
+HELP = "accuracy on benchmarks, or on two small tasks that need no download"
 DESCRIPTION = (
     "Let a model answer problems, and grade its final answers. Without --tasks: procedural arithmetic and the problems "
     "that the quickstart holds out, a few minutes with a small model and no GPU. Prompts are rendered by the code "
