@@ -17,8 +17,6 @@ from vcore_ds.config import Recipe
 from vcore_ds.distributed import interconnect
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.files.run_folder import environment
-from vcore_ds.models import check_model_folder, read_config
-from vcore_ds.setup import count_parameters
 
 MEET_SECONDS = 120.0
 """Until all ranks are in one process group, and for the all-reduce: both take seconds where the network is sound."""
@@ -100,6 +98,8 @@ def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
 def output_bytes(recipe: Recipe) -> int:
     """Free space that the run's folder will still take: checkpoints, one more than are kept while one is written, and
     the result."""
+    from vcore_ds.setup import count_parameters  # here: DeepSpeed takes seconds to import, and one rank needs it
+
     counts = count_parameters(recipe)
     num_fp32_states = 3 if recipe.optimizer.name == "adamw" else 1  # the master, and AdamW's two moments
     parameter_bytes = 2 if recipe.model.precision == "bf16" else 4
@@ -111,6 +111,8 @@ def output_bytes(recipe: Recipe) -> int:
 
 def find_unreadable(recipe: Recipe) -> dict[str, str]:
     """Files of the recipe that this node cannot read: key, problem with its remedy."""
+    from vcore_ds.models import check_model_folder, read_config  # here: one rank of a node needs them
+
     problems = {}
     try:
         check_model_folder(recipe.model.path)
