@@ -123,6 +123,8 @@ def test_the_folder(whole: Path, base: Path) -> None:
     assert list(found.tasks) == ["aime", "olympiad", "math500", "gsm8k", "rbench", "supergpqa"]
     assert found.tasks["supergpqa"] == TaskResult(4, 1, 0.0, 1.0, 1.0, 8.0)
     assert found.generations["ojbench"]["num_problems"] == 1 and "accuracy" not in found.generations["ojbench"]
+    prompts = found.sampling.pop("prompts")
+    assert prompts.keys() == {*found.tasks, *found.generations} and len(set(prompts.values())) == len(prompts)
     assert found.sampling == PAPER.as_json() | {"max_new_tokens": 8} and found.preset == "paper"
     assert found.model["base"] == str(base) and {"inspect_ai", "math-verify"} <= found.versions.keys()
     assert [sample.problem_id for sample in read_samples(whole, "olympiad")] == ["1606", "1610"]
