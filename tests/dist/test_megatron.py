@@ -39,11 +39,16 @@ BF16 = {"model": {"path": "none", "precision": "bf16"}}
 ADAM = {"learning_rate": step_runs.LEARNING_RATE, "eps": 1e-3}
 VARIANCE = {"kl_budget": 0.3, "alpha": "variance", "alpha_cap": None}
 BATCH_WIDE = {"kl_budget": 0.05, "scope": "sequence_and_batch", "batch_kl_budget": 0.1}
+IW_SFT = {
+    "method": {"name": "iw_sft"},
+    "data": {"train_path": "none", "reference_log_probabilities": "none"},
+}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 CASES = {
     "sft, packed": Case(packed=True, sections=sections(method={"name": "sft"})),
     "dft": Case(sections=sections(method={"name": "dft"})),
     "random, packed": Case(packed=True, sections=sections(method={"name": "random", "keep_share": 0.4})),
+    "iw_sft, packed": Case(packed=True, sections=sections(**IW_SFT)),
     "lora, iw_sft": Case(lora=True, sections=sections(method={"name": "iw_sft"}, lora={"rank": 4, "alpha": 8})),
     "jvp": Case(sections=sections()),
     "jvp, packed, tied, checkpointed": Case(packed=True, tied=True, checkpointing=True, sections=sections()),

@@ -9,6 +9,7 @@ import torch
 
 from tests.helpers import step_runs, tiny
 from vcore_ds.data import Batch, StepBatches
+from vcore_ds.engine import log_probabilities
 from vcore_ds.method import random_mask
 from vcore_ds.random_streams import Stream, generator
 
@@ -64,9 +65,13 @@ def run_case(case: Case) -> dict[str, float]:
         return megatron.whole(model, plain, tensors) if case.tensor > 1 else tensors
 
     estimator = step_runs.make_estimator(recipe, engine, case.batches_per_utility_pass)
+    mains = [make_batch(case, 10 + k) for k in range(3)]
+    if recipe.method.name == "iw_sft" and not case.lora:  # what `vcore-ds reference` does, on every rank for all rows
+        for main in mains:
+            rows = [tiny.take(main, [row]) for row in range(case.num_main)]
+            main.reference_log_probability = torch.cat(log_probabilities(engine, rows))
     worst = dict.fromkeys(("utilities", "weights", "alpha", "gradient", "parameters", "loss"), 0.0)
-    for k in range(3):
-        main = make_batch(case, 10 + k)
+    for k, main in enumerate(mains):
         probe = tiny.rows(case.num_probe, seed=50 + k, vocabulary=case.vocabulary)
         masks = keep_some(main) if recipe.method.name == "random" else None
         if k % case.probe_every != 0 or recipe.method.name != "vcore" or recipe.probe.source == "previous_step":

@@ -1,7 +1,7 @@
 """A decoder layer of parallel layers: attention over this rank's heads, MLP over this rank's columns.
 
-The products are megatron-core's layers, attention is that of all passes (`vcore_ds.models.attention`), norms and rotary
-positions are those of Hugging Face's models, to the last bit.
+The products are megatron-core's layers, attention is that of all passes (`vcore_ds.models.attention`), rotary positions
+are those of Hugging Face's models, to the last bit, and norms too where PyTorch computes them (`norms`).
 
 The loop over layers is ours (`model.TokenLossModel`): megatron-core's calls a layer with keywords only, and under
 ZeRO-3 the backward of such a layer fails.
@@ -17,12 +17,13 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, local_torch_dtype
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import RowLayout
 from vcore_ds.models.megatron.configuration import TransformerConfig, sliding_window
+from vcore_ds.models.megatron.norms import norm
 from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear
 
 Angles = tuple[Tensor, Tensor]
@@ -117,9 +118,3 @@ def row_linear(config: TransformerConfig, num_inputs: int, num_outputs: int) -> 
         skip_bias_add=False,
         tp_group=layout.group("tensor"),
     )
-
-
-def norm(config: TransformerConfig, size: int) -> LlamaRMSNorm:
-    """A norm whose weight all ranks of a tensor group have; each has the gradient of its tokens or heads."""
-    with local_torch_dtype(config.params_dtype):
-        return LlamaRMSNorm(size, eps=config.layernorm_epsilon)

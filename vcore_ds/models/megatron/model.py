@@ -17,7 +17,8 @@ from vcore_ds.method import VocabularyPart, token_entropy, token_loss
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.megatron.adapters import Adapted, adapted_layers, adapter_pieces, add_adapters, without_adapters
 from vcore_ds.models.megatron.configuration import padded_vocabulary, transformer_config
-from vcore_ds.models.megatron.decoder import DecoderLayer, norm
+from vcore_ds.models.megatron.decoder import DecoderLayer
+from vcore_ds.models.megatron.norms import norm
 from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear, TokenEmbedding
 from vcore_ds.models.megatron.token_exchange import gather_tokens
 from vcore_ds.models.megatron.weights import Piece, pieces

@@ -1,0 +1,78 @@
+"""The norm of the parallel layers: its value against Hugging Face's, its tangent against forward mode in fp64."""
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from vcore_ds.models import make_dual
+from vcore_ds.models.megatron.norms import RMSNorm, rms_norm, rms_norm_tangent
+
+EPS = 1e-5
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+SCALES = [1e-3, 1.0, 100.0]
+"""Of the inputs; eps counts for the smallest."""
+
+
+def tensors(scale: float, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """x, its tangent, the weight, its tangent."""
+    random = torch.Generator().manual_seed(0)
+    shapes = [(3, 5, 24), (3, 5, 24), (24,), (24,)]
+    found = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+    found[0] *= scale
+    return [x.to(dtype) for x in found]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_value_and_gradients_are_those_of_hugging_face_to_the_last_bit(dtype: torch.dtype, scale: float) -> None:
+    x, upstream, weight, _ = tensors(scale, dtype)
+    found = []
+    for module in (LlamaRMSNorm(24, eps=EPS).to(dtype), RMSNorm(24, EPS).to(dtype)):
+        module.weight.data.copy_(weight)
+        leaf = x.clone().requires_grad_()
+        value = module(leaf)
+        found.append((value, *torch.autograd.grad(value, (leaf, module.weight), upstream)))
+    for own, expected in zip(*found, strict=True):
+        assert torch.equal(own, expected)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_tangent_is_that_of_forward_mode(scale: float) -> None:
+    x, d_x, weight, d_weight = tensors(scale)
+
+    def normalized(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, (24,), weight, EPS)
+
+    value, expected = torch.func.jvp(normalized, (x, weight), (d_x, d_weight))
+    torch.testing.assert_close(rms_norm(x, weight, EPS), value, rtol=1e-12, atol=1e-12)
+    found = rms_norm_tangent(x, weight, EPS, d_x=d_x, d_weight=d_weight)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    both = [rms_norm_tangent(x, weight, EPS, **only) for only in ({"d_x": d_x}, {"d_weight": d_weight})]
+    torch.testing.assert_close(both[0] + both[1], expected, rtol=1e-12, atol=1e-12)
+    assert rms_norm_tangent(x, weight, EPS) is None
+
+
+@pytest.mark.parametrize(("dtype", "bound"), BOUNDS.items())
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_tangent_in_the_dtypes_of_training(dtype: torch.dtype, bound: float, scale: float) -> None:
+    rounded = tensors(scale, dtype)
+    x, d_x, weight, d_weight = (tensor.double() for tensor in rounded)
+    exact = rms_norm_tangent(x, weight, EPS, d_x=d_x, d_weight=d_weight)
+    x, d_x, weight, d_weight = rounded
+    found = rms_norm_tangent(x, weight, EPS, d_x=d_x, d_weight=d_weight)
+    assert found.dtype == dtype
+    assert float((found.double() - exact).norm() / exact.norm()) < bound
+
+
+def test_a_dual_number_has_the_plain_value_and_a_graph_of_it_alone() -> None:
+    x, d_x, weight, d_weight = tensors(1.0, torch.float32)
+    module = RMSNorm(24, EPS)
+    module.weight.data.copy_(weight)
+    plain = module(x)
+    with forward_ad.dual_level():
+        module.__dict__["weight"] = make_dual(module._parameters["weight"], d_weight)
+        value, tangent = forward_ad.unpack_dual(module(make_dual(x, d_x)))
+    assert torch.equal(value, plain)
+    assert value.requires_grad and not tangent.requires_grad
+    assert torch.equal(tangent, rms_norm_tangent(x, weight, EPS, d_x=d_x, d_weight=d_weight))

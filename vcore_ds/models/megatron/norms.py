@@ -1,0 +1,101 @@
+"""Norms of the decoder layers, whose weight all ranks of a tensor group have. Its gradient is a part of a sum on each:
+that of the rank's own tokens or heads.
+
+On a GPU where TransformerEngine is installed, its kernels compute values and gradients. Elsewhere PyTorch does, as
+Hugging Face's models do, to the last bit. One rule gives the tangents of both: TransformerEngine's kernels have none,
+and PyTorch's own differentiates one small operation after the other.
+"""
+
+import importlib.util
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor, nn
+from transformers.modeling_utils import local_torch_dtype
+
+from vcore_ds.distributed.device import uses_gpu
+from vcore_ds.errors import UserError
+from vcore_ds.models.dual_numbers import value_and_tangent
+from vcore_ds.models.megatron.configuration import TransformerConfig
+from vcore_ds.models.megatron.token_exchange import dual_or_plain
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm of the last dimension, of dual numbers too, in PyTorch's operations."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        value, d_value = forward_ad.unpack_dual(hidden)
+        weight, d_weight = value_and_tangent(self, "weight")
+        return dual_or_plain(
+            rms_norm(value, weight, self.eps), rms_norm_tangent(value, weight, self.eps, d_x=d_value, d_weight=d_weight)
+        )
+
+
+def norm(config: TransformerConfig, size: int) -> nn.Module:
+    """An RMSNorm of `size` features.
+
+    Raises:
+        UserError: TransformerEngine is installed, and cannot be imported.
+    """
+    made: type[nn.Module] = RMSNorm
+    if uses_transformer_engine():
+        try:
+            from vcore_ds.models.megatron.transformer_engine_norm import TransformerEngineNorm as made
+        except Exception as error:  # its libraries raise whatever they find missing
+            raise UserError(
+                f"model.provider: found megatron and TransformerEngine, which cannot be imported "
+                f"({type(error).__name__}: {error}); expected a build for torch {torch.__version__}, or none: without "
+                "it PyTorch computes the norms (pip uninstall transformer-engine)"
+            ) from error
+    with local_torch_dtype(config.params_dtype):
+        return made(size, config.layernorm_epsilon)
+
+
+def uses_transformer_engine() -> bool:
+    """Whether norms are TransformerEngine's: on a GPU, where it is installed."""
+    return uses_gpu() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`w x / sqrt(mean(x^2) + eps)` over the last dimension, rounded where Hugging Face's models round, in fp32 or the
+    dtype of `x` where it is the more precise one.
+
+    Args:
+        x: `[..., size]`.
+        weight: `[size]`, of the dtype of `x`.
+    """
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (exact * _inverse_root_mean_square(exact, eps)).to(x.dtype)
+
+
+@torch.no_grad()
+def rms_norm_tangent(
+    x: Tensor, weight: Tensor, eps: float, *, d_x: Tensor | None = None, d_weight: Tensor | None = None
+) -> Tensor | None:
+    """The tangent of `rms_norm`, without a graph; None where all tangents are missing.
+
+    With `r = 1 / sqrt(mean(x^2) + eps)` and `n = r x`, that of n is `r (dx - n mean(n dx))`.
+    """
+    if d_x is None and d_weight is None:
+        return None
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    inverse = _inverse_root_mean_square(exact, eps)
+    normalized, found = exact * inverse, None
+    if d_x is not None:
+        d_exact = d_x.to(exact.dtype)
+        along = (normalized * d_exact).mean(-1, keepdim=True)
+        d_normalized = torch.addcmul(d_exact, normalized, along, value=-1).mul_(inverse)
+        found = weight * d_normalized.to(x.dtype)
+    if d_weight is not None:
+        of_weight = d_weight * normalized.to(x.dtype)
+        found = of_weight if found is None else found.add_(of_weight)
+    return found
+
+
+def _inverse_root_mean_square(exact: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
