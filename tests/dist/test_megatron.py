@@ -87,6 +87,11 @@ CASES = {
     "ranks that share rows, packed, checkpointed": Case(
         sequence_parallel=(2, 1), packed=True, checkpointing=True, sections=sections(**SEPARATE)
     ),
+    "norms of a kernel, packed": Case(kernel_norm=True, packed=True, sections=sections()),
+    "norms of a kernel, separate passes, checkpointed": Case(
+        kernel_norm=True, checkpointing=True, sections=sections(**SEPARATE)
+    ),
+    "norms of a kernel, lora, checkpointed": Case(kernel_norm=True, lora=True, checkpointing=True, sections=sections()),
 }
 OF_FOUR = Case(tensor=4, num_kv_heads=4, vocabulary=122, packed=True, checkpointing=True, sections=sections())
 BF16_CASES = {

@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -14,7 +16,9 @@ from tests.helpers.step_cases import CASES
 from vcore_ds.data import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.models import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION, TokenDropout, TokenLossModel, token_keys
+from vcore_ds.models.megatron import norms
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
+from vcore_ds.models.megatron.norms import PlainRMSNorm, TakesDualNumbers
 from vcore_ds.models.megatron.weights import fill, put_together
 from vcore_ds.utility.perturbation import perturbed
 
@@ -26,11 +30,16 @@ def parallel_model(
     dropout: float = 0.0,
     checkpointing: bool = False,
     activation_offload: bool = False,
+    norm_class: type[nn.Module] | None = None,
 ) -> ParallelTokenLossModel:
-    """The Hugging Face model's weights in parallel layers, this rank's part, with the adapters of `tiny.with_lora`."""
+    """The Hugging Face model's weights in parallel layers, this rank's part, with the adapters of `tiny.with_lora`.
+
+    `norm_class`: of all norms, the one of this machine by default.
+    """
     config = type(plain.config)(**plain.config.to_dict())
     options = dict(gradient_checkpointing=checkpointing, activation_offload=activation_offload)
-    model = ParallelTokenLossModel("tiny", config, dtype=plain.dtype, **options)
+    with patch.object(norms, "norm_class", lambda: norm_class) if norm_class else nullcontext():
+        model = ParallelTokenLossModel("tiny", config, dtype=plain.dtype, **options)
     place = dict(rank=layout.rank("tensor"), size=layout.size("tensor"))
     weights = plain.state_dict()
     fill(model, model.trained_pieces(**place), lambda piece: piece.of(weights[piece.name]))
@@ -40,6 +49,35 @@ def parallel_model(
         fill(model, model.trained_pieces(**place), lambda piece: piece.of(adapters[piece.name]))
     model.train()
     return model
+
+
+class _NormKernel(torch.autograd.Function):
+    """As TransformerEngine's: no rule for tangents, and a weight that is read from the module once more in the backward
+    instead of being kept."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, module: nn.Module, registered: Tensor) -> Tensor:
+        ctx.module = module
+        inverse = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + module.eps)
+        ctx.save_for_backward(x, inverse)
+        return (x.float() * inverse * module.weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
+        x, inverse = ctx.saved_tensors
+        normalized, by_y = x.float() * inverse, gradient.float()
+        by_n = by_y * ctx.module.weight.float()
+        by_x = inverse * (by_n - normalized * (by_n * normalized).mean(-1, keepdim=True))
+        return by_x.to(x.dtype), None, (by_y * normalized).flatten(0, -2).sum(0).to(x.dtype)
+
+
+class _PlainKernelNorm(PlainRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return _NormKernel.apply(x, self, self._parameters["weight"])
+
+
+class KernelNorm(TakesDualNumbers, _PlainKernelNorm):
+    """What `TransformerEngineNorm` is on a GPU, in fp32 to the last few bits."""
 
 
 def whole(model: ParallelTokenLossModel, plain: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

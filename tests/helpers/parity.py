@@ -36,6 +36,8 @@ class Case:
     vocabulary: int = tiny.VOCABULARY
     tensor: int = 1
     """Ranks that share every layer, in megatron-core's parallel layers."""
+    kernel_norm: bool = False
+    """With norms of a kernel, as TransformerEngine's, in the parallel layers."""
     config: dict[str, Any] = field(default_factory=dict)
     """Changes of DeepSpeed's configuration, in its section on ZeRO."""
     sections: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +52,9 @@ def run_case(case: Case) -> dict[str, float]:
     if case.tensor > 1:
         from tests.helpers import megatron  # here alone, as megatron-core takes seconds to import
 
-        model = megatron.parallel_model(plain, lora=case.lora, checkpointing=case.checkpointing)
+        norm_class = megatron.KernelNorm if case.kernel_norm else None
+        options = dict(lora=case.lora, checkpointing=case.checkpointing, norm_class=norm_class)
+        model = megatron.parallel_model(plain, **options)
     else:
         model = tiny.token_loss_model(lora=case.lora, checkpointing=case.checkpointing, dtype=dtype, **sizes)
     if case.lora:

@@ -20,45 +20,83 @@ from vcore_ds.models.megatron.configuration import TransformerConfig
 from vcore_ds.models.megatron.token_exchange import dual_or_plain
 
 
-class RMSNorm(nn.Module):
-    """Root mean square norm of the last dimension, of dual numbers too, in PyTorch's operations."""
+class TakesDualNumbers(nn.Module):
+    """Put before the class of a norm of plain numbers, it takes values from that class and tangents from
+    `rms_norm_tangent`.
+
+    The class needs `weight`, `eps` and a forward. That may be an autograd Function without a rule for tangents, and its
+    backward may read the weight from the module again.
+    """
+
+    weight: nn.Parameter
+    eps: float
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        value, d_value = forward_ad.unpack_dual(hidden)
+        weight, d_weight = value_and_tangent(self, "weight")
+        if weight.dtype == torch.float64:  # a reference pass, for which there may be no kernel
+            found = rms_norm(value, weight, self.eps)
+        else:
+            found = self._plain(value, weight)
+        return dual_or_plain(found, rms_norm_tangent(value, weight, self.eps, d_x=d_value, d_weight=d_weight))
+
+    def _plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        # While the module runs, its weight may be hidden by a dual number (`vcore_ds.utility.forward_mode`), in whose
+        # place the forward finds that number's value.
+        stand_in = self.__dict__.get("weight")
+        if stand_in is None:
+            return super().forward(x)
+        self.__dict__["weight"] = weight
+        try:
+            return super().forward(x)
+        finally:
+            self.__dict__["weight"] = stand_in
+
+
+class PlainRMSNorm(nn.Module):
+    """Root mean square norm of the last dimension, in PyTorch's operations."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        value, d_value = forward_ad.unpack_dual(hidden)
-        weight, d_weight = value_and_tangent(self, "weight")
-        return dual_or_plain(
-            rms_norm(value, weight, self.eps), rms_norm_tangent(value, weight, self.eps, d_x=d_value, d_weight=d_weight)
-        )
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class RMSNorm(TakesDualNumbers, PlainRMSNorm):
+    """The norm where TransformerEngine is not used."""
 
 
 def norm(config: TransformerConfig, size: int) -> nn.Module:
     """An RMSNorm of `size` features.
 
     Raises:
-        UserError: TransformerEngine is installed, and cannot be imported.
+        UserError: see `norm_class`.
     """
-    made: type[nn.Module] = RMSNorm
-    if uses_transformer_engine():
-        try:
-            from vcore_ds.models.megatron.transformer_engine_norm import TransformerEngineNorm as made
-        except Exception as error:  # its libraries raise whatever they find missing
-            raise UserError(
-                f"model.provider: found megatron and TransformerEngine, which cannot be imported "
-                f"({type(error).__name__}: {error}); expected a build for torch {torch.__version__}, or none: without "
-                "it PyTorch computes the norms (pip uninstall transformer-engine)"
-            ) from error
     with local_torch_dtype(config.params_dtype):
-        return made(size, config.layernorm_epsilon)
+        return norm_class()(size, config.layernorm_epsilon)
 
 
-def uses_transformer_engine() -> bool:
-    """Whether norms are TransformerEngine's: on a GPU, where it is installed."""
-    return uses_gpu() and importlib.util.find_spec("transformer_engine") is not None
+def norm_class() -> type[nn.Module]:
+    """The class of the norms: TransformerEngine's on a GPU where it is installed.
+
+    Raises:
+        UserError: it is installed, and cannot be imported.
+    """
+    if not uses_gpu() or importlib.util.find_spec("transformer_engine") is None:
+        return RMSNorm
+    try:
+        from vcore_ds.models.megatron.transformer_engine_norm import TransformerEngineNorm
+    except Exception as error:  # its libraries raise whatever they find missing
+        raise UserError(
+            f"model.provider: found megatron and TransformerEngine, which cannot be imported ({type(error).__name__}: "
+            f"{error}); expected a build for torch {torch.__version__} (pip install --no-build-isolation "
+            "'transformer_engine[pytorch]'), or none: without it PyTorch computes the norms (pip uninstall "
+            "transformer_engine)"
+        ) from error
+    return TransformerEngineNorm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
