@@ -222,9 +222,8 @@ def write_model(
     unfinished = files.begin(folder, num_bytes)
     for file, tensors in files.collect_files(split, stream):
         files.write_file(unfinished / file, tensors, {name: weights[name] for name in split.filename_to_tensors[file]})
-    files.describe(unfinished, recipe.model.path, dtype, tokenizer)
-    files.write_card(unfinished, card)
-    files.finish(folder, split)
+    files.describe(unfinished, recipe.model.path, dtype)
+    files.finish(folder, tokenizer, card, split)
     return num_bytes
 
 
@@ -291,10 +290,4 @@ def write_adapter(
             "the model that the run began with"
         )
     adapter = {name: trained.read(name).to(dtype) for name in expected}
-    num_bytes = sum(tensor.nbytes for tensor in adapter.values())
-    unfinished = files.begin(folder, num_bytes)
-    files.write_adapter(adapted, adapter, unfinished)
-    files.write_card(unfinished, card)
-    tokenizer.save_pretrained(unfinished)
-    files.finish(folder)
-    return num_bytes
+    return files.write_adapter(adapted, adapter, folder, tokenizer, card)
