@@ -234,7 +234,7 @@ def test_iw_sft_with_all_parameters_starts_at_plain_sft(reference: Reference, se
 def test_a_reference_is_not_overwritten_nor_made_for_adapters(reference: Reference, setup: TinySetup, tmp_path) -> None:
     words = " ".join(setup.overrides(tmp_path / "run"))
     again = run_command(f"vcore-ds reference {RECIPE_32B} {words} --output {reference.file}")
-    assert again.returncode == 2 and "found a file already" in again.stdout
+    assert again.returncode == 2 and "is there already; expected a new file" in again.stdout
     lora = RECIPE_32B.replace("full", "lora")
     refused = run_command(f"vcore-ds reference {lora} {words} --output {tmp_path}/reference.npz")
     assert refused.returncode == 2 and "without its adapters" in refused.stdout

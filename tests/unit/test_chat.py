@@ -14,16 +14,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.helpers import tiny
 from tests.helpers.recipes import smallest_recipe
 from tests.helpers.setups import write_model
 from tests.unit.test_export import trained_masters, write_run
 from vcore_ds.cli import main
-from vcore_ds.commands.chat.models import find_model, load_voices
+from vcore_ds.commands.chat.models import load_voices
 from vcore_ds.commands.chat.session import Sampling, answer_question, generation_settings
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.config import Recipe, dump_recipe
 from vcore_ds.errors import UserError
 from vcore_ds.grading.prompts import math_prompt
+from vcore_ds.models.named_model import find_named_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 
@@ -86,20 +88,39 @@ def test_a_run_that_trained_all_parameters_is_compared_with_its_base(base, tmp_p
     recipe = smallest_recipe() | {"model": {"path": str(base)}}
     (run / "recipe.yaml").write_text(dump_recipe(Recipe.model_validate(recipe)))
     with pytest.raises(UserError, match="the run has no result yet .model/."):
-        find_model(str(run))
+        find_named_model(str(run))
     write_model(run / "model")
-    found = find_model(str(run))
+    found = find_named_model(str(run))
     assert (found.weights, found.base, found.adapter) == (str(run / "model"), str(base), None)
     assert [voice.name for voice in load_voices(found, with_base=True, dtype=None)] == ["base", "tuned"]
 
 
 def test_an_adapter_is_found_by_itself(base, lora_run):
-    found = find_model(str(lora_run / "adapter"))
-    assert (found.weights, found.adapter) == (str(base), lora_run / "adapter")
+    found = find_named_model(str(lora_run / "adapter"))
+    assert (found.weights, found.adapter) == (str(base), str(lora_run / "adapter"))
+
+
+def test_a_small_adapter_counts_in_bf16(base, tmp_path):
+    """Each output of its layers is below half an ulp of the base's, to which peft's forward adds it after rounding."""
+    adapted = tiny.with_lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=5e-5)
+    adapted.save_pretrained(tmp_path)
+    before, after = load_voices(find_named_model(str(tmp_path)), with_base=True, dtype="bf16")
+    ids = torch.randint(0, 256, (64, 64), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        exact = adapted(ids).logits
+        with adapted.disable_adapter():
+            exact = exact - adapted(ids).logits
+        found = after.model(ids).logits
+        with before.during():
+            found = found - before.model(ids).logits
+    assert float((found * exact).sum() / exact.square().sum()) == pytest.approx(1.0, abs=0.2)
 
 
 def test_samples_depend_on_the_seed_alone(base):
-    (voice,) = load_voices(find_model(str(base)), with_base=False, dtype=None)
+    (voice,) = load_voices(find_named_model(str(base)), with_base=False, dtype=None)
     answers = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -108,7 +129,7 @@ def test_samples_depend_on_the_seed_alone(base):
 
 
 def test_settings_of_the_user_replace_those_of_the_model(base):
-    (voice,) = load_voices(find_model(str(base)), with_base=False, dtype=None)
+    (voice,) = load_voices(find_named_model(str(base)), with_base=False, dtype=None)
     model, tokenizer = voice.model, voice.tokenizer
     model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.95, eos_token_id=[1, 2])
     own = generation_settings(model, tokenizer, Sampling(9), 9)
@@ -134,6 +155,21 @@ def test_what_cannot_be_meant_is_one_message(words, text, expected, base, tmp_pa
     (tmp_path / "adapter_config.json").write_text("{}")
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     assert main(["chat", *(word.format(base=base, damaged=tmp_path) for word in words)]) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["chat", "eval"])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--top-p", "1.5"], "found 1.5, expected a number above 0, at most 1"),
+        (["--temperature", "inf"], "found inf, expected a number of at least 0"),
+        (["--temperature", "x" * 10**5], "found a word of 100,000 characters, expected a number of at least 0"),
+    ],
+)
+def test_numbers_that_sample_nothing_are_refused(command, words, expected, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "model", *words])
     assert expected in capsys.readouterr().err
 
 

@@ -14,13 +14,13 @@ from tests.helpers.setups import write_model
 from vcore_ds.cli import main
 from vcore_ds.commands.evaluate.generation import InProcessModel
 from vcore_ds.commands.evaluate.journal import Generation, Journal, Request
-from vcore_ds.commands.evaluate.model import EvaluatedModel, find_model
 from vcore_ds.commands.evaluate.sampling import PAPER, Sampling, model_sampling
 from vcore_ds.commands.evaluate.server_commands import server_commands
 from vcore_ds.commands.evaluate.table import describe
 from vcore_ds.data import load_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.files.evaluation_folder import Evaluation, TaskResult, read_evaluation, read_samples
+from vcore_ds.models.named_model import NamedModel, find_named_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 
@@ -40,7 +40,7 @@ def adapter(base: Path) -> Path:
 
 
 def in_process(base: Path, sampling: Sampling, adapter: Path | None = None) -> InProcessModel:
-    model = EvaluatedModel(str(base), str(base), None if adapter is None else str(adapter))
+    model = NamedModel(str(base), str(base), None if adapter is None else str(adapter))
     return InProcessModel(model, load_tokenizer(str(base)), sampling, "fp32")
 
 
@@ -243,10 +243,22 @@ def test_models_that_cannot_be_evaluated(base: Path, adapter: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
+def test_an_adapter_that_names_no_base_needs_one(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="found no base_model_name_or_path; .* Name it$"):
+        find_named_model(str(tmp_path), remedy="Name it")
+    found = find_named_model(str(tmp_path), str(base))
+    assert (found.weights, found.adapter, found.base) == (str(base), str(tmp_path), str(base))
+    with pytest.raises(UserError, match=f"no such folder.*It is the base model of {tmp_path}. Name it$"):
+        find_named_model(str(tmp_path), "/no/such/model", remedy="Name it")
+
+
 def test_lines_that_serve_a_model(base: Path, adapter: Path) -> None:
     words = "--tasks aime --output out"
-    plain = server_commands(find_model(str(base), None), max_new_tokens=8_192, seed=42, words=words)
+    plain = server_commands(find_named_model(str(base), None), max_new_tokens=8_192, seed=42, words=words)
     assert f"vllm serve {base} --dtype bfloat16 --max-model-len 12288 --seed 42 --generation-config vllm\n" in plain
-    lines = server_commands(find_model(str(adapter), str(base)), max_new_tokens=None, seed=42, words=words).splitlines()
+    lines = server_commands(
+        find_named_model(str(adapter), str(base)), max_new_tokens=None, seed=42, words=words
+    ).splitlines()
     assert f"--enable-lora --max-lora-rank 8 --lora-modules {base.parent.name}={adapter}" in lines[1]
     assert lines[2].endswith(f"--served-name {base.parent.name} {words}") and lines[4].startswith("python -m sglang")

@@ -1,5 +1,6 @@
 """An evaluation's tasks: what is read from each data set's rows, what is asked, what counts as right."""
 
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from vcore_ds.commands.evaluate.benchmarks import supergpqa_1k
 from vcore_ds.commands.evaluate.problems import Problem
 from vcore_ds.commands.evaluate.tasks import TASKS, chosen_tasks
 from vcore_ds.data.champ import HELD_OUT
+from vcore_ds.data.prepare import sources
 from vcore_ds.errors import UserError
 from vcore_ds.grading.answers import last_code_block
 from vcore_ds.grading.final_answer import final_answer, is_right
@@ -133,6 +135,15 @@ def test_champ_problems_have_numbers_as_answers() -> None:
 def test_rows_that_cannot_be_graded_are_refused(task: str, rows: list, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         chosen_tasks([write_rows(tmp_path, task, rows)], None)
+
+
+def test_a_row_is_named_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blank lines count, and a large file's shards do not begin again."""
+    monkeypatch.setattr(sources, "_JSONL_SHARD_BYTES", 300)
+    lines = [*(json.dumps({"id": n, "problem": "1 + 1?", "answer": "2"}) for n in range(30)), "", "{"]
+    (tmp_path / "aime.jsonl").write_text("\n".join(lines))
+    with pytest.raises(UserError, match="aime.jsonl: row 32: not JSON"):
+        chosen_tasks([f"aime={tmp_path}/aime.jsonl"], None)
 
 
 def test_wrong_names_of_tasks(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections.abc import Callable
 
 from vcore_ds.config.fields import LARGEST_COUNT
 
@@ -27,26 +28,42 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def positive(word: str) -> int:
     """A whole number from 1 to `LARGEST_COUNT`, for argparse."""
-    shown = word if len(word) <= 20 else f"a word of {len(word):,} characters"
     try:
         number = int(word)
     except ValueError:  # also more digits than Python converts
-        raise argparse.ArgumentTypeError(f"found {shown}, expected a whole number of at least 1") from None
+        raise argparse.ArgumentTypeError(f"found {_shown(word)}, expected a whole number of at least 1") from None
     if not 1 <= number <= LARGEST_COUNT:
-        raise argparse.ArgumentTypeError(f"found {shown}, expected 1 to {LARGEST_COUNT:,}")
+        raise argparse.ArgumentTypeError(f"found {_shown(word)}, expected 1 to {LARGEST_COUNT:,}")
     return number
 
 
 def positive_number(word: str) -> float:
     """A finite number above 0, for argparse."""
+    return _number(word, "a number above 0", lambda number: 0 < number < math.inf)
+
+
+def temperature(word: str) -> float:
+    """A finite number from 0, for argparse."""
+    return _number(word, "a number of at least 0", lambda number: 0 <= number < math.inf)
+
+
+def share(word: str) -> float:
+    """A number above 0, at most 1, for argparse."""
+    return _number(word, "a number above 0, at most 1", lambda number: 0 < number <= 1)
+
+
+def _number(word: str, expected: str, is_right: Callable[[float], bool]) -> float:
     try:
         number = float(word)
     except ValueError:
         number = math.nan
-    if not 0 < number < math.inf:
-        shown = word if len(word) <= 20 else f"a word of {len(word):,} characters"
-        raise argparse.ArgumentTypeError(f"found {shown}, expected a number above 0")
+    if not is_right(number):
+        raise argparse.ArgumentTypeError(f"found {_shown(word)}, expected {expected}")
     return number
+
+
+def _shown(word: str) -> str:
+    return word if len(word) <= 20 else f"a word of {len(word):,} characters"
 
 
 def take_numbers(arguments: argparse.Namespace, name: str, kind: type) -> tuple:

@@ -67,7 +67,7 @@ def save_hugging_face(
             owner = _adapter_owner(model)
             adapter = {name: tensor for name, tensor in gathered(engine, owner) if tensor is not None}
             on_all_ranks(
-                unfinished, lambda: _write_adapter(model, adapter, tokenizer, folder, card) if is_first else None
+                unfinished, lambda: files.write_adapter(model, adapter, folder, tokenizer, card) if is_first else None
             )
             return
         split = files.plan_files(weights, max_file_bytes)
@@ -104,19 +104,8 @@ def _finish(
     card: str | None,
 ) -> None:
     dtype = next(engine.module.parameters()).dtype
-    files.describe(unfinished_path(folder), model_path, dtype, tokenizer)
-    files.write_card(unfinished_path(folder), card)
-    files.finish(folder, split)
-
-
-def _write_adapter(
-    model: PeftModel, adapter: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path, card: str | None
-) -> None:
-    unfinished = files.begin(folder, sum(tensor.nbytes for tensor in adapter.values()))
-    files.write_adapter(model, adapter, unfinished)
-    files.write_card(unfinished, card)
-    tokenizer.save_pretrained(unfinished)
-    files.finish(folder)
+    files.describe(unfinished_path(folder), model_path, dtype)
+    files.finish(folder, tokenizer, card, split)
 
 
 def _described(engine: Engine) -> dict[str, Tensor]:

@@ -111,8 +111,8 @@ def check_file(path: Path, expected: dict[str, Tensor]) -> None:
                 raise BadExport(f"{path}: {name}: not all values are finite")
 
 
-def describe(unfinished: Path, path: str, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Configuration, generation settings and tokenizer (its chat template too) beside the weights.
+def describe(unfinished: Path, path: str, dtype: torch.dtype) -> None:
+    """Configuration and generation settings beside the weights.
 
     From the model's own folder, not from the model in memory, whose configuration was changed for training.
     """
@@ -124,33 +124,36 @@ def describe(unfinished: Path, path: str, dtype: torch.dtype, tokenizer: PreTrai
     settings = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
     if settings is not None:
         shutil.copyfile(settings, unfinished / GENERATION_CONFIG_NAME)
-    tokenizer.save_pretrained(unfinished)
 
 
-def write_card(unfinished: Path, card: str | None) -> None:
-    """Writes the model card beside the weights; None for no card, also not the placeholder that peft writes."""
-    (unfinished / CARD).unlink(missing_ok=True)
-    if card is not None:
-        (unfinished / CARD).write_text(card, encoding="utf-8")
-
-
-def write_adapter(model: PeftModel, adapter: dict[str, Tensor], unfinished: Path) -> None:
-    """The adapter in peft's format, read back.
+def write_adapter(
+    model: PeftModel, adapter: dict[str, Tensor], folder: Path, tokenizer: PreTrainedTokenizerBase, card: str | None
+) -> int:
+    """Writes a whole folder with the adapter in peft's format, read back; returns the bytes of its weights.
 
     Args:
         model: the adapted model, for names and configuration; its tensors are not used.
         adapter: name in `model` -> whole tensor.
+        card: text of the model card; None for a folder without one.
     """
+    num_bytes = sum(tensor.nbytes for tensor in adapter.values())
+    unfinished = begin(folder, num_bytes)
     model.save_pretrained(str(unfinished), state_dict=adapter)
     path = unfinished / SAFETENSORS_WEIGHTS_NAME
     aside.flush(path)
     check_file(path, {name.replace(".default.", "."): tensor.to("meta") for name, tensor in adapter.items()})
+    finish(folder, tokenizer, card)
+    return num_bytes
 
 
-def finish(folder: Path, split: StateDictSplit | None = None) -> None:
-    """Writes the index, and gives what was written beside `folder` its name: from here on it is whole.
+def finish(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, card: str | None, split: StateDictSplit | None = None
+) -> None:
+    """Writes tokenizer (its chat template too), model card and index beside the weights, and gives what was written
+    beside `folder` its name: from here on it is whole.
 
     Args:
+        card: text of the model card; None for a folder without one, also without the placeholder that peft writes.
         split: the weights' files; None for an adapter.
 
     Raises:
@@ -166,6 +169,10 @@ def finish(folder: Path, split: StateDictSplit | None = None) -> None:
     if split is not None and split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    tokenizer.save_pretrained(unfinished)
+    (unfinished / CARD).unlink(missing_ok=True)
+    if card is not None:
+        (unfinished / CARD).write_text(card, encoding="utf-8")
     aside.finish_folder(folder)
 
 

@@ -47,6 +47,14 @@ def reading(where: str, path: Path, expected: str) -> Iterator[None]:
         yield
 
 
+def refuse_existing(where: str, path: Path, expected: str) -> None:
+    """Raises UserError where `path` exists, or cannot be looked at; `where` and `expected` as for `writing`."""
+    with writing(where, path, expected):
+        is_there = path.exists()
+    if is_there:
+        raise UserError(f"{_place(where, path)}: is there already; expected {expected}. Name another one, or remove it")
+
+
 def check_folder(folder: Path) -> None:
     """Makes the folder with a file in it, and removes what it has made.
 

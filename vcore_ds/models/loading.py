@@ -9,12 +9,15 @@ from vcore_ds.models.configuration import can_replace_attention, read_config
 from vcore_ds.models.stored_weights import check_nothing_is_missing, unreadable_model
 
 
-def load_causal_lm(path: str, *, dtype: torch.dtype, attention: str, gradient_checkpointing: bool) -> PreTrainedModel:
+def load_causal_lm(
+    path: str, *, dtype: torch.dtype | str, attention: str, gradient_checkpointing: bool
+) -> PreTrainedModel:
     """The pretrained model, ready to train, by transformers' own `from_pretrained`.
 
     What `check_model_folder` says cheaply of a local folder is not asked again.
 
     Args:
+        dtype: of the weights in memory; "auto" for the one that they are stored in.
         attention: `auto` for attention of our own where the architecture lets it be replaced, else Hugging Face's
             `sdpa`; or the name of one of Hugging Face's kernels.
 

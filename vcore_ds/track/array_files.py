@@ -3,7 +3,7 @@
 import io
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,10 +47,22 @@ def arrays_of(path: Path, expected: str, file_format: int) -> Iterator[dict[str,
         ) from None
 
 
-def parts_of(arrays: Mapping[str, np.ndarray], names: tuple[str, ...]) -> list[slice]:
-    """Where each sequence's tokens stand in the arrays `names`, those that are there. Raises ValueError where their
-    lengths do not add up."""
+def join_tokens(sequences: Sequence[Sized], names: Sequence[str]) -> dict[str, np.ndarray]:
+    """The tokens of sequences, one sequence behind the other, as arrays of a file; `num_tokens` tells them apart.
+
+    Args:
+        names: attributes of every sequence, each an array with a value for each token; None leaves the array out.
+    """
+    columns = {name: [getattr(sequence, name) for sequence in sequences] for name in names}
+    joined = {name: np.concatenate(parts) for name, parts in columns.items() if all(part is not None for part in parts)}
+    return {"num_tokens": np.array([len(sequence) for sequence in sequences], dtype=np.int64), **joined}
+
+
+def split_tokens(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> list[dict[str, np.ndarray | None]]:
+    """Each sequence's own part of what `join_tokens` has joined, by name; None for an array that is not there. Raises
+    ValueError where their lengths do not add up."""
     ends = np.cumsum(arrays["num_tokens"]).tolist()
     if any(name in arrays and len(arrays[name]) != ends[-1] for name in names):
         raise ValueError("arrays of different lengths")
-    return [slice(*own) for own in zip([0, *ends], ends, strict=False)]
+    own = [slice(*bounds) for bounds in zip([0, *ends], ends, strict=False)]
+    return [{name: arrays[name][part] if name in arrays else None for name in names} for part in own]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from vcore_ds.files.run_folder import TOKENS, followed_path
-from vcore_ds.track.array_files import arrays_of, parts_of, write_arrays
+from vcore_ds.track.array_files import arrays_of, join_tokens, split_tokens, write_arrays
 from vcore_ds.track.token_records import MOST_TOKENS
 
 FORMAT = 1
@@ -104,12 +104,8 @@ def write_followed(run: Path, record: FollowedRecord) -> Path:
         "set_names": np.array([origin.set_name for origin in origins], dtype=np.str_),
         "sequence_ids": np.array([origin.sequence_id for origin in origins], dtype=np.int64),
         "num_supervised_tokens": np.array([trace.num_supervised_tokens for trace in traces], dtype=np.int64),
-        "num_tokens": np.array([len(trace) for trace in traces], dtype=np.int64),
+        **join_tokens(traces, _OF_TOKEN),
     }
-    for name in _OF_TOKEN:
-        parts = [getattr(trace, name) for trace in traces]
-        if all(part is not None for part in parts):
-            arrays[name] = np.concatenate(parts)
     return write_arrays(followed_path(run, record.step), arrays)
 
 
@@ -136,8 +132,7 @@ def read_followed(path: Path) -> FollowedRecord:
         ]
         counts = arrays["num_supervised_tokens"].tolist()
         traces = [
-            TraceTokens(count, **{name: arrays[name][own] if name in arrays else None for name in _OF_TOKEN})
-            for count, own in zip(counts, parts_of(arrays, _OF_TOKEN), strict=True)
+            TraceTokens(count, **tokens) for count, tokens in zip(counts, split_tokens(arrays, _OF_TOKEN), strict=True)
         ]
         if len(traces) != len(origins):
             raise ValueError("arrays of different lengths")

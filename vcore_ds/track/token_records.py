@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from vcore_ds.files.run_folder import TOKENS, token_record_path
-from vcore_ds.track.array_files import arrays_of, parts_of, write_arrays
+from vcore_ds.track.array_files import arrays_of, join_tokens, split_tokens, write_arrays
 
 FORMAT = 1
 MOST_TOKENS = 131_072
@@ -103,15 +103,10 @@ def write_record(run: Path, record: TokenRecord) -> Path:
     arrays: dict[str, np.ndarray] = {"format": np.array(FORMAT)}
     arrays |= {name: np.array(getattr(record, name), dtype=np.int64) for name in _OF_RECORD}
     arrays["first_trusted_id"] = np.array(_NONE if record.first_trusted_id is None else record.first_trusted_id)
-    arrays["num_tokens"] = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
     for name, field in _OF_SEQUENCE.items():
         kind = np.int64 if field == "sequence_id" else np.float64
         arrays[name] = np.array([getattr(sequence, field) for sequence in sequences], dtype=kind)
-    for name in _OF_TOKEN:
-        parts = [getattr(sequence, name) for sequence in sequences]
-        if all(part is not None for part in parts):
-            arrays[name] = np.concatenate(parts)
-    return write_arrays(token_record_path(run, record.step), arrays)
+    return write_arrays(token_record_path(run, record.step), arrays | join_tokens(sequences, _OF_TOKEN))
 
 
 def read_records(run: Path) -> list[TokenRecord]:
@@ -126,15 +121,13 @@ def read_records(run: Path) -> list[TokenRecord]:
 def read_record(path: Path) -> TokenRecord:
     """One file of `tokens/`. Raises UserError where it cannot be read."""
     with arrays_of(path, "a record of tokens that a run has written", FORMAT) as arrays:
-        sequences = [_sequence(arrays, i, own) for i, own in enumerate(parts_of(arrays, _OF_TOKEN))]
+        sequences = [
+            SequenceTokens(**{field: arrays[name][i].item() for name, field in _OF_SEQUENCE.items()}, **tokens)
+            for i, tokens in enumerate(split_tokens(arrays, _OF_TOKEN))
+        ]
         first_trusted_id = int(arrays["first_trusted_id"])
         return TokenRecord(
             **{name: int(arrays[name]) for name in _OF_RECORD},
             first_trusted_id=None if first_trusted_id == _NONE else first_trusted_id,
             sequences=sequences,
         )
-
-
-def _sequence(arrays: dict[str, np.ndarray], i: int, own: slice) -> SequenceTokens:
-    of_sequence = {field: arrays[name][i].item() for name, field in _OF_SEQUENCE.items()}
-    return SequenceTokens(**of_sequence, **{name: arrays[name][own] if name in arrays else None for name in _OF_TOKEN})

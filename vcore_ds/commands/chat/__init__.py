@@ -1,9 +1,8 @@
 """`vcore-ds chat`: talk to a result in the terminal."""
 
 import argparse
-import math
 
-from vcore_ds.commands.arguments import positive
+from vcore_ds.commands.arguments import positive, share, temperature
 from vcore_ds.errors import UserError
 
 HELP = "talk to a result, or any model, in the terminal"
@@ -31,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens", type=positive, default=2048, metavar="N", help="longest answer, tokens (default 2048)"
     )
     parser.add_argument(
-        "--temperature", type=_temperature, metavar="T", help="0 for the likeliest token (default: the model's setting)"
+        "--temperature", type=temperature, metavar="T", help="0 for the likeliest token (default: the model's setting)"
     )
-    parser.add_argument("--top-p", type=_share, metavar="P", help="sample from this share of probability")
+    parser.add_argument("--top-p", type=share, metavar="P", help="sample from this share of probability")
     parser.add_argument("--top-k", type=positive, metavar="K", help="sample from this many tokens")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the samples (default: another one every time)")
     parser.add_argument(
@@ -42,32 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(overrides=[])
 
 
-def _temperature(word: str) -> float:
-    return _number(word, "a number of at least 0", lambda number: 0 <= number < math.inf)
-
-
-def _share(word: str) -> float:
-    return _number(word, "a number above 0, at most 1", lambda number: 0 < number <= 1)
-
-
-def _number(word: str, expected: str, is_right) -> float:
-    try:
-        number = float(word)
-    except ValueError:
-        number = math.nan
-    if not is_right(number):
-        raise argparse.ArgumentTypeError(f"found {word:.20}, expected {expected}")
-    return number
-
-
 def main(arguments: argparse.Namespace) -> None:
     if arguments.overrides:
         raise UserError(f"chat: found {' '.join(arguments.overrides)} after RUN|MODEL; expected options only")
     try:
-        from vcore_ds.commands.chat.models import find_model, load_voices
+        from vcore_ds.commands.chat.models import load_voices
         from vcore_ds.commands.chat.session import Sampling, run_session
+        from vcore_ds.models.named_model import find_named_model
 
-        voices = load_voices(find_model(arguments.model), with_base=arguments.base, dtype=arguments.dtype)
+        voices = load_voices(find_named_model(arguments.model), with_base=arguments.base, dtype=arguments.dtype)
         sampling = Sampling(
             arguments.max_new_tokens, arguments.temperature, arguments.top_p, arguments.top_k, arguments.seed
         )

@@ -13,6 +13,7 @@ from vcore_ds.commands.chat.models import Voice
 from vcore_ds.data import Message, render_prompt
 from vcore_ds.errors import UserError
 from vcore_ds.grading.prompts import code_prompt, math_prompt
+from vcore_ds.models.named_model import end_token_ids
 
 PROMPTS = {"plain": str, "math": math_prompt, "code": code_prompt}
 
@@ -139,7 +140,7 @@ def answer_question(voice: Voice, messages: list[Message], sampling: Sampling) -
     try:
         with voice.during(), torch.inference_mode():
             tokens = model.generate(**inputs, generation_config=settings, streamer=stream)[0, num_prompt:].tolist()
-        if not tokens or tokens[-1] not in (settings.eos_token_id or ()):
+        if not tokens or tokens[-1] not in settings.eos_token_id:
             end = "cut off"
     except KeyboardInterrupt:
         stream.end()
@@ -152,9 +153,8 @@ def generation_settings(
 ) -> GenerationConfig:
     """The model's own settings with those of the user in their place."""
     own = model.generation_config
-    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
-    ends = sorted({end for end in (*ends, tokenizer.eos_token_id) if end is not None}) or None
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0] if ends else None
+    ends = end_token_ids(own, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
     samples = bool(own.do_sample) or sampling.top_p is not None or sampling.top_k is not None
     temperature = sampling.temperature
     if temperature is None:

@@ -56,9 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for what the user gave: evaluations that cannot be compared, options, or the picture."""
     from vcore_ds.commands.compare.differences import compare
-    from vcore_ds.commands.compare.picture import check_picture, draw
+    from vcore_ds.commands.compare.picture import draw
     from vcore_ds.commands.compare.read import read_sides
     from vcore_ds.commands.compare.text import as_dict, describe
+    from vcore_ds.track.presentation import check_picture
 
     # argparse ends the list of evaluations where an option begins; cli.parse collects what follows.
     groups = _groups([*arguments.evaluations, *arguments.overrides], arguments.group)
@@ -67,7 +68,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.power is not None and arguments.power >= 100:
         raise UserError(f"--power: found {arguments.power:g} points; expected less than 100")
     if arguments.png is not None:
-        check_picture(arguments.png)
+        check_picture("--png", arguments.png)
     found = compare(
         read_sides(groups, arguments.tasks),
         two_way=arguments.two_way,

@@ -1,23 +1,10 @@
 """The differences of a comparison with their intervals, as a picture."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 from vcore_ds.commands.compare.differences import Comparison
-from vcore_ds.errors import UserError
 from vcore_ds.files.user_paths import writing
-
-FORMATS = (".png", ".pdf", ".svg")
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Okabe and Ito's, which stay apart for colour-blind readers."""
-
-
-def check_picture(path: Path) -> None:
-    """Raises UserError where the file's format is unknown, or matplotlib is missing."""
-    if path.suffix.lower() not in FORMATS:
-        raise UserError(f"--png: found {path.name}; expected a name that ends in {', '.join(FORMATS)}")
-    if find_spec("matplotlib") is None:
-        raise UserError("--png: found no matplotlib; expected it: pip install matplotlib")
+from vcore_ds.track.presentation import COLOURS
 
 
 def draw(found: Comparison, path: Path) -> None:

@@ -1,12 +1,13 @@
 """A comparison as a table, and as values for JSON."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from vcore_ds.commands.compare.differences import Accuracy, Comparison
 from vcore_ds.commands.compare.statistics import Interval
+from vcore_ds.track.presentation import aligned
 from vcore_ds.track.seed_statistics import FEWEST_SEEDS
 
 NOTHING = "–"
@@ -72,7 +73,7 @@ def _accuracy_table(found: Comparison) -> Iterator[str]:
                 f"{one.mean_tokens:,.0f}",
             ]
         )
-    yield from _aligned(rows, left=("task", "evaluation"))
+    yield from aligned(rows, left=("evaluation",))
 
 
 def _is_first(one: Accuracy, found: Comparison) -> bool:
@@ -100,7 +101,7 @@ def _difference_table(found: Comparison) -> Iterator[str]:
             row += [_interval(one.bootstrap_interval), _p_value(one.sign_flip_p_value)]
             row.append(f"{one.num_better}/{one.num_worse}")
         rows.append(row)
-    yield from _aligned(rows, left=("task", "evaluation"))
+    yield from aligned(rows, left=("evaluation",))
 
 
 def _meaning(found: Comparison) -> Iterator[str]:
@@ -125,7 +126,7 @@ def _power_table(found: Comparison) -> Iterator[str]:
         rows.append(
             [one.task, one.side, *cells, NOTHING if size.detectable is None else f"{100 * size.detectable:.1f}"]
         )
-    yield from _aligned(rows, left=("task", "evaluation"))
+    yield from aligned(rows, left=("evaluation",))
     if any(count is None for _, size in sizes for count in size.needed.values()):
         yield (
             f"{NOTHING}: not known from these evaluations. One sample a problem does not tell how much of the spread "
@@ -138,17 +139,6 @@ def _pairs(found: Comparison) -> Iterator[str]:
     yield "Paired by seed:"
     for folders in zip(*(side.folders for side in found.sides), strict=True):
         yield "  " + "   ".join(map(str, folders))
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: Sequence[str]) -> Iterator[str]:
-    """Columns two spaces apart; those with these headings from the left, all others from the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            f"{cell:<{width}}" if heading in left else f"{cell:>{width}}"
-            for cell, width, heading in zip(row, widths, rows[0], strict=True)
-        ]
-        yield "  ".join(cells).rstrip()
 
 
 def _interval(interval: Interval | None, sign: str = "+") -> str:

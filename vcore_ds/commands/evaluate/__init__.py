@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vcore_ds.commands.arguments import positive, positive_number
+from vcore_ds.commands.arguments import positive, share, temperature
 from vcore_ds.errors import UserError
 
 HELP = "accuracy on benchmarks, or on two small tasks that need no download"
@@ -33,7 +33,7 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument(
-        "model", metavar="MODEL|RUN", help="a model's folder or hub id, an adapter's folder, or the folder of a run"
+        "model", metavar="RUN|MODEL", help="a model's folder or hub id, an adapter's folder, or the folder of a run"
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="a new folder for the result")
     parser.add_argument(
@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-new-tokens", type=positive, metavar="N", help="(default: 32,768; arithmetic 96, champ 256)"
     )
-    parser.add_argument("--temperature", type=_temperature, metavar="T", help="0 is greedy")
-    parser.add_argument("--top-p", type=_share, metavar="P")
+    parser.add_argument("--temperature", type=temperature, metavar="T", help="0 is greedy")
+    parser.add_argument("--top-p", type=share, metavar="P")
     parser.add_argument("--top-k", type=int, metavar="K", help="-1 for all tokens")
     parser.add_argument("--seed", type=int, metavar="N", help="of all answers together (default 42)")
     parser.add_argument(
@@ -83,16 +83,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     if arguments.overrides:
-        raise UserError(f"eval: found {arguments.overrides[0]!r} behind MODEL|RUN; expected options only")
+        raise UserError(f"eval: found {arguments.overrides[0]!r} behind RUN|MODEL; expected options only")
     if arguments.output is None and not arguments.server_commands:
         raise UserError("eval: found no --output; expected a new folder for the result: --output DIR")
-    from vcore_ds.commands.evaluate.model import find_model
     from vcore_ds.commands.evaluate.sampling import PAPER_MAX_NEW_TOKENS, choose_sampling
+    from vcore_ds.models.named_model import find_named_model
 
-    model = find_model(arguments.model, arguments.base)
+    model = find_named_model(arguments.model, arguments.base, remedy="Name another one with --base MODEL")
     limit = arguments.max_new_tokens or (PAPER_MAX_NEW_TOKENS if arguments.preset == "paper" else None)
     changes = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k", "seed")}
-    sampling = choose_sampling(model.base, arguments.preset, changes)
+    sampling = choose_sampling(model.weights, arguments.preset, changes)
     if sampling.is_greedy and (arguments.samples or 1) > 1:
         raise UserError(
             f"--samples: found {arguments.samples} with greedy decoding, which gives the same answer each time; "
@@ -158,14 +158,3 @@ def _repeated(arguments: argparse.Namespace) -> str:
         value = getattr(arguments, name)
         words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
     return " ".join([*words, "--batch-size 256", f"--output {arguments.output or 'DIR'}"])
-
-
-def _temperature(word: str) -> float:
-    return 0.0 if word in ("0", "0.0") else positive_number(word)
-
-
-def _share(word: str) -> float:
-    number = positive_number(word)
-    if number > 1:
-        raise argparse.ArgumentTypeError(f"found {word}, expected a number above 0, at most 1")
-    return number

@@ -4,7 +4,8 @@ import hashlib
 from collections import defaultdict
 from typing import Any
 
-from vcore_ds.commands.evaluate.problems import HubSource, Problem, Task, id_of, plain, text_of
+from vcore_ds.commands.evaluate.problems import HubSource, Problem, Task, id_of, plain
+from vcore_ds.data.problem_rows import text_of
 from vcore_ds.grading.prompts import choice_prompt, code_prompt, math_prompt
 
 SUBSET_SEED = 42

@@ -1,7 +1,6 @@
 """Answers of a Hugging Face model in this process: batches, a seed for each answer, true ends and lengths."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,11 +17,9 @@ from transformers import (
 )
 
 from vcore_ds.commands.evaluate.journal import Generation, Request
-from vcore_ds.commands.evaluate.model import EvaluatedModel
 from vcore_ds.commands.evaluate.sampling import Sampling
 from vcore_ds.errors import UserError
-from vcore_ds.models.loading import load_causal_lm
-from vcore_ds.models.trained_adapter import add_trained_adapter
+from vcore_ds.models.named_model import NamedModel, end_token_ids, load_to_answer
 
 
 class SampleRows(LogitsProcessor):
@@ -45,17 +42,12 @@ class SampleRows(LogitsProcessor):
 class InProcessModel:
     """A base model, with its adapter where it has one, ready to generate."""
 
-    def __init__(self, model: EvaluatedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, precision: str):
+    def __init__(self, model: NamedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, precision: str):
         """Raises UserError where the model or its adapter cannot be loaded."""
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        causal_lm = load_causal_lm(model.base, dtype=dtype, attention="sdpa", gradient_checkpointing=False)
-        causal_lm.config.use_cache = True
-        self.end_ids = end_token_ids(causal_lm.generation_config, tokenizer)
-        self._longest = causal_lm.config.get_text_config().max_position_embeddings
-        if model.adapter is not None:
-            causal_lm = add_trained_adapter(causal_lm, Path(model.adapter), model.base)
-        self._model = causal_lm.to(self.device).eval()
+        self._model = load_to_answer(model, torch.bfloat16 if precision == "bf16" else torch.float32)
+        self.device = self._model.device
+        self.end_ids = end_token_ids(self._model.generation_config, tokenizer)
+        self._longest = self._model.config.get_text_config().max_position_embeddings
         self._tokenizer, self._sampling = tokenizer, sampling
 
     @torch.inference_mode()
@@ -116,12 +108,3 @@ class InProcessModel:
             chain.append(MinPLogitsWarper(sampling.min_p))
         chain.append(SampleRows(seeds, self.device))
         return chain
-
-
-def end_token_ids(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end an answer: the model's own, and the end of a turn, which a base model may not have."""
-    found = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    ids = {token for token in (*found, tokenizer.eos_token_id) if token is not None}
-    if not ids:
-        raise UserError(f"{tokenizer.name_or_path}: found no end-of-sequence token; expected one in the tokenizer")
-    return sorted(ids)

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from vcore_ds.data.prepare.sources import BLANK, Broken, find_shards
+from vcore_ds.data.prepare.sources import Broken
+from vcore_ds.data.problem_rows import problem_rows
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.grading.final_answer import Kind
 
@@ -93,22 +94,15 @@ def _problems_of(task: Task, source: HubSource | str, num_sources: int) -> Itera
     name = source.path if isinstance(source, HubSource) else source
     # Sets that belong together (AIME 2024 and 2025) may count from 0 each.
     prefix = f"{name.rpartition('/')[2]}/" if num_sources > 1 else ""
-    rows = _hub_rows(task, source) if isinstance(source, HubSource) else _file_rows(source)
+    rows = _hub_rows(task, source) if isinstance(source, HubSource) else problem_rows(source, "test")
     for number, (where, row) in enumerate(rows, start=1):
         try:
-            if isinstance(row, Broken) or not isinstance(row, dict):
-                raise ValueError(row.reason if isinstance(row, Broken) else f"found {type(row).__name__}")
+            if isinstance(row, Broken):
+                raise ValueError(row.reason)
             problem = task.read(row)
         except ValueError as error:
             raise UserError(f"--tasks: {task.name}: {where}: {error}; expected a row of {task.help}") from None
         yield Problem(f"{prefix}{problem.id or f'{number:05d}'}", problem.prompt, problem.expected, problem.extra)
-
-
-def _file_rows(source: str) -> Iterator[tuple[str, Any]]:
-    for shard in find_shards([source], "test"):
-        for number, row in shard.rows():
-            if row is not BLANK:
-                yield f"{shard.source}: row {number + 1}", row
 
 
 def _hub_rows(task: Task, source: HubSource) -> Iterator[tuple[str, Any]]:
@@ -129,20 +123,6 @@ def _hub_rows(task: Task, source: HubSource) -> Iterator[tuple[str, Any]]:
 
 
 # ---- columns -------------------------------------------------------------------------------------------------------
-
-
-def text_of(row: dict[str, Any], *names: str) -> str:
-    """The first of the columns that the row has, as text without white space around it.
-
-    Raises:
-        ValueError: it has none of them, or nothing in them.
-    """
-    for name in names:
-        value = row.get(name)
-        if isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip():
-            return str(value).strip()
-    found = ", ".join(map(str, row)) or "none"
-    raise ValueError(f"found no {' or '.join(f'`{name}`' for name in names)} (its columns: {found:.200})")
 
 
 def id_of(row: dict[str, Any], *names: str) -> str:

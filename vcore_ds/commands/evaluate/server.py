@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from vcore_ds.commands.evaluate.model import EvaluatedModel
 from vcore_ds.commands.evaluate.sampling import Sampling
 from vcore_ds.errors import UserError, first_line
+from vcore_ds.models.named_model import NamedModel
 
 NUM_TRIES = 3
 """Attempts to reach the server before the evaluation begins; `session.MAX_RETRIES` bounds those of a request."""
@@ -66,7 +66,7 @@ class Server:
 
 
 def open_server(
-    url: str, served_name: str | None, model: EvaluatedModel, sampling: Sampling, end_ids: Sequence[int]
+    url: str, served_name: str | None, model: NamedModel, sampling: Sampling, end_ids: Sequence[int]
 ) -> Server:
     """The server at a URL, asked for its models and its version.
 
@@ -102,7 +102,7 @@ def check_prompt(server: Server, prompt: str, ids: Sequence[int]) -> None:
     if found != len(ids):
         raise UserError(
             f"--url: {server.url}: found a prompt of {found} tokens there, {len(ids)} here; expected the same prompt "
-            "as in training. Serve the very model that MODEL names, with its own tokenizer"
+            "as in training. Serve the very model that RUN|MODEL names, with its own tokenizer"
         )
 
 
@@ -119,7 +119,7 @@ def _models(url: str, is_needed: bool) -> list[dict[str, Any]]:
     return entries
 
 
-def _choose_name(url: str, served_name: str | None, names: list[str], model: EvaluatedModel) -> str:
+def _choose_name(url: str, served_name: str | None, names: list[str], model: NamedModel) -> str:
     if served_name is not None:
         # `transformers serve` lists what lies in the hub's cache, and serves folders too.
         return served_name
@@ -132,7 +132,7 @@ def _choose_name(url: str, served_name: str | None, names: list[str], model: Eva
     )
 
 
-def _check_adapter(url: str, name: str, entry: dict[str, Any], software: str, model: EvaluatedModel) -> None:
+def _check_adapter(url: str, name: str, entry: dict[str, Any], software: str, model: NamedModel) -> None:
     """What can be told of whether an adapter is served, and on its own base."""
     if model.adapter is None:
         return
@@ -147,10 +147,10 @@ def _check_adapter(url: str, name: str, entry: dict[str, Any], software: str, mo
             f"--url: {url}: {name} is no adapter there; expected {model.adapter}. Serve it with --enable-lora "
             f"--lora-modules {model.name}={model.adapter}, and give --served-name {model.name}"
         )
-    if isinstance(parent, str) and Path(parent).name != Path(model.base).name:
+    if isinstance(parent, str) and Path(parent).name != Path(model.weights).name:
         raise UserError(
-            f"--url: {url}: {name} is served on the base model {parent}; expected {model.base}, which the adapter was "
-            "trained from. Serve it on that"
+            f"--url: {url}: {name} is served on the base model {parent}; expected {model.weights}, which the "
+            "adapter was trained from. Serve it on that"
         )
 
 
@@ -196,5 +196,5 @@ def _request(method: str, url: str, body: dict[str, Any] | None, timeout_seconds
             time.sleep(SECONDS_BETWEEN_TRIES)
     raise UserError(
         f"--url: {url}: {problem}; expected an OpenAI-compatible server that serves the model. Start it (vcore-ds eval "
-        "MODEL --server-commands prints how), and wait until it is ready"
+        "RUN|MODEL --server-commands prints how), and wait until it is ready"
     )

@@ -17,10 +17,9 @@ from transformers.utils import logging
 
 from vcore_ds import __version__
 from vcore_ds.commands.evaluate import apis, table
-from vcore_ds.commands.evaluate.generation import InProcessModel, end_token_ids
+from vcore_ds.commands.evaluate.generation import InProcessModel
 from vcore_ds.commands.evaluate.inspection import num_requests_at_a_time, run_task
 from vcore_ds.commands.evaluate.journal import Journal, Request
-from vcore_ds.commands.evaluate.model import EvaluatedModel
 from vcore_ds.commands.evaluate.official import write_generations
 from vcore_ds.commands.evaluate.problems import Problem, Task
 from vcore_ds.commands.evaluate.sampling import Sampling
@@ -40,6 +39,7 @@ from vcore_ds.files.evaluation_folder import (
     write_samples,
 )
 from vcore_ds.files.user_paths import writing
+from vcore_ds.models.named_model import NamedModel, end_token_ids
 from vcore_ds.random_streams import Stream, torch_seed
 
 UNFINISHED = "unfinished"
@@ -73,7 +73,7 @@ class Settings:
         return self.max_new_tokens or task.max_new_tokens
 
 
-def evaluate(model: EvaluatedModel, settings: Settings) -> Evaluation:
+def evaluate(model: NamedModel, settings: Settings) -> Evaluation:
     """Answers and grades every task, writes the folder, and prints the table.
 
     Raises:
@@ -81,7 +81,7 @@ def evaluate(model: EvaluatedModel, settings: Settings) -> Evaluation:
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    tokenizer = load_tokenizer(model.tokenizer, "MODEL")
+    tokenizer = load_tokenizer(model.tokenizer, "RUN|MODEL")
     check_tokenizer(tokenizer)
     with writing("--output", settings.output), _locked(settings.output):
         _begin(settings.output, _request_of(model, settings))
@@ -92,7 +92,7 @@ def evaluate(model: EvaluatedModel, settings: Settings) -> Evaluation:
         if settings.url is None:
             source = InProcessModel(model, tokenizer, settings.sampling, settings.precision)
         else:
-            ends = end_token_ids(_generation_config(model.base), tokenizer)
+            ends = end_token_ids(_generation_config(model.weights), tokenizer)
             source = open_server(settings.url, settings.served_name, model, settings.sampling, ends)
             _check_server(source, asked)
         tasks: dict[str, TaskResult] = {}
@@ -161,11 +161,11 @@ def _begin(folder: Path, request: dict[str, Any]) -> None:
         unfinished.write_text(json.dumps(request, indent=2) + "\n", encoding="utf-8")
 
 
-def _request_of(model: EvaluatedModel, settings: Settings) -> dict[str, Any]:
+def _request_of(model: NamedModel, settings: Settings) -> dict[str, Any]:
     """What an attempt that resumes has to share with the first, in flat keys; a server may have moved."""
     request: dict[str, Any] = {
         "model": model.path,
-        "base": model.base,
+        "base": model.weights,
         "adapter": model.adapter,
         "preset": settings.preset,
         "served": settings.url is not None,
@@ -216,7 +216,7 @@ def _check_server(server: Server, asked: dict[str, list[Request]]) -> None:
 
 def _answer(
     source: InProcessModel | Server,
-    model: EvaluatedModel,
+    model: NamedModel,
     task: Task,
     problems: Sequence[Problem],
     requests: list[Request],
@@ -246,8 +246,8 @@ def _generation_config(base: str) -> GenerationConfig:
         return GenerationConfig()
 
 
-def _describe(model: EvaluatedModel, settings: Settings, source: InProcessModel | Server) -> dict[str, Any]:
-    found: dict[str, Any] = {"path": model.path, "base": model.base, "adapter": model.adapter}
+def _describe(model: NamedModel, settings: Settings, source: InProcessModel | Server) -> dict[str, Any]:
+    found: dict[str, Any] = {"path": model.path, "base": model.weights, "adapter": model.adapter}
     if isinstance(source, Server):
         return found | {"url": source.url, "served_name": source.name, "server": source.software}
     return found | {

@@ -4,6 +4,7 @@ from typing import Any
 
 from vcore_ds.commands.evaluate.official import HOW_TO_GRADE
 from vcore_ds.files.evaluation_folder import Evaluation
+from vcore_ds.track.presentation import aligned
 
 PAPER_COLUMNS = {
     "AIME": "aime",
@@ -25,7 +26,7 @@ def describe(evaluation: Evaluation) -> str:
     generations are graded."""
     rows = [_HEADER, *(_row(name, vars(task)) for name, task in evaluation.tasks.items())]
     rows += [_row(name, values) for name, values in evaluation.generations.items()]
-    parts = [_align(rows)]
+    parts = ["\n".join(aligned(rows))]
     if {*evaluation.tasks, *evaluation.generations} & set(PAPER_COLUMNS.values()):
         parts.append(paper_table(evaluation))
     for name, values in evaluation.generations.items():
@@ -58,10 +59,3 @@ def _row(name: str, values: dict[str, Any]) -> tuple[str, ...]:
         f"{values['unanswered_share']:.1%}",
         f"{values['mean_tokens']:,.1f}",
     )
-
-
-def _align(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    name_width, *others = widths
-    lines = ([row[0].ljust(name_width), *map(str.rjust, row[1:], others)] for row in rows)
-    return "\n".join(map("  ".join, lines))

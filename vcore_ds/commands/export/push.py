@@ -11,11 +11,11 @@ from huggingface_hub.errors import (
     HTTPError,  # the HTTP library's own, for what is no answer of the hub
     OfflineModeIsEnabled,
 )
+from peft.utils import CONFIG_NAME
 
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.files.base_model import BaseModel, is_hub_id
 
-_ADAPTER_CONFIG = "adapter_config.json"
 _STATUS = {
     401: "the hub does not know its token; log in again (hf auth login), or set HF_TOKEN",
     402: "the account has no room for it; see https://huggingface.co/settings/billing",
@@ -61,7 +61,7 @@ def push_folder(api: HfApi, folder: Path, repository: str, base: BaseModel, *, p
     operations = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         content: Path | bytes = path
-        if path.name == _ADAPTER_CONFIG:
+        if path.name == CONFIG_NAME:
             config = json.loads(path.read_text(encoding="utf-8")) | {"base_model_name_or_path": base.public_name}
             content = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
         operations.append(CommitOperationAdd(path.relative_to(folder).as_posix(), content))

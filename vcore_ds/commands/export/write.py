@@ -19,7 +19,7 @@ from vcore_ds.files import checkpoint_folder
 from vcore_ds.files import model_folder as files
 from vcore_ds.files.aside import discard, unfinished_path, written_aside
 from vcore_ds.files.base_model import CARD, OWN_TAG, BaseModel, base_model_of, card_metadata
-from vcore_ds.files.user_paths import check_folder, reading, writing
+from vcore_ds.files.user_paths import check_folder, reading, refuse_existing, writing
 from vcore_ds.models import add_lora, check_model_folder, read_config
 from vcore_ds.track.model_card import CardRequest, Kind, model_card
 
@@ -110,7 +110,7 @@ def export_run(
         raise UserError(f"{run}: found --merge with a run that trained all parameters; expected no --merge")
     check_base_model(recipe)
     if output is not None and not reuse:
-        refuse_existing(output)
+        refuse_existing("--output", output, NEW_FOLDER)
     # Before checksums are computed, which takes minutes.
     with writing("--output", output or run / "export", NEW_FOLDER):
         check_folder(output or run / "export")
@@ -126,7 +126,7 @@ def export_run(
             unfinished.write_text(card, encoding="utf-8")
         print(f"{folder}: is there already; only its model card was written anew")
         return folder
-    refuse_existing(folder)
+    refuse_existing("--output", folder, NEW_FOLDER)
     print(f"{kind} of {trained.name}", flush=True)
     tokenizer = load_tokenizer(recipe.model.path)
     try:
@@ -158,14 +158,6 @@ def check_earlier_export(folder: Path, kind: Kind) -> None:
             f"{folder}: is there already, and is no earlier export ({kind}); expected one, or a new folder (--output "
             "DIR)"
         )
-
-
-def refuse_existing(folder: Path) -> None:
-    """Raises UserError where `folder` exists."""
-    with writing("--output", folder, NEW_FOLDER):
-        is_there = folder.exists()
-    if is_there:
-        raise UserError(f"{folder}: is there already; expected a new folder (--output DIR), or remove it")
 
 
 def check_base_model(recipe: Recipe) -> None:
@@ -222,9 +214,8 @@ def write_model(
     unfinished = files.begin(folder, num_bytes)
     for file, tensors in files.collect_files(split, stream):
         files.write_file(unfinished / file, tensors, {name: weights[name] for name in split.filename_to_tensors[file]})
-    files.describe(unfinished, recipe.model.path, dtype, tokenizer)
-    files.write_card(unfinished, card)
-    files.finish(folder, split)
+    files.describe(unfinished, recipe.model.path, dtype)
+    files.finish(folder, tokenizer, card, split)
     return num_bytes
 
 
@@ -291,10 +282,4 @@ def write_adapter(
             "the model that the run began with"
         )
     adapter = {name: trained.read(name).to(dtype) for name in expected}
-    num_bytes = sum(tensor.nbytes for tensor in adapter.values())
-    unfinished = files.begin(folder, num_bytes)
-    files.write_adapter(adapted, adapter, unfinished)
-    files.write_card(unfinished, card)
-    tokenizer.save_pretrained(unfinished)
-    files.finish(folder)
-    return num_bytes
+    return files.write_adapter(adapted, adapter, folder, tokenizer, card)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from vcore_ds.commands.fidelity.report import RELIABLE_SPEARMAN, Estimate, FidelityReport
+from vcore_ds.track.presentation import aligned
 
 EXACT_SPEARMAN = 0.99
 NOISE_SPEARMAN = 0.5
@@ -48,9 +49,8 @@ def _estimator_table(report: FidelityReport) -> str:
         for found in report.estimators
     ]
     overlap = _percent(report.uniform_weight_overlap)
-    return (
-        _aligned([head, unit, *rows]) + f"\n* what the recipe trains with. Weight overlap of uniform weights: {overlap}"
-    )
+    footnote = f"* what the recipe trains with. Weight overlap of uniform weights: {overlap}"
+    return "\n".join([*aligned([head, unit, *rows]), footnote])
 
 
 def _probe_table(report: FidelityReport) -> str:
@@ -66,7 +66,7 @@ def _probe_table(report: FidelityReport) -> str:
         for found in (*report.probe_sizes, *([] if other is None else [other]))
     ]
     title = f"Probe size: utilities along a probe of |B'| with those along one of {report.large_probe_size}"
-    table = f"{title}\n" + _aligned([[" |B'|", "draws", "Spearman", "lowest", "weight overlap"], *rows])
+    table = "\n".join([title, *aligned([[" |B'|", "draws", "Spearman", "lowest", "weight overlap"], *rows])])
     own = report.trained_direction
     if own is None:
         return table
@@ -80,7 +80,7 @@ def _stale_table(report: FidelityReport) -> str:
         for found in report.stale_directions
     ]
     title = f"Stale direction: that of the probe of {report.large_probe_size}, kept, with the same probe's now"
-    return f"{title}\n" + _aligned([[" steps kept", "Spearman", "weight overlap"], *rows])
+    return "\n".join([title, *aligned([[" steps kept", "Spearman", "weight overlap"], *rows])])
 
 
 def recommendations(report: FidelityReport) -> list[str]:
@@ -203,15 +203,6 @@ def _about_staleness(report: FidelityReport) -> Iterator[str]:
 
 def _spearman_or_zero(estimate: Estimate) -> float:
     return estimate.agreement.spearman or 0.0
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def _correlation(value: float | None) -> str:

@@ -2,12 +2,13 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from vcore_ds.data import render_prompt
-from vcore_ds.data.prepare.sources import BLANK, Broken, find_shards
+from vcore_ds.data.prepare.sources import Broken
+from vcore_ds.data.problem_rows import find_text, problem_rows
 from vcore_ds.errors import UserError
 from vcore_ds.grading.prompts import math_prompt
 
@@ -54,14 +55,16 @@ def read_rows(
     left_out: Counter[str] = Counter()
     found: list[tuple[int, str, str]] = []
     keys: set[str] = set()
-    for number, raw in _rows(source, split):
-        pair = _question_and_answer(raw)
-        if isinstance(raw, dict):
-            keys |= raw.keys()
-        if isinstance(pair, str):
-            left_out[pair] += 1
+    for number, (_, row) in enumerate(problem_rows(source, split)):
+        if isinstance(row, Broken):
+            left_out[row.reason] += 1
+            continue
+        keys |= row.keys()
+        question, answer = find_text(row, *QUESTIONS), find_text(row, *ANSWERS)
+        if question is None or answer is None:
+            left_out["no question" if question is None else "no answer"] += 1
         else:
-            found.append((number, *pair))
+            found.append((number, question, answer))
     rows = []
     for number, question, answer in found:
         text = math_prompt(question) if prompt == "math" else question
@@ -82,35 +85,6 @@ def read_rows(
     random.Random(seed).shuffle(rows)
     end = len(rows) if sample is None else held_out + sample
     return HandedRows(rows[held_out:end], rows[:held_out], left_out)
-
-
-def _rows(source: str, split: str) -> Iterator[tuple[int, Any]]:
-    number = 0
-    for shard in find_shards([source], split):
-        for _, row in shard.rows():
-            if row is not BLANK:
-                yield number, row
-                number += 1
-
-
-def _question_and_answer(row: Any) -> tuple[str, str] | str:
-    """The two texts, or why there are none."""
-    if isinstance(row, Broken):
-        return row.reason
-    if not isinstance(row, dict):
-        return "no object"
-    question, answer = (_first(row, keys) for keys in (QUESTIONS, ANSWERS))
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
-        answer = str(answer)
-    if not isinstance(question, str) or not question.strip():
-        return "no question"
-    if not isinstance(answer, str) or not answer.strip():
-        return "no answer"
-    return question.strip(), answer.strip()
-
-
-def _first(row: dict[str, Any], keys: Sequence[str]) -> Any:
-    return next((row[key] for key in keys if row.get(key) is not None), None)
 
 
 def _row(data_source: str, messages: list[dict[str, str]], answer: str, number: int) -> Row:

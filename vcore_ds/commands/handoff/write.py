@@ -24,7 +24,7 @@ from vcore_ds.data import load_tokenizer
 from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
-from vcore_ds.files.user_paths import writing
+from vcore_ds.files.user_paths import refuse_existing, writing
 from vcore_ds.models import read_config
 from vcore_ds.track.model_card import METHODS
 from vcore_ds.track.run_reader import read_recipe_of
@@ -62,10 +62,7 @@ def hand_over(request: HandoffRequest) -> None:
         UserError: for whatever the user can fix; no folder is left.
     """
     recipe = read_recipe_of(request.run)
-    with writing("--output", request.output, NEW_FOLDER):
-        is_there = request.output.exists()
-    if is_there:
-        raise UserError(f"--output: {request.output}: is there already; expected a new folder, or remove it")
+    refuse_existing("--output", request.output, NEW_FOLDER)
     limit = getattr(read_config(recipe.model.path).get_text_config(), "max_position_embeddings", None)
     if request.to == "trl":
         check_trl_overrides(request.overrides)

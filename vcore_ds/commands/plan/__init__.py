@@ -66,12 +66,13 @@ def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for what the user gave: recipe, GPU, model, run or picture; RunFailed where --verify finds that
     a prediction is wrong."""
     from vcore_ds.commands.plan.columns import build_columns
-    from vcore_ds.commands.plan.picture import check_picture, draw
+    from vcore_ds.commands.plan.picture import draw
     from vcore_ds.commands.plan.table import as_dict, describe
+    from vcore_ds.track.presentation import check_picture
 
     picture = None if arguments.picture is None else Path(arguments.picture)
     if picture is not None:
-        check_picture(picture)
+        check_picture("--picture", picture)
     found = build_columns(arguments)
     if picture is not None:
         draw(found, picture)

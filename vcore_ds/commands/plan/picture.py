@@ -2,25 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from vcore_ds.commands.plan.columns import Columns
 from vcore_ds.config import RecipeError, RunPlan, find_shape, plan_run
-from vcore_ds.errors import UserError
 from vcore_ds.files.user_paths import writing
 
-FORMATS = (".png", ".pdf", ".svg")
-
 _GIB = 2**30
-
-
-def check_picture(path: Path) -> None:
-    """Raises UserError where the file's format is unknown, or matplotlib is missing."""
-    if path.suffix.lower() not in FORMATS:
-        raise UserError(f"--picture: found {path.name}; expected a name that ends in {', '.join(FORMATS)}")
-    if find_spec("matplotlib") is None:
-        raise UserError("--picture: found no matplotlib; expected it: pip install matplotlib")
 
 
 def draw(found: Columns, path: Path) -> None:

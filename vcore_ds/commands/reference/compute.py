@@ -14,7 +14,7 @@ from vcore_ds.distributed.process_group import first_rank_first, start_process_g
 from vcore_ds.engine import Engine, log_probabilities
 from vcore_ds.errors import UserError
 from vcore_ds.feed import Feed, build_feed, read_dataset
-from vcore_ds.files.user_paths import check_folder, writing
+from vcore_ds.files.user_paths import check_folder, refuse_existing, writing
 from vcore_ds.setup import build_engine, check_model, plan_ranks
 from vcore_ds.track.console import Console
 
@@ -33,7 +33,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
             "lora: found adapters; expected null: with lora the reference of iw_sft is the model without its adapters, "
             "and training needs no file"
         )
-    refuse_existing(output)
+    refuse_existing("--output", output, NEW_FILE)
     check_model(recipe)
     start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
     first_rank_first(lambda: check_output(output) if layout.is_first() else None)
@@ -60,14 +60,6 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
         f"Written: {output}, {num_sequences:,} sequences. Train with: methods/iw_sft.yaml "
         f"data.reference_log_probabilities={output}"
     )
-
-
-def refuse_existing(output: Path) -> None:
-    """Raises UserError where `output` exists."""
-    with writing("--output", output, NEW_FILE):
-        is_there = output.exists()
-    if is_there:
-        raise UserError(f"{output}: found a file already; expected a new name (or remove it)")
 
 
 def check_output(output: Path) -> None:

@@ -8,9 +8,8 @@ from vcore_ds.commands.report.curves import Chart, make_charts
 from vcore_ds.commands.report.read import ReportedRun, group_runs
 from vcore_ds.errors import UserError
 from vcore_ds.files.user_paths import writing
+from vcore_ds.track.presentation import COLOURS
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Okabe and Ito's, which stay apart for colour-blind readers."""
 DASHES = ("-", "--", ":", "-.")
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from vcore_ds.commands.tokens.read import FoundRun
+from vcore_ds.track.presentation import aligned
 from vcore_ds.track.token_tables import Row, TokenTables
 
 WIDEST_NAME = 48
@@ -93,7 +94,7 @@ def _table(title: str, rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    return f"{title}\n" + (_aligned([head, *cells]) if rows else "  none")
+    return _titled(title, aligned([head, *cells]) if rows else ["none"])
 
 
 def _compare(runs: Sequence[tuple[FoundRun, TokenTables]]) -> Iterator[str]:
@@ -108,8 +109,13 @@ def _compare(runs: Sequence[tuple[FoundRun, TokenTables]]) -> Iterator[str]:
             continue
         head = ["relative weight in run", *(str(number) for number in range(1, len(runs) + 1))]
         by_name = [{row.name: row.relative_weight for row in rows} for rows in rows_of]
-        yield f"{title}\n" + _aligned([head, *([name, *(_weight(of.get(name)) for of in by_name)] for name in names)])
+        rows = [[name, *(_weight(of.get(name)) for of in by_name)] for name in names]
+        yield _titled(title, aligned([head, *rows]))
     yield "Give one run for its tokens and phrases."
+
+
+def _titled(title: str, lines: Sequence[str]) -> str:
+    return "\n  ".join([title, *lines])
 
 
 def _weight(value: float | None) -> str:
@@ -118,12 +124,3 @@ def _weight(value: float | None) -> str:
 
 def _short(name: str) -> str:
     return name if len(name) <= WIDEST_NAME else name[: WIDEST_NAME - 3] + "..."
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return "\n".join(lines)

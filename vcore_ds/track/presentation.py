@@ -1,0 +1,37 @@
+"""What commands print and draw alike: tables as text, and the formats and colours of pictures."""
+
+from collections.abc import Collection, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from vcore_ds.errors import UserError
+
+PICTURE_FORMATS = (".png", ".pdf", ".svg")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+"""Okabe and Ito's, which stay apart for colour-blind readers."""
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[str] = ()) -> list[str]:
+    """The lines of a table with columns two spaces apart: the first one and those with a heading in `left` begin at the
+    left, all others end at the right.
+
+    Args:
+        rows: cells of the same number of columns, the headings first.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    is_left = [number == 0 or heading in left for number, heading in enumerate(rows[0])]
+    return [
+        "  ".join(
+            cell.ljust(width) if begins else cell.rjust(width)
+            for cell, width, begins in zip(row, widths, is_left, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def check_picture(option: str, path: Path) -> None:
+    """Raises UserError where the format of the picture that an option names is unknown, or matplotlib is missing."""
+    if path.suffix.lower() not in PICTURE_FORMATS:
+        raise UserError(f"{option}: found {path.name}; expected a name that ends in {', '.join(PICTURE_FORMATS)}")
+    if find_spec("matplotlib") is None:
+        raise UserError(f"{option}: found no matplotlib; expected it: pip install matplotlib")
