@@ -66,6 +66,13 @@ def test_one_bad_node_is_one_line_with_a_remedy(bad: dict, start: str) -> None:
     assert ". " in problem or "unreadable" in bad  # what to do about it
 
 
+def test_an_optional_package_that_other_nodes_have_is_missed() -> None:
+    with_kernels = GOOD.packages | {"transformer_engine": "2.20.2"}
+    found = [node if i == 0 else replace(node, packages=with_kernels) for i, node in enumerate(nodes())]
+    (problem,) = find_problems(found, NEEDED)
+    assert problem.startswith("n1: transformer_engine: found none, expected 2.20.2 as on 3 of 4 nodes.")
+
+
 def test_a_node_without_gpus_is_not_also_of_another_kind() -> None:
     (problem,) = find_problems(nodes(gpus=()), NEEDED)
     assert problem.startswith("n1: GPUs: found 0 that PyTorch can use, expected 8.")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from vcore_ds.files.aside import unfinished_path, written_aside
 from vcore_ds.files.run_lock import LOCK
 from vcore_ds.files.user_paths import check_folder, writing
 
-PACKAGES = ("torch", "deepspeed", "transformers", "peft")
-"""Packages whose versions environment.json records."""
+PACKAGES = ("torch", "deepspeed", "transformers", "peft", "megatron-core")
+OPTIONAL_PACKAGES = ("triton", "transformer_engine")
+"""Packages whose versions environment.json records: kernels of the optional ones are used where they are installed."""
 
 RECIPE, ENVIRONMENT, METRICS, LOST_METRICS = "recipe.yaml", "environment.json", "metrics.jsonl", "metrics_lost.jsonl"
 HELD_OUT = "held_out.json"
@@ -230,12 +231,20 @@ def environment(world_size: int) -> dict[str, Any]:
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "packages": {"vcore_ds": __version__, **{name: version(name) for name in PACKAGES}},
+        "packages": _packages(),
         "git_commit": _git_commit(),
         "host": platform.node(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or [platform.machine()],
         "world_size": world_size,
     }
+
+
+def _packages() -> dict[str, str]:
+    found = {"vcore_ds": __version__, **{name: version(name) for name in PACKAGES}}
+    for name in OPTIONAL_PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _git_commit() -> str | None:

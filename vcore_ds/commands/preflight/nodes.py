@@ -51,7 +51,7 @@ def find_problems(nodes: Sequence[Node], needed: Needed) -> list[str]:
                 found = f"found {value or 'none'}, expected {usual or 'none'} as on {count} of {len(nodes)} nodes"
                 problems.append(f"{node.host}: {what}: {found}. {remedy}")
 
-    for name in nodes[0].packages:
+    for name in dict.fromkeys(name for node in nodes for name in node.packages):  # an optional one may be on some
         compare(name, nodes, lambda node, name=name: node.packages.get(name), "Use one environment on a shared disk")
     compare("commit", nodes, lambda node: node.commit, "Use one checkout on a shared disk, or the same commit in each")
     for node in nodes:
