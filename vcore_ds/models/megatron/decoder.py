@@ -12,6 +12,8 @@ heads of this rank.
 
 from functools import partial
 
+import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +27,7 @@ from vcore_ds.models.attention import RowLayout
 from vcore_ds.models.megatron.configuration import TransformerConfig, sliding_window
 from vcore_ds.models.megatron.norms import norm
 from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear
+from vcore_ds.models.megatron.token_exchange import dual_or_plain
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of the rotary positions, `[b, t, D]` each."""
@@ -74,9 +77,7 @@ class ParallelMLP(nn.Module):
         self.down_proj = row_linear(config, config.ffn_hidden_size, config.hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate_up(hidden)
-        gate = silu(gate)  # in place of the gate, which is needed no more
-        return self.down_proj(gate * up)
+        return self.down_proj(gated_silu(*self.gate_up(hidden)))  # no name keeps gate and up during the last product
 
 
 class DecoderLayer(GradientCheckpointingLayer):
@@ -105,6 +106,24 @@ class DecoderLayer(GradientCheckpointingLayer):
         """
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, row_layout)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, for dual numbers too: their tangents are used up.
+
+    The rule writes into the tangents, which nothing else needs. PyTorch's makes three more tensors of the MLP's width,
+    where a checkpointed forward with tangents takes the most memory.
+    """
+    (value, d_gate), (factor, d_up) = forward_ad.unpack_dual(gate), forward_ad.unpack_dual(up)
+    activated = silu(value)
+    with torch.no_grad():
+        tangent = None
+        if d_gate is not None:
+            tangent = torch.ops.aten.silu_backward.grad_input(d_gate, value, grad_input=d_gate).mul_(factor)
+        if d_up is not None:
+            tangent = d_up.mul_(activated) if tangent is None else tangent.addcmul_(activated, d_up)
+    found = activated * factor if torch.is_grad_enabled() else activated.mul_(factor)
+    return dual_or_plain(found, tangent)
 
 
 def row_linear(config: TransformerConfig, num_inputs: int, num_outputs: int) -> RowLinear:
