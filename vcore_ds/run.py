@@ -22,11 +22,11 @@ from vcore_ds.files.user_paths import writing
 from vcore_ds.followed import choose_followed
 from vcore_ds.loop import Training, run_steps, validate
 from vcore_ds.memory_check import check_memory
+from vcore_ds.models import count_parameters
 from vcore_ds.setup import (
     build_engine,
     build_estimator,
     check_model,
-    count_parameters,
     count_steps,
     describe_engine,
     plan_ranks,

@@ -2,28 +2,24 @@
 
 import math
 import os
-from collections.abc import Mapping
 from functools import partial
 
 import torch
-from transformers import PretrainedConfig
 
 from vcore_ds.config import COALESCING_SHARE, BatchPlan, Recipe, num_trusted, plan_batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, total_memory_bytes
 from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.engine import Engine, build_optimizer, load_sharded, unsharded_gradient_bytes
-from vcore_ds.errors import UserError
 from vcore_ds.models import (
     TokenLossModel,
     add_lora,
     check_forward_mode,
     check_model_folder,
-    empty_model,
     model_shape,
     read_config,
 )
-from vcore_ds.planning import CPU, H100, ParameterCounts
+from vcore_ds.planning import CPU, H100
 from vcore_ds.random_streams import Stream, torch_seed
 from vcore_ds.utility import Direction, Estimator, FiniteDifference, ForwardMode, NoUtilities, why_not_fused
 from vcore_ds.weighting import has_batch_scope
@@ -66,43 +62,6 @@ def plan_ranks(recipe: Recipe) -> BatchPlan:
     )
     layout.make_sequence_groups(plan.degrees, recipe.engine.timeout_minutes)
     return plan
-
-
-def count_parameters(recipe: Recipe) -> ParameterCounts:
-    """The model's parameters, or a rank's part where ranks share every layer, from a model without weights; zeros
-    where it cannot be read, which is said elsewhere."""
-    try:
-        config = read_config(recipe.model.path)
-        model = empty_model(recipe.model.path, config)
-        weights = dict(model.named_parameters())
-        if recipe.lora is not None:
-            with torch.device("meta"):
-                model = add_lora(model, recipe.lora)
-            weights |= {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if recipe.parallel.tensor > 1:
-            return _count_part(recipe, config, weights)
-    except (UserError, OSError, ValueError):
-        return ParameterCounts(0, 0)
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained))
-
-
-def _count_part(recipe: Recipe, config: PretrainedConfig, weights: Mapping[str, torch.Tensor]) -> ParameterCounts:
-    """What the first rank of a tensor group has, which is as much as any.
-
-    Args:
-        weights: of the model by name, and of its adapters by their names in peft.
-    """
-    from vcore_ds.models.megatron.adapters import adapted_layers, adapter_pieces
-    from vcore_ds.models.megatron.weights import pieces
-
-    place = dict(rank=0, size=recipe.parallel.tensor)
-    num_base = num_trained = sum(piece.of(weights[piece.name]).numel() for piece in pieces(config, **place).values())
-    if recipe.lora is not None:
-        layers = adapted_layers(recipe.model.path, config, recipe.lora)
-        added = adapter_pieces(layers, config, recipe.lora, **place).values()
-        num_trained = sum(piece.of(weights[piece.name]).numel() for piece in added)
-    return ParameterCounts(num_base + (num_trained if recipe.lora is not None else 0), num_trained)
 
 
 def build_engine(recipe: Recipe, ds_config: dict) -> Engine:

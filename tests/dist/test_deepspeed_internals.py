@@ -1,5 +1,6 @@
 """The DeepSpeed internals that docs/zero3.md lists, one test per row: an upgrade that changes one fails by its name."""
 
+import sys
 from collections.abc import Callable
 
 import deepspeed
@@ -279,6 +280,13 @@ def zero_init_divides_by_one_method_and_parameters_keep_it(e: Engine) -> bool:
     return divided == [(5, 3), (5,), (7,)] and later.ds_tensor.numel() == -(-7 // layout.size("shards"))
 
 
+def an_engine_starts_without_the_compiler(e: Engine) -> bool:
+    return (
+        type(e.optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3"
+        and "torch._inductor.compile_fx" not in sys.modules
+    )
+
+
 CHECKS: list[Callable[[Engine], bool]] = [
     the_flat_gradient_is_the_rank_average_and_stays,
     flat_tensors_hold_every_shard_where_grad_position_says,
@@ -296,6 +304,7 @@ CHECKS: list[Callable[[Engine], bool]] = [
     moments_made_at_the_start_are_those_of_the_first_step,
     a_shard_is_a_chunk_of_the_flat_parameter,
     zero_init_divides_by_one_method_and_parameters_keep_it,
+    an_engine_starts_without_the_compiler,
 ]
 
 

@@ -42,7 +42,7 @@ def folder(tmp_path_factory) -> Path:
     model, training, *_ = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
     overrides = [f"model.path={model}", f"data.train_path={training}", "data.validation_path=null"]
     overrides += ["batch.global_size=2", "batch.micro_batch_size_per_rank=2", "schedule.num_steps=2"]
-    overrides += ["probe.batch_size=1", "data.cutoff_length=192"]
+    overrides += ["probe.batch_size=1", "data.cutoff_length=192", "run.num_followed_traces=0"]
     run_ranks(train_all, 1, overrides, str(folder))
     return folder
 

@@ -31,7 +31,7 @@ def test_with_trusted_traces(tmp_path: Path):
 
 def quickstart(changes: str, folder: Path) -> str:
     """What it prints. Short traces only, in training and held-out files alike: the default takes minutes."""
-    line = f"bash launch_scripts/quickstart.sh {changes} data.cutoff_length=256 run.output_dir={folder}"
+    line = f"bash launch_scripts/quickstart.sh {changes} data.cutoff_length=208 run.output_dir={folder}"
     done = run_command(line)
     assert done.returncode == 0, done.stdout
     assert "Traceback" not in done.stdout and not has_control_characters(done.stdout), ascii(done.stdout)

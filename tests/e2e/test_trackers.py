@@ -30,7 +30,8 @@ def start(setup: TinySetup, folder: Path, log: Path, num_ranks: int, *changes: s
         "track.trackers=[tensorboard]",
         *changes,
     )
-    launcher = f"python -m vcore_ds.distributed.torchrun --nproc_per_node {num_ranks} -m vcore_ds.cli"
+    torchrun = f"python -m vcore_ds.distributed.torchrun --nproc_per_node {num_ranks} -m vcore_ds.cli"
+    launcher = torchrun if num_ranks > 1 else "vcore-ds"
     with Job(f"{launcher} train {RECIPE} {' '.join(overrides)}", log, **environment) as job:
         assert job.wait() == 0, job.output
         return job.output

@@ -19,6 +19,7 @@ from vcore_ds.commands.fidelity.choice import (
     num_draws,
     within_the_recipe,
 )
+from vcore_ds.commands.fidelity.output import prepare_output
 from vcore_ds.commands.fidelity.report import (
     Agreement,
     Estimate,
@@ -28,7 +29,6 @@ from vcore_ds.commands.fidelity.report import (
     agreement,
     as_json,
     mean,
-    prepare_output,
     rank_correlation,
     write_report,
 )

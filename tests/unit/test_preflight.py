@@ -12,8 +12,8 @@ from vcore_ds.commands.preflight.inspection import output_bytes
 from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems, find_split_groups
 from vcore_ds.config import Recipe
 from vcore_ds.distributed.interconnect import network_of_nccl
+from vcore_ds.models import count_parameters
 from vcore_ds.planning import ParameterCounts
-from vcore_ds.setup import count_parameters
 
 GOOD = Node(
     host="n1",

@@ -5,6 +5,7 @@ import argparse
 from vcore_ds.commands.arguments import add_recipe
 from vcore_ds.config import load_recipe
 from vcore_ds.distributed.signals import stop_signals
+from vcore_ds.imports import lasting_imports
 
 HELP = "run a recipe"
 DESCRIPTION = (
@@ -18,6 +19,7 @@ add_arguments = add_recipe
 def main(arguments: argparse.Namespace) -> None:
     stop_signals.listen()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    from vcore_ds.run import train  # after the recipe: torch and deepspeed take seconds to import, a typo should not
+    with lasting_imports():  # after the recipe: torch and deepspeed take seconds to import, a typo should not
+        from vcore_ds.run import train
 
     train(recipe)

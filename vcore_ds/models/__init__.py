@@ -11,6 +11,7 @@ from vcore_ds.models.fused_attention import fused_attention
 from vcore_ds.models.loading import load_causal_lm
 from vcore_ds.models.lora import add_lora
 from vcore_ds.models.lora_linear import BaseLinear, linear_sum, linear_tangent
+from vcore_ds.models.parameter_counts import count_parameters
 from vcore_ds.models.sequence_exchange import gather_losses, own_columns
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "block_attention",
     "check_forward_mode",
     "check_model_folder",
+    "count_parameters",
     "empty_model",
     "fused_attention",
     "gather_losses",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from vcore_ds.commands.arguments import add_recipe, take_numbers
 from vcore_ds.config import load_recipe
+from vcore_ds.imports import lasting_imports
 
 HELP = "measure how right the utilities are"
 DESCRIPTION = (
@@ -49,8 +50,8 @@ def main(arguments: argparse.Namespace) -> None:
         for name, kind in (("epsilons", float), ("probe_sizes", int), ("stale_steps", int))
     }
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    from vcore_ds.commands.fidelity.choice import FidelityOptions
-    from vcore_ds.commands.fidelity.measure import measure_fidelity
+    from vcore_ds.commands.fidelity.choice import FidelityOptions, check_options
+    from vcore_ds.commands.fidelity.output import prepare_output
 
     options = FidelityOptions(
         num_sequences=arguments.sequences,
@@ -59,4 +60,10 @@ def main(arguments: argparse.Namespace) -> None:
         output=arguments.output,
         **lists,
     )
+    check_options(options)
+    if options.output is not None:
+        prepare_output(options.output)
+    with lasting_imports():
+        from vcore_ds.commands.fidelity.measure import measure_fidelity
+
     measure_fidelity(recipe, options)

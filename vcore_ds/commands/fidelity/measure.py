@@ -16,7 +16,6 @@ from vcore_ds.commands.fidelity.bench import Bench, Trainer
 from vcore_ds.commands.fidelity.choice import (
     Choice,
     FidelityOptions,
-    check_options,
     choose_sequences,
     count_measurements,
     num_draws,
@@ -30,7 +29,6 @@ from vcore_ds.commands.fidelity.report import (
     StaleDirection,
     TrainedDirection,
     mean,
-    prepare_output,
     write_report,
 )
 from vcore_ds.commands.fidelity.text import describe, recommendations
@@ -56,9 +54,6 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
 
     Raises UserError, before the model is loaded, for whatever the user can fix.
     """
-    check_options(options)
-    if options.output is not None:
-        prepare_output(options.output)
     check_model_folder(recipe.model.path)
     check_reference(recipe.model.path)
     weighted = with_utilities(recipe)

@@ -10,17 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vcore_ds.errors import UserError
+from vcore_ds.commands.fidelity.output import JSON_NAME, PICTURE_NAME
 from vcore_ds.files.aside import written_aside
-from vcore_ds.files.user_paths import check_folder, writing
+from vcore_ds.files.user_paths import writing
 from vcore_ds.method import segment_sum
 
 RELIABLE_SPEARMAN = 0.9
 """Rank correlation from which on utilities order the tokens well enough to train with."""
 
 ProbeLoss = Literal["uniform", "dft"]
-
-JSON_NAME, PICTURE_NAME = "fidelity.json", "fidelity.png"
 
 
 @dataclass(frozen=True)
@@ -176,19 +174,6 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
-
-
-def prepare_output(folder: Path) -> None:
-    """Makes `folder`. Raises UserError where it cannot be made or written, and where it holds a result already."""
-    with writing("--output", folder):
-        folder.mkdir(parents=True, exist_ok=True)  # so that no rank's check removes it while another one looks
-        check_folder(folder)
-        there = [name for name in (JSON_NAME, PICTURE_NAME) if (folder / name).exists()]
-    for name in there:
-        raise UserError(
-            f"--output: {folder}: holds a {name} already; expected a folder without a result, which is never "
-            "overwritten. Name another one, or remove it"
-        )
 
 
 def write_report(report: FidelityReport, sentences: Sequence[str], folder: Path) -> None:

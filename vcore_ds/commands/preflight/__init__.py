@@ -5,6 +5,7 @@ import argparse
 from vcore_ds.commands.arguments import add_recipe
 from vcore_ds.config import load_recipe
 from vcore_ds.distributed.signals import stop_signals
+from vcore_ds.imports import lasting_imports
 
 HELP = "compare the nodes of a run before it starts"
 DESCRIPTION = (
@@ -18,6 +19,7 @@ add_arguments = add_recipe
 def main(arguments: argparse.Namespace) -> None:
     stop_signals.listen()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    from vcore_ds.commands.preflight.inspection import preflight
+    with lasting_imports():
+        from vcore_ds.commands.preflight.inspection import preflight
 
     preflight(recipe)

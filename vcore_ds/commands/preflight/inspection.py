@@ -98,7 +98,7 @@ def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
 def output_bytes(recipe: Recipe) -> int:
     """Free space that the run's folder will still take: checkpoints, one more than are kept while one is written, and
     the result."""
-    from vcore_ds.setup import count_parameters  # here: DeepSpeed takes seconds to import, and one rank needs it
+    from vcore_ds.models import count_parameters  # here: seconds to import, and one rank needs it
 
     counts = count_parameters(recipe)
     num_fp32_states = 3 if recipe.optimizer.name == "adamw" else 1  # the master, and AdamW's two moments

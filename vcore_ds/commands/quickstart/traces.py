@@ -142,13 +142,22 @@ def _select_traces(model_folder: Path) -> dict[str, list[Trace]]:
     problems = champ_problems()
     tokenizer = load_tokenizer(str(model_folder))
 
-    def shortest_first(traces: list[Trace], max_tokens: int) -> list[Trace]:
-        # Rendering takes time, and mathematics has fewer than five characters a token.
-        short = [trace for trace in traces if len(trace["messages"][-1]["content"]) <= 5 * max_tokens]
-        texts = [tokenizer.apply_chat_template(trace["messages"], tokenize=False) for trace in short]
-        num_tokens = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-        chosen = [i for i, num in enumerate(num_tokens) if num <= max_tokens]
-        return [short[i] for i in sorted(chosen, key=num_tokens.__getitem__)]
+    def shortest_first(traces: list[Trace], max_tokens: int, most: int | None = None) -> list[Trace]:
+        texts = [tokenizer.apply_chat_template(trace["messages"], tokenize=False) for trace in traces]
+        by_size = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        # Counting tokens takes most of the time. From the texts with the fewest characters on, it ends where no further
+        # one can be short enough: these have fewer than six characters a token.
+        num_tokens: dict[int, int] = {}
+        for start in range(0, len(by_size), 256):
+            part = [i for i in by_size[start : start + 256] if len(texts[i]) < 6 * max_tokens]
+            if not part:
+                break
+            ids = tokenizer([texts[i] for i in part], add_special_tokens=False)["input_ids"]
+            num_tokens |= {i: len(found) for i, found in zip(part, ids, strict=True)}
+            if most is not None and len(num_tokens) > most:
+                max_tokens = min(max_tokens, sorted(num_tokens.values())[most - 1])
+        chosen = [i for i in sorted(num_tokens) if num_tokens[i] <= max_tokens]
+        return [traces[i] for i in sorted(chosen, key=num_tokens.__getitem__)][:most]
 
     judged = shortest_first(list(judged_traces(problems)), MAX_JUDGED_TOKENS)
     right = {trace["problem"] for trace in judged if trace["is_right"]}
@@ -158,7 +167,7 @@ def _select_traces(model_folder: Path) -> dict[str, list[Trace]]:
     # Several recording conditions gave the same prompt and answer: each pair is kept once.
     training = {str(t["messages"]): t for t in _solutions(problems) if t["problem"] not in held_out | trusted}
     chosen = {
-        "train": shortest_first(list(training.values()), MAX_TRAIN_TOKENS)[:NUM_TRAIN],
+        "train": shortest_first(list(training.values()), MAX_TRAIN_TOKENS, NUM_TRAIN),
         "trusted": _few_of_each([t for t in judged if t["problem"] in trusted and t["is_right"]]),
         "correct": _few_of_each([t for t in judged if t["problem"] in held_out and t["is_right"]]),
         "incorrect": _few_of_each([t for t in judged if t["problem"] in held_out and not t["is_right"]]),

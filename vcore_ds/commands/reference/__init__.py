@@ -4,7 +4,9 @@ import argparse
 from pathlib import Path
 
 from vcore_ds.commands.arguments import add_recipe
+from vcore_ds.commands.reference.request import check_request
 from vcore_ds.config import load_recipe
+from vcore_ds.imports import lasting_imports
 
 HELP = "compute the log-probabilities that iw_sft needs"
 DESCRIPTION = (
@@ -20,6 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    from vcore_ds.commands.reference.compute import write_reference_log_probabilities
+    check_request(recipe, arguments.output)
+    with lasting_imports():
+        from vcore_ds.commands.reference.compute import write_reference_log_probabilities
 
     write_reference_log_probabilities(recipe, arguments.output)

@@ -7,33 +7,24 @@ number per sequence, computed before training, stands for it.
 import time
 from pathlib import Path
 
+from vcore_ds.commands.reference.request import NEW_FILE
 from vcore_ds.config import Recipe, deepspeed_config
 from vcore_ds.data import TokenStore, load_tokenizer, write_reference
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import first_rank_first, start_process_group
 from vcore_ds.engine import Engine, log_probabilities
-from vcore_ds.errors import UserError
 from vcore_ds.feed import Feed, build_feed, read_dataset
-from vcore_ds.files.user_paths import check_folder, refuse_existing, writing
+from vcore_ds.files.user_paths import check_folder, writing
 from vcore_ds.setup import build_engine, check_model, plan_ranks
 from vcore_ds.track.console import Console
-
-NEW_FILE = "a new file in a folder that can be written"
-"""What `--output` has to be, for messages."""
 
 
 def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
     """Computes them on all ranks of the job and writes `output` (.npz) on rank 0. A collective.
 
     Raises:
-        UserError: `output` exists or cannot be written, or the recipe, its model or its data cannot be used.
+        UserError: `output` cannot be written, or the recipe, its model or its data cannot be used.
     """
-    if recipe.lora is not None:
-        raise UserError(
-            "lora: found adapters; expected null: with lora the reference of iw_sft is the model without its adapters, "
-            "and training needs no file"
-        )
-    refuse_existing("--output", output, NEW_FILE)
     check_model(recipe)
     start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
     first_rank_first(lambda: check_output(output) if layout.is_first() else None)

@@ -1,0 +1,50 @@
+"""How many parameters a recipe's model has, and how many of them are trained."""
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PretrainedConfig
+
+from vcore_ds.config import Recipe
+from vcore_ds.errors import UserError
+from vcore_ds.models.configuration import read_config
+from vcore_ds.models.folder_check import empty_model
+from vcore_ds.models.lora import add_lora
+from vcore_ds.planning import ParameterCounts
+
+
+def count_parameters(recipe: Recipe) -> ParameterCounts:
+    """The model's parameters, or a rank's part where ranks share every layer, from a model without weights; zeros
+    where it cannot be read, which is said elsewhere."""
+    try:
+        config = read_config(recipe.model.path)
+        model = empty_model(recipe.model.path, config)
+        weights = dict(model.named_parameters())
+        if recipe.lora is not None:
+            with torch.device("meta"):
+                model = add_lora(model, recipe.lora)
+            weights |= {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if recipe.parallel.tensor > 1:
+            return _count_part(recipe, config, weights)
+    except (UserError, OSError, ValueError):
+        return ParameterCounts(0, 0)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained))
+
+
+def _count_part(recipe: Recipe, config: PretrainedConfig, weights: Mapping[str, torch.Tensor]) -> ParameterCounts:
+    """What the first rank of a tensor group has, which is as much as any.
+
+    Args:
+        weights: of the model by name, and of its adapters by their names in peft.
+    """
+    from vcore_ds.models.megatron.adapters import adapted_layers, adapter_pieces
+    from vcore_ds.models.megatron.weights import pieces
+
+    place = dict(rank=0, size=recipe.parallel.tensor)
+    num_base = num_trained = sum(piece.of(weights[piece.name]).numel() for piece in pieces(config, **place).values())
+    if recipe.lora is not None:
+        layers = adapted_layers(recipe.model.path, config, recipe.lora)
+        added = adapter_pieces(layers, config, recipe.lora, **place).values()
+        num_trained = sum(piece.of(weights[piece.name]).numel() for piece in added)
+    return ParameterCounts(num_base + (num_trained if recipe.lora is not None else 0), num_trained)
