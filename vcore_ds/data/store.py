@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vcore_ds.data.indexed_file import IndexedFile
 from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.store_checks import (
+    COPY_AGAIN,
     FORMAT,
     MANIFEST,
     REMEDY,
     check_files,
+    check_index,
+    check_index_header,
     combined_digest,
     file_hashes,
     load_array,
@@ -79,8 +81,8 @@ class TokenStore(Sequence[TokenizedSequence]):
                 f"{cutoff_length:,} (data.cutoff_length); raise it to {self.manifest['max_length']}, or {REMEDY} "
                 f"and --cutoff-length {cutoff_length}"
             )
-        self._tokens = IndexedFile(self.folder, "tokens", np.int32, self.manifest)
-        self._marks = IndexedFile(self.folder, "marks", np.uint8, self.manifest)
+        self._tokens = self._open_index("tokens", np.int32)
+        self._marks = self._open_index("marks", np.uint8)
         self.sequence_ids: np.ndarray = load_array(self.folder / "sequence_id.npy", np.int64)
         """int64 [n]"""
         self.num_supervised_tokens: np.ndarray = load_array(self.folder / "num_supervised_tokens.npy", np.int32)
@@ -97,7 +99,7 @@ class TokenStore(Sequence[TokenizedSequence]):
     @property
     def lengths(self) -> np.ndarray:
         """int32 [n], the tokens of each sequence; from the index."""
-        return self._tokens.lengths
+        return self._tokens.sequence_lengths
 
     @property
     def digest(self) -> str:
@@ -141,6 +143,16 @@ class TokenStore(Sequence[TokenizedSequence]):
 
     def __iter__(self) -> Iterator[TokenizedSequence]:
         return (self[i] for i in range(len(self)))
+
+    def _open_index(self, name: str, dtype: type[np.generic]):
+        """megatron-core's reader of `name`.bin and `name`.idx, after its structure has been checked."""
+        check_index_header(self.folder / f"{name}.idx", dtype, self.manifest["num_sequences"])
+        try:
+            dataset = _indexed_dataset().IndexedDataset(str(self.folder / name))
+        except AssertionError as error:
+            raise UserError(f"{self.folder / name}.idx: no readable index ({error}); {COPY_AGAIN}") from None
+        check_index(self.folder, name, dataset.index, dtype, self.manifest)
+        return dataset
 
     def _check_vocabulary(self, size: int) -> None:
         largest = self.max_token_id()
@@ -198,7 +210,7 @@ def _write_sequences(folder: Path, unfinished: Path, sequences: Iterable[Tokeniz
     Args:
         folder: the store, for messages.
     """
-    builder = _index_builder()
+    builder = _indexed_dataset().IndexedDatasetBuilder
     tokens = builder(str(unfinished / "tokens.bin"), dtype=np.int32)
     marks = builder(str(unfinished / "marks.bin"), dtype=np.uint8)
     sequence_ids, num_supervised_tokens, lengths, max_token_id = [], [], [], 0
@@ -264,10 +276,10 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _index_builder() -> type:
-    """megatron-core's writer, imported on first use: it brings 150 other modules (seconds, 130 MiB), which warn of
-    missing GPU packages that a store does not need."""
+def _indexed_dataset():
+    """megatron-core's module, imported on first use: it brings 150 others (seconds, 130 MiB), which warn of missing GPU
+    packages that a store does not need."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-    return IndexedDatasetBuilder
+        from megatron.core.datasets import indexed_dataset
+    return indexed_dataset

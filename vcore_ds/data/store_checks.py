@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,14 @@ FORMAT = "vcore_ds token store, version 1"
 
 REMEDY = "make it again with `vcore-ds prepare`"
 COPY_AGAIN = f"copy the whole folder again, or {REMEDY}"
+
+_INDEX_HEADER = struct.Struct("<9sQBQQ")
+"""Beginning of an index in megatron-core's format: magic, version, type of the values, sequences, documents."""
+
+_INDEX_MAGIC, _INDEX_VERSION = b"MMIDIDX\x00\x00", 1
+
+_INDEX_TYPES = {np.uint8: 1, np.int32: 4}
+"""megatron-core's number of each type."""
 
 _DIGESTED = ("tokens.idx", "tokens.bin", "marks.bin")
 """Files that decide the tokens and which of them are supervised; the index holds the lengths."""
@@ -110,6 +119,46 @@ def load_array(path: Path, dtype: type[np.generic]) -> np.ndarray:
             f"{path}: found an array of {array.dtype} {list(array.shape)}, expected {np.dtype(dtype)} [n]; {COPY_AGAIN}"
         )
     return array
+
+
+def check_index_header(path: Path, dtype: type[np.generic], num_sequences: int) -> None:
+    """Raises UserError where an index is none of `num_sequences` sequences of this type: megatron-core's reader is not
+    made for that."""
+    with path.open("rb") as file:
+        beginning = file.read(_INDEX_HEADER.size)
+    if not beginning.startswith(_INDEX_MAGIC) or len(beginning) < _INDEX_HEADER.size:
+        raise UserError(f"{path}: not an index of megatron-core's format; {REMEDY}")
+    found = _INDEX_HEADER.unpack(beginning)[1:]
+    expected = (_INDEX_VERSION, _INDEX_TYPES[dtype], num_sequences, num_sequences + 1)
+    num_bytes = _INDEX_HEADER.size + 12 * num_sequences + 8 * (num_sequences + 1)
+    if found != expected or path.stat().st_size != num_bytes:
+        raise UserError(
+            f"{path}: damaged, or of another store: found version, type, sequences and documents {found} in "
+            f"{path.stat().st_size:,} bytes, expected {expected} in {num_bytes:,}; {COPY_AGAIN}"
+        )
+
+
+def check_index(folder: Path, name: str, index: Any, dtype: type[np.generic], manifest: dict[str, Any]) -> None:
+    """Raises UserError where an index leads outside its file or contradicts the manifest: then no sequence can be read,
+    or a wrong one.
+
+    Args:
+        name: `tokens` or `marks`.
+        index: megatron-core's reader of the index.
+        dtype: type of the values in the file.
+    """
+    lengths, places = np.asarray(index.sequence_lengths), np.asarray(index.sequence_pointers)
+    num_bytes, itemsize = manifest["files"][f"{name}.bin"], np.dtype(dtype).itemsize
+    ends = np.cumsum(lengths, dtype=np.int64)
+    if lengths.min() < 1 or lengths.max() != manifest["max_length"]:
+        problem = f"lengths of {lengths.min():,} to {lengths.max():,} tokens, expected 1 to {manifest['max_length']:,}"
+    elif ends[-1] != manifest["num_tokens"] or ends[-1] * itemsize != num_bytes:
+        problem = f"{ends[-1]:,} tokens, expected {manifest['num_tokens']:,} in {num_bytes:,} bytes"
+    elif places[0] != 0 or not np.array_equal(places[1:], ends[:-1] * itemsize):
+        problem = "places that do not follow from the lengths"
+    else:
+        return
+    raise UserError(f"{folder / name}.idx: damaged, or of another store: found {problem}; {COPY_AGAIN}")
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
