@@ -279,6 +279,16 @@ def zero_init_divides_by_one_method_and_parameters_keep_it(e: Engine) -> bool:
     return divided == [(5, 3), (5,), (7,)] and later.ds_tensor.numel() == -(-7 // layout.size("shards"))
 
 
+def the_functions_of_muon_are_not_compiled(e: Engine) -> bool:
+    from deepspeed.runtime.zero.muon import original_muon
+
+    def is_compiled(function: object) -> bool:
+        return hasattr(function, "_torchdynamo_orig_callable")
+
+    functions = (original_muon.zeropower_via_newtonschulz5, original_muon.zeropower_via_gram_newtonschulz)
+    return is_compiled(torch.compile(loss_on)) and not any(is_compiled(function) for function in functions)
+
+
 CHECKS: list[Callable[[Engine], bool]] = [
     the_flat_gradient_is_the_rank_average_and_stays,
     flat_tensors_hold_every_shard_where_grad_position_says,
@@ -296,6 +306,7 @@ CHECKS: list[Callable[[Engine], bool]] = [
     moments_made_at_the_start_are_those_of_the_first_step,
     a_shard_is_a_chunk_of_the_flat_parameter,
     zero_init_divides_by_one_method_and_parameters_keep_it,
+    the_functions_of_muon_are_not_compiled,
 ]
 
 

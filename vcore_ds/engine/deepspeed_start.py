@@ -4,6 +4,7 @@ of the ranks.
 The package imports this module first, before any that imports deepspeed.
 """
 
+import gc
 import os
 
 import torch
@@ -12,11 +13,31 @@ if not torch.cuda.is_available():
     # Read by deepspeed when it is imported.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+# What is imported stays. Python's collector would look through it again and again while it is imported, and once more
+# whenever DeepSpeed starts.
+_is_collecting = gc.isenabled()
+gc.disable()
+
 # zero.Init patches tensor constructors. If transformers imported torch._dynamo lazily afterwards, the import would meet
 # the patched signatures and fail with a TypeError.
 import deepspeed  # noqa: E402
-import torch._dynamo  # noqa: F401
+import torch._dynamo  # noqa: E402, F401
 from deepspeed.accelerator import get_accelerator  # noqa: E402
+
+# At its start DeepSpeed asks whether the optimizer is its Muon. That module compiles a function when it is imported,
+# and for it imports torch's compiler: most of a second on every rank, for an optimizer that no recipe has.
+_compiler_is_off = os.environ.get("TORCHDYNAMO_DISABLE")
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+import deepspeed.runtime.zero.muon.original_muon  # noqa: E402
+
+if _compiler_is_off is None:
+    del os.environ["TORCHDYNAMO_DISABLE"]
+else:
+    os.environ["TORCHDYNAMO_DISABLE"] = _compiler_is_off
+
+gc.freeze()
+if _is_collecting:
+    gc.enable()
 
 from vcore_ds.distributed import layout  # noqa: E402
 
