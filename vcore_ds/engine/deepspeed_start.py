@@ -24,16 +24,11 @@ import deepspeed  # noqa: E402
 import torch._dynamo  # noqa: E402, F401
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 
-# At its start DeepSpeed asks whether the optimizer is its Muon. That module compiles a function when it is imported,
-# and for it imports torch's compiler: most of a second on every rank, for an optimizer that no recipe has.
-_compiler_is_off = os.environ.get("TORCHDYNAMO_DISABLE")
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
-import deepspeed.runtime.zero.muon.original_muon  # noqa: E402
+from vcore_ds.files.imports import without_compiler  # noqa: E402
 
-if _compiler_is_off is None:
-    del os.environ["TORCHDYNAMO_DISABLE"]
-else:
-    os.environ["TORCHDYNAMO_DISABLE"] = _compiler_is_off
+with without_compiler():
+    # At its start DeepSpeed asks whether the optimizer is its Muon, which no recipe has.
+    import deepspeed.runtime.zero.muon.original_muon
 
 gc.freeze()
 if _is_collecting:
