@@ -43,8 +43,6 @@ EPSILONS = (1e-2, 1e-4)
 LORA = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
 HIGHER_PRECISION = {"bf16": torch.float32, "fp32": torch.float64}
 SETTINGS = ("full", "lora at init", "lora after 3 steps")
-PROBE = range(100, 104)
-"""Seeds of the sequences whose gradient is the direction; the quickstart's probe has two."""
 OFF_ZERO = {"1 step at 1e-3": (1, 1e-3), "3 steps at 3e-4": (3, 3e-4)}
 """Number and learning rate of the AdamW steps that take adapters just off B = 0."""
 
@@ -187,7 +185,7 @@ def measure_all(model_folder: str) -> tuple[dict[str, Fidelity], dict[str, "Upca
 
 def measure_off_zero(model_folder: str) -> dict[str, OffZero]:
     tokenizer = load_tokenizer(model_folder)
-    probe = arithmetic(tokenizer, PROBE)
+    probe = arithmetic(tokenizer, range(100, 108))
     mains = [arithmetic(tokenizer, range(start, start + 4)) for start in range(0, 16, 4)]
     measured = {}
     for point, (num_steps, learning_rate) in OFF_ZERO.items():
@@ -231,7 +229,7 @@ def take_steps(
 
 
 def measure(engine: Engine, direction: Direction, reference: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Fidelity:
-    probe, main = arithmetic(tokenizer, PROBE), arithmetic(tokenizer, range(4))
+    probe, main = arithmetic(tokenizer, range(100, 104)), arithmetic(tokenizer, range(4))
     direction.take([probe], normalization="sequence", clip=None)
     (jvp,) = jvp_utilities(engine, direction, [main], 1)
     with forward_mode(engine, direction, precision=torch.float32):
