@@ -1,6 +1,5 @@
 """The DeepSpeed internals that docs/zero3.md lists, one test per row: an upgrade that changes one fails by its name."""
 
-import sys
 from collections.abc import Callable
 
 import deepspeed
@@ -280,11 +279,14 @@ def zero_init_divides_by_one_method_and_parameters_keep_it(e: Engine) -> bool:
     return divided == [(5, 3), (5,), (7,)] and later.ds_tensor.numel() == -(-7 // layout.size("shards"))
 
 
-def an_engine_starts_without_the_compiler(e: Engine) -> bool:
-    return (
-        type(e.optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3"
-        and "torch._inductor.compile_fx" not in sys.modules
-    )
+def the_functions_of_muon_are_not_compiled(e: Engine) -> bool:
+    from deepspeed.runtime.zero.muon import original_muon
+
+    def is_compiled(function: object) -> bool:
+        return hasattr(function, "_torchdynamo_orig_callable")
+
+    functions = (original_muon.zeropower_via_newtonschulz5, original_muon.zeropower_via_gram_newtonschulz)
+    return is_compiled(torch.compile(loss_on)) and not any(is_compiled(function) for function in functions)
 
 
 CHECKS: list[Callable[[Engine], bool]] = [
@@ -304,7 +306,7 @@ CHECKS: list[Callable[[Engine], bool]] = [
     moments_made_at_the_start_are_those_of_the_first_step,
     a_shard_is_a_chunk_of_the_flat_parameter,
     zero_init_divides_by_one_method_and_parameters_keep_it,
-    an_engine_starts_without_the_compiler,
+    the_functions_of_muon_are_not_compiled,
 ]
 
 

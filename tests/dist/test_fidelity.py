@@ -229,7 +229,7 @@ def take_steps(
 
 
 def measure(engine: Engine, direction: Direction, reference: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Fidelity:
-    probe, main = arithmetic(tokenizer, range(100, 108)), arithmetic(tokenizer, range(4))
+    probe, main = arithmetic(tokenizer, range(100, 104)), arithmetic(tokenizer, range(4))
     direction.take([probe], normalization="sequence", clip=None)
     (jvp,) = jvp_utilities(engine, direction, [main], 1)
     with forward_mode(engine, direction, precision=torch.float32):

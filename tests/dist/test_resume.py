@@ -2,7 +2,6 @@
 another; and checkpoints that cannot be written or read. The steps that the fidelity command trains are a run's, too."""
 
 import errno
-import gc
 import json
 import os
 import resource
@@ -341,7 +340,6 @@ def trained_by_the_fidelity_command(folder: Path, name: str) -> list[str]:
 
 
 def at_two_ranks(folder: Path, disk: Path | None) -> dict[str, Any]:
-    gc.freeze()  # deepspeed collects garbage in every start: 0.3 s a time over what was imported
     reference = recipe(folder, "reference", CASES["iw_sft_full"])
     write_reference_log_probabilities(reference, folder / "reference.npz")
     found: dict[str, Any] = {name: run_case(folder, name) for name in CASES}

@@ -1,6 +1,7 @@
 """Steps of the real engine against the oracle, quantity by quantity; called through `run_ranks`."""
 
 import copy
+import gc
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,7 @@ class Case:
 
 def run_case(case: Case) -> dict[str, float]:
     """Worst deviation of each quantity over 3 steps."""
+    gc.freeze()  # DeepSpeed collects garbage whenever it starts and keeps every engine: not to look through those again
     recipe = step_runs.recipe(**case.sections)
     sizes = dict(tied=case.tied, num_key_value_heads=case.num_kv_heads, vocab_size=case.vocabulary)
     dtype = torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32

@@ -1,6 +1,5 @@
 """`run_ranks(function, world_size)`: a function on several CPU ranks that always ends."""
 
-import gc
 import os
 import pickle
 import shutil
@@ -93,8 +92,6 @@ def _run_rank(
     )
     try:
         import torch
-
-        gc.freeze()  # DeepSpeed collects garbage whenever it starts; what was imported is none
 
         from vcore_ds.distributed.process_group import start_process_group
 

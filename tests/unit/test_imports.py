@@ -1,7 +1,14 @@
-"""`lasting_imports`: no search for garbage inside, and none among what is left; an ordinary process afterwards."""
+"""Imports of packages of which a part is used, and imports that last."""
 
+import importlib
+import os
 import subprocess
 import sys
+
+import pytest
+import torch
+
+from vcore_ds.imports import SWITCH, without_compiler
 
 CODE = """
 import gc
@@ -24,6 +31,26 @@ assert gc.get_freeze_count() <= frozen and any(kept is later for kept in gc.get_
 """
 
 
-def test_what_is_made_inside_is_left_alone_and_only_once() -> None:
+def is_compiled(function: object) -> bool:
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_a_module_that_is_imported_without_the_compiler_keeps_its_functions(tmp_path, monkeypatch, before):
+    if before is None:
+        monkeypatch.delenv(SWITCH, raising=False)
+    else:
+        monkeypatch.setenv(SWITCH, before)
+    name = f"compiles_on_import_{before}"
+    (tmp_path / f"{name}.py").write_text("import torch\n\n\n@torch.compile\ndef double(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with without_compiler():
+        module = importlib.import_module(name)
+    assert not is_compiled(module.double) and module.double(3) == 6
+    assert os.environ.get(SWITCH) == before
+    assert is_compiled(torch.compile(module.double))
+
+
+def test_what_lasting_imports_make_is_left_alone_and_only_once() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

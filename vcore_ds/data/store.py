@@ -36,6 +36,7 @@ from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.user_paths import reading
+from vcore_ds.imports import without_compiler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -277,9 +278,9 @@ def _sha256(text: str) -> str:
 
 
 def _indexed_dataset():
-    """megatron-core's module, imported on first use: it brings 150 others (seconds, 130 MiB), which warn of missing GPU
-    packages that a store does not need."""
-    with warnings.catch_warnings():
+    """megatron-core's module, imported on first use: it brings 700 others (0.6 s), which warn of missing GPU packages
+    that a store does not need, and compile functions that nothing here calls."""
+    with warnings.catch_warnings(), without_compiler():
         warnings.simplefilter("ignore")
         from megatron.core.datasets import indexed_dataset
     return indexed_dataset

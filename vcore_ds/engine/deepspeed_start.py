@@ -5,8 +5,6 @@ The package imports this module first, before any that imports deepspeed.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -17,27 +15,15 @@ if not torch.cuda.is_available():
 # zero.Init patches tensor constructors. If transformers imported torch._dynamo lazily afterwards, the import would meet
 # the patched signatures and fail with a TypeError.
 import deepspeed  # noqa: E402
-import torch._dynamo  # noqa: F401
+import torch._dynamo  # noqa: E402, F401
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 
 from vcore_ds.distributed import layout  # noqa: E402
+from vcore_ds.imports import without_compiler  # noqa: E402
 
-
-@contextmanager
-def _nothing_compiled() -> Iterator[None]:
-    """Functions that are decorated with `torch.compile`, with or without options, stay as they are."""
-    compile_function = torch.compile
-    torch.compile = lambda function=None, **_: (lambda decorated: decorated) if function is None else function
-    try:
-        yield
-    finally:
-        torch.compile = compile_function
-
-
-# DeepSpeed asks of every optimizer whether it is its Muon, three functions of which are compiled by decorators. Nobody
-# calls them here, and torch would import its compiler for them: 1.5 s and 45 MiB for each rank.
-with _nothing_compiled():
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402
+with without_compiler():
+    # When an engine starts, DeepSpeed asks whether the optimizer is its Muon, which no recipe has.
+    import deepspeed.runtime.zero.muon.original_muon
 
 
 def start_deepspeed() -> None:

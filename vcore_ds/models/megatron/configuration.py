@@ -10,9 +10,10 @@ from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
 from vcore_ds.errors import UserError
+from vcore_ds.imports import without_compiler
 
-with warnings.catch_warnings():
-    # They are about packages for GPUs that the layers used here do without.
+with warnings.catch_warnings(), without_compiler():
+    # They are about packages for GPUs that the layers used here do without; nor is anything compiled of what is called.
     warnings.simplefilter("ignore")
     from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from vcore_ds.distributed import layout
+from vcore_ds.imports import without_compiler
 from vcore_ds.models.dual_numbers import value_and_tangent
 from vcore_ds.models.lora_linear import linear_sum, linear_tangent
 from vcore_ds.models.megatron.adapters import (
@@ -37,7 +38,7 @@ from vcore_ds.models.megatron.token_exchange import (
     scatter_tokens,
 )
 
-with warnings.catch_warnings():
+with warnings.catch_warnings(), without_compiler():
     warnings.simplefilter("ignore")
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from megatron.core.transformer.transformer_config import TransformerConfig
