@@ -32,6 +32,8 @@ class Pass:
     tied: bool = False
     tensor: int = 1
     """Ranks that share every layer, in megatron-core's parallel layers."""
+    kernel_norm: bool = False
+    """With norms of a kernel, as TransformerEngine's, in the parallel layers."""
 
     def model(self, **sizes: int) -> torch.nn.Module:
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
@@ -39,7 +41,9 @@ class Pass:
             from tests.helpers import megatron  # here alone, as megatron-core takes seconds to import
 
             plain = tiny.qwen3(tied=self.tied, dtype=dtype, **sizes)
-            return megatron.parallel_model(plain, lora=self.lora, checkpointing=self.checkpointing)
+            norm_class = megatron.KernelNorm if self.kernel_norm else None
+            options = dict(lora=self.lora, checkpointing=self.checkpointing, norm_class=norm_class)
+            return megatron.parallel_model(plain, **options)
         options = dict(lora=self.lora, checkpointing=self.checkpointing, tied=self.tied, dtype=dtype)
         return tiny.token_loss_model(**options, **sizes)
 
