@@ -73,7 +73,13 @@ def train(recipe: Recipe) -> RunResult:
 
 
 def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
-    """The run, with the process group up. A collective."""
+    """The run, with the process group up. A collective.
+
+    Args:
+        resumes: whether this rank has found a run to resume.
+    """
+    # Rank 0's view serves all: where nodes do not share the folder, ranks would take part in different collectives.
+    resumes = layout.gather_objects("job", resumes)[0]
     console = Console(enabled=layout.is_first())
     plan = plan_ranks(recipe)
     ds_config = deepspeed_config(recipe, plan)
