@@ -44,7 +44,7 @@ try:
     with watchdog.watching(lost_rank_seconds=5, timeout_minutes=0.2), stop_signals.held_back():
         main()
 except UserError as error:
-    time.sleep(60)  # the launcher of another node does not end rank 0 because this one has left
+    time.sleep(15)  # the launcher of another node does not end rank 0 because this one has left
     sys.exit(error.EXIT_CODE)
 """
 
