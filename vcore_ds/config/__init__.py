@@ -21,7 +21,7 @@ from vcore_ds.config.run_plan import (
     smallest_cluster,
 )
 from vcore_ds.config.schema import Recipe, TrackerName
-from vcore_ds.config.sweep import Sweep, SweepRun, load_sweep
+from vcore_ds.config.sweep import Sweep, load_sweep
 
 __all__ = [
     "COALESCING_SHARE",
@@ -33,7 +33,6 @@ __all__ = [
     "RecipeError",
     "RunPlan",
     "Sweep",
-    "SweepRun",
     "TrackerName",
     "Way",
     "cheapest_ways",

@@ -36,6 +36,9 @@ COALESCING_SHARE = 0.05
 MOST_GPUS = 4096
 """Largest cluster that is searched."""
 
+_MOST_WAYS = 3
+"""Changes with which a run would fit that are offered."""
+
 _SECONDS_PER_DAY = 86_400
 
 
@@ -215,7 +218,6 @@ def cheapest_ways(
     shape: ModelShape,
     reload: Callable[[Sequence[str]], Recipe],
     *,
-    most: int = 3,
     mean_tokens: float = SIMULATED_MEAN,
 ) -> list[Way]:
     """The changes with which the run fits that take the fewest GPU hours, cheapest first.
@@ -234,4 +236,4 @@ def cheapest_ways(
         if found.fits:
             ways.append(Way(remedy.change, found))
     ways.sort(key=lambda way: way.plan.gpu_hours(1))
-    return ways[:most]
+    return ways[:_MOST_WAYS]
