@@ -18,6 +18,7 @@ from vcore_ds.config.run_plan import (
     named_gpu,
     needed_passes,
     plan_run,
+    shape_or_assumed,
     smallest_cluster,
 )
 from vcore_ds.config.schema import Recipe, TrackerName
@@ -57,5 +58,6 @@ __all__ = [
     "plan_run",
     "plan_verdict",
     "read_resolved_recipe",
+    "shape_or_assumed",
     "smallest_cluster",
 ]

@@ -13,6 +13,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.planning import (
     GPUS,
     KNOWN_MODELS,
+    QWEN3_32B,
     SIMULATED_MEAN,
     Cluster,
     Gpu,
@@ -92,6 +93,12 @@ def find_shape(path: str) -> tuple[ModelShape, str] | None:
         return shape, f"read from {path}"
     name = known_model(path)
     return None if name is None else (KNOWN_MODELS[name], f"{name} by its name")
+
+
+def shape_or_assumed(path: str) -> ModelShape:
+    """As `find_shape`; for a model that is neither on this machine nor known, Qwen3-32B's, marked as assumed."""
+    found = find_shape(path)
+    return replace(QWEN3_32B, is_assumed=True) if found is None else found[0]
 
 
 def find_model(path: str) -> tuple[ModelShape, str]:
