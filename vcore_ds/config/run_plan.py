@@ -53,12 +53,12 @@ class RunPlan:
     memory: MemoryPlan
     passes: Mapping[Part, Utilization]
     counts: ParameterCounts
-    """Of the whole model."""
+    """The parameters of the whole model."""
     cost: StepCost
     tokens_per_step: float
-    """Of the main batch, mean of the simulated batches."""
+    """Tokens of the main batch, mean of the simulated batches."""
     flops_per_step: float
-    """That the step needs, over all GPUs; what activation checkpoints compute again does not count."""
+    """FLOP that the step needs, over all GPUs; what activation checkpoints compute again does not count."""
 
     @property
     def available(self) -> Available:

@@ -35,7 +35,7 @@ class Utilization:
     typical_degree: int
     """Ranks that share a row in most of the passes."""
     waste: Waste
-    """Of all passes together."""
+    """The waste of all passes together."""
     most_tokens: int
     """Tokens of the largest micro-batch on one rank, padding included."""
     time: float

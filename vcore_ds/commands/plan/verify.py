@@ -33,7 +33,7 @@ from vcore_ds.planning import (
 )
 
 BOUND = 0.10
-"""Of what was measured, both ways."""
+"""Largest error that passes, as a share of what was measured."""
 
 MODEL, DEEPSPEED_JSON, MEASURED = "model", "deepspeed.json", "measured.json"
 """What the folder holds that the ranks work in."""
