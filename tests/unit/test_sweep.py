@@ -293,6 +293,15 @@ def test_misuse_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert message in capsys.readouterr().err
 
 
+def test_options_for_sbatch_are_words_of_a_shell(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "launch_scripts/slurm").mkdir(parents=True)
+    (tmp_path / "launch_scripts/slurm/sweep.slurm").touch()
+    assert main(["sweep", str(write()), "--slurm", "--sbatch=--comment='two words"]) == 2
+    assert '--sbatch: found "--comment=\'two words": No closing quotation' in capsys.readouterr().err
+
+
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
