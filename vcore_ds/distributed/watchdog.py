@@ -24,11 +24,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.positions import Identity, Position, here, is_alive, mark
+from vcore_ds.distributed.positions import Identity, Position, here, is_alive
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.errors import EXIT_STOPPED, RunFailed, RunStopped, UserError
-
-__all__ = ["Watchdog", "mark", "watching"]
 
 BEAT_SECONDS = 1.0
 
