@@ -203,16 +203,21 @@ class Checkpoints:
             raise CheckpointFailed(
                 f"the checkpoint of step {step} could not be written: {error}. Earlier checkpoints are untouched"
             ) from None
-        on_all_ranks(self._folder, lambda: self._remove_old() if is_first else None)
+        on_all_ranks(self._folder, lambda: self.remove_old() if is_first else None)
         seconds, total = time.perf_counter() - started, sum(record.bytes for record in records.values())
         self._console.say(f"checkpoint: {folder}: {total / 2**30:.3g} GiB in {seconds:.1f} s")
         self._last_end = time.monotonic()
         assert folder is not None  # rank 0 made it
         return Saved(folder, seconds, total)
 
-    def _remove_old(self) -> None:
+    def remove_old(self) -> None:
+        """Deletes the checkpoints that the recipe does not keep, on rank 0. Where one cannot be deleted, such as one
+        that an export has open on a network file system, the run continues with a warning."""
         settings = self._recipe.checkpoint
-        files.remove_old(self._folder, keep_last=settings.keep_last, keep_every_steps=settings.keep_every_steps)
+        try:
+            files.remove_old(self._folder, keep_last=settings.keep_last, keep_every_steps=settings.keep_every_steps)
+        except OSError as error:
+            self._console.warn(f"an old checkpoint cannot be deleted: {error}. Delete it where room is short")
 
     def _direction_of_next_step(self, num_done: int, estimator: Estimator) -> Direction | None:
         """The direction, where the step after `num_done` steps needs that of earlier ones; else None."""

@@ -28,7 +28,8 @@ from vcore_ds.data import (
 )
 from vcore_ds.data.dataset import ChangedDataset
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import first_rank_first, local_rank
+from vcore_ds.distributed.launcher import local_rank
+from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.files.user_paths import reading
 from vcore_ds.models import vocabulary_size
 from vcore_ds.planning import Spread, Utilization, summarize

@@ -73,7 +73,13 @@ def train(recipe: Recipe) -> RunResult:
 
 
 def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
-    """The run, with the process group up. A collective."""
+    """The run, with the process group up. A collective.
+
+    Args:
+        resumes: whether this rank has found a run to resume.
+    """
+    # Rank 0's view serves all: where nodes do not share the folder, ranks would take part in different collectives.
+    resumes = layout.gather_objects("job", resumes)[0]
     console = Console(enabled=layout.is_first())
     plan = plan_ranks(recipe)
     ds_config = deepspeed_config(recipe, plan)
@@ -122,22 +128,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     )
 
     last_step = run_training(training, num_done, is_new=found is None)
-    after = validate(training)
-    mark("export")
-    if after:
-        before = checkpoints.validation_losses_before
-        first_rank_first(lambda: run_folder.write_held_out(recipe, before, after) if layout.is_first() else None)
-    card = first_rank_first(lambda: describe_result(recipe) if layout.is_first() else None)
-    save_hugging_face(engine, tokenizer, recipe.model.path, run_folder.export_folder(recipe), card=card)
-    if log is not None:
-        log.close()
-    result = RunResult(
-        Path(recipe.run.output_dir),
-        run_folder.export_folder(recipe),
-        checkpoints.validation_losses_before,
-        after,
-        last_step,
-    )
+    result = write_result(training, tokenizer, last_step)
     console.say(summarize(result, tokenizer))
     engine.close()
     return result
@@ -215,6 +206,21 @@ def say_utilization(training: Training, num_done: int) -> None:
     if "probe" in passes:
         share = passes["probe"].time / passes["main"].time
         console.say(f"Cost of the probe: {share:.0%} of what forward and backward of the main batch take, predicted")
+
+
+def write_result(training: Training, tokenizer: PreTrainedTokenizerBase, last_step: StepMetrics | None) -> RunResult:
+    """The loss after training and the trained weights, in the run's folder. A collective."""
+    recipe, before = training.recipe, training.checkpoints.validation_losses_before
+    after = validate(training)
+    mark("export")
+    if after:
+        first_rank_first(lambda: run_folder.write_held_out(recipe, before, after) if layout.is_first() else None)
+    folder = run_folder.export_folder(recipe)
+    card = first_rank_first(lambda: describe_result(recipe) if layout.is_first() else None)
+    save_hugging_face(training.engine, tokenizer, recipe.model.path, folder, card=card)
+    if training.metrics_log is not None:
+        training.metrics_log.close()
+    return RunResult(Path(recipe.run.output_dir), folder, before, after, last_step)
 
 
 def describe_result(recipe: Recipe) -> str:

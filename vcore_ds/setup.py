@@ -1,7 +1,6 @@
 """What commands share: from a recipe its engine, estimator, number of steps, and the settings of each step."""
 
 import math
-import os
 from functools import partial
 
 import torch
@@ -9,6 +8,7 @@ import torch
 from vcore_ds.config import COALESCING_SHARE, BatchPlan, Recipe, num_trusted, plan_batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, total_memory_bytes
+from vcore_ds.distributed.launcher import num_local_ranks
 from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.engine import Engine, build_optimizer, load_sharded, unsharded_gradient_bytes
 from vcore_ds.models import (
@@ -50,9 +50,8 @@ def plan_ranks(recipe: Recipe) -> BatchPlan:
     ranks alike.
     """
     shape = first_rank_first(lambda: model_shape(recipe.model.path))
-    here = shape, int(os.environ.get("LOCAL_WORLD_SIZE", layout.size("job")))
-    # Of the first rank: where nodes differ, all ranks still have to come to the same spread.
-    shape, ranks_per_node = layout.gather_objects("job", here)[0]
+    # The first rank's: where nodes differ, all ranks still have to come to the same spread.
+    shape, ranks_per_node = layout.gather_objects("job", (shape, num_local_ranks()))[0]
     plan = plan_batch(
         recipe,
         layout.size("job"),

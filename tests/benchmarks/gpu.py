@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,10 @@ from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.planning import (
     MemorySettings,
     ModelShape,
-    forward_flops,
+    StepPasses,
     layer_parameters,
     memory_of,
     peak_flops,
-    step_flops,
 )
 from vcore_ds.step import take_direction
 from vcore_ds.utility import (
@@ -86,7 +86,6 @@ METHODS: dict[str, dict[str, Any]] = {
         method={"kl_budget": 0.05}, utility={"estimator": "finite_difference", "epsilon": 1e-2}
     ),
 }  # fmt: skip
-FORWARDS_OF_UTILITIES = {"sft": 0.0, "jvp": 3.0, "jvp, fused": 2.0, "finite difference": 1.0}
 
 
 def shape_of(sizes: dict[str, Any]) -> ModelShape:
@@ -141,11 +140,15 @@ def estimator_of(method: str, engine: Engine, direction: Direction) -> Estimator
     return ForwardMode(engine, direction, fused=method == "jvp, fused")
 
 
-def estimated(method: str, sizes: dict[str, Any], num_tokens: int) -> int:
-    """Bytes at the peak of a step, as the check before a run estimates them."""
+def settings_of(method: str, num_tokens: int) -> MemorySettings:
+    """What decides the memory and the passes of a method's step.
+
+    Args:
+        num_tokens: of a row; a micro-batch is one row.
+    """
     zero = json.loads((SHIPPED_DEEPSPEED_CONFIGS / "zero3_bf16.json").read_text())["zero_optimization"]
     is_vcore, is_fused = method != "sft", method == "jvp, fused"
-    settings = MemorySettings(
+    return MemorySettings(
         num_ranks=layout.size("shards"),
         main_tokens=num_tokens,
         probe_tokens=num_tokens if is_vcore else 0,
@@ -156,7 +159,18 @@ def estimated(method: str, sizes: dict[str, Any], num_tokens: int) -> int:
         bucket_numel=zero["reduce_bucket_size"],
         max_live_parameters=zero["stage3_max_live_parameters"],
     )
-    return memory_of(shape_of(sizes), settings).peak_bytes
+
+
+def estimated(method: str, sizes: dict[str, Any], num_tokens: int) -> int:
+    """Bytes at the peak of a step, as the check before a run estimates them."""
+    return memory_of(shape_of(sizes), settings_of(method, num_tokens)).peak_bytes
+
+
+def needed_flops(method: str, sizes: dict[str, Any], num_tokens: int, rows: int) -> float:
+    """FLOP of a rank's step, as MFU counts them: what activation checkpoints compute again is not needed."""
+    passes = StepPasses.of(replace(settings_of(method, num_tokens), is_checkpointed=False))
+    lengths = lengths_of_row(num_tokens)
+    return passes.flops(shape_of(sizes), lengths * rows, lengths).total
 
 
 def measure_steps(sizes: dict[str, Any], num_tokens: int, num_rounds: int, rows: int) -> tuple[dict, dict]:
@@ -193,13 +207,9 @@ def measure_steps(sizes: dict[str, Any], num_tokens: int, num_rounds: int, rows:
             if k > 0:  # the first round allocates, compiles, and records ZeRO-3's trace
                 lines[name].append(dict(values))
     sequences = lengths_of_row(num_tokens)
-    forward = forward_flops(shape_of(sizes), sequences * rows)
-    probe_forward = forward_flops(shape_of(sizes), sequences)
     for name in methods:
         if lines[name] and name not in found:
-            flops = step_flops(
-                forward, 0.0 if name == "sft" else probe_forward, forwards_of_utilities=FORWARDS_OF_UTILITIES[name]
-            )
+            flops = needed_flops(name, sizes, num_tokens, rows)
             kept = direction.persistent_bytes if name == "sft" else 0
             found[name] = summary(lines[name], sum(sequences) * rows, flops, needed[name], kept)
             if "sft" in methods and len(lines["sft"]) == len(lines[name]):

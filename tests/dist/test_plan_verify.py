@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.ranks import run_ranks
+from vcore_ds.commands.plan import verify
 from vcore_ds.commands.plan.scaled import CASES, NUM_RANKS, scaled_shape
 from vcore_ds.commands.plan.verify import BOUND, Comparison, compare, describe_comparisons, launch, prepare
 from vcore_ds.commands.plan.verify_rank import measure_all
@@ -59,6 +60,12 @@ def test_a_wrong_prediction_is_seen(folder: Path, measured) -> None:
 
 def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="--verify: the ranks ended with"):
+        launch(tmp_path)
+
+
+def test_ranks_that_do_not_end_are_an_error_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "TIMEOUT_SECONDS", 0.0)
+    with pytest.raises(RunFailed, match="--verify: the ranks have not ended after 0 s"):
         launch(tmp_path)
 
 

@@ -36,6 +36,7 @@ from vcore_ds.engine import checkpoint_shards
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed
 from vcore_ds.errors import UserError
 from vcore_ds.feed import build_feed, read_training_data
+from vcore_ds.files.run_folder import begin
 from vcore_ds.track.console import Console
 
 pytestmark = pytest.mark.dist
@@ -267,6 +268,18 @@ def unfinished_only(folder: Path) -> list[str]:
     return [*said, *sorted(path.name for path in saved.iterdir())]
 
 
+def not_shared(folder: Path) -> str:
+    """An attempt has begun in the first rank's folder, and the other rank sees another folder."""
+    own = recipe(folder, f"node_{layout.rank('job')}", CASES["sft_lora"])
+    if layout.is_first():
+        begin(own, world_size=2, num_done=0)
+    try:
+        resumed_runs.until(own, 1)
+    except CheckpointFailed as error:
+        return str(error)
+    return "no error"
+
+
 def minutes(folder: Path) -> list[bool]:
     """Whether a checkpoint is due, with every rank's clock at its start, the last rank's an hour on, all an hour on."""
     every = recipe(folder, "minutes", CASES["sft_lora"] | {"checkpoint": {"every_minutes": 30.0}})
@@ -345,7 +358,7 @@ def at_two_ranks(folder: Path, disk: Path | None) -> dict[str, Any]:
     found: dict[str, Any] = {name: run_case(folder, name) for name in CASES}
     found |= {
         check.__name__: check(folder)
-        for check in (one_rank_cannot_write, no_room, damaged, unfinished_only, minutes, other_data)
+        for check in (one_rank_cannot_write, no_room, damaged, unfinished_only, not_shared, minutes, other_data)
     }
     found["full_disk"] = None if disk is None else full_disk(folder, disk)
     found["fidelity"] = {name: trained_by_the_fidelity_command(folder, name) for name in DRAWN_IN_STEPS}
@@ -396,7 +409,8 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
 def found(setup: Path, disk: Path | None) -> dict[str, Any]:
     first, second = run_ranks(at_two_ranks, 2, setup, disk)
     assert first["full_disk"] == second["full_disk"]
-    assert first["minutes"] == second["minutes"] and first["no_room"] == second["no_room"]  # or a rank would wait
+    for name in ("minutes", "no_room", "not_shared"):
+        assert first[name] == second[name]  # or a rank would wait
     assert first["one_rank_cannot_write"]["message"] == second["one_rank_cannot_write"]["message"]
     return first
 
@@ -469,6 +483,12 @@ def test_unfinished_checkpoints_alone_start_a_new_run(found: dict[str, Any]):
     assert "skipped checkpoint step_00000002.unfinished: not finished" in said
     assert "holds this run without a checkpoint: it begins at its first step" in said
     assert found["unfinished_only"][-2:] == ["step_00000001.rejected", "step_00000002"]
+
+
+def test_nodes_that_do_not_share_the_folder_are_told_so_also_where_one_of_them_has_a_run_to_resume(
+    found: dict[str, Any],
+):
+    assert "expected run.output_dir on a file system that all nodes share" in found["not_shared"]
 
 
 def test_one_clock_decides_for_all_ranks(found: dict[str, Any]):

@@ -15,7 +15,9 @@ import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-_PROCESS_VARIABLES = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT DS_ACCELERATOR".split()
+_PROCESS_VARIABLES = set(
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE MASTER_ADDR MASTER_PORT DS_ACCELERATOR".split()
+)
 
 HANG_SECONDS = 600.0
 """Time after which a command counts as hung. Only a failing test waits this long, so a loaded machine gets plenty."""

@@ -1,5 +1,6 @@
 """Checkpoint folders: written, verified, deleted. Run folders: which are resumed, and which are refused."""
 
+import errno
 import json
 import os
 import resource
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.recipes import smallest_recipe
+from vcore_ds.checkpoints import Checkpoints
 from vcore_ds.config import Recipe, differing_keys, dump_recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder as files
@@ -167,6 +169,26 @@ def test_unfinished_checkpoints_never_displace_a_good_one(tmp_path: Path):
         lose_complete(write_checkpoint(tmp_path, step))
     files.remove_old(tmp_path, keep_last=1, keep_every_steps=None)
     assert problem(good) is None
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """As on NFS, where a folder with a file that somebody reads cannot be removed."""
+    values = smallest_recipe()
+    values["run"] |= {"output_dir": str(tmp_path)}
+    values["checkpoint"] = {"keep_last": 1}
+    for step in (10, 20):
+        write_checkpoint(tmp_path / "checkpoints", step)
+
+    def refuse(folder: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
+
+    monkeypatch.setattr(files.shutil, "rmtree", refuse)
+    Checkpoints(Recipe.model_validate(values), Console(enabled=True)).remove_old()
+    assert "step_00000010" in capsys.readouterr().out
+    assert problem(tmp_path / "checkpoints" / "step_00000010") is not None  # what is left of it never counts
+    assert problem(tmp_path / "checkpoints" / "step_00000020") is None
 
 
 def test_newer_checkpoints_that_did_not_verify_are_set_aside(tmp_path: Path):

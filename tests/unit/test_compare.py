@@ -202,6 +202,16 @@ def test_one_sample_does_not_say_what_more_would_do(pair: list[str], capsys: pyt
     assert "One sample a problem does not tell" in run(capsys, *pair, "--power", "5")
 
 
+def test_a_single_problem_does_not_say_what_more_would_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    folders = [write_answers(tmp_path / name, {"aime": [[right]]}) for name, right in (("sft", 0), ("vcore", 1))]
+    (one,) = run_json(capsys, *map(str, folders), "--power", "5")["differences"]
+    assert one["difference"] == 1.0 and one["interval"] is None
+    assert set(one["sample_sizes"]["needed"].values()) == {None} and one["sample_sizes"]["detectable"] is None
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 def test_seeds_that_are_needed(seeds: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     (one,) = run_json(capsys, *grouped(seeds), "--power", "2")["differences"]
     assert one["sample_sizes"]["unit"] == "seeds" and one["sample_sizes"]["needed"]["4"] >= 3

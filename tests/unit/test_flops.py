@@ -2,7 +2,7 @@
 
 import pytest
 
-from vcore_ds.planning import QWEN3_32B, forward_flops, peak_flops, step_flops
+from vcore_ds.planning import QWEN3_32B, forward_flops, peak_flops
 
 
 def test_a_forward_counts_two_flop_for_each_weight_and_the_causal_half_of_attention() -> None:
@@ -11,11 +11,6 @@ def test_a_forward_counts_two_flop_for_each_weight_and_the_causal_half_of_attent
     assert forward_flops(QWEN3_32B, [1000, 24]) == pytest.approx(
         2 * weights * 1024 + attention * (1000**2 + 24**2), rel=1e-12
     )
-
-
-def test_a_step() -> None:
-    assert step_flops(10.0, 0.0) == 30.0
-    assert step_flops(10.0, 2.0, forwards_of_utilities=3.0) == 66.0
 
 
 @pytest.mark.parametrize(

@@ -250,3 +250,28 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pyte
     assert device.available_host_bytes() == 1_000_000
     (tmp_path / "memory.max").write_text("max\n")
     assert device.available_host_bytes() > 1_000_000
+
+
+@pytest.mark.parametrize(
+    "variables, num_ranks_here",
+    [
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 8),  # torchrun
+        ({"WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, 8),  # deepspeed
+        ({"WORLD_SIZE": "2"}, 2),
+        ({}, 1),
+    ],
+    ids=["torchrun on two nodes", "deepspeed on two nodes", "another launcher", "one process"],
+)
+def test_the_ranks_of_a_node_share_its_memory(
+    variables: dict[str, str], num_ranks_here: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    whole = device.total_memory_bytes()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(device, "CONTROL_GROUP", tmp_path)
+    for name, content in (("max", "2500000"), ("current", "500000"), ("stat", "")):
+        (tmp_path / f"memory.{name}").write_text(content)
+    assert device.available_host_bytes() == 2_000_000 // num_ranks_here
+    assert device.total_memory_bytes() == whole // num_ranks_here

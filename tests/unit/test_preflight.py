@@ -118,6 +118,18 @@ def test_space_is_that_of_the_states(model: Path, tmp_path: Path) -> None:
     assert count_parameters(adapters).trained == num_trained
 
 
+def test_space_is_that_of_all_parts_of_shared_layers(model: Path, tmp_path: Path) -> None:
+    whole = recipe(model, tmp_path / "run")
+    needed = output_bytes(whole)
+    in_parts = whole.model_copy(
+        update={
+            "model": whole.model.model_copy(update={"provider": "megatron"}),
+            "parallel": whole.parallel.model_copy(update={"tensor": 2}),
+        }
+    )
+    assert needed < output_bytes(in_parts) < 1.05 * needed  # each part has whole norms
+
+
 def test_nccl_log() -> None:
     infiniband = (
         "n1:71:71 [0] NCCL INFO NCCL version 2.28.3+cuda13.0\n"

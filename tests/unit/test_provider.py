@@ -12,8 +12,8 @@ from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config import Recipe, RecipeError, deepspeed_config, dump_recipe, plan_batch, plan_memory
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import can_resume
+from vcore_ds.models import count_parameters
 from vcore_ds.planning import QWEN3_32B, ParameterCounts
-from vcore_ds.setup import count_parameters
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MEGATRON: dict[str, Any] = {"model": {"path": "m", "provider": "megatron"}}

@@ -210,7 +210,7 @@ def test_a_measure_that_no_list_names_gets_a_curve(tmp_path: Path) -> None:
 def test_warnings(tmp_path: Path) -> None:
     clean = written(tmp_path / "clean")
     assert read(clean)[0].notes == []
-    lines = [step_line(1), step_line(2, loss=None, signal_to_noise=0.5, num_saturated=3)]
+    lines = [step_line(1), step_line(2, loss=None, signal_to_noise=0.0, num_saturated=3)]
     environment = {"git_commit": "abc-dirty", "resumed": [{"step": 1}]}
     run = write_run(tmp_path / "run", TOKENIZER, lines, {}, environment=environment)
     (run / "metrics_lost.jsonl").touch()

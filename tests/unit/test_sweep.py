@@ -140,6 +140,17 @@ def test_all_problems_of_all_cells_are_said_before_anything_starts(
     assert common.startswith("override optimizer.learning_rate=x")
 
 
+def test_ranks_that_share_a_row_need_not_divide_another_models_heads_or_a_number_of_ranks_that_is_not_known(
+    folder: Path,
+) -> None:
+    assert load_sweep(write(common=["batch.sequence_parallel=3"]), num_ranks=3).runs
+    assert load_sweep(write(common=["batch.sequence_parallel=8", "probe.sequence_parallel=5"])).runs
+    packed = ["data.cutoff_length=16384", "batch.packed_row_tokens=4096"]
+    assert load_sweep(write(common=packed)).runs
+    with pytest.raises(RecipeError, match="at most 1 rank of 2 can share a row"):
+        load_sweep(write(common=[*packed, "batch.sequence_parallel=1"]), num_ranks=2)
+
+
 def test_two_names_of_one_recipe_are_a_mistake(folder: Path) -> None:
     (problem,) = problems(cells={"a": None, "b": "method.kl_budget=0.05", "c": SFT})
     assert "a, b: found two cells with the same recipe" in problem
@@ -280,6 +291,15 @@ def test_misuse_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ):
         assert main(["sweep", str(write()), *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_options_for_sbatch_are_words_of_a_shell(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "launch_scripts/slurm").mkdir(parents=True)
+    (tmp_path / "launch_scripts/slurm/sweep.slurm").touch()
+    assert main(["sweep", str(write()), "--slurm", "--sbatch=--comment='two words"]) == 2
+    assert '--sbatch: found "--comment=\'two words": No closing quotation' in capsys.readouterr().err
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from vcore_ds.commands.arguments import add_recipe, positive
@@ -16,16 +15,16 @@ from vcore_ds.config import (
     describe_refusal,
     dump_recipe,
     find_model,
-    find_shape,
     load_recipe,
     named_gpu,
     plan_batch,
     plan_memory,
     plan_run,
+    shape_or_assumed,
 )
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import can_resume, check_output_folder
-from vcore_ds.planning import GPUS, QWEN3_32B, SIMULATED_MEAN, Cluster, known_model, shape_on_disk
+from vcore_ds.planning import GPUS, SIMULATED_MEAN, Cluster, known_model, shape_on_disk
 
 HELP = "validate a recipe without a GPU"
 DESCRIPTION = (
@@ -55,8 +54,7 @@ def main(arguments: argparse.Namespace) -> None:
     used or cannot be written, or with --gpu a run that does not fit."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     arguments.ranks = arguments.ranks or recipe.parallel.tensor
-    found = find_shape(recipe.model.path)
-    plan = plan_batch(recipe, arguments.ranks, replace(QWEN3_32B, is_assumed=True) if found is None else found[0])
+    plan = plan_batch(recipe, arguments.ranks, shape_or_assumed(recipe.model.path))
     ds_config = deepspeed_config(recipe, plan)
     can_resume(recipe)
     check_output_folder(recipe)

@@ -18,10 +18,11 @@ from vcore_ds.config.run_plan import (
     named_gpu,
     needed_passes,
     plan_run,
+    shape_or_assumed,
     smallest_cluster,
 )
 from vcore_ds.config.schema import Recipe, TrackerName
-from vcore_ds.config.sweep import Sweep, SweepRun, load_sweep
+from vcore_ds.config.sweep import Sweep, load_sweep
 
 __all__ = [
     "COALESCING_SHARE",
@@ -33,7 +34,6 @@ __all__ = [
     "RecipeError",
     "RunPlan",
     "Sweep",
-    "SweepRun",
     "TrackerName",
     "Way",
     "cheapest_ways",
@@ -58,5 +58,6 @@ __all__ = [
     "plan_run",
     "plan_verdict",
     "read_resolved_recipe",
+    "shape_or_assumed",
     "smallest_cluster",
 ]

@@ -55,7 +55,7 @@ class Remedy:
     estimate: MemoryEstimate
     overrides: tuple[str, ...] = ()
     num_ranks: int | None = None
-    """Of the job; None for as many as there are."""
+    """Ranks of the job; None for as many as there are."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class MemoryPlan:
     degree: int
     """Ranks that share a row in most passes over the main batch."""
     counts: ParameterCounts | None = None
-    """Of the model itself, or of a rank's part; None for those of its shape."""
+    """Parameters of the model itself, or of a rank's part; None for those of its shape."""
 
     @property
     def estimate(self) -> MemoryEstimate:

@@ -13,6 +13,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.planning import (
     GPUS,
     KNOWN_MODELS,
+    QWEN3_32B,
     SIMULATED_MEAN,
     Cluster,
     Gpu,
@@ -36,6 +37,9 @@ COALESCING_SHARE = 0.05
 MOST_GPUS = 4096
 """Largest cluster that is searched."""
 
+_MOST_WAYS = 3
+"""Changes with which a run would fit that are offered."""
+
 _SECONDS_PER_DAY = 86_400
 
 
@@ -49,12 +53,12 @@ class RunPlan:
     memory: MemoryPlan
     passes: Mapping[Part, Utilization]
     counts: ParameterCounts
-    """Of the whole model."""
+    """The parameters of the whole model."""
     cost: StepCost
     tokens_per_step: float
-    """Of the main batch, mean of the simulated batches."""
+    """Tokens of the main batch, mean of the simulated batches."""
     flops_per_step: float
-    """That the step needs, over all GPUs; what activation checkpoints compute again does not count."""
+    """FLOP that the step needs, over all GPUs; what activation checkpoints compute again does not count."""
 
     @property
     def available(self) -> Available:
@@ -89,6 +93,12 @@ def find_shape(path: str) -> tuple[ModelShape, str] | None:
         return shape, f"read from {path}"
     name = known_model(path)
     return None if name is None else (KNOWN_MODELS[name], f"{name} by its name")
+
+
+def shape_or_assumed(path: str) -> ModelShape:
+    """As `find_shape`; for a model that is neither on this machine nor known, Qwen3-32B's, marked as assumed."""
+    found = find_shape(path)
+    return replace(QWEN3_32B, is_assumed=True) if found is None else found[0]
 
 
 def find_model(path: str) -> tuple[ModelShape, str]:
@@ -215,7 +225,6 @@ def cheapest_ways(
     shape: ModelShape,
     reload: Callable[[Sequence[str]], Recipe],
     *,
-    most: int = 3,
     mean_tokens: float = SIMULATED_MEAN,
 ) -> list[Way]:
     """The changes with which the run fits that take the fewest GPU hours, cheapest first.
@@ -234,4 +243,4 @@ def cheapest_ways(
         if found.fits:
             ways.append(Way(remedy.change, found))
     ways.sort(key=lambda way: way.plan.gpu_hours(1))
-    return ways[:most]
+    return ways[:_MOST_WAYS]

@@ -1,7 +1,7 @@
 """The keys of a recipe: one class per section, one documented field per key.
 
-Every name that counts something says over what: `global` is over all ranks and micro-batches, `per_rank` is on
-one data-parallel rank. The sections of the method are in `method_sections.py`, rules that look at more than one key in
+Every name that counts something says over what: `global` is over all ranks and micro-batches, `per_rank` is on one
+data-parallel rank. The sections of the method are in `method_sections.py`, rules that look at more than one key in
 `rules.py`.
 """
 

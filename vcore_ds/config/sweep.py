@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +15,17 @@ from vcore_ds.config.files import UnreadableFile, expand_home, read_text
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.problems import RecipeError, show
 from vcore_ds.config.resume import flat_values
+from vcore_ds.config.run_plan import shape_or_assumed
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.yaml_text import ParsedYaml, YamlError, parse_yaml
 from vcore_ds.errors import UserError
-from vcore_ds.planning import QWEN3_32B
 
 KEYS = ("recipe", "output_dir", "seeds", "common", "grid", "cells", "reference")
 MOST_RUNS = 1000
 """SLURM numbers the tasks of an array up to 1,000, unless a site says otherwise."""
+
+_MANY_RANKS = 192
+"""Taken where a run's number of ranks is not known: nodes of 4, 6 and 8 GPUs divide it."""
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 _SET_BY_THE_SWEEP = ("run.seed", "run.output_dir")
@@ -245,8 +249,8 @@ def _resolve(
             ]
             try:
                 loaded = load_recipe(recipe, words)
-                ranks = num_ranks or loaded.parallel.tensor
-                deepspeed_config(loaded, plan_batch(loaded, ranks, QWEN3_32B))
+                plan = plan_batch(loaded, num_ranks or _enough_ranks(loaded), shape_or_assumed(loaded.model.path))
+                deepspeed_config(loaded, plan)
             except UserError as error:
                 for problem in error.problems if isinstance(error, RecipeError) else [str(error)]:
                     problems.setdefault(problem, []).append(cell.name)
@@ -260,6 +264,12 @@ def _resolve(
             for problem, where in problems.items()
         )
     return runs
+
+
+def _enough_ranks(recipe: Recipe) -> int:
+    """A number of ranks on which the layers and rows that the recipe's ranks share can be divided."""
+    degrees = [k for k in (recipe.batch.sequence_parallel, recipe.probe.sequence_parallel) if k != "auto"]
+    return recipe.parallel.tensor * math.lcm(_MANY_RANKS, *degrees)
 
 
 def _equal_cells(file: Path, runs: Sequence[SweepRun]) -> Iterator[str]:

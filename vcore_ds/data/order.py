@@ -1,7 +1,7 @@
 """Which sequences a step sees.
 
 Both streams are functions of the step number alone: resuming needs no state, and neither the number of ranks nor the
-size of a micro-batch changes which sequences form a step. Ids here are positions in `Dataset.sequences`.
+size of a micro-batch changes which sequences form a step. Ids here are positions in the data set.
 """
 
 from functools import lru_cache

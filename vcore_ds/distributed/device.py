@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from vcore_ds.distributed.launcher import num_local_ranks
+
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 """Limits of the container that the process runs in (version 2)."""
 
@@ -76,7 +78,7 @@ def total_memory_bytes() -> int:
     """The memory of this rank's GPU, or on a CPU-only machine its share of the host's: the same in every attempt."""
     if uses_gpu():
         return torch.cuda.mem_get_info()[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_local_ranks()
 
 
 def available_memory_bytes() -> int:
@@ -97,4 +99,4 @@ def available_host_bytes() -> int:
             if line.startswith("inactive_file "):
                 used -= int(line.split()[1])  # given back where memory is short
         num_bytes = min(num_bytes, max(0, limit - used))
-    return num_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    return num_bytes // num_local_ranks()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import uses_gpu
+from vcore_ds.distributed.launcher import local_rank, num_local_ranks
 from vcore_ds.errors import UserError
 
 Result = TypeVar("Result")
@@ -47,19 +48,13 @@ def start_process_group(timeout_minutes: float, tensor: int = 1) -> None:
 def share_cores_among_ranks() -> None:
     """Gives each CPU rank its share of the cores; the default, all cores for every rank, is several times slower."""
     if "OMP_NUM_THREADS" not in os.environ:
-        num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local_ranks))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local_ranks()))
 
 
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
-
-
-def local_rank() -> int:
-    """Among the ranks of this node."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 @cache

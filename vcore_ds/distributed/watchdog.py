@@ -24,11 +24,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.positions import Identity, Position, here, is_alive, mark
+from vcore_ds.distributed.positions import Identity, Position, here, is_alive
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.errors import EXIT_STOPPED, RunFailed, RunStopped, UserError
-
-__all__ = ["Watchdog", "mark", "watching"]
 
 BEAT_SECONDS = 1.0
 
@@ -73,7 +71,10 @@ def watching(lost_rank_seconds: float, timeout_minutes: float) -> Iterator[None]
         yield
         # Rank 0's process serves the store under some launchers: it must not be the first to leave.
         layout.sum_over("job", [0.0])
-    except (UserError, RunFailed, RunStopped):  # raised on all ranks alike: nobody waits for another
+    except (RunFailed, RunStopped):  # raised on all ranks alike: nobody waits for another
+        raise
+    except UserError as error:
+        watchdog.tell_of_mistake(error)
         raise
     except BaseException as error:
         stop_signals.leave()
@@ -152,6 +153,13 @@ class Watchdog:
                 _say(f"{self._where(rank)}: its process is dead")
                 return
         self.tell(Verdict(f"{request} ended {self._identities[self._rank]}", EXIT_STOPPED))
+
+    def tell_of_mistake(self, error: UserError) -> None:
+        """Called before this rank leaves because of it. Most mistakes are found by all ranks alike; one that only some
+        find, such as a file that is missing on one node, would leave the others waiting, and no launcher ends the ranks
+        of another node."""
+        self._quiet.set()
+        self.tell(Verdict(f"{self._where(self._rank)}: {error}", error.EXIT_CODE))
 
     def explain(self, error: BaseException) -> str | None:
         """The cause of an error in this rank's main thread, where it is the end of another rank; otherwise tells the

@@ -5,7 +5,7 @@ from vcore_ds.engine.deepspeed_start import start_deepspeed  # before any module
 
 # isort: on
 from vcore_ds.engine.counts import count_globally
-from vcore_ds.engine.export_shards import ExportFailed, save_hugging_face
+from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.engine.flat_shards import chunks
 from vcore_ds.engine.gradient_sum import unsharded_gradient_bytes
 from vcore_ds.engine.loading import load_sharded
@@ -16,7 +16,6 @@ from vcore_ds.engine.zero3 import Engine
 
 __all__ = [
     "Engine",
-    "ExportFailed",
     "NonFiniteGradient",
     "NonFiniteLoss",
     "build_optimizer",

@@ -83,7 +83,7 @@ class SweepFolder:
         return State.STOPPED if self.log_path(run).exists() else State.WAITING
 
     def exit_code(self, run: str) -> int | None:
-        """Of the last attempt; None where it did not get to write one."""
+        """The exit code of the last attempt; None where it did not get to write one."""
         try:
             return int(self.exit_path(run).read_text())
         except (OSError, ValueError):

@@ -8,8 +8,8 @@ from vcore_ds.grading.verification import AnswerChecker
 
 Kind = Literal["math", "number", "choice"]
 """How an answer is found and compared. `math`: the last box, equivalent by math-verify. `number`: the same, and the
-last number where the box is empty or there is none, as small models seldom box. `choice`: the last box,
-exactly the letter."""
+last number where the box is empty or there is none, as small models seldom box. `choice`: the last box, exactly the
+letter."""
 
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/[1-9]\d*)?")
 _TEXT_MACRO = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")

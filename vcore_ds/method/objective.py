@@ -1,8 +1,8 @@
 """From token weights to the number that is differentiated, and the sums that describe it.
 
 Loss of one optimizer step: `alpha * sum_i w_i sum_t q[i,t] l[i,t]` with `w_i = 1/|B|` (`sequence`, the paper's
-definition) or `w_i = n_i / sum_j n_j` (`token`, what the released code and common trainers do). The
-functions get counts, not process groups: whoever calls them has reduced the counts over ranks and micro-batches before.
+definition) or `w_i = n_i / sum_j n_j` (`token`, what the released code and common trainers do). The functions get
+counts, not process groups: whoever calls them has reduced the counts over ranks and micro-batches before.
 """
 
 from dataclasses import dataclass

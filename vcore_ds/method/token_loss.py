@@ -2,15 +2,15 @@
 
 `l[t] = logsumexp_j(h[t] . W[j]) - h[t] . W[y[t]]` (natural log; `\\ell_t` of the paper's Preliminaries).
 
-Why our own: VCORE needs three things together that no fused loss offers. The gradient must be right for
-*arbitrary* per-token upstream gradients, because the weights are known only after the forward (Liger's
-`reduction="none"` was silently wrong there, https://github.com/linkedin/Liger-Kernel/issues/968). The
-tangent of every token's loss is needed for exact utilities. And `[tokens, vocab]` must never exist whole: 16,384
-tokens of a 151,936-word vocabulary are 9.3 GiB in fp32, and a naive loss holds two or three of them.
+Why our own: VCORE needs three things together that no fused loss offers. The gradient must be right for *arbitrary*
+per-token upstream gradients, because the weights are known only after the forward (Liger's `reduction="none"` was
+silently wrong there, https://github.com/linkedin/Liger-Kernel/issues/968). The tangent of every token's loss is needed
+for exact utilities. And `[tokens, vocab]` must never exist whole: 16,384 tokens of a 151,936-word vocabulary are 9.3
+GiB in fp32, and a naive loss holds two or three of them.
 
-The blocks run over tokens with the whole vocabulary in one product, so no partial sums over the vocabulary
-are rounded. The gradient by the hidden states is made in the forward, up to the upstream factor of each token; only
-that of the weight recomputes logits in the backward.
+The blocks run over tokens with the whole vocabulary in one product, so no partial sums over the vocabulary are rounded.
+The gradient by the hidden states is made in the forward, up to the upstream factor of each token; only that of the
+weight recomputes logits in the backward.
 
 Where ranks have a part of the vocabulary each (`VocabularyPart`), every block's normalizer is put together from those
 of the parts, and the gradient by the hidden states is that of this part: its sum over the ranks is the whole one.
@@ -52,8 +52,8 @@ def token_loss(
 ) -> Tensor:
     """Cross-entropy in nats of each token, fp32 (fp64 for fp64 input), shape `[N]`.
 
-    Differentiable in reverse mode by `hidden`, `weight` and `bias`, and in forward mode: where an input is a
-    dual tensor (`torch.autograd.forward_ad`), the result is one too.
+    Differentiable in reverse mode by `hidden`, `weight` and `bias`, and in forward mode: where an input is a dual
+    tensor (`torch.autograd.forward_ad`), the result is one too.
 
     Args:
         hidden: `[N, H]`, the hidden states that predict the targets. N may be 0.

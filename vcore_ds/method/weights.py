@@ -1,8 +1,8 @@
 """From utilities to token weights: the Gibbs distribution, with a fixed temperature or a KL budget.
 
-`q[i,t] = exp(tau * s[i,t]) / sum_j exp(tau * s[i,j])` within each sequence i (paper, Section "Optimal
-Reweighting under SGD", Step 2): the weights that maximise the first-order decrease `sum_t q_t s_t` subject to
-`KL(q || u) <= delta`, u uniform.
+`q[i,t] = exp(tau * s[i,t]) / sum_j exp(tau * s[i,j])` within each sequence i (paper, Section "Optimal Reweighting under
+SGD", Step 2): the weights that maximise the first-order decrease `sum_t q_t s_t` subject to `KL(q || u) <= delta`, u
+uniform.
 
 Another base measure b takes the place of u in both: `q ~ b * exp(tau * s)`, subject to `KL(q || b) <= delta`.
 

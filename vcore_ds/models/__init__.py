@@ -2,7 +2,7 @@
 
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, FUSED_ATTENTION, TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.block_attention import block_attention
-from vcore_ds.models.causal_lm import TokenLossHead, TokenLossModel
+from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import check_forward_mode, model_shape, read_config, vocabulary_size
 from vcore_ds.models.dropout import TokenDropout, token_keys
 from vcore_ds.models.dual_numbers import make_dual
@@ -21,7 +21,6 @@ __all__ = [
     "BaseLinear",
     "RowLayout",
     "TokenDropout",
-    "TokenLossHead",
     "TokenLossModel",
     "add_lora",
     "block_attention",

@@ -1,8 +1,8 @@
 """Causal attention that carries a tangent, in blocks.
 
-PyTorch's fused attention kernels have no forward-mode rule (https://github.com/pytorch/pytorch/issues/165530) and
-the unfused one stores `[T, T]`. This one keeps the flash-attention scheme, an online softmax over blocks of keys,
-and adds the tangent inside it, so the memory grows linearly with T:
+PyTorch's fused attention kernels have no forward-mode rule (https://github.com/pytorch/pytorch/issues/165530) and the
+unfused one stores `[T, T]`. This one keeps the flash-attention scheme, an online softmax over blocks of keys, and adds
+the tangent inside it, so the memory grows linearly with T:
 
     S = scale * Q K^T                 dS = scale * (dQ K^T + Q dK^T)
     O = P V                           dO = P dV + (P * dS) V - rowsum(P * dS) * O

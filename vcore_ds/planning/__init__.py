@@ -1,6 +1,6 @@
 """The arithmetic of a batch on many ranks: which share a row, what runs together, how long that takes. Pure Python."""
 
-from vcore_ds.planning.flops import forward_flops, step_flops
+from vcore_ds.planning.flops import forward_flops
 from vcore_ds.planning.gpus import GPUS, Achieved, Cluster, Gpu, find_gpu, peak_flops
 from vcore_ds.planning.known_models import KNOWN_MODELS, known_model
 from vcore_ds.planning.memory import MemoryEstimate, Phase, memory_of
@@ -16,7 +16,7 @@ from vcore_ds.planning.model_shape import (
     shape_on_disk,
 )
 from vcore_ds.planning.packing import pack_batch, padded_length, split_batch
-from vcore_ds.planning.passes import PassWork, StepFlops, StepPasses
+from vcore_ds.planning.passes import PassWork, StepPasses
 from vcore_ds.planning.spread import FREE_TOKENS, RowLimit, Spread, degrees_that_hold, possible_degrees, spread
 from vcore_ds.planning.step_cost import StepCost, StepModel
 from vcore_ds.planning.time_model import CPU, H100, TimeModel
@@ -48,7 +48,6 @@ __all__ = [
     "RowLimit",
     "Spread",
     "StepCost",
-    "StepFlops",
     "StepModel",
     "StepPasses",
     "TimeModel",
@@ -76,6 +75,5 @@ __all__ = [
     "simulated_batches",
     "split_batch",
     "spread",
-    "step_flops",
     "summarize",
 ]

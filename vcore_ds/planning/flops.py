@@ -25,15 +25,3 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], *, linear: float = 
     per_token = linear * linear_flops_per_token(shape)
     per_square = attention * attention_flops_per_square(shape)
     return float(sum(per_token * n + per_square * n * n for n in lengths))
-
-
-def step_flops(main: float, probe: float, *, forwards_of_utilities: float = 0.0) -> float:
-    """FLOP that a step needs: a forward and a backward, which is twice that, of the main and the probe batch; and the
-    utilities. What activation checkpoints compute again does not count.
-
-    Args:
-        main, probe: `forward_flops` of the two batches.
-        forwards_of_utilities: passes over the main batch that they take, in forwards: 1 for a finite difference, 3 for
-            a forward with tangents (three products where it has one), 2 where the main forward carries the tangents.
-    """
-    return 3.0 * (main + probe) + forwards_of_utilities * main

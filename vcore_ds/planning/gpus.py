@@ -72,9 +72,9 @@ class Achieved:
     """Shares of a device's peak that a step achieves. The defaults are usual values, fitted to no run."""
 
     compute: float = 0.40
-    """Of matrix products in large passes."""
+    """Share of the peak that matrix products in large passes achieve."""
     attention: float = 1 / 1.6
-    """Of fused attention, over the speed of other matrix products."""
+    """Speed of fused attention over that of other matrix products."""
     memory: float = 0.80
     node: float = 0.80
     network: float = 0.84

@@ -154,5 +154,5 @@ def _micro_step_time(
 
 
 def _row_time(num_tokens: int, k: int, time_model: TimeModel) -> float:
-    """Of one sequence that k ranks share, in the time of so many tokens' linear layers."""
+    """Time of one sequence that k ranks share, in the time of so many tokens' linear layers."""
     return (time_model.work(num_tokens) + time_model.exchange(k) * num_tokens) / k

@@ -10,7 +10,7 @@ from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.traffic import Machine, exchanged, exchanged_numbers, gathered
 
 _BYTES = 2
-"""Of a bf16 number."""
+"""Bytes of a bf16 number."""
 
 H100 = Machine(400e12, 360e9, 42e9, 40e-6, 300.0)
 """An HGX node: 40% of 989 TFLOP/s in bf16, 0.8 of NVLink's 450 GB/s in one direction, 0.85 of one 400 Gb/s adapter a
@@ -62,5 +62,5 @@ class TimeModel:
 
     @property
     def _seconds_per_token(self) -> float:
-        """Of the linear layers of one decoder layer."""
+        """Time of a token in the linear layers of one decoder layer."""
         return 2 * self.shape.layer_parameters / self.machine.flops

@@ -35,7 +35,7 @@ class Utilization:
     typical_degree: int
     """Ranks that share a row in most of the passes."""
     waste: Waste
-    """Of all passes together."""
+    """The waste of all passes together."""
     most_tokens: int
     """Tokens of the largest micro-batch on one rank, padding included."""
     time: float
@@ -74,14 +74,14 @@ def summarize(spreads: Sequence[Spread]) -> Utilization:
     )
 
 
-def simulated_batches(batch_size: int, longest: int, seed: int = 0, mean: float = SIMULATED_MEAN) -> list[list[int]]:
+def simulated_batches(batch_size: int, longest: int, *, mean: float = SIMULATED_MEAN) -> list[list[int]]:
     """Lengths in tokens of batches of reasoning traces: lognormal, with those over `longest` cut there. Fewer batches
     where they are large; none where one alone would take long, or has no sequences.
 
     Args:
         mean: tokens of the mean sequence, before long ones are cut.
     """
-    drawn = random.Random(seed)
+    drawn = random.Random(0)
     mu = math.log(mean) - _SIMULATED_SIGMA**2 / 2
 
     def length() -> int:

@@ -8,6 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.track.token_records import SequenceTokens
 
+_NUM_SHOWN = 5
+"""Tokens of the example trace that are printed at either end."""
+
 
 class Console:
     """Prints on the rank that is told to, and nothing on the others."""
@@ -73,14 +76,14 @@ def _duration(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
-def describe_example(example: SequenceTokens, tokenizer: PreTrainedTokenizerBase, num_shown: int = 5) -> str:
+def describe_example(example: SequenceTokens, tokenizer: PreTrainedTokenizerBase) -> str:
     """The most and the least weighted tokens of one trace, each with the words before it."""
     weights = example.weights * len(example)
     order = (-weights).argsort(kind="stable").tolist()
     lines = [
         f"Token weights in trace {example.sequence_id}, {len(order)} supervised tokens (1.00 is the uniform weight):"
     ]
-    for title, positions in (("most", order[:num_shown]), ("least", order[::-1][:num_shown])):
+    for title, positions in (("most", order[:_NUM_SHOWN]), ("least", order[::-1][:_NUM_SHOWN])):
         lines.append(f"  {title} weighted    weight   utility      loss   token, after")
         for t in positions:
             before = tokenizer.decode(example.token_ids[max(0, t - 8) : t].tolist())[-40:]

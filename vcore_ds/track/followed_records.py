@@ -85,7 +85,8 @@ class FollowedRecord:
     step: int
     """Optimizer step, from 1, as in metrics.jsonl."""
     origins: Sequence[Origin]
-    """Of each trace; the same in all records of a run, unless `run.num_followed_traces` or the data was changed."""
+    """The origin of each trace; the same in all records of a run, unless `run.num_followed_traces` or the data was
+    changed."""
     traces: Sequence[TraceTokens]
 
 

@@ -17,7 +17,7 @@ NUM_STEPS = 200
 NUM_RESAMPLES = 200
 START_EXPONENTS = (0.05, 0.2, 0.8)
 START_SHARES = (0.05, 0.5, 0.9)
-"""Of the smallest loss: where E starts."""
+"""Shares of the smallest loss from which E starts."""
 
 Terms = tuple[tuple[int, ...], ...]
 """For each term beside E, the columns of its product: ((0, 1),) or ((0,), (1,)), in the order of the columns."""
@@ -41,7 +41,7 @@ class Fit:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative."""
+        """Relative error of the prediction."""
         return self.predicted / self.measured - 1
 
 

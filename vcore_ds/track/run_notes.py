@@ -29,7 +29,9 @@ def notes_on(
     if not_finite:
         notes.append(f"The loss was not finite in {_steps(not_finite)}.")
     noisy = [
-        int(line["step"] or 0) for line in metrics if (line.get("signal_to_noise") or 1e9) < RELIABLE_SIGNAL_TO_NOISE
+        int(line["step"] or 0)
+        for line in metrics
+        if (ratio := line.get("signal_to_noise")) is not None and ratio < RELIABLE_SIGNAL_TO_NOISE
     ]
     if noisy:
         notes.append(

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 from vcore_ds.config import Recipe, read_resolved_recipe
 from vcore_ds.data import load_tokenizer
 from vcore_ds.errors import UserError
+from vcore_ds.files.evaluation_folder import EVALUATION
 from vcore_ds.files.run_folder import ENVIRONMENT, HELD_OUT, METRICS, RECIPE, export_folder
 from vcore_ds.files.user_paths import reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-EVALUATION = "evaluation.json"
-"""What an evaluation's folder holds: its tasks with their numbers."""
 _A_STEP = "the JSON object of an optimizer step, with `step` from 1 on and ascending"
 
 

@@ -17,7 +17,7 @@ class Throughput:
     """What turns the seconds of a step into rates."""
 
     shape: ModelShape
-    """Of the whole model, also where ranks share its layers."""
+    """Shape of the whole model, also where ranks share its layers."""
     passes: StepPasses | None
     """Those that a step needs; None for a model whose sizes are unknown."""
     peak_flops: float | None

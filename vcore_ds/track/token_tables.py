@@ -75,11 +75,11 @@ class TokenTables:
     num_tokens: int
     min_count: int
     relative_weight: float
-    """Of all tokens: 1 where weights are a distribution, the mean probability for dft."""
+    """Relative weight of all tokens: 1 where weights are a distribution, the mean probability for dft."""
     tokens: Extremes
     phrases: Extremes
     kinds: list[Row]
-    """Of each kind that occurs, and `IN_ANSWER`, whose tokens are of a kind too."""
+    """Each kind that occurs, and `IN_ANSWER`, whose tokens are of a kind too."""
     positions: list[Row]
     """Deciles of the trace."""
     sources: list[Row]

@@ -18,8 +18,8 @@ FINISH_SECONDS = 120.0
 
 
 class WandbLog:
-    """A run on Weights & Biases, on rank 0 only. What WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL and
-    WANDB_INIT_TIMEOUT say holds.
+    """A run on Weights & Biases, on rank 0 only. What WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL and WANDB_INIT_TIMEOUT
+    say holds.
 
     Attributes:
         run_id: kept with the checkpoints, so that a resumed run continues in the same one.

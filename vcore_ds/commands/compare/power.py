@@ -38,7 +38,7 @@ class Spread:
 
 def spread_of_problems(side: np.ndarray, reference: np.ndarray) -> Spread:
     """Variance of a problem's difference, from right answers [problems, samples] of both sides."""
-    total = float((side.mean(1) - reference.mean(1)).var(ddof=1))
+    total = _variance(side.mean(1) - reference.mean(1))
     within = _within(side, reference)
     num_samples = side.shape[1]
     return Spread(total, None) if within is None else Spread(max(0.0, total - within / num_samples), within)
@@ -46,12 +46,17 @@ def spread_of_problems(side: np.ndarray, reference: np.ndarray) -> Spread:
 
 def spread_of_seeds(side: np.ndarray, reference: np.ndarray) -> Spread:
     """Variance of a seed's difference over these problems, from right answers [seeds, problems, samples]."""
-    total = float((side.mean((1, 2)) - reference.mean((1, 2))).var(ddof=1))
+    total = _variance(side.mean((1, 2)) - reference.mean((1, 2)))
     within = _within(side, reference)
     _, num_problems, num_samples = side.shape
     if within is None:
         return Spread(total, None)
     return Spread(max(0.0, total - within / (num_problems * num_samples)), within / num_problems)
+
+
+def _variance(values: np.ndarray) -> float:
+    """0 of a single value, which shows no spread."""
+    return float(values.var(ddof=1)) if len(values) > 1 else 0.0
 
 
 def _within(side: np.ndarray, reference: np.ndarray) -> float | None:

@@ -57,10 +57,12 @@ def two_way_estimate(table: np.ndarray) -> Estimate:
     """
     num_seeds, num_problems = table.shape
     mean = float(table.mean())
+    if num_seeds < 3 or num_problems < 3:
+        return Estimate(mean, None, None)
     variances = [float(means.var(ddof=1) / len(means)) for means in (table.mean(1), table.mean(0), table.reshape(-1))]
     of_seeds, of_problems, of_values = variances
     variance = max(of_seeds + of_problems - of_values, of_seeds, of_problems)
-    if num_seeds < 3 or num_problems < 3 or variance < NO_SPREAD**2:
+    if variance < NO_SPREAD**2:
         return Estimate(mean, None, None)
     return _estimate(mean, math.sqrt(variance), num_seeds - 1)
 

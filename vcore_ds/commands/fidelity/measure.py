@@ -37,6 +37,7 @@ from vcore_ds.config.method_sections import MethodConfig
 from vcore_ds.data import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.distributed.watchdog import watching
 from vcore_ds.errors import UserError
 from vcore_ds.feed import build_feed, read_dataset, read_training_data
 from vcore_ds.files.run_folder import environment
@@ -56,8 +57,14 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     """
     check_model_folder(recipe.model.path)
     check_reference(recipe.model.path)
-    weighted = with_utilities(recipe)
     start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
+    with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
+        return measure_together(recipe, options)
+
+
+def measure_together(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
+    """The same with the process group up. A collective."""
+    weighted = with_utilities(recipe)
     console = Console(enabled=layout.is_first())
     plan = plan_ranks(weighted)
     ds_config = deepspeed_config(weighted, plan)
@@ -77,17 +84,7 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
         options,
         recipe.run.seed,
     )
-    notes += choice.notes
-    if recipe.method.name != "vcore":
-        notes.append(
-            f"method {recipe.method.name} has no utilities: weights are those of vcore with kl_budget "
-            f"{DEFAULT_KL_BUDGET:g}, and the recipe's probe section gives the direction"
-        )
-    if recipe.probe.direction == "adam" and options.after_steps == 0 and options.stale_steps:
-        notes.append(
-            "without optimizer state the first direction is sgd, and kept directions are compared with adam ones; "
-            "--after-steps 1 or more compares like with like"
-        )
+    notes += [*choice.notes, *notes_on_recipe(recipe, options)]
     for note in notes:
         console.say(f"Note: {note}")
 
@@ -128,6 +125,22 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
         write_report(report, sentences, options.output)
         console.say(f"\nWritten to {options.output}")
     return report
+
+
+def notes_on_recipe(recipe: Recipe, options: FidelityOptions) -> list[str]:
+    """What is measured in another way than the recipe trains."""
+    notes = []
+    if recipe.method.name != "vcore":
+        notes.append(
+            f"method {recipe.method.name} has no utilities: weights are those of vcore with kl_budget "
+            f"{DEFAULT_KL_BUDGET:g}, and the recipe's probe section gives the direction"
+        )
+    if recipe.probe.direction == "adam" and options.after_steps == 0 and options.stale_steps:
+        notes.append(
+            "without optimizer state the first direction is sgd, and kept directions are compared with adam ones; "
+            "--after-steps 1 or more compares like with like"
+        )
+    return notes
 
 
 def check_reference(path: str) -> None:

@@ -24,7 +24,7 @@ from vcore_ds.planning import Achieved, Cluster, Gpu, ModelShape
 _GIB = 2**30
 
 _KL_BUDGET = 0.005
-"""Of `vcore` beside a recipe of another method; what a step costs does not depend on it."""
+"""Nats, of `vcore` beside a recipe of another method; what a step costs does not depend on it."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from vcore_ds.planning import ModelShape, layer_parameters
 NUM_RANKS = 2
 
 NUM_TOKENS = 1024
-"""Of a micro-batch on each rank."""
+"""Tokens of a micro-batch on each rank."""
 
 _HEAD_DIM = 16
 _NUM_LAYERS = 4

@@ -100,12 +100,12 @@ def output_bytes(recipe: Recipe) -> int:
     the result."""
     from vcore_ds.models import count_parameters  # here: seconds to import, and one rank needs it
 
-    counts = count_parameters(recipe)
+    counts, num_parts = count_parameters(recipe), recipe.parallel.tensor
     num_fp32_states = 3 if recipe.optimizer.name == "adamw" else 1  # the master, and AdamW's two moments
     parameter_bytes = 2 if recipe.model.precision == "bf16" else 4
-    checkpoint = counts.trained * (4 * num_fp32_states + parameter_bytes)  # a kept probe direction too
+    checkpoint = num_parts * counts.trained * (4 * num_fp32_states + parameter_bytes)  # a kept probe direction too
     written = len(list(Path(recipe.run.output_dir).glob("checkpoints/step_*/COMPLETE")))
-    result = (counts.all if recipe.lora is None else counts.trained) * parameter_bytes
+    result = num_parts * (counts.all if recipe.lora is None else counts.trained) * parameter_bytes
     return max(1, recipe.checkpoint.keep_last + 1 - written) * checkpoint + result
 
 

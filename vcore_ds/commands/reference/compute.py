@@ -12,6 +12,7 @@ from vcore_ds.config import Recipe, deepspeed_config
 from vcore_ds.data import TokenStore, load_tokenizer, write_reference
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import first_rank_first, start_process_group
+from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine import Engine, log_probabilities
 from vcore_ds.feed import Feed, build_feed, read_dataset
 from vcore_ds.files.user_paths import check_folder, writing
@@ -27,6 +28,12 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
     """
     check_model(recipe)
     start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
+    with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
+        _compute_and_write(recipe, output)
+
+
+def _compute_and_write(recipe: Recipe, output: Path) -> None:
+    """The same with the process group up. A collective."""
     first_rank_first(lambda: check_output(output) if layout.is_first() else None)
     console = Console(enabled=layout.is_first())
     plan = plan_ranks(recipe)

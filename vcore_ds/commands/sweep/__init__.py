@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> None:
         )
     if arguments.sbatch and not arguments.slurm:
         raise UserError("--sbatch: found without --slurm; expected both, to submit a job array")
-    sweep = load_sweep(arguments.sweep, None if arguments.slurm else arguments.ranks)
+    sweep = load_sweep(arguments.sweep, None if arguments.slurm or arguments.status else arguments.ranks)
     if arguments.status:
         print(describe(read_sweep_folder(sweep.folder)))
     elif arguments.slurm:

@@ -21,12 +21,16 @@ def submit(sweep: SweepFolder, options: str) -> str:
         options: for sbatch, as on a command line.
 
     Raises:
-        UserError: the repository or sbatch is not there, or sbatch refuses.
+        UserError: the repository or sbatch is not there, the options are no words of a shell, or sbatch refuses.
     """
     if not SCRIPT.is_file():
         raise UserError(
             f"--slurm: found no {SCRIPT} here; submit from the repository: cd REPOSITORY && vcore-ds sweep ..."
         )
+    try:
+        words = shlex.split(options)
+    except ValueError as error:
+        raise UserError(f"--sbatch: found {options!r}: {error}; expected options in balanced quotes") from None
     queued = queued_tasks(sweep)
     tasks = [
         task
@@ -39,7 +43,7 @@ def submit(sweep: SweepFolder, options: str) -> str:
         "sbatch",
         "--parsable",
         f"--array={_ranges(tasks)}",
-        *shlex.split(options),
+        *words,
         str(SCRIPT),
         str(sweep.folder),
     ]

@@ -1,14 +1,13 @@
 """Raw data to a token store: reading, curation, sampling, tokenization. No collectives; alone, before any training."""
 
 from vcore_ds.data.prepare.pipeline import prepare
-from vcore_ds.data.prepare.report import LengthSummary, PrepareReport
+from vcore_ds.data.prepare.report import PrepareReport
 from vcore_ds.data.prepare.request import HUB_IDS, SPLITS, PrepareRequest, describe_origin
 from vcore_ds.data.prepare.sources import find_shards
 
 __all__ = [
     "HUB_IDS",
     "SPLITS",
-    "LengthSummary",
     "PrepareReport",
     "PrepareRequest",
     "describe_origin",

@@ -25,7 +25,7 @@ from vcore_ds.models.megatron.weights import Piece, pieces
 
 
 class ParallelTokenLossHead(nn.Module):
-    """This rank's rows of the output embedding, giving losses: see `vcore_ds.models.TokenLossHead`."""
+    """This rank's rows of the output embedding, giving losses: see `vcore_ds.models.causal_lm.TokenLossHead`."""
 
     def __init__(self, weight: nn.Parameter, num_rows: int, vocabulary: int):
         """Args:
