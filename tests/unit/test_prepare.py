@@ -527,7 +527,7 @@ def test_neither_processes_nor_interruptions_change_a_byte(run, tmp_path: Path, 
 def test_a_finished_store_is_left_alone(run, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [chat_row(n) for n in range(5)])
     assert run("chat", source) is not None
-    assert run.said[0] == f"{source}: shape messages, by the keys of its rows (messages)"
+    assert run.said[0] == f"{source}: format messages, by the keys of its rows (messages)"
     before = contents(tmp_path / "store")
     assert run("chat", source) is None and "is there already" in run.said[-1]
     with pytest.raises(UserError, match="found a store made with another filters: .*name another --output"):

@@ -259,7 +259,7 @@ def _say_shapes(raw_shards: Sequence[Shard], say: Callable[[str], None]) -> None
                 shape, _ = curation.chat_messages(row)
             except curation.Malformed:
                 continue
-            say(f"{source}: shape {shape}, by the keys of its rows ({', '.join(row)})")
+            say(f"{source}: format {shape}, by the keys of its rows ({', '.join(row)})")
             break
 
 
