@@ -205,7 +205,7 @@ class Checkpoints:
             ) from None
         on_all_ranks(self._folder, lambda: self.remove_old() if is_first else None)
         seconds, total = time.perf_counter() - started, sum(record.bytes for record in records.values())
-        self._console.say(f"checkpoint: {folder}: {total / 2**30:.3g} GiB in {seconds:.1f} s")
+        self._console.say(f"checkpoint: {folder}: {total / 1e9:.3g} GB in {seconds:.1f} s")
         self._last_end = time.monotonic()
         assert folder is not None  # rank 0 made it
         return Saved(folder, seconds, total)

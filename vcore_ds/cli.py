@@ -132,7 +132,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments, later = parser.parse_known_args(argv)
     unknown = [word for word in later if word.startswith("-")]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        keys = [word.lstrip("-") for word in unknown if "." in word and "=" in word]
+        hint = f"; a recipe's values are replaced without dashes: {' '.join(keys)}" if keys else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     arguments.overrides += later
     return arguments
 

@@ -184,7 +184,8 @@ def run_training(training: Training, num_done: int, is_new: bool) -> StepMetrics
     """The steps that are left, with the loss before them in a new run. A collective."""
     console, checkpoints = training.console, training.checkpoints
     say_utilization(training, num_done)
-    console.say(f"Run: {training.num_steps} steps, written to {training.recipe.run.output_dir}\n")
+    epochs = f"{training.feed.epoch(training.num_steps):.3g} epochs of {len(training.feed.dataset):,} sequences"
+    console.say(f"Run: {training.num_steps} steps, {epochs}, written to {training.recipe.run.output_dir}\n")
     if is_new:
         checkpoints.validation_losses_before = validate(training)
     for name, loss in checkpoints.validation_losses_before.items():

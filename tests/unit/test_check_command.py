@@ -75,11 +75,12 @@ def test_how_well_the_ranks_are_used(capsys: pytest.CaptureFixture[str], tmp_pat
     )
     assert lines[4] == "Longest sequence that fits: 131,072 tokens, on 8 ranks"  # 8 divides 64 ranks and 40 heads
     assert lines[5].startswith("Assumed: lengths as of reasoning traces (lognormal, mean 2,970 tokens, cut at 16,384)")
-    assert len(lines) == 6
+    assert lines[6].startswith("Not on this machine, and needed where the recipe runs: data.train_path data/math")
+    assert len(lines) == 7
 
     words[1] = "model.path=nobody/has-this"
     assert main(["check", *words, "probe.batch_size=32", "--ranks", "64"]) == 0
-    *_, last = capsys.readouterr().out.splitlines()
+    *_, last, _ = capsys.readouterr().out.splitlines()
     assert last == "Assumed: the layers and heads of Qwen3-32B, since nobody/has-this is not on this machine"
     assert main(["check", *words, "batch.sequence_parallel=3", "--ranks", "64"]) == 2
     assert "batch.sequence_parallel: found 3 on 64 ranks; expected auto, or a divisor of" in capsys.readouterr().err
@@ -125,3 +126,12 @@ def test_another_broken_pipe_is_no_reader_that_left(monkeypatch: pytest.MonkeyPa
     with open(os.devnull, "w") as output, pytest.raises(BrokenPipeError):
         monkeypatch.setattr(sys, "stdout", output)
         main(["recipes"])
+
+
+def test_a_command_line_says_what_is_missing_and_how_values_are_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["check"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: recipe\n")
+    with pytest.raises(SystemExit):
+        main(["check", str(RECIPE), "--batch.global_size=8"])
+    assert "replaced without dashes: batch.global_size=8" in capsys.readouterr().err

@@ -250,6 +250,9 @@ def test_few_differing_problems_and_other_versions_are_warned_of(
     a = write_answers(tmp_path / "a", {"aime": first}, versions={"vllm": "0.9.2"})
     b = write_answers(tmp_path / "b", {"aime": second}, versions={"vllm": "0.10.0"})
     text = run(capsys, str(a), str(b))
+    second[1:3] = first[1:3]
+    c = write_answers(tmp_path / "c", {"aime": second}, versions={"vllm": "0.9.2"})
+    assert "c and a differ on 1 problem; below 5" in run(capsys, str(a), str(c))
     assert "b and a differ on 3 problems" in text and "vllm 0.10.0 (0.9.2)" in text
 
 

@@ -28,7 +28,13 @@ DEFAULT_RECIPES = {"train_32b": FOLDER / "qwen3_32b_math_full.yaml", "quickstart
 
 def fenced(document: Path, language: str) -> list[str]:
     """The text of the code blocks in that language ("" for none)."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", document.read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", document.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for found, text in blocks if found == language]
+
+
+def documented_recipes() -> dict[str, str]:
+    """The recipes that docs/recipes.md writes, by the file name in their first line."""
+    return {re.match(r"# ([\w.]+)", text)[1]: text for text in fenced(REPOSITORY / "docs" / "recipes.md", "yaml")}  # type: ignore[index]
 
 
 def documented_commands() -> list[tuple[str, str]]:
@@ -68,6 +74,8 @@ def test_a_documented_command_passes_check(
 ) -> None:
     # Where no run has been, so that an output folder of this checkout plays no role.
     (tmp_path / "launch_scripts").symlink_to(REPOSITORY / "launch_scripts")
+    for name, text in documented_recipes().items():
+        (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     assert main(as_check(line)) == 0, f"{document}: {line}\n{capsys.readouterr().err}"
     words = [word for word in as_check(line) if "=" in word]
@@ -77,14 +85,14 @@ def test_a_documented_command_passes_check(
         assert str(shown) == value or shown == (None if value == "null" else float(value)), line
 
 
-def test_the_recipe_that_the_documentation_writes_loads(tmp_path: Path) -> None:
-    blocks = fenced(REPOSITORY / "docs" / "recipes.md", "yaml")
-    assert blocks
-    for block in blocks:
-        (tmp_path / "mine.yaml").write_text(block)
-        recipe = load_recipe(tmp_path / "mine.yaml")
+def test_the_recipes_that_the_documentation_writes_load(tmp_path: Path) -> None:
+    written = {}
+    for name, text in documented_recipes().items():
+        (tmp_path / name).write_text(text)
+        recipe = load_recipe(tmp_path / name)
         plan_batch(recipe, 8, QWEN3_32B)
-        assert recipe.run.output_dir == "runs/mine" and recipe.data.cutoff_length == 8192
+        written[name] = recipe.run.output_dir, recipe.data.cutoff_length
+    assert written == {"mine.yaml": ("runs/mine", 8192), "small.yaml": ("runs/small", 2048)}
 
 
 def test_recipes_that_the_documentation_names_are_there() -> None:

@@ -169,6 +169,7 @@ def test_lengths_fit_together_unless_they_are_to_be_the_papers() -> None:
         (["--to", "trl", *SHORT, "actor_rollout_ref.rollout.n=many"], "rollout.n: found many; expected a number"),
         (["--to", "verl", "word"], "found word; expected key=value"),
         (["--to", "verl", *SHORT, "--held-out", "40"], "found 31 usable problems (1 left out: no answer"),
+        (["--to", "verl", *SHORT, "--held-out", "40"], "expected at least 41, of which 40 are held out (--held-out)"),
         (["--to", "verl", *SHORT, "--checkpoint", "step_7"], "cannot be exported: .*step_7"),
     ],
 )

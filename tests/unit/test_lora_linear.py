@@ -16,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import tiny
 from tests.helpers.step_runs import relative_error
+from vcore_ds.config import schema as recipes
+from vcore_ds.errors import UserError
+from vcore_ds.models import add_lora
 from vcore_ds.models.lora_linear import BaseLinear, LoraLinear, add_before_rounding
 from vcore_ds.track.allocations import Allocations
 
@@ -187,6 +190,12 @@ def test_add_lora_gives_every_adapted_layer_this_forward() -> None:
     layers = [module for module in modules if isinstance(module, lora.Linear)]
     assert len(layers) == 14 and all(type(layer) is LoraLinear for layer in layers)
     assert all(type(layer.base_layer) is BaseLinear for layer in layers)
+
+
+def test_a_name_that_no_layer_has_is_refused_beside_one_that_some_have() -> None:
+    settings = recipes.LoraConfig(rank=4, alpha=8, target_modules=["q_proj", "qproj"])
+    with pytest.raises(UserError, match="lora.target_modules: found qproj, which .*, such as q_proj, k_proj, v_proj"):
+        add_lora(tiny.qwen3(), settings)
 
 
 def test_a_saved_adapter_is_the_one_that_peft_saves(tmp_path) -> None:

@@ -527,7 +527,7 @@ def test_neither_processes_nor_interruptions_change_a_byte(run, tmp_path: Path, 
 def test_a_finished_store_is_left_alone(run, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [chat_row(n) for n in range(5)])
     assert run("chat", source) is not None
-    assert run.said[0] == f"{source}: shape messages, by the keys of its rows (messages)"
+    assert run.said[0] == f"{source}: format messages, by the keys of its rows (messages)"
     before = contents(tmp_path / "store")
     assert run("chat", source) is None and "is there already" in run.said[-1]
     with pytest.raises(UserError, match="found a store made with another filters: .*name another --output"):
@@ -628,6 +628,14 @@ def test_half_of_a_surrogate_pair_is_malformed(run, tmp_path: Path) -> None:
     assert "surrogate" in (tmp_path / "store.malformed.txt").read_text()
 
 
+def test_a_list_in_a_file_of_lines_is_told_apart(run, tmp_path: Path, tokenizer: str) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps([chat_row(0), chat_row(1)], indent=1))
+    with pytest.raises(UserError, match="every line is a row by itself: name a file that is one list .json"):
+        prepare(PrepareRequest("chat", (str(source),), tokenizer, "train"), tmp_path / "other")
+    assert run("chat", source.rename(tmp_path / "rows.json")).num_kept == 2
+
+
 def test_a_tokenizer_that_cannot_serve_is_refused(run, tmp_path: Path, tokenizer: str) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [chat_row(0)])
     made = make_tokenizer()
@@ -637,5 +645,10 @@ def test_a_tokenizer_that_cannot_serve_is_refused(run, tmp_path: Path, tokenizer
     with pytest.raises(UserError, match="has no chat template"):
         prepare(request, tmp_path / "store")
     request = PrepareRequest("chat", (str(source),), str(tmp_path / "nowhere"), "train")
-    with pytest.raises(UserError, match="--tokenizer: .*no tokenizer can be loaded"):
+    with pytest.raises(UserError, match="--tokenizer: .*no tokenizer can be loaded .* not found either"):
+        prepare(request, tmp_path / "store")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").write_text('{"model_type": "qwen3"}')
+    request = PrepareRequest("chat", (str(source),), str(tmp_path / "weights"), "train")
+    with pytest.raises(UserError, match="found no tokenizer.json in this folder; copy tokenizer.json"):
         prepare(request, tmp_path / "store")

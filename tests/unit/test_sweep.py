@@ -107,6 +107,11 @@ def test_a_list_may_stand_beside_a_grid(folder: Path) -> None:
     assert sweep.references == {"kl_budget=0.1": "sft", "kl_budget=0.2": "sft", "sft": None}
 
 
+def test_a_recipe_in_the_place_of_a_sweep_is_told_so(folder: Path) -> None:
+    with pytest.raises(RecipeError, match="base.yaml: found a recipe; expected a sweep: .* line `recipe: base.yaml`"):
+        load_sweep(Path("base.yaml"))
+
+
 def test_all_problems_of_the_file_are_said_at_once(folder: Path) -> None:
     found = problems(
         recipe=3, output_dir=[], seeds=[1, 1], seed=4, reference="other", cells={"a b": None, "c": "run.seed=3"}

@@ -22,7 +22,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Fragments and overrides, and what the deepspeed launcher adds."""
-    parser.add_argument("overrides", nargs="*", metavar=OVERRIDE_METAVAR, help=OVERRIDE_HELP)
+    parser.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE_METAVAR, help=OVERRIDE_HELP)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
 

@@ -1,6 +1,7 @@
 """`vcore-ds check`: a recipe, resolved and validated, without a GPU."""
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -61,6 +62,7 @@ def main(arguments: argparse.Namespace) -> None:
     print(
         f"{dump_recipe(recipe).rstrip()}\n\nBatch: {plan.describe()}",
         *describe_ranks(recipe, plan, ds_config),
+        *describe_missing(recipe),
         sep="\n",
     )
     if arguments.gpu is not None:
@@ -79,6 +81,16 @@ def plan_on(arguments: argparse.Namespace, recipe: Recipe) -> str:
         return load_recipe(arguments.recipe, [*arguments.overrides, *extra])
 
     raise UserError(describe_refusal(plan, cheapest_ways(plan, shape, reload)))
+
+
+def describe_missing(recipe: Recipe) -> Iterator[str]:
+    """A line on the data that this machine does not have: a typo, or data that only the cluster has."""
+    data = recipe.data
+    paths = {"train_path": data.train_path, "probe_path": data.probe_path}
+    paths |= {f"validation_path{name and '.'}{name}": path for name, path in data.validation_paths().items()}
+    missing = [f"data.{key} {path}" for key, path in paths.items() if path is not None and not os.access(path, os.R_OK)]
+    if missing:
+        yield f"Not on this machine, and needed where the recipe runs: {', '.join(missing)}"
 
 
 def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any]) -> Iterator[str]:

@@ -123,8 +123,11 @@ def _read(path: Path) -> _Draft:
     draft = _Draft(path, parsed)
     for key, line, first_line in parsed.duplicates:
         draft.problems.append(f"{path}:{line}: {key}: found a second time (first in line {first_line}); expected once")
-    for key in parsed.value.keys() - set(KEYS):
-        draft.add(str(key), f"found an unknown key; expected {', '.join(KEYS)}")
+    if parsed.value.keys() & Recipe.model_fields.keys():
+        raise RecipeError([f"{path}: found a recipe; {expected}. Write one with the line `recipe: {path}`"])
+    for key in parsed.value:
+        if key not in KEYS:
+            draft.add(str(key), f"found an unknown key; expected {', '.join(KEYS)}")
     return draft
 
 

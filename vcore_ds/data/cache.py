@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,7 @@ def store_of(
     with reading("", Path(path), "data, or a token store, that can be read"):
         if (Path(path) / MANIFEST).is_file():
             return Path(path)
-    from vcore_ds.data.prepare import PrepareRequest, describe_origin, find_shards, prepare
+    from vcore_ds.data.prepare import PrepareRequest, TooManyFaults, describe_origin, find_shards, prepare
 
     check_tokenizer(tokenizer)
     name = str(tokenizer.name_or_path)
@@ -75,12 +76,12 @@ def store_of(
             is_small = sum(file.stat().st_size for file in files) < _ONE_PROCESS_BYTES
             processes = 1 if is_small else len(os.sched_getaffinity(0))
             prepare(request, folder, processes=processes, max_malformed_share=0.0, say=say)
-        except UserError as error:
+        except TooManyFaults as error:
             raise UserError(
                 f"{error}\nThe data that a recipe names become a token store in {folder.parent} before training. To "
                 "leave out malformed rows, make the store yourself and name it instead of "
                 f"{path}: vcore-ds prepare chat {path} --tokenizer {name} --cutoff-length {cutoff_length} "
-                "--max-malformed 0.01 --output STORE"
+                f"--max-malformed {math.ceil(100 * error.share) / 100} --output STORE"
             ) from None
         finally:
             lock.release()

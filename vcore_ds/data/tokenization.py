@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,9 @@ from vcore_ds.grading.answers import answer_spans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+"""Patterns of which a folder with a tokenizer has at least one file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +50,19 @@ def load_tokenizer(path: str, key: str = "model.path") -> "PreTrainedTokenizerBa
     """
     from transformers import AutoTokenizer  # seconds to import, and processes that only read data do without
 
+    folder, failed = Path(path), f"{key}: {path}: no tokenizer can be loaded from there"
+    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+        # transformers makes an empty tokenizer of the model's type for some of these.
+        raise UserError(
+            f"{failed}: found no tokenizer.json in this folder; copy tokenizer.json, tokenizer_config.json and "
+            "chat_template.jinja into it from the model that these weights were trained from"
+        )
     try:
         # Without a decision about code of the tokenizer's own, transformers asks at the terminal.
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the Rust library raises that very class
-        raise UserError(f"{key}: {path}: no tokenizer can be loaded from there: {first_line(error)}") from None
+        where = "" if folder.is_dir() else f" A folder of this name was not found either (looked from {Path.cwd()})"
+        raise UserError(f"{failed}: {first_line(error)}{where}") from None
 
 
 def tokenize_rendered(

@@ -4,6 +4,7 @@ import warnings
 
 import peft
 from peft import PeftModel, get_peft_model
+from torch import nn
 from transformers import PreTrainedModel
 
 from vcore_ds.config.schema import LoraConfig
@@ -17,6 +18,8 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     Raises UserError where no layer of the model has one of the names in `lora.target_modules`.
     """
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    if isinstance(targets, list):
+        _check_names(model, targets)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -39,3 +42,17 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     # around that layer passes none to the adapters, and ZeRO-3's backward hook on it runs before they have theirs.
     adapted.enable_input_require_grads()
     return adapted
+
+
+def _check_names(model: PreTrainedModel, targets: list[str]) -> None:
+    """Refuses a name that no layer has: peft ignores it where another one is found."""
+    names = [name for name, _ in model.named_modules()]
+    unknown = [one for one in targets if not any(name == one or name.endswith(f".{one}") for name in names)]
+    if unknown:
+        linear = {
+            name.rpartition(".")[2]: None for name, layer in model.named_modules() if isinstance(layer, nn.Linear)
+        }
+        raise UserError(
+            f"lora.target_modules: found {', '.join(unknown)}, which no layer of the model is called; expected "
+            f"all-linear, or names of layers, such as {', '.join(linear)}"
+        )

@@ -214,9 +214,10 @@ def _warnings_on_intervals(sides: Sequence[Side], differences: Sequence[Differen
     for one in differences:
         num_differing = one.num_better + one.num_worse
         if len(sides[0].folders) == 1 and num_differing < FEWEST_DIFFERING:
+            problems = "1 problem" if num_differing == 1 else f"{num_differing} problems"
             yield (
-                f"{one.task}: {one.side} and {one.reference} differ on {num_differing} problems; below "
-                f"{FEWEST_DIFFERING} the t interval may be too narrow. Go by the exact test, or evaluate more problems"
+                f"{one.task}: {one.side} and {one.reference} differ on {problems}; below {FEWEST_DIFFERING} the t "
+                "interval may be too narrow. Go by the exact test, or evaluate more problems"
             )
 
 

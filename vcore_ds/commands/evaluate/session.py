@@ -222,6 +222,9 @@ def _answer(
     requests: list[Request],
     settings: Settings,
 ):
+    # The first batch of long answers may take minutes, or hours without a GPU.
+    limit, at_a_time = settings.limit_of(task), min(settings.batch_size, len(requests))
+    print(f"{task.name}: {len(requests):,} answers of at most {limit:,} tokens, {at_a_time} at a time", flush=True)
     journal = Journal(settings.output / UNFINISHED / f"{task.name}.jsonl", task.name, len(requests))
     api: apis.InProcessAPI | apis.ServerAPI
     if isinstance(source, Server):

@@ -79,8 +79,8 @@ def read_rows(
         reasons = "; ".join(f"{number:,} left out: {reason}" for reason, number in left_out.items())
         raise UserError(
             f"--data: {source}: found {len(rows):,} usable problems{f' ({reasons})' if reasons else ''}, in rows with "
-            f"the keys {', '.join(sorted(keys)) or 'none'}; expected at least {wanted:,}, each with one of "
-            f"{', '.join(QUESTIONS)} and one of {', '.join(ANSWERS)}"
+            f"the keys {', '.join(sorted(keys)) or 'none'}; expected at least {wanted:,}, of which {held_out:,} are "
+            f"held out (--held-out), each with one of {', '.join(QUESTIONS)} and one of {', '.join(ANSWERS)}"
         )
     random.Random(seed).shuffle(rows)
     end = len(rows) if sample is None else held_out + sample

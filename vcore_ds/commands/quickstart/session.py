@@ -86,6 +86,7 @@ def say_what_next() -> None:
             f"\nTrain longer:   bash {SCRIPT} schedule.num_steps=100\n"
             f"Compare to SFT: bash {SCRIPT} methods/sft.yaml\n"
             f"Trusted traces: bash {SCRIPT} presets/trusted.yaml  (steers by traces with right answers)\n"
-            f'Your own data:  bash {SCRIPT} data.train_path=FILE.jsonl  (lines of {{"messages": [...]}})',
+            f"Your own data:  bash {SCRIPT} data.train_path=FILE.jsonl data.cutoff_length=2048  (rows of "
+            '{"messages": [...]}; longer ones are left out)',
             flush=True,
         )

@@ -104,7 +104,8 @@ def chat_messages(row: Any) -> tuple[str, list[Message]]:
         shape, messages = "Alpaca", _alpaca(row)
     else:
         raise Malformed(
-            f"found the keys {_names(row)}; expected `messages`, `conversations`, or `instruction` and `output`"
+            f"found the keys {_names(row)}; expected `messages`, `conversations`, or `instruction` and `output`: "
+            "rename the keys (a question to `instruction`, its answer to `output`)"
         )
     try:
         checked = check_messages(messages)

@@ -41,6 +41,14 @@ _ALL_KEYS = 2**64
 """Key limit that all keys are below."""
 
 
+class TooManyFaults(UserError):
+    """More rows are malformed than is allowed, but not all: the others could be used."""
+
+    def __init__(self, message: str, share: float):
+        super().__init__(message)
+        self.share = share
+
+
 def prepare(
     request: PrepareRequest,
     output: str | Path,
@@ -251,7 +259,7 @@ def _say_shapes(raw_shards: Sequence[Shard], say: Callable[[str], None]) -> None
                 shape, _ = curation.chat_messages(row)
             except curation.Malformed:
                 continue
-            say(f"{source}: shape {shape}, by the keys of its rows ({', '.join(row)})")
+            say(f"{source}: format {shape}, by the keys of its rows ({', '.join(row)})")
             break
 
 
@@ -265,11 +273,13 @@ def _refuse_faults(
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     path.write_text("\n".join(dict.fromkeys(lines + faults)) + "\n", encoding="utf-8")
     if num_faults > max_share * num_rows:
-        raise UserError(
-            f"{num_faults:,} of {num_rows:,} rows are {what} ({num_faults / num_rows:.2%}), expected at most "
-            f"{max_share:.2%} (--max-malformed). The first: {faults[0]}\n"
-            f"More of them: {path}. Fix the data, or raise --max-malformed; finished work is kept."
+        expected = f"at most {max_share:.2%} (--max-malformed)" if max_share else "none"
+        advice = "Fix the data, or raise --max-malformed; finished work is kept" if max_share else "Fix the data"
+        message = (
+            f"{num_faults:,} of {num_rows:,} rows are {what} ({num_faults / num_rows:.2%}), expected {expected}. "
+            f"The first: {faults[0]}\nMore of them: {path}. {advice}."
         )
+        raise UserError(message) if num_faults == num_rows else TooManyFaults(message, num_faults / num_rows)
 
 
 def _keep_fault_report(folder: Path, output: Path) -> Path:

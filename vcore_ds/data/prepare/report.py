@@ -94,7 +94,7 @@ class PrepareReport:
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {value:>12}" for name, value in rows]
         if self.shapes:
-            lines.append("shapes: " + ", ".join(f"{shape} {number:,}" for shape, number in self.shapes.items()))
+            lines.append("formats: " + ", ".join(f"{shape} {number:,}" for shape, number in self.shapes.items()))
         if self.lengths is not None:
             lines += ["", f"{'tokens per sequence':<{width}}  {'mean':>12}{'p50':>8}{'p95':>8}{'max':>8}"]
             values = self.lengths

@@ -154,7 +154,9 @@ def _lines(shard: Shard) -> Iterator[tuple[int, Any]]:
                 text = line.decode("utf-8-sig" if is_first else "utf-8").strip()
                 yield number, json.loads(text) if text else BLANK
             except (ValueError, RecursionError) as error:
-                yield number, Broken(_json_problem(error))
+                begins_list = is_first and line.lstrip(b"\xef\xbb\xbf \t").startswith(b"[")
+                hint = "; every line is a row by itself: name a file that is one list .json" if begins_list else ""
+                yield number, Broken(_json_problem(error) + hint)
             number += 1
 
 
