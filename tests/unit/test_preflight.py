@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import tiny
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.commands.preflight.inspection import output_bytes
+from vcore_ds.commands.preflight.inspection import find_unreadable, output_bytes
 from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems, find_split_groups
 from vcore_ds.config import Recipe
 from vcore_ds.distributed.interconnect import network_of_nccl
@@ -147,3 +147,22 @@ def test_ranks_that_share_layers_are_on_one_node() -> None:
     assert find_split_groups({"n1": 8, "n2": 8}, 4) == find_split_groups({"n1": 3}, 1) == []
     (problem,) = find_split_groups({"n1": 8, "n2": 6}, 4)
     assert problem.startswith("n2: parallel.tensor: found 4 with 6 ranks on the node, expected a divisor")
+
+
+@pytest.mark.parametrize(
+    ("source", "is_missed"),
+    [
+        ("here/*.jsonl", False),
+        ("here/*.parquet", True),
+        ("here/typo", True),
+        ("typo.jsonl", True),
+        ("elsewhere/typo.jsonl", True),
+        ("owner/name", False),
+    ],
+)
+def test_data_is_missed_unless_it_can_be_on_the_hub(source: str, is_missed: bool, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "part.jsonl").touch()
+    found = find_unreadable(Recipe.model_validate(smallest_recipe() | {"data": {"train_path": source}}))
+    assert ("data.train_path" in found) == is_missed, found

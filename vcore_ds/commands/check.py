@@ -1,7 +1,6 @@
 """`vcore-ds check`: a recipe, resolved and validated, without a GPU."""
 
 import argparse
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from vcore_ds.config import (
 )
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import can_resume, check_output_folder
+from vcore_ds.files.user_paths import is_readable
 from vcore_ds.planning import GPUS, SIMULATED_MEAN, Cluster, known_model, shape_on_disk
 
 HELP = "validate a recipe without a GPU"
@@ -88,7 +88,7 @@ def describe_missing(recipe: Recipe) -> Iterator[str]:
     data = recipe.data
     paths = {"train_path": data.train_path, "probe_path": data.probe_path}
     paths |= {f"validation_path{name and '.'}{name}": path for name, path in data.validation_paths().items()}
-    missing = [f"data.{key} {path}" for key, path in paths.items() if path is not None and not os.access(path, os.R_OK)]
+    missing = [f"data.{key} {path}" for key, path in paths.items() if path is not None and not is_readable(path)]
     if missing:
         yield f"Not on this machine, and needed where the recipe runs: {', '.join(missing)}"
 

@@ -1,6 +1,7 @@
 """Folders and files that a user names: one message where the system does not let them be read or written."""
 
 import errno
+import glob
 import os
 import re
 import tempfile
@@ -24,6 +25,22 @@ _REMEDIES = {
 _OTHER_REMEDY = "name another one"
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 """How `safetensors` and `tokenizers` word the system's errors, in exceptions that are no OSError."""
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+"""Files that raw data are read from."""
+
+
+def can_be_hub_id(source: str) -> bool:
+    """Whether `source`, which is not there as a file or folder, can be a data set on the hub: owner/name."""
+    is_local = source.startswith((".", "/", "~")) or Path(source).suffix.lower() in DATA_SUFFIXES
+    return source.count("/") == 1 and not is_local
+
+
+def is_readable(source: str) -> bool:
+    """Whether this process can read a file, a folder, or all files of a pattern."""
+    path = str(Path(source).expanduser())
+    found = glob.glob(path, recursive=True) if any(character in source for character in "*?[") else [path]
+    return bool(found) and all(os.access(name, os.R_OK) for name in found)
 
 
 @contextmanager

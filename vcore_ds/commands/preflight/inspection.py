@@ -17,6 +17,7 @@ from vcore_ds.config import Recipe
 from vcore_ds.distributed import interconnect
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.files.run_folder import environment
+from vcore_ds.files.user_paths import can_be_hub_id, is_readable
 
 MEET_SECONDS = 120.0
 """Until all ranks are in one process group, and for the all-reduce: both take seconds where the network is sound."""
@@ -125,7 +126,9 @@ def find_unreadable(recipe: Recipe) -> dict[str, str]:
     for name, path in data.validation_paths().items():
         paths[f"validation_path{name and '.'}{name}"] = path
     for key, path in paths.items():
-        if path is not None and not os.access(path, os.R_OK):
+        # A data set on the hub is read when the run starts. What begins with a folder that is here is none.
+        on_hub = path is not None and can_be_hub_id(path) and not Path(path).parent.is_dir()
+        if path is not None and not on_hub and not is_readable(path):
             problems[f"data.{key}"] = f"found nothing to read at {path}. Give a file that all nodes share"
     return problems
 

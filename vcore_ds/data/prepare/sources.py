@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vcore_ds.errors import UserError, first_line
-from vcore_ds.files.user_paths import reading
+from vcore_ds.files.user_paths import DATA_SUFFIXES, can_be_hub_id, reading
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -22,7 +22,6 @@ _JSONL_SHARD_BYTES = 32 * 2**20
 _PARQUET_SHARD_ROWS = 10_000
 """Smallest shard; row groups are not divided."""
 
-_SUFFIXES = (".jsonl", ".json", ".parquet")
 _READABLE = "data that can be read"
 """What a source has to be, for messages."""
 
@@ -109,11 +108,11 @@ def _files(source: str, split: str) -> list[Path] | None:
     """None for what can only be an id on the hub."""
     path = Path(source).expanduser()
     if path.is_file():
-        if path.suffix.lower() not in _SUFFIXES:
+        if path.suffix.lower() not in DATA_SUFFIXES:
             raise UserError(f"{path}: found a file ending in {path.suffix!r}, expected .jsonl, .json or .parquet")
         return [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES)
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in DATA_SUFFIXES)
         if not files:
             next(path.iterdir(), None)  # raises where the folder may not be listed, which rglob takes for an empty one
             raise UserError(f"{path}: found no .jsonl, .json or .parquet file in this folder")
@@ -123,7 +122,7 @@ def _files(source: str, split: str) -> list[Path] | None:
         if not files:
             raise UserError(f"{source}: found no file of this pattern (looked from {Path.cwd()})")
         return files
-    if source.startswith((".", "/", "~")) or source.count("/") != 1 or path.suffix.lower() in _SUFFIXES:
+    if not can_be_hub_id(source):
         raise UserError(f"{source}: there is no such file (looked from {Path.cwd()}), and it is no hub id (owner/name)")
     return None
 
