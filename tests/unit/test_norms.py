@@ -1,11 +1,15 @@
 """The norm of the parallel layers: its value against Hugging Face's, its tangent against forward mode in fp64."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from vcore_ds.errors import UserError
 from vcore_ds.models import make_dual
+from vcore_ds.models.megatron import norms
 from vcore_ds.models.megatron.norms import RMSNorm, rms_norm, rms_norm_tangent
 
 EPS = 1e-5
@@ -76,3 +80,14 @@ def test_a_dual_number_has_the_plain_value_and_a_graph_of_it_alone() -> None:
     assert torch.equal(value, plain)
     assert value.requires_grad and not tangent.requires_grad
     assert torch.equal(tangent, rms_norm_tangent(x, weight, EPS, d_x=d_x, d_weight=d_weight))
+
+
+def test_a_transformer_engine_that_cannot_be_imported_is_refused(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('libcudart.so.13: no such file')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(norms, "uses_gpu", lambda: True)
+    with pytest.raises(UserError) as refused:
+        norms.norm_class()
+    assert "OSError: libcudart.so.13: no such file" in str(refused.value)
+    assert "pip uninstall transformer_engine" in str(refused.value)
