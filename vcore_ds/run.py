@@ -245,4 +245,5 @@ def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:
     lines.append(f"\nResult: {result.export_folder} (Hugging Face format)\nMetrics: {result.folder / 'metrics.jsonl'}")
     if (result.folder / run_folder.TOKENS).is_dir():
         lines.append(f"Tokens: vcore-ds tokens {result.folder}")
+    lines.append(f"Report: vcore-ds report {result.folder}    Try it: vcore-ds chat {result.folder}")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """The tiny models in parallel layers, and what the ranks of a tensor group have of one put together again."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from unittest.mock import patch
 
@@ -19,7 +19,7 @@ from vcore_ds.models import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION, TokenDro
 from vcore_ds.models.megatron import norms
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
 from vcore_ds.models.megatron.norms import PlainRMSNorm, TakesDualNumbers
-from vcore_ds.models.megatron.weights import fill, put_together
+from vcore_ds.models.megatron.weights import Piece, put_together
 from vcore_ds.utility.perturbation import perturbed
 
 
@@ -49,6 +49,16 @@ def parallel_model(
         fill(model, model.trained_pieces(**place), lambda piece: piece.of(adapters[piece.name]))
     model.train()
     return model
+
+
+def fill(model: nn.Module, of_rank: Mapping[str, Piece], read: Callable[[Piece], Tensor]) -> None:
+    """Copies a Hugging Face model's weights, piece by piece, into a model that is not sharded; rows of no token become
+    zero."""
+    with torch.no_grad():
+        for name, piece in of_rank.items():
+            parameter = model.get_parameter(name)
+            parameter[: piece.num_rows].copy_(read(piece))
+            parameter[piece.num_rows :].zero_()
 
 
 class _NormKernel(torch.autograd.Function):

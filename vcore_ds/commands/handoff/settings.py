@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 
 from vcore_ds.errors import UserError
 
-METHODS = ("grpo", "dapo")
-
 KL_LOSS_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 """Estimators of the KL loss that verl computes (it names `full` too, and has none); each also with a `+`, for its
 straight-through form."""

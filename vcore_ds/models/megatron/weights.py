@@ -1,11 +1,10 @@
 """Which parts of a Hugging Face model's weights the parameters of a rank are, for both ways between the two."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from vcore_ds.models.megatron.configuration import head_dim, padded_vocabulary
@@ -119,20 +118,6 @@ def runs(piece: Piece, shapes: Mapping[str, Sequence[int]], start: int, end: int
         left, right = max(start, of_row), min(stop, of_row + num_columns)
         place = (piece.rows.start + row) * width + first_column
         yield Run(piece.name, place + left - of_row, left - start, right - left)
-
-
-def fill(model: nn.Module, of_rank: Mapping[str, Piece], read: Callable[[Piece], Tensor]) -> None:
-    """Copies a Hugging Face model's weights into a model that is not sharded; rows of no token become zero.
-
-    Args:
-        of_rank: the rank's piece of every parameter.
-        read: gives a piece.
-    """
-    with torch.no_grad():
-        for name, piece in of_rank.items():
-            parameter = model.get_parameter(name)
-            parameter[: piece.num_rows].copy_(read(piece))
-            parameter[piece.num_rows :].zero_()
 
 
 def put_together(weights: Mapping[str, Tensor], parameter: Tensor, piece: Piece) -> None:
