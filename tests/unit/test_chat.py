@@ -198,14 +198,15 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(endless):
     seen = ""
 
     def wait_for(text: str, after: int = 0, characters: int = 0) -> int:
-        """Until `text`, and so many further characters, have come; returns how many there are."""
+        """Until `text`, and so many further characters, have come; returns the place behind `text`, after which more
+        may have come already."""
         nonlocal seen
         deadline = time.monotonic() + 300
         while text not in seen[after:] or len(seen) < after + characters:
             assert time.monotonic() < deadline, seen
             if select.select([terminal], [], [], 1)[0]:
                 seen += os.read(terminal, 4096).decode(errors="replace")
-        return len(seen)
+        return seen.index(text, after) + len(text)
 
     try:
         wait_for("> ")

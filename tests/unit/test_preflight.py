@@ -164,5 +164,6 @@ def test_data_is_missed_unless_it_can_be_on_the_hub(source: str, is_missed: bool
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "part.jsonl").touch()
-    found = find_unreadable(Recipe.model_validate(smallest_recipe() | {"data": {"train_path": source}}))
+    sections = {"model": {"path": "./none"}, "data": {"train_path": source}}  # a path that the hub is not asked for
+    found = find_unreadable(Recipe.model_validate(smallest_recipe() | sections))
     assert ("data.train_path" in found) == is_missed, found
