@@ -41,7 +41,11 @@ def undisturbed(cluster: Cluster, setup: TinySetup, tmp_path_factory: pytest.Tem
         assert done.returncode == 0, done.stdout
         return Undisturbed(folder / "run", done.stdout, missing)
     (folder / "hosts").write_text("# name, and ranks on it\nn1 slots=1\nn2 slots=1\n")
-    command = f"deepspeed --master_port {free_port()} --hostfile {folder}/hosts launch_scripts/train_32b.sh"
+    # The launcher hands the nodes nothing else. Without it each rank takes all cores of the machine that is both nodes,
+    # for threads that wait by spinning: steps of 15 s on busy cores.
+    (folder / "environment").write_text("OMP_NUM_THREADS=1\n")
+    command = f"DS_ENV_FILE={folder}/environment deepspeed --master_port {free_port()} --hostfile {folder}/hosts"
+    command += " launch_scripts/train_32b.sh"
     return Undisturbed(folder / "run", cluster.run_on("n1", f"{command} {overrides}"), None)
 
 
