@@ -1,7 +1,9 @@
 """Commands as a user types them, and the metrics they leave behind."""
 
+import contextlib
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -82,9 +84,13 @@ def run_command(
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port nobody listens on, below those that Linux gives to outgoing connections: a server that first imports torch
+    for seconds would find one of those taken."""
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return port
+    raise AssertionError("a hundred ports, chosen at random, are all taken")
 
 
 def wait_for_port(port: int, timeout_seconds: float = HANG_SECONDS) -> None:
