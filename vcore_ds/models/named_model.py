@@ -67,8 +67,9 @@ def find_named_model(path: str, base: str | None = None, *, remedy: str = _RELAT
     try:
         check_model_folder(found.weights)
     except UserError as error:
-        is_base = found.adapter is not None
-        hint = f". It is the base model of {path}. {remedy}" if is_base else f"; {_EXPECTED}. {_RELATIVE}"
+        hint = "" if Path(found.weights).exists() else f"; {_EXPECTED}. {_RELATIVE}"
+        if found.adapter is not None:
+            hint = f". It is the base model of {path}. {remedy}"
         raise UserError(f"RUN|MODEL: {str(error).removeprefix('model.path: ')}{hint}") from None
     return found
 
@@ -95,6 +96,8 @@ def _find(path: str, base: str | None, remedy: str) -> NamedModel:
                 f"{remedy}"
             )
         return NamedModel(path, base, path, base)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UserError(f"RUN|MODEL: {folder}: found no run, adapter or model there; {_EXPECTED}")
     return NamedModel(path, path)
 
 
