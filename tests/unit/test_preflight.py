@@ -1,5 +1,7 @@
 """What is said about nodes that differ, and what is read from NCCL's log. The whole, on two nodes: tests/slurm."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import tiny
+from tests.helpers.commands import REPOSITORY, command_environment
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.commands.preflight.inspection import find_unreadable, output_bytes
 from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems, find_split_groups
@@ -167,3 +170,20 @@ def test_data_is_missed_unless_it_can_be_on_the_hub(source: str, is_missed: bool
     sections = {"model": {"path": "./none"}, "data": {"train_path": source}}  # a path that the hub is not asked for
     found = find_unreadable(Recipe.model_validate(smallest_recipe() | sections))
     assert ("data.train_path" in found) == is_missed, found
+
+
+def test_no_thread_of_the_network_outlives_the_check(model: Path, tmp_path: Path) -> None:
+    """One that does can abort the interpreter at its end, although all nodes are fit."""
+    code = """if True:
+        import sys
+        from pathlib import Path
+        from vcore_ds.cli import main
+        assert main(["preflight", *sys.argv[1:]]) == 0
+        names = {file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")}
+        print("threads:", *sorted(name for name in names if "gloo" in name or "store" in name))
+    """
+    changes = [f"model.path={model}", f"data.train_path={model / 'config.json'}", "data.validation_path=null"]
+    words = [sys.executable, "-c", code, "qwen3_8b_math_full.yaml", *changes, f"run.output_dir={tmp_path / 'run'}"]
+    done = subprocess.run(words, cwd=REPOSITORY, env=command_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "threads:"

@@ -1,8 +1,6 @@
 """`vcore-ds preflight`: whether all nodes are fit for a run, before its ranks start."""
 
 import argparse
-import os
-import sys
 
 from vcore_ds.commands.arguments import add_recipe
 from vcore_ds.config import load_recipe
@@ -25,8 +23,3 @@ def main(arguments: argparse.Namespace) -> None:
         from vcore_ds.commands.preflight.inspection import preflight
 
     preflight(recipe)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Past the interpreter's end, during which a thread of torch's can abort the process ("terminate called without an
-    # active exception"): rarely, and a job whose nodes are fit would end before it has begun.
-    os._exit(0)
