@@ -17,7 +17,7 @@ from vcore_ds.engine import save_hugging_face
 from vcore_ds.errors import UserError
 from vcore_ds.feed import Feed, build_feed, count_data, read_dataset, read_training_data
 from vcore_ds.files import run_folder
-from vcore_ds.files.run_lock import RunLock
+from vcore_ds.files.locks import RunLock
 from vcore_ds.files.user_paths import writing
 from vcore_ds.followed import choose_followed
 from vcore_ds.loop import Training, run_steps, validate

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.data import TokenStore
-from vcore_ds.data.prepare import PrepareReport, PrepareRequest, curation, prepare, shards, sources
+from vcore_ds.data.prepare import PrepareReport, PrepareRequest, curation, pipeline, prepare, shards, sources
 from vcore_ds.data.prepare.report import LengthSummary
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
 from vcore_ds.data.prepare.statements import Statements
@@ -547,6 +547,26 @@ def test_another_request_starts_over(run, tmp_path: Path) -> None:
         run("chat", source, max_malformed_share=0.1)
     run("chat", source, seed=1)
     assert "starting over" in "".join(run.said)
+
+
+def test_a_second_command_on_an_output_leaves_the_first_alone(run, tmp_path: Path, monkeypatch) -> None:
+    source = write_lines(tmp_path / "rows.jsonl", [chat_row(n) for n in range(5)])
+    select, refusals = pipeline.select, []
+
+    def select_while_another_begins(*arguments):
+        with pytest.raises(UserError) as refused:
+            run("chat", source, seed=2)  # another request, which would delete what is there
+        refusals.append(str(refused.value))
+        if len(refusals) == 1:
+            raise KeyboardInterrupt
+        return select(*arguments)
+
+    monkeypatch.setattr(pipeline, "select", select_while_another_begins)
+    with pytest.raises(KeyboardInterrupt):
+        run("chat", source)
+    report = run("chat", source, seed=1)  # starts over, and is alone all the same
+    assert report is not None and report.num_kept == 5 and not (tmp_path / "store.unfinished").exists()
+    assert len(refusals) == 2 and all("store.unfinished: found another process writing" in text for text in refusals)
 
 
 def test_too_many_malformed_rows_are_refused_and_a_higher_limit_goes_on(run, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from vcore_ds import __version__
 from vcore_ds.config import Recipe, differing_keys, dump_recipe, read_resolved_recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import unfinished_path, written_aside
-from vcore_ds.files.run_lock import LOCK
+from vcore_ds.files.locks import LOCK
 from vcore_ds.files.user_paths import check_folder, writing
 
 PACKAGES = ("torch", "deepspeed", "transformers", "peft", "megatron-core")

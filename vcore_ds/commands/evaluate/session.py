@@ -5,13 +5,11 @@ import json
 import shutil
 import zlib
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from transformers import GenerationConfig
 from transformers.utils import logging
 
@@ -38,13 +36,13 @@ from vcore_ds.files.evaluation_folder import (
     write_evaluation,
     write_samples,
 )
+from vcore_ds.files.locks import LOCK, alone_in
 from vcore_ds.files.user_paths import writing
 from vcore_ds.models.named_model import NamedModel, end_token_ids
 from vcore_ds.random_streams import Stream, torch_seed
 
 UNFINISHED = "unfinished"
 """Folder with the request and the answers so far; gone when the evaluation is done."""
-LOCK = ".lock"
 PACKAGES = ("inspect_ai", "math-verify", "transformers", "peft", "torch", "reasoning-gym")
 
 
@@ -83,7 +81,7 @@ def evaluate(model: NamedModel, settings: Settings) -> Evaluation:
     logging.disable_progress_bar()
     tokenizer = load_tokenizer(model.tokenizer, "RUN|MODEL")
     check_tokenizer(tokenizer)
-    with writing("--output", settings.output), _locked(settings.output):
+    with writing("--output", settings.output), alone_in(settings.output):
         _begin(settings.output, _request_of(model, settings))
         asked = {
             name: _requests(task, problems, settings, tokenizer) for name, (task, problems) in settings.tasks.items()
@@ -122,19 +120,6 @@ def evaluate(model: NamedModel, settings: Settings) -> Evaluation:
         shutil.rmtree(settings.output / UNFINISHED)
     print(f"\n{table.describe(evaluation)}\nResult: {settings.output}", flush=True)
     return evaluation
-
-
-@contextmanager
-def _locked(folder: Path):
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / LOCK, timeout=0):
-            yield
-    except Timeout:
-        raise UserError(
-            f"--output: {folder}: found another process evaluating into it; expected one at a time. Wait for it, or "
-            "name another folder"
-        ) from None
 
 
 def _begin(folder: Path, request: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ from vcore_ds.data.store import write_store
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import flush, unfinished_path
+from vcore_ds.files.locks import alone_in
 from vcore_ds.files.user_paths import check_folder
 
 _BLOCK = 128
@@ -63,7 +64,7 @@ def prepare(
         max_malformed_share: largest share of malformed rows; more are refused, with a report of the first ones.
 
     Raises:
-        UserError: the request or the data cannot be used.
+        UserError: the request or the data cannot be used, or another process is making `output`.
         OSError: `output` cannot be written.
         In every case finished work is kept.
     """
@@ -82,58 +83,60 @@ def prepare(
         return None
     check_folder(output)  # now, not when the store is whole: the unfinished name may allow what this one does not
     folder = unfinished_path(output)
-    resume_or_begin(folder, made_from, say)
+    with alone_in(folder, say):
+        resume_or_begin(folder, made_from, say)
 
-    with Pool(processes, [work.__name__]) as pool:
-        reports = _curate(request, raw_shards, folder / "curated", pool, say)
-        first_rows = _first_row_numbers(raw_shards, reports)
-        report = PrepareReport(request.kind, request.sample, request.cutoff_length, request.overlong)
-        report.count_shards(reports)
-        faults = [
-            f"{first_rows[i].locate(number)}: {reason}"
-            for i, shard_report in enumerate(reports)
-            for number, reason in shard_report.faults
-        ]
-        _refuse_faults(folder, faults, report.num_malformed, report.num_rows, max_malformed_share, "malformed")
-        candidates = select(request, reports, folder / "curated")
-        if not candidates:
-            raise UserError(f"{', '.join(request.sources)}: no row is left.\n{report.describe()}")
-        blocks = _tokenize(request, candidates, first_rows, folder, pool)
+        with Pool(processes, [work.__name__]) as pool:
+            reports = _curate(request, raw_shards, folder / "curated", pool, say)
+            first_rows = _first_row_numbers(raw_shards, reports)
+            report = PrepareReport(request.kind, request.sample, request.cutoff_length, request.overlong)
+            report.count_shards(reports)
+            faults = [
+                f"{first_rows[i].locate(number)}: {reason}"
+                for i, shard_report in enumerate(reports)
+                for number, reason in shard_report.faults
+            ]
+            _refuse_faults(folder, faults, report.num_malformed, report.num_rows, max_malformed_share, "malformed")
+            candidates = select(request, reports, folder / "curated")
+            if not candidates:
+                raise UserError(f"{', '.join(request.sources)}: no row is left.\n{report.describe()}")
+            blocks = _tokenize(request, candidates, first_rows, folder, pool)
 
-    chosen = choose(request, blocks, report)
-    faults = [str(fault) for block in blocks for fault in block["faults"]]
-    num_tokenized = sum(len(block["outcomes"]) for block in blocks)
-    _refuse_faults(folder, faults, len(faults), num_tokenized, max_malformed_share, "unusable with this tokenizer")
-    if not chosen:
-        raise UserError(f"{', '.join(request.sources)}: no sequence is left.\n{report.describe()}")
-    if request.sample is not None and len(chosen) < request.sample and len(candidates) < report.num_curated:
-        raise UserError(
-            f"only {len(chosen):,} of {len(candidates):,} rows drawn at random fit --cutoff-length "
-            f"{request.cutoff_length:,}, expected {request.sample:,}; raise it, truncate (--overlong truncate), or "
-            f"lower --sample\n{report.describe()}"
+        chosen = choose(request, blocks, report)
+        faults = [str(fault) for block in blocks for fault in block["faults"]]
+        num_tokenized = sum(len(block["outcomes"]) for block in blocks)
+        _refuse_faults(folder, faults, len(faults), num_tokenized, max_malformed_share, "unusable with this tokenizer")
+        if not chosen:
+            raise UserError(f"{', '.join(request.sources)}: no sequence is left.\n{report.describe()}")
+        if request.sample is not None and len(chosen) < request.sample and len(candidates) < report.num_curated:
+            raise UserError(
+                f"only {len(chosen):,} of {len(candidates):,} rows drawn at random fit --cutoff-length "
+                f"{request.cutoff_length:,}, expected {request.sample:,}; raise it, truncate (--overlong truncate), or "
+                f"lower --sample\n{report.describe()}"
+            )
+        report.lengths = LengthSummary.of(sorted(sequence.length for sequence in chosen))
+
+        # Back to the order of the rows, which is the order of their ids.
+        chosen.sort(key=lambda sequence: sequence.sequence_id)
+        counts = {"rows": report.num_rows, "malformed": report.num_malformed, "dropped": report.dropped}
+        staged = folder / "store"
+        shutil.rmtree(staged, ignore_errors=True)  # a store that was finished just before a kill
+        write_store(
+            staged,
+            read_sequences(folder / "tokenized", chosen),
+            tokenizer,
+            # The store describes its tokenizer itself.
+            **{key: value for key, value in made_from.items() if key != "tokenizer"},
+            counts={**counts, "kept": len(chosen), "noticed": report.noticed, "shapes": report.shapes},
+            lengths=asdict(report.lengths),
         )
-    report.lengths = LengthSummary.of(sorted(sequence.length for sequence in chosen))
-
-    # Back to the order of the rows, which is the order of their ids.
-    chosen.sort(key=lambda sequence: sequence.sequence_id)
-    counts = {"rows": report.num_rows, "malformed": report.num_malformed, "dropped": report.dropped}
-    staged = folder / "store"
-    shutil.rmtree(staged, ignore_errors=True)  # a store that was finished just before a kill
-    write_store(
-        staged,
-        read_sequences(folder / "tokenized", chosen),
-        tokenizer,
-        **{key: value for key, value in made_from.items() if key != "tokenizer"},  # which the store describes itself
-        counts={**counts, "kept": len(chosen), "noticed": report.noticed, "shapes": report.shapes},
-        lengths=asdict(report.lengths),
-    )
-    staged.rename(output)  # already flushed
-    flush(output.parent)
-    if faults or report.num_malformed:
-        say(f"malformed rows: {_keep_fault_report(folder, output)}")
-    shutil.rmtree(folder)
-    say(report.describe())
-    return report
+        staged.rename(output)  # already flushed
+        flush(output.parent)
+        if faults or report.num_malformed:
+            say(f"malformed rows: {_keep_fault_report(folder, output)}")
+        shutil.rmtree(folder)
+        say(report.describe())
+        return report
 
 
 def _curate(

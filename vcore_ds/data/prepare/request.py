@@ -14,6 +14,7 @@ from vcore_ds.data.prepare.shards import Kind, write_json
 from vcore_ds.data.prepare.sources import Shard, describe_source
 from vcore_ds.data.store import MANIFEST, describe_tokenizer
 from vcore_ds.errors import UserError
+from vcore_ds.files.locks import LOCK
 from vcore_ds.grading.prompts import code_prompt, math_prompt
 
 if TYPE_CHECKING:
@@ -79,15 +80,18 @@ def check_finished(output: Path, made_from: dict[str, Any]) -> None:
 
 
 def resume_or_begin(folder: Path, made_from: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Keeps the folder of an unfinished store of the same origin, or makes an empty one."""
+    """Keeps what is in the folder of an unfinished store of the same origin, or empties it, but for its lock."""
     path = folder / "request.json"
     if path.is_file():
         if json.loads(path.read_text(encoding="utf-8")) == made_from:
             say(f"{folder}: resuming where an earlier run ended")
             return
         say(f"{folder}: of another request (data, tokenizer, filters or seed); starting over")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    for left in folder.iterdir():
+        if left.is_dir():
+            shutil.rmtree(left)
+        elif left.name != LOCK:
+            left.unlink()
     write_json(path, made_from)
 
 

@@ -1,6 +1,7 @@
-"""One job at a time in a run's folder."""
+"""One process at a time in a folder that is written: that of a run, or an --output."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -45,7 +46,7 @@ class RunLock:
                 "that job (`touch STOP` in the folder), or set run.output_dir"
             ) from None
         except (OSError, NotImplementedError) as error:
-            say(f"warning: {self.folder} cannot be locked ({error}): make sure that no other job uses it")
+            say(_cannot_be_locked(self.folder, error))
             return
         self._lock = lock
 
@@ -53,3 +54,33 @@ class RunLock:
         if self._lock is not None:
             self._lock.release()  # the file stays: a waiting process would otherwise lock a file without a name
             self._lock = None
+
+
+@contextmanager
+def alone_in(folder: Path, say: Callable[[str], None] = print) -> Iterator[None]:
+    """A context in which this process alone writes into an --output, which is made where needed; warns where the file
+    system has no locks. The kernel releases the lock of a process that is killed.
+
+    Raises:
+        UserError: another process is in it.
+        OSError: the folder cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=1.0)
+    except Timeout:
+        raise UserError(
+            f"--output: {folder}: found another process writing into it; expected one at a time. Wait for it, or name "
+            "another folder"
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        say(_cannot_be_locked(folder, error))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _cannot_be_locked(folder: Path, error: Exception) -> str:
+    return f"warning: {folder} cannot be locked ({error}): make sure that no other job uses it"

@@ -1,4 +1,4 @@
-"""One job at a time in a run's folder."""
+"""One job at a time in a run's folder, one command at a time in an --output."""
 
 import subprocess
 import sys
@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from vcore_ds.errors import UserError
-from vcore_ds.files import run_lock
-from vcore_ds.files.run_lock import RunLock
+from vcore_ds.files import locks
+from vcore_ds.files.locks import LOCK, RunLock, alone_in
 
 HOLD = """
 import sys
 from pathlib import Path
-from vcore_ds.files.run_lock import RunLock
+from vcore_ds.files.locks import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.acquire(print)
 print('held', flush=True)
@@ -34,7 +34,7 @@ def holder(tmp_path: Path):
 
 
 def test_a_second_job_is_refused(tmp_path: Path, holder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(locks, "WAIT_SECONDS", 0.5)
     said: list[str] = []
     with pytest.raises(UserError, match="found another process using it"):
         RunLock(tmp_path).acquire(said.append)
@@ -59,9 +59,29 @@ def test_a_folder_that_cannot_be_locked_causes_a_warning(tmp_path: Path, monkeyp
     def refuse(*_, **__):
         raise OSError("No locks available")
 
-    monkeypatch.setattr(run_lock.FileLock, "acquire", refuse)
+    monkeypatch.setattr(locks.FileLock, "acquire", refuse)
     said: list[str] = []
     lock = RunLock(tmp_path / "new")
     lock.acquire(said.append)
     lock.release()
     assert len(said) == 1 and "cannot be locked (No locks available)" in said[0] and (tmp_path / "new").is_dir()
+
+
+def test_a_second_command_is_refused_until_the_first_is_killed(tmp_path: Path, holder) -> None:
+    with pytest.raises(UserError, match=f"--output: {tmp_path}: found another process writing into it"):
+        alone_in(tmp_path).__enter__()
+    holder.kill()
+    holder.wait()
+    for _ in range(2):  # the lock is free again after the block
+        with alone_in(tmp_path):
+            assert (tmp_path / LOCK).exists()
+
+
+def test_a_command_goes_on_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_, **__):
+        raise OSError("No locks available")
+
+    monkeypatch.setattr(locks.FileLock, "acquire", refuse)
+    said: list[str] = []
+    with alone_in(tmp_path / "new", said.append):
+        assert len(said) == 1 and "cannot be locked (No locks available)" in said[0]
