@@ -134,9 +134,9 @@ def prepare(
         flush(output.parent)
         if faults or report.num_malformed:
             say(f"malformed rows: {_keep_fault_report(folder, output)}")
-        shutil.rmtree(folder)
-        say(report.describe())
-        return report
+    shutil.rmtree(folder)  # not while its lock is held: NFS keeps a file that is open, and with it the folder
+    say(report.describe())
+    return report
 
 
 def _curate(
