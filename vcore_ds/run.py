@@ -7,8 +7,10 @@ from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.checkpoints import Checkpoints
 from vcore_ds.config import BatchPlan, Recipe, deepspeed_config, plan_memory
+from vcore_ds.cpu_products import describe_cpu_products
 from vcore_ds.data import Dataset, load_tokenizer
 from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import device
 from vcore_ds.distributed.positions import mark
 from vcore_ds.distributed.process_group import first_rank_first, start_process_group
 from vcore_ds.distributed.signals import stop_signals
@@ -84,6 +86,8 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     plan = plan_ranks(recipe)
     ds_config = deepspeed_config(recipe, plan)
     console.say(f"Batch: {plan.describe()}")
+    if device().type == "cpu" and (sentence := describe_cpu_products()) is not None:
+        console.say(sentence)
     first_rank_first(lambda: run_folder.check_output_folder(recipe) if layout.is_first() else None)
 
     checkpoints = Checkpoints(recipe, console)

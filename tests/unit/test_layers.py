@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "vcore_ds"
 
 LEVELS = (
-    ("errors", "imports", "random_streams", "planning", "config", "method", "grading"),
+    ("errors", "imports", "random_streams", "cpu_products", "planning", "config", "method", "grading"),
     ("files", "distributed", "data", "models"),
     ("track", "engine", "utility"),
     ("weighting", "setup", "feed", "batch_scope", "followed", "step", "checkpoints", "loop", "memory_check", "run"),

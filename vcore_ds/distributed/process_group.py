@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from vcore_ds.cpu_products import use_fast_cpu_products
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.distributed.launcher import local_rank, num_local_ranks
@@ -21,18 +22,22 @@ Result = TypeVar("Result")
 
 def start_process_group(timeout_minutes: float, tensor: int = 1) -> None:
     """Joins the process group that the launcher's environment describes, or makes one of a single process, and puts the
-    ranks on their axes.
+    ranks on their axes. Where ranks compute on CPUs, each has its share of the cores, and fast products.
 
     Works under `deepspeed`, `torchrun` and `srun` + `torchrun`, and alone. Keeps a group that exists.
 
     Args:
         timeout_minutes: a collective that takes longer ends the run with an error instead of hanging.
-        tensor: ranks that share every layer, a divisor of all; UserError where it is none.
+        tensor: ranks that share every layer, a divisor of all.
+
+    Raises:
+        UserError: it is no divisor, or an environment variable has a value that means nothing.
     """
     # torch 2.13 renames collectives that DeepSpeed 0.19 calls by their old names, many times a step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
     if not uses_gpu():
         share_cores_among_ranks()
+        use_fast_cpu_products()
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")

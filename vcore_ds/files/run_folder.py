@@ -228,6 +228,8 @@ def environment(world_size: int) -> dict[str, Any]:
     """Command, versions, commit and devices: what it takes to repeat a run."""
     import torch  # here, because `vcore-ds check` asks for the folder alone and torch takes seconds to import
 
+    from vcore_ds.cpu_products import cpu_products
+
     return {
         "command": sys.argv,
         "python": platform.python_version(),
@@ -235,6 +237,7 @@ def environment(world_size: int) -> dict[str, Any]:
         "git_commit": _git_commit(),
         "host": platform.node(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or [platform.machine()],
+        "cpu": {"instructions": torch.backends.cpu.get_cpu_capability(), "bf16_products": cpu_products()},
         "world_size": world_size,
     }
 

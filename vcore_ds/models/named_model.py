@@ -10,6 +10,7 @@ from peft.utils import CONFIG_NAME
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from vcore_ds.config import read_resolved_recipe
+from vcore_ds.cpu_products import use_fast_cpu_products
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import RECIPE, export_folder
 from vcore_ds.files.user_paths import reading
@@ -126,6 +127,8 @@ def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> PreTrainedMod
         causal_lm = load_causal_lm(model.weights, dtype=dtype, attention="sdpa", gradient_checkpointing=False)
     except UserError as error:
         raise UserError(f"RUN|MODEL: {str(error).removeprefix('model.path: ')}") from None
+    if not torch.cuda.is_available():
+        use_fast_cpu_products()
     causal_lm.config.use_cache = True
     if model.adapter is not None:
         causal_lm = add_trained_adapter(causal_lm, Path(model.adapter), model.weights)
