@@ -34,7 +34,7 @@ class RunStopped(Exception):
     EXIT_CODE = EXIT_STOPPED
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of the error's message, or the error's class where it has none, to quote in another message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 

@@ -49,7 +49,7 @@ class Feed:
     """What `probe_stream` draws from, the pool; the same as `dataset` unless the recipe names another."""
     trusted_stream: RandomDraws | None
     """Draws from `probe_dataset` what each main batch holds of it beside the training data; None for nothing."""
-    main_dataset: Dataset
+    main_dataset: Dataset | JoinedDataset
     """The training data, followed by the pool where main batches hold some of it."""
     pad_token_id: int
     probe_every: int
@@ -79,7 +79,9 @@ class Feed:
             [] if probe is None else _lengths(probe.ids, self.probe_dataset),
         )
 
-    def batches(self, ids: Sequence[int], micro_batch_size: int | None, dataset: Dataset | None = None) -> list[Batch]:
+    def batches(
+        self, ids: Sequence[int], micro_batch_size: int | None, dataset: Dataset | JoinedDataset | None = None
+    ) -> list[Batch]:
         """This rank's micro-batches of the global batch `ids`, as many as every other rank has.
 
         Args:
@@ -117,7 +119,7 @@ class Feed:
         ids = self.probe_stream.step(k)
         return self.plan.spread_probe(ids, _lengths(ids, self.probe_dataset))
 
-    def _of_rank(self, spread: Spread, dataset: Dataset) -> list[Batch]:
+    def _of_rank(self, spread: Spread, dataset: Dataset | JoinedDataset) -> list[Batch]:
         return batches_of_rank(spread, dataset, self.pad_token_id)
 
 
@@ -136,7 +138,7 @@ def batches_of_rank(spread: Spread, sequences: Sequence[TokenizedSequence], pad_
     return batches
 
 
-def _lengths(ids: Sequence[int], dataset: Dataset) -> list[int]:
+def _lengths(ids: Sequence[int], dataset: Dataset | JoinedDataset) -> list[int]:
     return [int(dataset.lengths[i]) for i in ids]
 
 
@@ -193,7 +195,6 @@ def count_data(recipe: Recipe, feed: Feed, validation: dict[str, Dataset]) -> li
 def _counts(dataset: Dataset) -> dict[str, Any]:
     while isinstance(dataset, ChangedDataset):
         dataset = dataset.dataset
-    assert isinstance(dataset, TokenStore)
     manifest = dataset.manifest
     return {
         "hub_ids": [source["hub"] for source in manifest.get("source", []) if "hub" in source],

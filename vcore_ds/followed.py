@@ -125,12 +125,20 @@ def _tokens_of(
     supervised, index = batch.supervised(), batch.sequence_index()
     positions = batch.position_ids()[:, 1:][supervised].to(torch.int32)
     token_ids = batch.labels[:, 1:][supervised].to(torch.int32)
-    measured = [None if values is None else values.float().cpu() for values in (losses, entropies, utilities, weights)]
+    losses, entropies, weights = losses.float().cpu(), entropies.float().cpu(), weights.float().cpu()
+    utilities = None if utilities is None else utilities.float().cpu()
     found = {}
     for number, place in enumerate(batch.sequence_ids):
         own = index == number
-        of_token = (None if values is None else values[own].numpy() for values in (positions, token_ids, *measured))
-        found[place] = TraceTokens(int(own.sum()), *of_token)
+        found[place] = TraceTokens(
+            int(own.sum()),
+            positions[own].numpy(),
+            token_ids[own].numpy(),
+            losses[own].numpy(),
+            entropies[own].numpy(),
+            None if utilities is None else utilities[own].numpy(),
+            weights[own].numpy(),
+        )
     return found
 
 

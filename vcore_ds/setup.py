@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,7 +11,14 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, total_memory_bytes
 from vcore_ds.distributed.launcher import num_local_ranks
 from vcore_ds.distributed.process_group import first_rank_first
-from vcore_ds.engine import Engine, build_optimizer, load_sharded, unsharded_gradient_bytes
+from vcore_ds.engine import (
+    Engine,
+    PartitionedParameter,
+    as_partitioned,
+    build_optimizer,
+    load_sharded,
+    unsharded_gradient_bytes,
+)
 from vcore_ds.models import (
     TokenLossModel,
     add_lora,
@@ -23,6 +31,9 @@ from vcore_ds.planning import CPU, H100
 from vcore_ds.random_streams import Stream, torch_seed
 from vcore_ds.utility import Direction, Estimator, FiniteDifference, ForwardMode, NoUtilities, why_not_fused
 from vcore_ds.weighting import has_batch_scope
+
+if TYPE_CHECKING:
+    from vcore_ds.models.megatron.model import ParallelTokenLossModel
 
 MEASURE_NOISE_EVERY = 100
 """Optimizer steps between two measurements of a finite difference's noise (and searches for `epsilon: auto`)."""
@@ -67,6 +78,7 @@ def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
     """Model, adapters, optimizer and ZeRO-3, from the recipe. A collective."""
     # The same on every rank: adapters are initialised before they are sharded.
     torch.manual_seed(recipe.run.seed)
+    model: TokenLossModel | ParallelTokenLossModel
     model = _load_parallel(recipe, ds_config) if recipe.model.provider == "megatron" else _load(recipe, ds_config)
     model.train()
     return Engine(
@@ -78,7 +90,7 @@ def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
 
 
 def _load(recipe: Recipe, ds_config: dict) -> TokenLossModel:
-    causal_lm = load_sharded(
+    base = load_sharded(
         recipe.model.path,
         ds_config,
         dtype=_dtype(recipe),
@@ -86,12 +98,11 @@ def _load(recipe: Recipe, ds_config: dict) -> TokenLossModel:
         gradient_checkpointing=recipe.model.gradient_checkpointing,
         say=partial(print, flush=True),
     )
-    if recipe.lora is not None:
-        causal_lm = add_lora(causal_lm, recipe.lora)
+    causal_lm = base if recipe.lora is None else add_lora(base, recipe.lora)
     return TokenLossModel(causal_lm, activation_offload=recipe.model.activation_offload)
 
 
-def _load_parallel(recipe: Recipe, ds_config: dict) -> torch.nn.Module:
+def _load_parallel(recipe: Recipe, ds_config: dict) -> "ParallelTokenLossModel":
     from vcore_ds.engine.parallel_weights import load_parallel  # here alone: megatron-core takes seconds to import
 
     model = load_parallel(
@@ -190,7 +201,7 @@ def describe_direction(recipe: Recipe) -> str:
     return f"the {probe.direction} direction ({of})"
 
 
-def _numel_of_group(parameter: torch.nn.Parameter) -> int:
+def _numel_of_group(parameter: PartitionedParameter) -> int:
     """Elements over the ranks that share a layer; what all of them have counts once."""
     is_divided = getattr(parameter, "tensor_model_parallel", False)
     return parameter.ds_numel * (layout.size("tensor") if is_divided else 1)
@@ -198,7 +209,7 @@ def _numel_of_group(parameter: torch.nn.Parameter) -> int:
 
 def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None) -> str:
     """A few lines for the start of a run: model, method, and what the method keeps in memory."""
-    num_all = sum(map(_numel_of_group, engine.module.parameters()))
+    num_all = sum(_numel_of_group(as_partitioned(parameter)) for parameter in engine.module.parameters())
     num_trainable = sum(_numel_of_group(parameter) for _, parameter in engine.trainable)
     kind = f"LoRA rank {recipe.lora.rank}" if recipe.lora is not None else "full-parameter"
     lines = [

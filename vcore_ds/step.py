@@ -93,11 +93,11 @@ def train_step(
         raise NonFiniteLoss(f"the loss is not finite; {sequences}")
 
     # Line 6: alpha of the global batch, known only now. The loss is linear in it: scaling the gradient is exact.
-    alpha = alpha_of_global_batch(
+    alpha_global = alpha_of_global_batch(
         method, loss=totals.loss, weighted_loss=totals.weighted_loss, utility_moments=totals.utility_moments
     )
-    if alpha is not None and alpha != 1.0:
-        engine.scale_gradient(alpha)
+    if alpha_global is not None and alpha_global != 1.0:
+        engine.scale_gradient(alpha_global)
 
     # Line 7, second half: the update.
     with recorder.part("step"):
@@ -106,7 +106,7 @@ def train_step(
             estimator.direction.take_gradient(clip=probe.clip, optimizer=probe.direction, decay=probe.decay)
         gradient_norm = engine.step(learning_rate)
     measured |= dict(grad_norm=gradient_norm, learning_rate=learning_rate)
-    return recorder.metrics(totals, alpha=alpha, **measured)
+    return recorder.metrics(totals, alpha=alpha_global, **measured)
 
 
 def take_direction(direction: Direction, recipe: Recipe, probe_batches: Sequence[Batch]) -> Probe:

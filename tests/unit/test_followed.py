@@ -133,6 +133,10 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         np.savez(path.open("wb"), **arrays | {name: changed})
         with pytest.raises(UserError, match="is damaged"):
             read_followed(path)
+    for name in ("positions", "token_ids", "losses", "entropies", "weights"):
+        np.savez(path.open("wb"), **{other: array for other, array in arrays.items() if other != name})
+        with pytest.raises(UserError, match=f"is damaged: '{name}'"):
+            read_followed(path)
 
 
 def test_a_long_trace_is_cut_and_keeps_its_weights() -> None:

@@ -87,6 +87,13 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     np.savez(path.open("wb"), format=np.array(1), step=np.array(1))
     with pytest.raises(UserError, match="num_tokens"):
         read_record(path)
+    path.write_bytes(content)
+    with np.load(path) as stored:
+        arrays = dict(stored)
+    for name in ("positions", "token_ids", "losses", "weights"):
+        np.savez(path.open("wb"), **{other: array for other, array in arrays.items() if other != name})
+        with pytest.raises(UserError, match=f"is damaged: '{name}'"):
+            read_record(path)
     np.savez(path.open("wb"), format=np.array(2))
     with pytest.raises(UserError, match=r"found format 2; expected 1"):
         read_record(path)

@@ -1,17 +1,18 @@
 """The datasets that training reads: a token store, or one whose sequences are extended as they are read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
+from vcore_ds.data.sequences import TokenizedSequences
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.method import random_mask
 from vcore_ds.random_streams import Stream, generator
 
 
-class ChangedDataset(Sequence[TokenizedSequence]):
+class ChangedDataset(TokenizedSequences):
     """A dataset whose sequences are changed as they are read, so that none is held in memory."""
 
     def __init__(self, dataset: "Dataset", change: Callable[[int, TokenizedSequence], TokenizedSequence]) -> None:
@@ -24,6 +25,11 @@ class ChangedDataset(Sequence[TokenizedSequence]):
         return self.dataset.lengths
 
     @property
+    def sequence_ids(self) -> np.ndarray:
+        """int64 [n]"""
+        return self.dataset.sequence_ids
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the tokens and of which of them are supervised, in order."""
         return self.dataset.digest
@@ -31,18 +37,15 @@ class ChangedDataset(Sequence[TokenizedSequence]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        i = range(len(self))[index]
+    def sequence_at(self, i: int) -> TokenizedSequence:
         return self.change(i, self.dataset[i])
 
 
-class JoinedDataset(Sequence[TokenizedSequence]):
-    """A store followed by another. The ids of the second one's sequences are moved behind those of the first, so that
+class JoinedDataset(TokenizedSequences):
+    """A dataset followed by another. The ids of the second one's sequences are moved behind those of the first, so that
     ids stay different: dropout, messages and records of tokens know a sequence by its id."""
 
-    def __init__(self, first: TokenStore, second: TokenStore) -> None:
+    def __init__(self, first: "Dataset", second: "Dataset") -> None:
         self.first, self.second = first, second
         # Ids are numbers of rows, of which a store may have dropped some.
         self.first_id_of_second = int(first.sequence_ids.max()) + 1
@@ -52,17 +55,15 @@ class JoinedDataset(Sequence[TokenizedSequence]):
     def __len__(self) -> int:
         return len(self.first) + len(self.second)
 
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        i, num_first = range(len(self))[index], len(self.first)
+    def sequence_at(self, i: int) -> TokenizedSequence:
+        num_first = len(self.first)
         if i < num_first:
             return self.first[i]
         sequence = self.second[i - num_first]
         return replace(sequence, sequence_id=sequence.sequence_id + self.first_id_of_second)
 
 
-Dataset = TokenStore | ChangedDataset | JoinedDataset
+Dataset = TokenStore | ChangedDataset
 
 
 def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> ChangedDataset:

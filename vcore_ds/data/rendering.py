@@ -1,7 +1,7 @@
 """Conversations rendered by the tokenizer's chat template, and the parts of the text that the model would generate."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateRuntimeError
 
@@ -11,7 +11,7 @@ from vcore_ds.errors import UserError, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TEMPLATE_ARGUMENTS = {"date_string": "26 Jul 2024"}
+_TEMPLATE_ARGUMENTS: dict[str, Any] = {"date_string": "26 Jul 2024"}
 """Some templates (LLaMA 3.2) print today's date unless given one, so prompts would differ from day to day. This is the
 default of LLaMA 3.1's template."""
 
@@ -94,12 +94,14 @@ def _render(
     messages: list[Message], tokenizer: "PreTrainedTokenizerBase", *, add_generation_prompt: bool = False
 ) -> str:
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **_TEMPLATE_ARGUMENTS
         )
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         # A template is a program about the keys of a message, which may be of any type.
         raise TemplateRuntimeError(f"{type(error).__name__}: {first_line(error)}") from None
+    assert isinstance(text, str)  # as a single conversation is rendered and not tokenized
+    return text
 
 
 def _last_turn_as_generated(
@@ -139,7 +141,7 @@ def _last_turn_as_generated(
 def _thinking_and_answer(message: Message) -> tuple[str, str]:
     """Thinking is empty where there is none."""
     if isinstance(message.get("reasoning_content"), str):
-        parts = message["reasoning_content"].strip("\n"), message["content"].lstrip("\n")
+        parts: tuple[str, str] | None = (message["reasoning_content"].strip("\n"), message["content"].lstrip("\n"))
     else:
         parts = split_thinking(message["content"])
     return parts if parts is not None and parts[0].strip() else ("", message["content"])

@@ -12,13 +12,14 @@ A store is a folder, written once by one process:
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vcore_ds.data.rendering import check_tokenizer
+from vcore_ds.data.sequences import TokenizedSequences
 from vcore_ds.data.store_checks import (
     COPY_AGAIN,
     FORMAT,
@@ -39,6 +40,9 @@ from vcore_ds.files.user_paths import reading
 from vcore_ds.imports import without_compiler
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
     from transformers import PreTrainedTokenizerBase
 
 SUPERVISED, IN_ANSWER = 1, 2
@@ -48,7 +52,7 @@ _CHUNK_TOKENS = 2**24
 """Tokens looked at together where a whole store is read; 64 MiB."""
 
 
-class TokenStore(Sequence[TokenizedSequence]):
+class TokenStore(TokenizedSequences):
     """An open store. Sequences are read from the mapped files when they are indexed, and are copies."""
 
     def __init__(
@@ -129,11 +133,7 @@ class TokenStore(Sequence[TokenizedSequence]):
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def __getitem__(self, index):
-        """The sequence at a position; a list of them for a slice."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        i = range(len(self))[index]
+    def sequence_at(self, i: int) -> TokenizedSequence:
         marks = self._marks[i]
         return TokenizedSequence(
             sequence_id=int(self.sequence_ids[i]),
@@ -145,7 +145,7 @@ class TokenStore(Sequence[TokenizedSequence]):
     def __iter__(self) -> Iterator[TokenizedSequence]:
         return (self[i] for i in range(len(self)))
 
-    def _open_index(self, name: str, dtype: type[np.generic]):
+    def _open_index(self, name: str, dtype: type[np.generic]) -> "IndexedDataset":
         """megatron-core's reader of `name`.bin and `name`.idx, after its structure has been checked."""
         check_index_header(self.folder / f"{name}.idx", dtype, self.manifest["num_sequences"])
         try:
@@ -277,7 +277,7 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _indexed_dataset():
+def _indexed_dataset() -> "ModuleType":
     """megatron-core's module, imported on first use: it brings 700 others (0.6 s), which warn of missing GPU packages
     that a store does not need, and compile functions that nothing here calls."""
     with warnings.catch_warnings(), without_compiler():

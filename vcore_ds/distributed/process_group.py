@@ -65,7 +65,10 @@ def _free_port() -> int:
 @cache
 def cpu_group() -> dist.ProcessGroup:
     """All ranks of the job on gloo, for what is exchanged as pickled objects in host memory. A collective at first."""
-    return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    if dist.get_backend() != "gloo":
+        return dist.new_group(backend="gloo")
+    assert dist.group.WORLD is not None  # as there is a backend
+    return dist.group.WORLD
 
 
 def first_rank_first(work: Callable[[], Result]) -> Result:

@@ -97,7 +97,8 @@ class Watchdog:
         self._patience_seconds, self._stuck_seconds = patience_seconds, stuck_seconds
         self._rank = layout.rank("job")
         # A connection of its own: the default one is locked while the main thread waits on it.
-        self._store = PrefixStore(f"watchdog/{next(self._numbers)}", _get_default_store().clone())
+        store = _get_default_store().clone()  # type: ignore[attr-defined]  # torch's stub leaves it out
+        self._store = PrefixStore(f"watchdog/{next(self._numbers)}", store)
         self._store.set(str(self._rank), self._own_line(0))
         if self._rank == 0:
             self._store.set("verdict", "")
@@ -268,7 +269,7 @@ class Watchdog:
 
     def _end(self, verdict: Verdict) -> None:
         _say(f"{verdict.text}; the run ends")
-        if verdict.exit_code == 1:
+        if verdict.exit_code == 1 and sys.__stderr__ is not None:
             faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
         if verdict.hung_rank in self._local:
             # It cannot end itself, and launchers wait half a minute before they do, if they are still there.

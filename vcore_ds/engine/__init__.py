@@ -12,12 +12,15 @@ from vcore_ds.engine.loading import load_sharded
 from vcore_ds.engine.log_probabilities import log_probabilities, with_reference_of_adapters
 from vcore_ds.engine.non_finite import NonFiniteGradient, NonFiniteLoss, sequences_by_rank
 from vcore_ds.engine.optimizer import build_optimizer
+from vcore_ds.engine.partitioned import PartitionedParameter, as_partitioned
 from vcore_ds.engine.zero3 import Engine
 
 __all__ = [
     "Engine",
     "NonFiniteGradient",
     "NonFiniteLoss",
+    "PartitionedParameter",
+    "as_partitioned",
     "build_optimizer",
     "chunks",
     "count_globally",

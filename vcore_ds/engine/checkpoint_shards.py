@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import cpu_group
+from vcore_ds.engine.partitioned import PartitionedParameter
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.files.aside import free_space
 
@@ -150,7 +151,7 @@ def stored_name(name: str, tensor_rank: int, tensor: int) -> str:
     return name if tensor == 1 else f"{name}@{tensor_rank}"
 
 
-def _shard(engine: Engine, parameter: nn.Parameter, padded: Tensor) -> DTensor:
+def _shard(engine: Engine, parameter: PartitionedParameter, padded: Tensor) -> DTensor:
     local = padded.detach()[: engine.local_numel(parameter)]
     shape = torch.Size([parameter.ds_numel])
     mesh = _mesh(local.device.type)

@@ -3,9 +3,10 @@ what a checkpoint holds, tensor by tensor, without a process group."""
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import deepspeed
 import torch
@@ -13,14 +14,19 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import StateDictSplit
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.distributed import layout
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed, on_all_ranks
+from vcore_ds.engine.partitioned import as_partitioned
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.files import model_folder as files
 from vcore_ds.files.aside import discard, unfinished_path
-from vcore_ds.models import add_lora, empty_model, read_config
+from vcore_ds.models import TokenLossModel, add_lora, empty_model, read_config
+
+if TYPE_CHECKING:
+    from vcore_ds.models.megatron.model import ParallelTokenLossModel
 
 PREFIX = "causal_lm."
 """Prefix of a parameter's name in the engine and in a checkpoint, before its name in the Hugging Face model."""
@@ -53,19 +59,20 @@ def save_hugging_face(
     """
     is_first = layout.is_first()
     unfinished = unfinished_path(folder)
-    model = getattr(engine.module, "causal_lm", None)  # parallel layers have none
+    model: nn.Module | None
+    gathered: Callable[[Mapping[str, int]], Iterator[tuple[str, Tensor | None]]]
     try:
-        gathered = _gathered
-        if model is None:
+        if isinstance(engine.module, TokenLossModel):
+            model, weights = engine.module.causal_lm, _described(engine)
+            gathered = partial(_gathered, engine)
+        else:
             from vcore_ds.engine.parallel_weights import gathered_parallel  # megatron-core takes seconds to import
 
-            model, weights = _described_parallel(engine, model_path)
-            gathered = partial(gathered_parallel, weights=weights)
-        else:
-            weights = _described(engine)
+            model, weights = _described_parallel(engine.module, engine.trainable[0][1].dtype, model_path)
+            gathered = partial(gathered_parallel, engine.module, weights=weights)
         if isinstance(model, PeftModel):
             owner = _adapter_owner(model)
-            adapter = {name: tensor for name, tensor in gathered(engine, owner) if tensor is not None}
+            adapter = {name: tensor for name, tensor in gathered(owner) if tensor is not None}
             on_all_ranks(
                 unfinished, lambda: files.write_adapter(model, adapter, folder, tokenizer, card) if is_first else None
             )
@@ -74,7 +81,7 @@ def save_hugging_face(
         num_bytes = split.metadata["total_size"]
         on_all_ranks(unfinished, lambda: files.begin(folder, num_bytes) if is_first else None)
         owner = _file_owner(split)
-        for file, tensors in files.collect_files(split, gathered(engine, owner)):
+        for file, tensors in files.collect_files(split, gathered(owner)):
             expected = {name: weights[name] for name in split.filename_to_tensors[file]}
             mine = owner[next(iter(expected))] == layout.rank("job")
             # Every rank waits for the writer here: if it fails, all of them learn it instead of hanging in a gather.
@@ -111,21 +118,22 @@ def _finish(
 def _described(engine: Engine) -> dict[str, Tensor]:
     """Name -> shape and dtype of every weight, a tied one once, and of the buffers that belong to them."""
     weights = {
-        name.removeprefix(PREFIX): torch.empty(parameter.ds_shape, dtype=parameter.dtype, device="meta")
+        name.removeprefix(PREFIX): torch.empty(as_partitioned(parameter).ds_shape, dtype=parameter.dtype, device="meta")
         for name, parameter in engine.module.named_parameters()
     }
     return weights | {name: buffer.to("meta") for name, buffer in _kept_buffers(engine).items()}
 
 
-def _described_parallel(engine: Engine, path: str) -> tuple[PeftModel | None, dict[str, Tensor]]:
+def _described_parallel(
+    parallel: "ParallelTokenLossModel", dtype: torch.dtype, path: str
+) -> tuple[PeftModel | None, dict[str, Tensor]]:
     """The adapted model, for names and configuration, if there are adapters; and what `_described` gives, of them or
     of all weights."""
-    dtype = engine.trainable[0][1].dtype
-    if engine.module.lora is None:
+    if parallel.lora is None:
         return None, files.described_weights(path, dtype)
     base = empty_model(path, read_config(path))
     with torch.device("meta"):
-        model = add_lora(base, engine.module.lora)
+        model = add_lora(base, parallel.lora)
     return model, {name: p.to(dtype) for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -144,14 +152,18 @@ def _adapter_owner(model: PeftModel) -> dict[str, int]:
     return {name: 0 for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _gathered(engine: Engine, owner: dict[str, int]) -> Iterator[tuple[str, Tensor | None]]:
+def _gathered(engine: Engine, owner: Mapping[str, int]) -> Iterator[tuple[str, Tensor | None]]:
     """Name and whole tensor of each parameter in `owner`, on the CPU of the rank that owns it, None on the others.
 
     A decoder layer is gathered at once, everything else by itself. Each item may be a collective: all ranks take all.
     """
     layer_of = {id(p): number for number, layer in enumerate(engine.module.layers) for p in layer.parameters()}
     named = [(name, p) for name, p in engine.module.named_parameters() if name.removeprefix(PREFIX) in owner]
-    for _, group in itertools.groupby(named, key=lambda item: layer_of.get(id(item[1]), item[0])):
+
+    def layer_or_name(item: tuple[str, nn.Parameter]) -> int | str:
+        return layer_of[id(item[1])] if id(item[1]) in layer_of else item[0]
+
+    for _, group in itertools.groupby(named, key=layer_or_name):
         parameters: list[tuple[str, nn.Parameter]] = list(group)
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in parameters]):
             for name, parameter in parameters:
@@ -181,6 +193,7 @@ class CheckpointTensors:
     def read(self, name: str) -> Tensor:
         """Flat, in the dtype it was stored in."""
         stored = self._stored[name]
+        assert isinstance(stored, TensorStorageMetadata)  # a state holds nothing else
         tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
+from vcore_ds.engine.partitioned import PartitionedParameter
 from vcore_ds.engine.streams import Streams
 
 CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -45,7 +46,9 @@ class FlatShards:
         num_elements: elements of all trained parameters that are this rank's, without padding.
     """
 
-    def __init__(self, zero: DeepSpeedZeroOptimizer_Stage3, streams: Streams, trainable: Sequence[nn.Parameter]):
+    def __init__(
+        self, zero: DeepSpeedZeroOptimizer_Stage3, streams: Streams, trainable: Sequence[PartitionedParameter]
+    ):
         """Args:
         zero: DeepSpeed's optimizer.
         streams: order reads of gradients behind their reduction.

@@ -19,6 +19,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.engine.deepspeed_start import start_deepspeed
+from vcore_ds.engine.partitioned import PartitionedParameter, as_partitioned
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.files.safetensors_ranges import Wanted, read_ranges
 from vcore_ds.models.loading import attention_name, load_causal_lm, prepare_for_training, training_config
@@ -146,10 +147,11 @@ def without_broadcast(init: deepspeed.zero.Init) -> Iterator[None]:
 
     def divide(parameter: nn.Parameter) -> None:
         init._convert_to_deepspeed_param(parameter)
-        parameter.partition()
+        divided = as_partitioned(parameter)
+        divided.partition()
         # With hierarchical partitioning it would be copied from the parameter; as after every step, the first gather
         # reads the shards and makes it.
-        parameter.ds_secondary_tensor = None
+        divided.ds_secondary_tensor = None
 
     init._zero_init_param = divide
     try:
@@ -206,12 +208,12 @@ def _wanted(model: PreTrainedModel, weights: StoredWeights) -> list[Wanted]:
         if not isinstance(tensor, nn.Parameter):
             wanted[id(tensor)] = Wanted(stored, 0, tensor.view(-1))
             continue
-        start, shard = shard_of(tensor)
+        start, shard = shard_of(as_partitioned(tensor))
         wanted[id(tensor)] = Wanted(stored, start, shard)
     return list(wanted.values())
 
 
-def shard_of(parameter: nn.Parameter) -> tuple[int, torch.Tensor]:
+def shard_of(parameter: PartitionedParameter) -> tuple[int, torch.Tensor]:
     """This rank's part of the flattened parameter: its first element, and the shard without its padding, which is set
     to zero."""
     shard = parameter.ds_tensor

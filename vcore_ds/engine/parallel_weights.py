@@ -19,7 +19,7 @@ from transformers.modeling_utils import local_torch_dtype
 from vcore_ds.distributed import layout
 from vcore_ds.engine.deepspeed_start import TensorAxis, start_deepspeed
 from vcore_ds.engine.loading import find_on_all_ranks, read_shards, shard_of, without_broadcast
-from vcore_ds.engine.zero3 import Engine
+from vcore_ds.engine.partitioned import as_partitioned
 from vcore_ds.errors import UserError
 from vcore_ds.files.safetensors_ranges import Wanted
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
@@ -79,7 +79,7 @@ def _wanted(model: ParallelTokenLossModel, weights: StoredWeights) -> list[Wante
     wanted = []
     own = pieces(model.config, rank=layout.rank("tensor"), size=layout.size("tensor"))
     for name, piece in own.items():
-        start, shard = shard_of(model.get_parameter(name))
+        start, shard = shard_of(as_partitioned(model.get_parameter(name)))
         shard.zero_()
         wanted += [
             Wanted(weights.tensors[run.name], run.start, shard[run.offset : run.offset + run.numel])
@@ -89,7 +89,7 @@ def _wanted(model: ParallelTokenLossModel, weights: StoredWeights) -> list[Wante
 
 
 def gathered_parallel(
-    engine: Engine, owner: Mapping[str, int], *, weights: Mapping[str, Tensor]
+    model: ParallelTokenLossModel, owner: Mapping[str, int], *, weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Name and whole tensor of each of `weights`, on the CPU of the rank that owns it, None on the others.
 
@@ -100,10 +100,14 @@ def gathered_parallel(
         weights: shape and dtype of every trained weight of the Hugging Face model, or of its adapters, in its order.
     """
     size, order = layout.size("tensor"), {name: i for i, name in enumerate(weights)}
-    of_ranks = [engine.module.trained_pieces(rank=rank, size=size) for rank in range(size)]
-    layer_of = {id(p): number for number, layer in enumerate(engine.module.layers) for p in layer.parameters()}
-    named = [(name, p) for name, p in engine.module.named_parameters() if name in of_ranks[0]]
-    for _, group in itertools.groupby(named, key=lambda item: layer_of.get(id(item[1]), item[0])):
+    of_ranks = [model.trained_pieces(rank=rank, size=size) for rank in range(size)]
+    layer_of = {id(p): number for number, layer in enumerate(model.layers) for p in layer.parameters()}
+    named = [(name, p) for name, p in model.named_parameters() if name in of_ranks[0]]
+
+    def layer_or_name(item: tuple[str, nn.Parameter]) -> int | str:
+        return layer_of[id(item[1])] if id(item[1]) in layer_of else item[0]
+
+    for _, group in itertools.groupby(named, key=layer_or_name):
         parameters: list[tuple[str, nn.Parameter]] = list(group)
         names = {of_ranks[0][name].name for name, _ in parameters}
         mine = {

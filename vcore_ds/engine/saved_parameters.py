@@ -51,8 +51,9 @@ class SavedParameters:
         parameter = self._by_address.get(address)
         # A parameter may have been released since it was noted, and an activation may lie there now: only one that is
         # still there is what the tensor is a view of.
-        is_view = parameter is not None and address == parameter.data_ptr() and tensor.numel() == parameter.numel()
-        if not is_view or tensor.dtype != parameter.dtype or tensor.numel() == 0:
+        if parameter is None or address != parameter.data_ptr() or tensor.numel() != parameter.numel():
+            return tensor
+        if tensor.dtype != parameter.dtype or tensor.numel() == 0:
             return tensor
         return _View(parameter, tensor.size(), tensor.stride())
 

@@ -8,7 +8,7 @@ docs/zero3.md lists the DeepSpeed internals on which this package relies.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -23,17 +23,21 @@ from vcore_ds.engine.flat_shards import FlatShards
 from vcore_ds.engine.gradient_sum import GradientSum
 from vcore_ds.engine.non_finite import NonFiniteGradient
 from vcore_ds.engine.optimizer import make_moments
+from vcore_ds.engine.partitioned import PartitionedParameter, as_partitioned
 from vcore_ds.engine.saved_parameters import SavedParameters
 from vcore_ds.engine.streams import Streams
 from vcore_ds.models import RowLayout, TokenDropout, TokenLossModel, gather_losses, own_columns, token_keys
 from vcore_ds.random_streams import Stream, torch_seed
+
+if TYPE_CHECKING:  # megatron-core takes seconds
+    from vcore_ds.models.megatron.model import ParallelTokenLossModel
 
 
 class Engine:
     """A model under ZeRO-3: per-token losses, backward, local shards, optimizer step.
 
     Attributes:
-        module: the wrapped `TokenLossModel`.
+        module: the wrapped model.
         trainable: names and trained parameters, in the model's order, which is the same on every rank.
         shards: this rank's part of the trained parameters, their gradient and the optimizer's state.
         coalesces: whether gradients are reduced once a step.
@@ -41,7 +45,7 @@ class Engine:
 
     def __init__(
         self,
-        model: TokenLossModel,
+        model: "TokenLossModel | ParallelTokenLossModel",
         optimizer: torch.optim.Optimizer,
         deepspeed_config: dict[str, Any],
         *,
@@ -67,9 +71,9 @@ class Engine:
             dist_init_required=False,
         )
         make_moments(self.optimizer.optimizer, self.optimizer.fp32_partitioned_groups_flat)
-        self.module: TokenLossModel = model
-        self.trainable: list[tuple[str, nn.Parameter]] = [
-            (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+        self.module: TokenLossModel | ParallelTokenLossModel = model
+        self.trainable: list[tuple[str, PartitionedParameter]] = [
+            (name, as_partitioned(parameter)) for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
         self._saved_parameters = SavedParameters(model)
         self._streams = Streams(self.optimizer)

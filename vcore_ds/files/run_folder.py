@@ -181,7 +181,8 @@ def move_lost_metrics(folder: Path, step: int) -> int:
     path = folder / METRICS
     if not path.exists():
         return 0
-    kept, lost = [], []
+    kept: list[str] = []
+    lost: list[str] = []
     for line in path.read_text(errors="replace").splitlines():
         (kept if _step_of(line) in range(1, step + 1) else lost).append(line + "\n")
     if lost:

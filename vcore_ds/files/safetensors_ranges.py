@@ -134,11 +134,14 @@ def read_ranges(wanted: Iterable[Wanted], progress: Callable[[int], None] = lamb
             for stored, start, target in group:
                 dtype = DTYPES[stored.dtype]
                 in_place = target.dtype == dtype and target.device.type == "cpu"
-                if buffer is None and not in_place:
-                    buffer = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
                 for first in range(0, target.numel(), WINDOW_BYTES // dtype.itemsize):
                     part = target[first : first + WINDOW_BYTES // dtype.itemsize]
-                    window = part if in_place else buffer[: part.numel() * dtype.itemsize].view(dtype)
+                    if in_place:
+                        window = part
+                    else:
+                        if buffer is None:
+                            buffer = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
+                        window = buffer[: part.numel() * dtype.itemsize].view(dtype)
                     _read(file.fileno(), path, stored.offset + (start + first) * dtype.itemsize, window)
                     if not in_place:
                         part.copy_(window)
@@ -147,7 +150,7 @@ def read_ranges(wanted: Iterable[Wanted], progress: Callable[[int], None] = lamb
 
 def _read(descriptor: int, path: Path, offset: int, target: Tensor) -> None:
     """Fills a contiguous CPU tensor with the bytes at `offset`."""
-    left = memoryview(target.view(torch.uint8).numpy())
+    left = memoryview(target.view(torch.uint8).numpy().data)
     while left:
         num_bytes = os.preadv(descriptor, [left], offset)
         if num_bytes == 0:

@@ -118,7 +118,8 @@ def _message(where: str, path: Path, what: str, expected: str, error: OSError) -
         return f"{other}: cannot be used: {error.strerror}; expected to be, while {place} is {what}"
     # numpy gives no number where it has written fewer bytes than it was to.
     is_full = error.errno in _DISK_IS_FULL or (error.errno is None and what == "written")
-    remedy = _REMEDIES.get(errno.ENOSPC if is_full else error.errno, _OTHER_REMEDY)
+    number = errno.ENOSPC if is_full else error.errno
+    remedy = _OTHER_REMEDY if number is None else _REMEDIES.get(number, _OTHER_REMEDY)
     found = _obstacle(path, error)
     if found is None:
         found = error.strerror or str(error)

@@ -133,6 +133,8 @@ def forward_mode_attention(
     layout = check_call(module, attention_mask, row_layout, softcap, s_aux)
     k, value_dim = layout.sequence_parallel, value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    primals: Sequence[Tensor]
+    tangents: Sequence[Tensor | None]
     primals, tangents = zip(*(forward_ad.unpack_dual(x) for x in (query, key, as_wide(value, key))), strict=True)
     # Values and the tangents that there are travel together, so one exchange serves both.
     exchanged = iter(to_heads([x for x in (*primals, *tangents) if x is not None], k))
@@ -150,10 +152,12 @@ def causal_attention(
     """Attention within each sequence, `[b, A, T, D]`; key and value have a divisor of A heads."""
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         # One call of the flash kernel for all rows. It knows sequences by their ends, so there is no mask.
-        flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+        flat_query, flat_key, flat_value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         output = varlen_attn(
-            *flat,
+            flat_query,
+            flat_key,
+            flat_value,
             layout.ends,
             layout.ends,
             layout.longest,
@@ -162,8 +166,13 @@ def causal_attention(
             window_size=window,
             enable_gqa=True,
         )
+        assert isinstance(output, Tensor)  # as nothing else is asked for
         return output.view(query.shape[0], query.shape[2], *output.shape[1:]).transpose(1, 2)
-    (output,) = by_sequence(lambda *part: (_attend(*part, scale, sliding_window),), (query, key, value), layout)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor]:
+        return (_attend(query, key, value, scale, sliding_window),)
+
+    (output,) = by_sequence(attend, (query, key, value), layout)
     return output
 
 
@@ -187,19 +196,27 @@ def by_sequence(
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, sliding_window: int | None) -> Tensor:
     """Rows of one sequence each, by the fused kernel of any device and precision."""
     num_tokens = query.shape[2]
-    options = dict(scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    is_grouped = query.shape[1] != key.shape[1]
     if sliding_window is None or num_tokens <= sliding_window:
         if query.device.type == "cpu":
             return attend_on_cpu(query, key, value, scale)[0]
-        return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
     # A band of the score matrix at a time: queries of one window's length, and the keys that they see.
     positions, outputs = torch.arange(num_tokens, device=query.device), []
     for start in range(0, num_tokens, sliding_window):
         first, end = max(0, start - sliding_window + 1), min(start + sliding_window, num_tokens)
         distance = positions[start:end, None] - positions[None, first:end]
         seen = (distance >= 0) & (distance < sliding_window)
-        band = (query[:, :, start:end], key[:, :, first:end], value[:, :, first:end])
-        outputs.append(scaled_dot_product_attention(*band, attn_mask=seen, **options))
+        outputs.append(
+            scaled_dot_product_attention(
+                query[:, :, start:end],
+                key[:, :, first:end],
+                value[:, :, first:end],
+                attn_mask=seen,
+                scale=scale,
+                enable_gqa=is_grouped,
+            )
+        )
     return torch.cat(outputs, 2)
 
 
@@ -220,12 +237,15 @@ def attend_with_tangents(
     sliding_window: int | None,
 ) -> tuple[Tensor, Tensor | None]:
     """`[b, A, T, D]` and its tangent: one kernel for all rows where there is one, else in blocks by sequence."""
-    if _kernel_serves(primals[0]):
+    (query, key, value), (d_query, d_key, d_value) = primals, tangents
+    if _kernel_serves(query):
         from vcore_ds.models.flash_tangent import flash_tangent  # here alone, as it needs Triton
 
         output, d_output, _ = flash_tangent(
-            *primals,
-            tuple(tangents),
+            query,
+            key,
+            value,
+            (d_query, d_key, d_value),
             ends=layout.ends,
             longest=layout.longest,
             scale=scale,
@@ -233,15 +253,17 @@ def attend_with_tangents(
         )
         return output, d_output
     if layout.is_one_sequence_a_row:
-        return block_attention(*primals, tuple(tangents), scale=scale, sliding_window=sliding_window)
-    output = torch.empty_like(primals[0])
+        return block_attention(query, key, value, (d_query, d_key, d_value), scale=scale, sliding_window=sliding_window)
+    output = torch.empty_like(query)
     d_output = None if all(tangent is None for tangent in tangents) else torch.empty_like(output)
     for rows, columns in layout.sequences():
-        parts = [x[rows, :, columns] for x in primals]
-        d_parts = tuple(None if dx is None else dx[rows, :, columns] for dx in tangents)
-        found, d_found = block_attention(*parts, d_parts, scale=scale, sliding_window=sliding_window)
+        query, key, value = (x[rows, :, columns] for x in primals)
+        d_query, d_key, d_value = (None if dx is None else dx[rows, :, columns] for dx in tangents)
+        found, d_found = block_attention(
+            query, key, value, (d_query, d_key, d_value), scale=scale, sliding_window=sliding_window
+        )
         output[rows, :, columns] = found
-        if d_output is not None:
+        if d_output is not None and d_found is not None:
             d_output[rows, :, columns] = d_found
     return output, d_output
 

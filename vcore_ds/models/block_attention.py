@@ -79,7 +79,7 @@ def block_attention(
         normalizer = row_sum.masked_fill_(row_sum == 0, 1.0)
         out = weighted_value.div_(normalizer)
         blocks.put(output, queries, out)
-        if d_output is not None:
+        if d_output is not None and d_weighted_value is not None:
             blocks.put(d_output, queries, d_weighted_value.addcmul_(d_row_sum, out, value=-1).div_(normalizer))
     return output, d_output
 
@@ -196,7 +196,7 @@ class _Blocks:
         """Adds `W dV + (W * dS) V` and the sums of `W * dS` over keys, for weights `W` `[B * K, G * t, s]`."""
         if self._d_value is not None:
             _add_product(d_values, weights, self._d_value[:, keys])
-        if not self._scores_move:
+        if self._moving_keys is None or self._d_scores_memory is None:
             return
         right = self._moving_keys[:, keys].transpose(1, 2)
         weighted = _product(self._moving_rows, right, self._d_scores_memory, self._scale).mul_(weights)
@@ -238,6 +238,6 @@ def _hidden(queries: slice, keys: slice, positions: Tensor, sliding_window: int 
     if not after and not too_far:
         return None
     distance = positions[queries, None] - positions[None, keys]
-    if not too_far:
+    if sliding_window is None or not too_far:
         return distance < 0
     return (distance >= sliding_window) | (distance < 0)

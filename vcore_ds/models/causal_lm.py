@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
@@ -48,11 +49,11 @@ class TokenLossModel(nn.Module):
     Logits are computed at supervised positions only. `causal_lm` is a `PreTrainedModel` or a `PeftModel` around one.
     """
 
-    def __init__(self, causal_lm: nn.Module, *, activation_offload: bool = False):
+    def __init__(self, causal_lm: PreTrainedModel | PeftModel, *, activation_offload: bool = False):
         """`activation_offload`: keep what the backward needs of the decoder, with activation checkpoints the input of
         each layer, in host memory until then."""
         super().__init__()
-        self.causal_lm = causal_lm
+        self.causal_lm: PreTrainedModel | PeftModel = causal_lm
         self._activation_offload = activation_offload
         use_token_dropout(causal_lm)
         base = self.base
@@ -73,7 +74,11 @@ class TokenLossModel(nn.Module):
     @property
     def base(self) -> PreTrainedModel:
         """The Hugging Face model without the adapter's wrapper."""
-        return self.causal_lm.get_base_model() if hasattr(self.causal_lm, "get_base_model") else self.causal_lm
+        if not isinstance(self.causal_lm, PeftModel):
+            return self.causal_lm
+        base = self.causal_lm.get_base_model()
+        assert isinstance(base, PreTrainedModel)
+        return base
 
     @property
     def decoder(self) -> nn.Module:
@@ -87,6 +92,7 @@ class TokenLossModel(nn.Module):
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """A context in which the layers compute without their adapters."""
+        assert isinstance(self.causal_lm, PeftModel)
         return self.causal_lm.disable_adapter()
 
     def forward(

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from transformers import (
@@ -12,6 +12,7 @@ from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     PretrainedConfig,
+    PreTrainedModel,
 )
 from transformers.utils import cached_file
 
@@ -171,7 +172,7 @@ def check_forward_mode(path: str) -> None:
     except UserError:
         return
     if not can_replace_attention(config):
-        name = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
+        name = _causal_lm_class(config).__name__
         raise UserError(
             f"utility.estimator: found jvp together with model.path {path} ({name}), whose attention "
             "cannot be replaced by one with a forward-mode derivative; expected finite_difference "
@@ -179,9 +180,14 @@ def check_forward_mode(path: str) -> None:
         )
 
 
+def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that transformers loads; its mapping is typed for tasks that have a pair of them."""
+    return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+
+
 def can_replace_attention(config: PretrainedConfig) -> bool:
     """Whether the architecture finds its attention function by name, so that one of our own can serve: one that knows
     causality and sliding windows, and none of the masks that chunked or sparse attention makes for itself."""
-    finds_by_name = bool(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend)
+    finds_by_name = bool(_causal_lm_class(config)._supports_attention_backend)
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
     return finds_by_name and ATTENTION_LAYERS | OTHER_LAYERS >= set(layer_types)

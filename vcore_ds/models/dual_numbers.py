@@ -15,14 +15,15 @@ def make_dual(value: Tensor, tangent: Tensor) -> Tensor:
     return forward_ad.make_dual(forward_ad.unpack_dual(value).primal, tangent)
 
 
-def value_and_tangent(module: nn.Module, name: str) -> tuple[Tensor | None, Tensor | None]:
+def value_and_tangent(module: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
     """A parameter of a module that runs, and its tangent, if any.
 
     With a graph the value is the parameter itself: a view of it, as a dual number's value is, would keep the memory of
     the gathered parameter until the backward.
     """
-    found = getattr(module, name)
-    if found is None:
-        return None, None
-    value, tangent = forward_ad.unpack_dual(found)
-    return module._parameters[name] if torch.is_grad_enabled() else value, tangent
+    value, tangent = forward_ad.unpack_dual(getattr(module, name))
+    if not torch.is_grad_enabled():
+        return value, tangent
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter, tangent

@@ -8,6 +8,9 @@ it, on a GPU. With `TRITON_INTERPRET=1` Triton runs kernels on the CPU instead, 
 Shapes: b rows, A query heads, K key/value heads, T tokens of a row, D head dimension.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -132,7 +135,9 @@ def launch(
             attend[grid](*arguments, **constants, **dict(zip(names, tiles, strict=False)))
 
 
-def _tiles_to_try(configs, arguments, **constants):
+def _tiles_to_try(
+    configs: Sequence["triton.Config"], arguments: Mapping[str, Any], **constants: Any
+) -> list["triton.Config"]:
     """Those of the dtype and head dimension; one where its choice by time would change the last digits of a run."""
     tiles = TILES_FP32 if arguments["query"].dtype == torch.float32 else TILES[max(64, constants["DIM"])]
     if torch.are_deterministic_algorithms_enabled():

@@ -43,6 +43,8 @@ def fused_attention(
     that of plain fine-tuning, bit for bit, and what the backward recomputes is what the forward had.
     """
     layout = check_call(module, attention_mask, row_layout, softcap, s_aux)
+    primals: Sequence[Tensor]
+    tangents: Sequence[Tensor | None]
     primals, tangents = zip(*(forward_ad.unpack_dual(x) for x in (query, key, value)), strict=True)
     if all(tangent is None for tangent in tangents):
         return training_attention(module, query, key, value, None, scaling, sliding_window, row_layout=layout)
@@ -71,19 +73,24 @@ def _value_and_tangent(
     """`[b, A, T, D]` with a graph where gradients are enabled, and its tangent without one."""
     has_log_sum_exp = primals[0].device.type == "cpu" and (sliding_window is None or layout.longest <= sliding_window)
     if not has_log_sum_exp:
-        output = causal_attention(*primals, layout, scale, sliding_window)
+        query, key, value = primals
+        output = causal_attention(query, key, value, layout, scale, sliding_window)
         with torch.no_grad():
             _, d_output = attend_with_tangents([x.detach() for x in primals], tangents, layout, scale, sliding_window)
+        assert d_output is not None  # as there is a tangent
         return output, d_output
     # What `causal_attention` gives on a CPU, and what it keeps to itself there.
     output, log_sum_exp = by_sequence(partial(attend_on_cpu, scale=scale), primals, layout)
     with torch.no_grad():
         d_output = torch.empty_like(output)
         for rows, columns in layout.sequences():
-            own = [None if x is None else x.detach()[rows, :, columns] for x in (*primals, *tangents)]
+            query, key, value = (x.detach()[rows, :, columns] for x in primals)
+            d_query, d_key, d_value = (None if x is None else x.detach()[rows, :, columns] for x in tangents)
             d_output[rows, :, columns] = block_attention_tangent(
-                *own[:3],
-                tuple(own[3:]),
+                query,
+                key,
+                value,
+                (d_query, d_key, d_value),
                 output.detach()[rows, :, columns],
                 log_sum_exp[rows, :, columns],
                 scale=scale,

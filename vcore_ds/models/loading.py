@@ -1,5 +1,7 @@
 """A pretrained causal language model, read from its folder or the hub."""
 
+from typing import Any
+
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -27,7 +29,7 @@ def load_causal_lm(
     config = training_config(path)
     try:
         with unreadable_model(path):
-            model, found = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(  # a pair, by output_loading_info
                 path,
                 config=config,
                 dtype=dtype,
@@ -39,6 +41,7 @@ def load_causal_lm(
         if "mismatch" not in str(error):
             raise
         raise UserError(f"model.path: {path}: the weights do not fit config.json: {first_line(error)}") from None
+    model, found = loaded
     check_nothing_is_missing(path, found["missing_keys"])
     return prepare_for_training(model, gradient_checkpointing)
 

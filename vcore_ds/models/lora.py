@@ -22,7 +22,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
         _check_names(model, targets)
     config = peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft divides it by the rank, whatever its type
         lora_dropout=lora.dropout,
         target_modules=targets,
         task_type="CAUSAL_LM",

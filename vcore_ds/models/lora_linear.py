@@ -84,6 +84,7 @@ class LoraLinear(lora.Linear):
             return super().forward(x)
         (adapter,) = self.active_adapters
         lora_a, lora_b = self.lora_A[adapter], self.lora_B[adapter]
+        assert isinstance(lora_a, nn.Linear)
         dropped = self.lora_dropout[adapter](self._cast_input_dtype(x, lora_a.weight.dtype))
         return self.base_layer(x, lora_b(lora_a(dropped)).to(x.dtype), self.scaling[adapter])
 

@@ -4,10 +4,12 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol, cast
 
 import torch
 from peft.utils import CONFIG_NAME
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from vcore_ds.config import read_resolved_recipe
 from vcore_ds.cpu_products import use_fast_cpu_products
@@ -114,7 +116,21 @@ def read_adapter_config(adapter: str) -> dict:
     raise UserError(f"RUN|MODEL: {file}: is damaged; expected peft's description of an adapter")
 
 
-def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> PreTrainedModel:
+class AnsweringModel(Protocol):
+    """What generates: a model of Hugging Face, or peft's around one."""
+
+    config: PretrainedConfig
+    generation_config: GenerationConfig
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def generate(self, **options: Any) -> torch.Tensor:
+        """int64 `[b, t]`, prompts with their answers, padded; options as of `transformers.GenerationMixin`."""
+        ...
+
+
+def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> AnsweringModel:
     """The model with its adapter, where it has one, and the forward of training; on the GPU where there is one.
 
     Args:
@@ -124,15 +140,16 @@ def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> PreTrainedMod
         UserError: the model or its adapter cannot be loaded, or they do not fit together.
     """
     try:
-        causal_lm = load_causal_lm(model.weights, dtype=dtype, attention="sdpa", gradient_checkpointing=False)
+        base = load_causal_lm(model.weights, dtype=dtype, attention="sdpa", gradient_checkpointing=False)
     except UserError as error:
         raise UserError(f"RUN|MODEL: {str(error).removeprefix('model.path: ')}") from None
     if not torch.cuda.is_available():
         use_fast_cpu_products()
-    causal_lm.config.use_cache = True
+    base.config.use_cache = True
+    causal_lm: nn.Module = base
     if model.adapter is not None:
-        causal_lm = add_trained_adapter(causal_lm, Path(model.adapter), model.weights)
-    return causal_lm.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        causal_lm = add_trained_adapter(base, Path(model.adapter), model.weights)
+    return cast(AnsweringModel, causal_lm.to("cuda" if torch.cuda.is_available() else "cpu").eval())
 
 
 def end_token_ids(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -22,8 +22,8 @@ def count_parameters(recipe: Recipe) -> ParameterCounts:
         weights = dict(model.named_parameters())
         if recipe.lora is not None:
             with torch.device("meta"):
-                model = add_lora(model, recipe.lora)
-            weights |= {name: p for name, p in model.named_parameters() if p.requires_grad}
+                adapted = add_lora(model, recipe.lora)
+            weights |= {name: p for name, p in adapted.named_parameters() if p.requires_grad}
         if recipe.parallel.tensor > 1:
             return _count_part(recipe, config, weights)
     except (UserError, OSError, ValueError):

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -120,7 +120,7 @@ def _by_name_in_model(
     expected = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
+    renamings = [cast(WeightRenaming, entry) for entry in mapping if not isinstance(entry, WeightConverter)]
     prefix, tensors = model.base_model_prefix, {}
     for key, tensor in stored.items():
         name, conversion = key, None

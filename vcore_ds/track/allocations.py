@@ -2,9 +2,11 @@
 machine, unlike a process's size and the counters of a network."""
 
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,7 +27,13 @@ class Allocations(TorchDispatchMode):
         self._live: dict[int, int] = {}
         self._live_bytes = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
@@ -90,7 +98,13 @@ class ReceivedBytes(TorchDispatchMode):
         super().__init__()
         self.received: dict[str, float] = {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         found = _received(func._schema.name, args)
         if found is not None:
             kind, num_bytes = found

@@ -18,7 +18,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
     """Writes a compressed `.npz`, the same bytes for the same arrays, and returns its path. Raises OSError."""
     # In memory first, so that a disk without room fails in one place, with an OSError.
     content = io.BytesIO()
-    np.savez_compressed(content, **arrays)
+    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]  # one may be called allow_pickle; none is
     with written_aside(path) as unfinished:
         unfinished.write_bytes(content.getbuffer())
     return path
@@ -58,11 +58,11 @@ def join_tokens(sequences: Sequence[Sized], names: Sequence[str]) -> dict[str, n
     return {"num_tokens": np.array([len(sequence) for sequence in sequences], dtype=np.int64), **joined}
 
 
-def split_tokens(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> list[dict[str, np.ndarray | None]]:
-    """Each sequence's own part of what `join_tokens` has joined, by name; None for an array that is not there. Raises
+def split_tokens(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
+    """Each sequence's own part of what `join_tokens` has joined, by name, without those that are not there. Raises
     ValueError where their lengths do not add up."""
     ends = np.cumsum(arrays["num_tokens"]).tolist()
     if any(name in arrays and len(arrays[name]) != ends[-1] for name in names):
         raise ValueError("arrays of different lengths")
     own = [slice(*bounds) for bounds in zip([0, *ends], ends, strict=False)]
-    return [{name: arrays[name][part] if name in arrays else None for name in names} for part in own]
+    return [{name: arrays[name][part] for name in names if name in arrays} for part in own]

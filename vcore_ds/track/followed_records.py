@@ -7,6 +7,7 @@ arrays. numpy only.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,8 +59,8 @@ class TraceTokens:
 
     def first(self, most: int) -> "TraceTokens":
         """The trace with `most` tokens at most."""
-        arrays = {name: getattr(self, name) for name in _OF_TOKEN}
-        return replace(self, **{name: None if values is None else values[:most] for name, values in arrays.items()})
+        arrays: dict[str, Any] = {name: getattr(self, name) for name in _OF_TOKEN}
+        return replace(self, **{name: values[:most] for name, values in arrays.items() if values is not None})
 
     @property
     def probabilities(self) -> np.ndarray:
@@ -133,7 +134,16 @@ def read_followed(path: Path) -> FollowedRecord:
         ]
         counts = arrays["num_supervised_tokens"].tolist()
         traces = [
-            TraceTokens(count, **tokens) for count, tokens in zip(counts, split_tokens(arrays, _OF_TOKEN), strict=True)
+            TraceTokens(
+                count,
+                tokens["positions"],
+                tokens["token_ids"],
+                tokens["losses"],
+                tokens["entropies"],
+                tokens.get("utilities"),
+                tokens["weights"],
+            )
+            for count, tokens in zip(counts, split_tokens(arrays, _OF_TOKEN), strict=True)
         ]
         if len(traces) != len(origins):
             raise ValueError("arrays of different lengths")

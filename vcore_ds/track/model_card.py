@@ -94,6 +94,7 @@ def _metadata(
         EvalResult("text-generation", name, name, "accuracy", round(found["accuracy"], 4))
         for name, found in evaluations
     ]
+    of_license: dict[str, Any] = dict(base.license)  # keys of LICENSE_KEYS
     card = ModelCardData(
         base_model=base.hub_id,
         base_model_relation=None if base.hub_id is None else "adapter" if request.kind == "adapter" else "finetune",
@@ -103,7 +104,7 @@ def _metadata(
         tags=[OWN_TAG, recipe.method.name, *(["lora"] if recipe.lora is not None else [])],
         eval_results=results or None,
         model_name=_title(recipe, base) if results else None,
-        **base.license,
+        **of_license,
     )
     return card.to_yaml()
 

@@ -95,7 +95,8 @@ def _fit_law(
 
 def _exponent_places(terms: Terms) -> list[int]:
     """Where exponents are among the parameters, which are log A and the exponents of each term, then log E."""
-    places, at = [], 0
+    places: list[int] = []
+    at = 0
     for term in terms:
         places += range(at + 1, at + 1 + len(term))
         at += 1 + len(term)

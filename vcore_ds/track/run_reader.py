@@ -44,22 +44,23 @@ def read_metrics_of(folder: Path) -> list[dict[str, float | None]]:
             raise UserError(f"RUN: {folder}: found no {METRICS} there; expected a run that has taken a step")
         written = path.read_bytes().splitlines()
     lines: list[dict[str, float | None]] = []
+    last_step = 0
     for number, text in enumerate(written, start=1):
-        line = _line(text)
-        steps = [one["step"] for one in (*lines[-1:], line) if one is not None]
-        if line is None or steps != sorted(set(steps)):
+        step_and_values = _line(text)
+        if step_and_values is None or step_and_values[0] <= last_step:
             found = text[:80].decode(errors="replace")
             raise UserError(
                 f"{path}: line {number}: found {found!r}; expected {_A_STEP}. Remove the line: the others can be read"
             )
-        lines.append(line)
+        last_step, values = step_and_values
+        lines.append(values)
     if not lines:
         raise UserError(f"{path}: is empty; expected a run that has taken a step")
     return lines
 
 
-def _line(text: bytes) -> dict[str, float | None] | None:
-    """None where the line is damaged."""
+def _line(text: bytes) -> tuple[int, dict[str, float | None]] | None:
+    """The step and all values of a line; None where the line is damaged."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -68,7 +69,7 @@ def _line(text: bytes) -> dict[str, float | None] | None:
     if not isinstance(step, int) or isinstance(step, bool) or step < 1:
         return None
     numbers = {key: value for key, value in values.items() if value is None or type(value) in (int, float)}
-    return {key: None if value is None or not math.isfinite(value) else value for key, value in numbers.items()}
+    return step, {key: None if value is None or not math.isfinite(value) else value for key, value in numbers.items()}
 
 
 def read_environment_of(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ FEWEST_SEEDS = 3
 """Fewer values support no interval."""
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Mean and half-width of its 95% confidence interval; nan for fewer values than `FEWEST_SEEDS`."""
     table = np.asarray(values, dtype=np.float64)
     if len(table) < FEWEST_SEEDS:

@@ -36,14 +36,21 @@ def sequences_of(
     positions = batch.position_ids()[:, 1:][supervised].to(torch.int32)
     token_ids = batch.labels[:, 1:][supervised].to(torch.int32)
     index = tokens.sequence_index.cpu()
-    arrays = [None if values is None else values.float().cpu() for values in (tokens.losses, tokens.utilities, weights)]
+    losses, own_weights = tokens.losses.float().cpu(), weights.float().cpu()
+    utilities = None if tokens.utilities is None else tokens.utilities.float().cpu()
     alphas = torch.as_tensor(alpha).double().cpu().expand(tokens.num_sequences).tolist()
     shared = zip(batch.sequence_ids, shares.double().tolist(), uniform_shares.double().tolist(), alphas, strict=False)
     for number, of_sequence in enumerate(shared):  # an idle batch has a row, and no id
         own = index == number
         if own.any():
-            of_token = (None if values is None else values[own].numpy() for values in (positions, token_ids, *arrays))
-            yield SequenceTokens(*of_sequence, *of_token)
+            yield SequenceTokens(
+                *of_sequence,
+                positions[own].numpy(),
+                token_ids[own].numpy(),
+                losses[own].numpy(),
+                None if utilities is None else utilities[own].numpy(),
+                own_weights[own].numpy(),
+            )
 
 
 def record_tokens(

@@ -122,7 +122,14 @@ def read_record(path: Path) -> TokenRecord:
     """One file of `tokens/`. Raises UserError where it cannot be read."""
     with arrays_of(path, "a record of tokens that a run has written", FORMAT) as arrays:
         sequences = [
-            SequenceTokens(**{field: arrays[name][i].item() for name, field in _OF_SEQUENCE.items()}, **tokens)
+            SequenceTokens(
+                **{field: arrays[name][i].item() for name, field in _OF_SEQUENCE.items()},
+                positions=tokens["positions"],
+                token_ids=tokens["token_ids"],
+                losses=tokens["losses"],
+                utilities=tokens.get("utilities"),
+                weights=tokens["weights"],
+            )
             for i, tokens in enumerate(split_tokens(arrays, _OF_TOKEN))
         ]
         first_trusted_id = int(arrays["first_trusted_id"])

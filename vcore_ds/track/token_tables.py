@@ -181,7 +181,8 @@ class _Sums:
             parts.append(np.full(len(own), 0 if place in first else 2 if place in last else 1))
         flat = np.concatenate(values)
         has_utilities = all(sequence.utilities is not None for record in records for sequence in record.sequences)
-        return cls(flat, np.concatenate(parts), *flat[:, :2].sum(0).tolist(), has_utilities)
+        uniform, weight = flat[:, :2].sum(0).tolist()
+        return cls(flat, np.concatenate(parts), uniform, weight, has_utilities)
 
     def rows(self, group: np.ndarray, name_of: Callable[[int], str], least: int = 1) -> list[Row]:
         """A row for each number in `group`, int64 [N], that is there `least` times, in the order of the numbers; the
@@ -219,7 +220,11 @@ def _thirds(num_records: int) -> tuple[range, range]:
 def _extremes(rows: Sequence[Row], overall: float, top: int) -> Extremes:
     by_weight = sorted(rows, key=lambda row: row.relative_weight)
     moved = sorted(
-        ((row.last_third - row.first_third, row) for row in rows if None not in (row.first_third, row.last_third)),
+        (
+            (row.last_third - row.first_third, row)
+            for row in rows
+            if row.first_third is not None and row.last_third is not None
+        ),
         key=lambda pair: pair[0],
     )
     few = max(1, top // 3)

@@ -131,7 +131,9 @@ class TokenTexts:
         return pieces
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)  # as the ids are of one text
+        return text
 
 
 def _kind_of(text: str) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vcore_ds.data import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine, NonFiniteLoss, chunks, count_globally, sequences_by_rank
+from vcore_ds.engine import Engine, NonFiniteLoss, PartitionedParameter, chunks, count_globally, sequences_by_rank
 from vcore_ds.method import (
     adam_direction,
     dft_weights,
@@ -53,7 +53,7 @@ class Direction:
     def __init__(self, engine: Engine):
         self.norm: float | None = None
         self.num_taken = 0
-        self.groups: list[tuple[nn.Module, list[nn.Parameter]]] = _gather_groups(engine)
+        self.groups: list[tuple[nn.Module, list[PartitionedParameter]]] = _gather_groups(engine)
         self.buffers: list[Tensor] = engine.shards.zeros(engine.trainable[0][1].dtype, engine.device)
         self._engine = engine
 
@@ -186,17 +186,18 @@ class Direction:
         return whole
 
 
-def _gather_groups(engine: Engine) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+def _gather_groups(engine: Engine) -> list[tuple[nn.Module, list[PartitionedParameter]]]:
     """Modules whose forward needs a group, each with the group's trained parameters, in the model's order.
 
     Tied embeddings are in one group; the second module that uses them asks for the same one.
     """
-    trainable = {id(parameter) for _, parameter in engine.trainable}
+    trainable = {id(parameter): parameter for _, parameter in engine.trainable}
     grouped: set[int] = set()
-    groups: list[tuple[nn.Module, list[nn.Parameter]]] = []
+    groups: list[tuple[nn.Module, list[PartitionedParameter]]] = []
 
     def add(module: nn.Module, recurse: bool) -> None:
-        parameters = [p for p in module.parameters(recurse) if id(p) in trainable and id(p) not in grouped]
+        own = [id(p) for p in module.parameters(recurse)]
+        parameters = [trainable[number] for number in own if number in trainable and number not in grouped]
         if parameters:
             grouped.update(map(id, parameters))
             groups.append((module, parameters))

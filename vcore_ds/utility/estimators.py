@@ -81,8 +81,10 @@ class FusedForward:
 class Estimator(Protocol):
     """Computes the losses and utilities of a step's micro-batches."""
 
-    direction: Direction | None
-    """The direction along which utilities are taken; None for a method without utilities."""
+    @property
+    def direction(self) -> Direction | None:
+        """The direction along which utilities are taken; None for a method without utilities."""
+        ...
 
     def begin(
         self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, ahead: bool = False

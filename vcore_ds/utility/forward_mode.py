@@ -7,7 +7,7 @@ The same pass gives a reference in higher precision without a second model: each
 it runs, so they can as well be replaced by copies in fp32 or fp64, and activations follow.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -87,9 +87,8 @@ def _give_hooks_a_tangent_rule(model: nn.Module) -> None:
     """ZeRO-3 wraps inputs and outputs of every module in its own autograd Functions, and torch, where there is a graph,
     in those of its backward hooks: identities without a `jvp`."""
     if "jvp" not in BackwardHookFunction.__dict__:
-        BackwardHookFunction.jvp = staticmethod(
-            lambda ctx, *tangents: tuple(None if t is None else t.view_as(t) for t in tangents)
-        )
+        rule = staticmethod(lambda ctx, *tangents: tuple(None if t is None else t.view_as(t) for t in tangents))
+        BackwardHookFunction.jvp = rule  # type: ignore[method-assign]  # torch has left it undefined
     for module in model.modules():
         for name in ("pre_bwd_fn", "post_bwd_fn"):
             function = module.__dict__.get(name)
@@ -135,9 +134,10 @@ class _TangentGatherer:
             for number in gathered_here:
                 prefetch = number + 1 if number == owned.get(id(module)) and number + 1 < len(groups) else None
                 self._handles.append(module.register_forward_pre_hook(self._gather_hook(number, prefetch)))
-            if type(module) in (nn.Linear, BaseLinear) and "forward" not in module.__dict__:
+            is_linear = type(module) in (nn.Linear, BaseLinear)
+            if isinstance(module, nn.Linear) and is_linear and "forward" not in module.__dict__:
                 self._linears.append(module)
-                module.forward = partial(_dual_linear, module)
+                module.forward = partial(_dual_linear, module)  # type: ignore[method-assign]  # on the instance
             if own or (self._precision is not None and any(True for _ in module.parameters(recurse=False))):
                 self._replaced_modules.append(module)
                 self._handles.append(module.register_forward_pre_hook(self._replace))
@@ -156,7 +156,7 @@ class _TangentGatherer:
             pending.wait()  # started on every rank, so it ends; otherwise it would meet the next collective
         self._handles, self._replaced_modules, self._linears, self._in_flight, self._whole = [], [], [], {}, {}
 
-    def _gather_hook(self, number: int, prefetch: int | None):
+    def _gather_hook(self, number: int, prefetch: int | None) -> Callable[[nn.Module, object], None]:
         def gather(module: nn.Module, _: object) -> None:
             is_started = number in self._in_flight
             started = self._in_flight.pop(number) if is_started else self._direction.start_gather(number)
@@ -166,7 +166,7 @@ class _TangentGatherer:
 
         return gather
 
-    def _release_hook(self, number: int):
+    def _release_hook(self, number: int) -> Callable[..., None]:
         def release(module: nn.Module, *_: object) -> None:
             for parameter in self._direction.groups[number][1]:
                 self._whole.pop(id(parameter), None)

@@ -31,7 +31,8 @@ def forward_mode_with_graph(engine: Engine, direction: Direction) -> Iterator[No
 
     Only for an engine for which `why_not_fused` finds no reason. Leave the context before the backward.
     """
-    layers = [layer for layer in engine.module.layers if getattr(layer, "gradient_checkpointing", False)]
+    # Hugging Face's GradientCheckpointingLayer, of which type checkers know nothing but that it is a module.
+    layers: list[Any] = [layer for layer in engine.module.layers if getattr(layer, "gradient_checkpointing", False)]
     checkpoints_before = [layer._gradient_checkpointing_func for layer in layers]
     for layer in layers:
         layer._gradient_checkpointing_func = checkpoint_with_tangent

@@ -5,15 +5,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from vcore_ds.data import load_tokenizer
 from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.errors import UserError
-from vcore_ds.models.named_model import NamedModel, find_named_model, load_to_answer
+from vcore_ds.models.named_model import AnsweringModel, NamedModel, find_named_model, load_to_answer
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, None: "auto"}
+DTYPES: dict[str | None, torch.dtype | str] = {"bf16": torch.bfloat16, "fp32": torch.float32, None: "auto"}
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Voice:
     """A model that answers, and what it is called; several may be the same model with and without its adapter."""
 
     name: str
-    model: PreTrainedModel
+    model: AnsweringModel
     tokenizer: PreTrainedTokenizerBase
     during: Callable[[], AbstractContextManager] = nullcontext
     """A context in which the model is this one."""
@@ -44,6 +45,6 @@ def load_voices(found: NamedModel, *, with_base: bool, dtype: str | None) -> lis
     tuned = Voice("tuned" if found.base is not None else "model", model, tokenizer)
     if base is None:
         return [tuned]
-    if found.adapter is not None:
+    if isinstance(model, PeftModel):
         return [Voice("base", model, tokenizer, model.disable_adapter), tuned]
     return [Voice("base", load_to_answer(base, DTYPES[dtype]), load_tokenizer(base.tokenizer, "RUN|MODEL")), tuned]

@@ -2,20 +2,20 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from jinja2 import TemplateError
-from transformers import GenerationConfig, PreTrainedModel, TextStreamer
+from transformers import GenerationConfig, TextStreamer
 
 from vcore_ds.commands.chat.models import Voice
 from vcore_ds.data import Message, render_prompt
 from vcore_ds.errors import UserError
 from vcore_ds.grading.prompts import code_prompt, math_prompt
-from vcore_ds.models.named_model import end_token_ids
+from vcore_ds.models.named_model import AnsweringModel, end_token_ids
 
-PROMPTS = {"plain": str, "math": math_prompt, "code": code_prompt}
+PROMPTS: dict[str, Callable[[str], str]] = {"plain": str, "math": math_prompt, "code": code_prompt}
 
 
 class Sampling(NamedTuple):
@@ -29,10 +29,13 @@ class Sampling(NamedTuple):
     seed: int | None = None
 
 
+End = Literal["finished", "cut off", "stopped"]
+
+
 class Answer(NamedTuple):
     text: str
     num_tokens: int
-    end: Literal["finished", "cut off", "stopped"]
+    end: End
     """By the model itself, at the longest length, or by Ctrl-C."""
     seconds: float
 
@@ -135,7 +138,8 @@ def answer_question(voice: Voice, messages: list[Message], sampling: Sampling) -
         raise UserError(
             f"chat: found {num_prompt:,} tokens so far; expected fewer than the {limit:,} that the model takes"
         )
-    stream, start, end = _Stream(tokenizer), time.perf_counter(), "finished"
+    stream, start = _Stream(tokenizer), time.perf_counter()
+    end: End = "finished"
     settings = generation_settings(model, tokenizer, sampling, room)
     try:
         with voice.during(), torch.inference_mode():
@@ -149,7 +153,7 @@ def answer_question(voice: Voice, messages: list[Message], sampling: Sampling) -
 
 
 def generation_settings(
-    model: PreTrainedModel, tokenizer: Any, sampling: Sampling, max_new_tokens: int
+    model: AnsweringModel, tokenizer: Any, sampling: Sampling, max_new_tokens: int
 ) -> GenerationConfig:
     """The model's own settings with those of the user in their place."""
     own = model.generation_config

@@ -132,10 +132,13 @@ def compare(sides: Sequence[Side], *, two_way: bool = False, power_difference: f
 def _accuracy(task: str, side: Side) -> Accuracy:
     correct, results = side.correct[task], side.results[task]
     by_seed = correct.mean((1, 2)).tolist()
+    num_seeds, num_problems, num_samples = correct.shape
     return Accuracy(
         task,
         side.name,
-        *correct.shape,
+        num_seeds,
+        num_problems,
+        num_samples,
         accuracy=float(correct.mean()),
         interval=accuracy_interval(correct[0]) if len(correct) == 1 else t_estimate(by_seed).interval,
         by_seed=by_seed,

@@ -1,6 +1,7 @@
 """The differences of a comparison with their intervals, as a picture."""
 
 from pathlib import Path
+from typing import Any
 
 from vcore_ds.commands.compare.differences import Comparison
 from vcore_ds.files.user_paths import writing
@@ -27,7 +28,7 @@ def draw(found: Comparison, path: Path) -> None:
             if interval is not None:
                 low, high = interval
                 # Other caps would make the line longer than the interval.
-                style = {"linewidth": width, "alpha": alpha, "solid_capstyle": "butt"}
+                style: dict[str, Any] = {"linewidth": width, "alpha": alpha, "solid_capstyle": "butt"}
                 axes.plot([100 * low, 100 * high], [place, place], color=colour, **style)
         if found.has_seeds:
             axes.plot([100 * value for value in one.by_seed], [place] * len(one.by_seed), "|", color=colour, alpha=0.6)

@@ -132,19 +132,21 @@ class ServerAPI(OpenAICompatibleCompletionsAPI):
 
     def _generation(self, output: ModelOutput) -> Generation:
         """Raises UserError where the server does not say how an answer ended and how long it is."""
-        if not output.choices or output.usage is None or output.stop_reason not in ("stop", *TRUNCATED):
-            found = output.stop_reason if output.choices else "no choice"
+        reason = output.stop_reason
+        if not output.choices or output.usage is None or reason not in ("stop", "max_tokens", "model_length"):
+            found = reason if output.choices else "no choice"
             raise UserError(
                 f"--url: {self._server.url}: found an answer with finish reason {found} and usage {output.usage}; "
                 "expected `stop` or `length`, and the number of tokens. Use another server"
             )
-        return Generation(output.completion, output.stop_reason, output.usage.output_tokens)
+        return Generation(output.completion, reason, output.usage.output_tokens)
 
 
 def inspect_model(api: "InProcessAPI | ServerAPI", config: GenerateConfig) -> Model:
     """What inspect evaluates. It asks every API for the name that a decorator of its gives to a class; this one is an
     instance that is there already."""
-    return Model(modelapi(name="vcore_ds")(lambda: lambda: api)(), config)
+    named = modelapi(name="vcore_ds")(lambda: lambda: api)
+    return Model(named(), config)  # type: ignore[call-arg]  # as it is no class, it needs no name
 
 
 def _output(name: str, request: Request, generation: Generation) -> ModelOutput:

@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from vcore_ds.commands.evaluate.journal import Generation, Request
+from vcore_ds.commands.evaluate.journal import Generation, Request, StopReason
 from vcore_ds.commands.evaluate.sampling import Sampling
 from vcore_ds.errors import UserError
 from vcore_ds.models.named_model import NamedModel, end_token_ids, load_to_answer
@@ -90,7 +90,8 @@ class InProcessModel:
         end = next((i for i, token in enumerate(tokens[:limit]) if token in self.end_ids), None)
         tokens = tokens[:limit] if end is None else tokens[: end + 1]
         output = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        at_limit = "max_tokens" if limit == request.max_new_tokens else "model_length"
+        assert isinstance(output, str)  # as the tokens are of one text
+        at_limit: StopReason = "max_tokens" if limit == request.max_new_tokens else "model_length"
         return Generation(output, at_limit if end is None else "stop", len(tokens))
 
     def _processors(self, seeds: Sequence[int]) -> LogitsProcessorList:

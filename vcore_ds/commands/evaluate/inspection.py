@@ -8,6 +8,7 @@ from anyio import to_thread
 from inspect_ai import Task as InspectTask
 from inspect_ai import eval as inspect_eval
 from inspect_ai.dataset import MemoryDataset, Sample
+from inspect_ai.log import EvalSample
 from inspect_ai.model import ChatMessageUser, GenerateConfig
 from inspect_ai.scorer import CORRECT, INCORRECT, Score, Scorer, Target, accuracy, scorer
 from inspect_ai.solver import TaskState, generate
@@ -116,11 +117,13 @@ def _scorer(kind: Kind, checker: AnswerChecker) -> Scorer:
     return final_answer_scorer()
 
 
-def _result(task: Task, request: Request, sample) -> SampleResult:
+def _result(task: Task, request: Request, sample: EvalSample) -> SampleResult:
     output = sample.output
+    assert output.usage is not None  # as every API gives it
     if task.kind is None:
         answer, correct = last_code_block(output.completion), False
     else:
+        assert sample.scores is not None
         score = sample.scores["final_answer"]
         answer, correct = score.answer, score.value == CORRECT
     return SampleResult(

@@ -29,12 +29,15 @@ class Request:
         return self.problem_id, self.sample
 
 
+StopReason = Literal["stop", "max_tokens", "model_length"]
+
+
 @dataclass(frozen=True)
 class Generation:
     """What the model answered."""
 
     output: str
-    stop_reason: Literal["stop", "max_tokens", "model_length"]
+    stop_reason: StopReason
     """Why it ended: the model's own end token, the limit on new tokens, or the model's longest sequence."""
     num_tokens: int
     """The end token included."""

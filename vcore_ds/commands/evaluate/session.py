@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from vcore_ds import __version__
@@ -29,6 +29,7 @@ from vcore_ds.files.aside import written_aside
 from vcore_ds.files.evaluation_folder import (
     EVALUATION,
     Evaluation,
+    SampleResult,
     TaskResult,
     read_samples,
     samples_path,
@@ -173,7 +174,9 @@ def _digest(problems: Sequence[Problem]) -> str:
     return hashlib.sha256(json.dumps([asdict(problem) for problem in problems]).encode()).hexdigest()[:16]
 
 
-def _requests(task: Task, problems: Sequence[Problem], settings: Settings, tokenizer) -> list[Request]:
+def _requests(
+    task: Task, problems: Sequence[Problem], settings: Settings, tokenizer: PreTrainedTokenizerBase
+) -> list[Request]:
     """The answers to draw, problem by problem; seeds are functions of the problem and the answer's number."""
     requests = []
     for problem in problems:
@@ -206,7 +209,7 @@ def _answer(
     problems: Sequence[Problem],
     requests: list[Request],
     settings: Settings,
-):
+) -> list[SampleResult]:
     # The first batch of long answers may take minutes, or hours without a GPU.
     limit, at_a_time = settings.limit_of(task), min(settings.batch_size, len(requests))
     print(f"{task.name}: {len(requests):,} answers of at most {limit:,} tokens, {at_a_time} at a time", flush=True)

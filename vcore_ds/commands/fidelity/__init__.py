@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from vcore_ds.commands.arguments import add_recipe, take_numbers
 from vcore_ds.config import load_recipe
@@ -17,7 +18,7 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
-    numbers = dict(nargs="+", metavar="N")
+    numbers: dict[str, Any] = dict(nargs="+", metavar="N")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write fidelity.json and fidelity.png there")
     parser.add_argument(
         "--sequences", type=int, default=4, metavar="N", help="training sequences to measure on (default 4)"

@@ -83,11 +83,11 @@ class Bench:
 
     def finite_difference(self, epsilon: float, base: Tensor) -> tuple[Tensor, Estimate]:
         """Utilities, and all of the estimate but its agreement; `base`: `losses()` of this rank."""
-        (below, changed_fraction), (above, _) = (
+        (of_below, changed_fraction), (of_above, _) = (
             perturbed_losses(self.engine, self.direction, self.batches, signed, 1, self._rounding_seed)
             for signed in (epsilon, -epsilon)
         )
-        below, above = torch.cat(below), torch.cat(above)
+        below, above = torch.cat(of_below), torch.cat(of_above)
         symmetric = self.over_ranks([above + below - 2 * base]).double()
         return self.over_ranks([(base - below) / epsilon]), Estimate(
             "finite_difference",

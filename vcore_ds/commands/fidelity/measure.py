@@ -214,11 +214,12 @@ def measure_probe_sizes(
             label = f"probe of {size}, draw {draw + 1}" + (f", loss {loss}" if loss != recipe_loss else "")
             progress.done(f"{label}: {describe_spearman(draws[-1].spearman)}")
         spearmans = [draw.spearman for draw in draws]
+        known = [spearman for spearman in spearmans if spearman is not None]
         return ProbeSize(
             size,
             len(draws),
             mean(spearmans),
-            None if None in spearmans else min(spearmans),
+            min(known) if len(known) == len(draws) else None,
             mean([draw.weight_overlap for draw in draws]),
             of_recipe=size == report.probe_batch_size and loss == recipe_loss,
             loss=loss,

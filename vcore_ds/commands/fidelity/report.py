@@ -210,11 +210,13 @@ def draw(report: FidelityReport, path: Path) -> None:
     from matplotlib import pyplot
 
     jvp = next(found for found in report.estimators if found.epsilon is None)
-    differences = sorted((found for found in report.estimators if found.epsilon is not None), key=lambda e: e.epsilon)
+    differences = sorted(
+        (found for found in report.estimators if found.epsilon is not None), key=lambda e: e.epsilon or 0.0
+    )
     panels: list[tuple[str, list[float], list[tuple[str, list[float | None]]]]] = [
         (
             f"epsilon of the finite difference ({report.precision})",
-            [found.epsilon for found in differences],
+            [found.epsilon for found in differences if found.epsilon is not None],
             [
                 ("finite difference", [found.agreement.spearman for found in differences]),
                 ("jvp", [jvp.agreement.spearman] * len(differences)),

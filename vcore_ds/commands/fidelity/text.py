@@ -113,7 +113,7 @@ def _about_jvp(report: FidelityReport) -> Iterator[str]:
 
 
 def _about_finite_differences(report: FidelityReport) -> Iterator[str]:
-    found = sorted((e for e in report.estimators if e.epsilon is not None), key=lambda e: -e.epsilon)
+    found = sorted((e for e in report.estimators if e.epsilon is not None), key=lambda e: -(e.epsilon or 0.0))
     if not found:
         return
     best = max(found, key=_spearman_or_zero)

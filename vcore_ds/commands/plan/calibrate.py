@@ -49,14 +49,15 @@ def calibrate(run: str) -> Calibration:
     """
     folder = Path(run)
     recipe = read_resolved_recipe(folder / RECIPE)
-    environment = _read(folder / ENVIRONMENT, json.loads)
+    found = _read(folder / ENVIRONMENT, json.loads)
+    environment = found if isinstance(found, dict) else {}
     lines = _read(folder / METRICS, lambda text: [json.loads(line) for line in text.splitlines()])[NUM_WARM_UP:]
     if not lines:
         raise UserError(f"--calibrate: {folder / METRICS}: found {NUM_WARM_UP} steps or fewer; expected more")
     needed = {"supervised_tokens", "sequences", *(f"seconds_{phase}" for phase in _PHASES)}
     if not all(isinstance(line, dict) and needed <= line.keys() for line in lines):
         raise UserError(f"--calibrate: {folder / METRICS}: expected {', '.join(sorted(needed))} in every line")
-    devices = environment.get("devices") if isinstance(environment, dict) else None
+    devices = environment.get("devices")
     if not isinstance(devices, list) or not devices or not isinstance(environment.get("world_size"), int):
         raise UserError(f"--calibrate: {folder / ENVIRONMENT}: expected devices and world_size, as a run writes them")
     device = str(devices[0])

@@ -7,9 +7,9 @@ from typing import Any
 from vcore_ds.commands.plan.columns import Column, Columns
 from vcore_ds.commands.plan.verify import Comparison, describe_comparisons
 from vcore_ds.config import Part, RunPlan, plan_verdict
-from vcore_ds.planning import GPUS, Achieved, Cluster
+from vcore_ds.planning import GPUS, Achieved, Cluster, Phase
 
-_PHASES = {"probe": "probe", "utility": "utilities", "main": "main", "step": "update"}
+_PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "main", "step": "update"}
 """What the phases of a step are called in the table."""
 
 _GIB = 2**30

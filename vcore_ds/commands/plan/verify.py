@@ -100,8 +100,9 @@ def launch(folder: Path) -> None:
     ]
     command += ["-m", "vcore_ds.commands.plan.verify_rank", str(folder)]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, text=True, **output) as launcher:
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as launcher:
         try:
             _, errors = launcher.communicate(timeout=TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:

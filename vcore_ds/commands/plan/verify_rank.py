@@ -3,13 +3,14 @@
 import gc
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vcore_ds.commands.plan.scaled import CASES, Case, recipe_of
 from vcore_ds.commands.plan.verify import DEEPSPEED_JSON, MEASURED, MODEL
@@ -17,7 +18,7 @@ from vcore_ds.config import deepspeed_config, plan_batch
 from vcore_ds.data import StepBatches, TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
-from vcore_ds.engine import Engine
+from vcore_ds.engine import Engine, as_partitioned
 from vcore_ds.feed import batches_of_rank
 from vcore_ds.models import model_shape
 from vcore_ds.setup import build_engine, build_estimator
@@ -82,13 +83,13 @@ def random_sequence(sequence_id: int, num_tokens: int) -> TokenizedSequence:
 def kept_bytes(engine: Engine, direction: Direction | None) -> dict[str, int]:
     """What the engine and the direction keep between steps, by kind."""
 
-    def total(tensors) -> int:
+    def total(tensors: Iterable[Tensor]) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     zero = engine.optimizer
     states = zero.optimizer.state.values()
     return {
-        "parameters": total(parameter.ds_tensor for parameter in engine.module.parameters()),
+        "parameters": total(as_partitioned(parameter).ds_tensor for parameter in engine.module.parameters()),
         "gradients": total(engine.shards.gradients()),
         "master weights": total(engine.shards.masters()),
         "moments": total(state[key] for state in states for key in ("exp_avg", "exp_avg_sq")),

@@ -4,6 +4,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ class Needed:
     temporary_folder: Path = Path(tempfile.gettempdir())
 
 
+def _version(package: str, node: Node) -> str | None:
+    return node.packages.get(package)
+
+
 def find_problems(nodes: Sequence[Node], needed: Needed) -> list[str]:
     """One line each: node, what, found, expected, remedy. What nodes differ in is expected to be as on most of them."""
     problems = []
@@ -52,7 +57,7 @@ def find_problems(nodes: Sequence[Node], needed: Needed) -> list[str]:
                 problems.append(f"{node.host}: {what}: {found}. {remedy}")
 
     for name in dict.fromkeys(name for node in nodes for name in node.packages):  # an optional one may be on some
-        compare(name, nodes, lambda node, name=name: node.packages.get(name), "Use one environment on a shared disk")
+        compare(name, nodes, partial(_version, name), "Use one environment on a shared disk")
     compare("commit", nodes, lambda node: node.commit, "Use one checkout on a shared disk, or the same commit in each")
     for node in nodes:
         if len(node.gpus) != needed.num_gpus:

@@ -76,7 +76,7 @@ def _group_values(feed: Feed, dataset: TokenStore, engine: Engine, positions: li
     """Position in the data -> log-probability in nats, for all ranks' sequences. A collective."""
     position_of = {int(dataset.sequence_ids[i]): i for i in positions}
     batches = feed.batches(positions, feed.plan.utility_micro_batch_size_per_rank)
-    own = {}
+    own: dict[int, float] = {}
     for batch, values in zip(batches, log_probabilities(engine, batches), strict=True):
         own.update(zip(batch.sequence_ids, values.double().tolist(), strict=False))  # an idle row has no id
     every_rank = layout.gather_objects("job", own)

@@ -3,12 +3,16 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vcore_ds.commands.report.curves import Chart, make_charts
 from vcore_ds.commands.report.read import ReportedRun, group_runs
 from vcore_ds.errors import UserError
 from vcore_ds.files.user_paths import writing
 from vcore_ds.track.presentation import COLOURS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DASHES = ("-", "--", ":", "-.")
 
@@ -38,7 +42,7 @@ def write_pictures(runs: Sequence[ReportedRun], folder: Path) -> list[Path]:
     return written
 
 
-def _draw(axes, chart: Chart, labels: Sequence[str]) -> None:
+def _draw(axes: "Axes", chart: Chart, labels: Sequence[str]) -> None:
     for one in chart.series:
         colour = COLOURS[one.group % len(COLOURS)]
         style = DASHES[one.group % len(DASHES)] if len(one.steps) > 1 else "o"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -104,9 +105,13 @@ def _measures(runs: Sequence[ReportedRun]) -> dict[str, Measure]:
     names = dict.fromkeys(name for run in runs for name in read_held_out_of(run.folder))
     measures: dict[str, Measure] = {}
     for name in names:
-        measures[f"held-out loss{name and f', {name}'}"] = lambda run, name=name: read_held_out_of(run.folder).get(name)
+        measures[f"held-out loss{name and f', {name}'}"] = partial(_held_out_loss, name)
     measures[f"training loss, last {LAST_SHARE:.0%} of the steps"] = _last_loss
     return measures
+
+
+def _held_out_loss(name: str, run: ReportedRun) -> float | None:
+    return read_held_out_of(run.folder).get(name)
 
 
 def _last_loss(run: ReportedRun) -> float | None:

@@ -38,7 +38,7 @@ def encode_traces(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], s
         "sequences": [
             {
                 "step": record.step,
-                "id": sequence.sequence_id - (record.first_trusted_id if record.is_trusted(sequence) else 0),
+                "id": sequence.sequence_id - ((record.first_trusted_id or 0) if record.is_trusted(sequence) else 0),
                 "source": SOURCES[record.is_trusted(sequence)],
                 "tokens": len(sequence),
                 "alpha": float(f"{sequence.alpha:.4g}"),
@@ -110,9 +110,11 @@ def _pack(
         # Utilities of one step can be a hundred times those of another, so each record has levels of its own.
         levels |= {"utility": {step: utility_levels(utilities) for step, utilities in with_utilities.items()}}
         levels |= {"utilityAxis": utility_levels(np.concatenate(list(with_utilities.values())))}
-        codes.append(
-            np.concatenate([nearest(levels["utility"][step], sequence.utilities) for step, sequence in chosen])
-        )
+        utility_codes = []
+        for step, sequence in chosen:
+            assert sequence.utilities is not None  # as all tokens of the step have them
+            utility_codes.append(nearest(levels["utility"][step], sequence.utilities))
+        codes.append(np.concatenate(utility_codes))
     entropies = [sequence.entropies for sequence in sequences if isinstance(sequence, TraceTokens)]
     if entropies:
         levels |= {"entropy": loss_levels(np.concatenate(entropies))}

@@ -1,6 +1,6 @@
 """From a raw row to a conversation, or the rule that drops it (appendix "Dataset Curation for supervised tasks")."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from vcore_ds.data.conversations import Message, check_messages, split_thinking
@@ -173,7 +173,7 @@ def _keep_only(row: Any, name: str, value: str, rule: str) -> None:
         raise Dropped(rule)
 
 
-def _texts(row: Any, *names: str, empty: set[str] = frozenset()) -> dict[str, str]:
+def _texts(row: Any, *names: str, empty: Collection[str] = ()) -> dict[str, str]:
     """Fields of a row that must be texts, and not be empty unless they may."""
     for name in names:
         if name not in row:

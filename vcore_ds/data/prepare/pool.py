@@ -49,10 +49,12 @@ def _end_with_parent() -> None:
     """A process of a pool otherwise outlives a parent that was killed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism here
     parent = parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
 
     def watch() -> None:
-        connection.wait([parent.sentinel])
+        connection.wait([sentinel])
         os._exit(1)
 
-    if parent is not None:
-        threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()

@@ -85,7 +85,10 @@ def curate_shard(task: CurationTask, key_limit: int) -> ShardReport:
     The files `NNNNN.jsonl` (conversations), `NNNNN.npy` (their keys, numbers and offsets) and `NNNNN.json` (the report,
     written last) replace those of an interrupted run.
     """
-    report, dropped, shapes, index = ShardReport(), Counter(), Counter(), []
+    report = ShardReport()
+    dropped: Counter[str] = Counter()
+    shapes: Counter[str] = Counter()
+    index: list[tuple[int, int, int]] = []
     checker = AnswerChecker(task.answer_seconds)
     rows = task.folder / f"{task.shard_number:05d}.jsonl"
     try:
@@ -180,7 +183,7 @@ def tokenize_block(task: TokenizationTask) -> None:
     ids, marks, lengths, sequence_ids = [], [], [], []
     truncated, unsupervised_turns, empty_thinking = [], [], []
     sequences = iter(zip(rendered, tokenize_rendered(rendered, tokenizer), strict=True) if rendered else ())
-    for i in np.flatnonzero(outcomes == KEPT):
+    for i in np.flatnonzero(outcomes == KEPT).tolist():
         item, sequence = next(sequences)
         outcomes[i] = _judge(sequence, task.cutoff_length, task.overlong)
         if outcomes[i] == LONG_PROMPT and task.overlong == "truncate":

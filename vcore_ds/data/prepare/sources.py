@@ -16,6 +16,7 @@ from vcore_ds.errors import UserError, first_line
 from vcore_ds.files.user_paths import DATA_SUFFIXES, can_be_hub_id, reading
 
 if TYPE_CHECKING:
+    from datasets import IterableDataset
     from pyarrow import RecordBatch
 
 _JSONL_SHARD_BYTES = 32 * 2**20
@@ -238,8 +239,8 @@ def _hub_shards(name: str, split: str) -> list[Shard]:
     return [Shard("hub", name, number, num_shards, split, revision) for number in range(num_shards)]
 
 
-def load_hub(name: str, split: str, revision: str | None):
-    """A `datasets.IterableDataset` that downloads while it is read; `name` may be a folder in the hub's layout."""
+def load_hub(name: str, split: str, revision: str | None) -> "IterableDataset":
+    """Rows of a data set on the hub, that downloads while it is read; `name` may be a folder in the hub's layout."""
     from datasets import get_dataset_config_names, load_dataset
 
     try:

@@ -81,6 +81,7 @@ def adapted_layers(path: str, config: PretrainedConfig, lora: LoraConfig) -> lis
                 f"lora.target_modules: found {lora.target_modules!r}, with which {layer} gets an adapter, together "
                 "with model.provider megatron; expected linear layers of the decoder layers, such as all-linear"
             )
+        assert module.in_features is not None and module.out_features is not None  # those of a linear layer
         found.append(Adapted(layer, module.in_features, module.out_features))
     return found
 
@@ -136,7 +137,7 @@ class Expansion(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight)
 
-    def forward(self) -> tuple[Tensor | None, Tensor | None]:
+    def forward(self) -> tuple[Tensor, Tensor | None]:
         """B and its tangent, if any. Called, as parameters are whole and have tangents while their module runs."""
         return value_and_tangent(self, "weight")
 
@@ -153,7 +154,8 @@ class Addend(NamedTuple):
 def column_addends(adapters: nn.ModuleDict, x: Tensor) -> dict[str, Addend]:
     """Of column-parallel layers, by name, for `x [t / n, b, I]`. A collective: what all of the adapters make of the
     tokens is gathered at once."""
-    enabled = {name: adapter for name, adapter in adapters.items() if adapter.is_enabled}
+    every = {name: adapter for name, adapter in adapters.items() if isinstance(adapter, Adapter)}
+    enabled = {name: adapter for name, adapter in every.items() if adapter.is_enabled}
     if not enabled:
         return {}
     whole = gather_tokens(torch.cat([adapter.reduced(x) for adapter in enabled.values()], -1))
@@ -174,12 +176,12 @@ def _addend(adapter: Adapter, reduced: Tensor) -> Addend:
 
 def expanded(addend: Addend, dtype: torch.dtype) -> Tensor | None:
     """`(x A^T) B^T`, not scaled yet; without a graph."""
-    return None if addend.reduced is None else linear(addend.reduced, addend.b).to(dtype)
+    return None if addend.reduced is None or addend.b is None else linear(addend.reduced, addend.b).to(dtype)
 
 
 def expanded_tangent(addend: Addend, dtype: torch.dtype) -> Tensor | None:
     """The tangent of `expanded`."""
-    if addend.reduced is None:
+    if addend.reduced is None or addend.b is None:
         return None
     found = linear_tangent(addend.reduced, addend.b, d_x=addend.d_reduced, d_weight=addend.d_b)
     return None if found is None else found.to(dtype)
@@ -189,11 +191,16 @@ def addend_gradients(
     by_out: Tensor, reduced: Tensor | None, b: Tensor | None, scaling: float
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `x A^T` and B, given that of the layer's output."""
-    if reduced is None:
+    if reduced is None or b is None:
         return None, None
     gradient = by_out.to(b.dtype)
     by_b = gradient.flatten(0, -2).t() @ reduced.flatten(0, -2)
     return (gradient @ b).mul_(scaling), by_b.mul_(scaling)
+
+
+def mark_divided(parameter: nn.Parameter) -> None:
+    """Marks a parameter of which each rank has a part, as megatron-core and DeepSpeed know it."""
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # the mark is theirs
 
 
 def add_adapters(model: nn.Module, layers: list[Adapted], lora: LoraConfig, config: PretrainedConfig) -> None:
@@ -221,7 +228,7 @@ def add_adapters(model: nn.Module, layers: list[Adapted], lora: LoraConfig, conf
             first = 0 if layer.is_column_parallel else part.start
             dropout = PartDropout(lora.dropout, number, first_feature=first, of_own_tokens=layer.is_column_parallel)
         adapter = Adapter(a, b, lora.alpha / lora.rank, dropout)
-        (adapter.lora_B if layer.is_column_parallel else adapter.lora_A).weight.tensor_model_parallel = True
+        mark_divided((adapter.lora_B if layer.is_column_parallel else adapter.lora_A).get_parameter("weight"))
         owner, name = layer.own_name.rsplit(".", 1)
         setattr(model.get_submodule(owner), name, adapter)
 
@@ -230,7 +237,8 @@ def adapter_pieces(
     layers: list[Adapted], config: PretrainedConfig, lora: LoraConfig, *, rank: int, size: int
 ) -> dict[str, Piece]:
     """What each parameter of this rank's adapters is of peft's, by its name: see `weights.pieces`."""
-    parts, found = divided(config, rank=rank, size=size), {}
+    parts = divided(config, rank=rank, size=size)
+    found: dict[str, Piece] = {}
     for layer in layers:
         part, rows = parts[layer.name.rsplit(".", 1)[1]], slice(0, lora.rank)
         a, b = (f"{PEFT_PREFIX}{layer.name}.lora_{matrix}.default.weight" for matrix in "AB")

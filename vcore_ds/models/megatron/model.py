@@ -2,11 +2,12 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from transformers import PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from vcore_ds.config.schema import LoraConfig
@@ -15,7 +16,14 @@ from vcore_ds.distributed import layout
 from vcore_ds.errors import UserError
 from vcore_ds.method import VocabularyPart, token_entropy, token_loss
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
-from vcore_ds.models.megatron.adapters import Adapted, adapted_layers, adapter_pieces, add_adapters, without_adapters
+from vcore_ds.models.megatron.adapters import (
+    Adapted,
+    adapted_layers,
+    adapter_pieces,
+    add_adapters,
+    mark_divided,
+    without_adapters,
+)
 from vcore_ds.models.megatron.configuration import padded_vocabulary, transformer_config
 from vcore_ds.models.megatron.decoder import DecoderLayer
 from vcore_ds.models.megatron.norms import norm
@@ -92,20 +100,21 @@ class ParallelTokenLossModel(nn.Module):
         self.embed_tokens = TokenEmbedding(
             num_rows, made.hidden_size, config=made, init_method=nn.init.zeros_, tp_group=layout.group("tensor")
         )
-        self.rotary = LlamaRotaryEmbedding(config)
-        self.layers = nn.ModuleList(DecoderLayer(made, config, i) for i in range(made.num_layers))
+        self.rotary = _rotary(config)
+        layers = [DecoderLayer(made, config, i) for i in range(made.num_layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = norm(made, made.hidden_size)
         weight = self.embed_tokens.weight
         if not config.tie_word_embeddings:
             weight = ColumnLinears(made, made.hidden_size, {"head": num_rows}).head
         self.lm_head = ParallelTokenLossHead(weight, num_rows // tensor, config.vocab_size)
         if gradient_checkpointing:
-            for layer in self.layers:
+            for layer in layers:
                 layer.checkpoint_activations()
         for module in self.modules():
             if isinstance(module, ColumnLinears | RowLinear | TokenEmbedding | ParallelTokenLossHead):
                 for parameter in module.parameters(recurse=False):
-                    parameter.tensor_model_parallel = True
+                    mark_divided(parameter)
 
     def add_lora(self, path: str, lora: LoraConfig) -> None:
         """Freezes the model and adds trainable adapters, in place; see `vcore_ds.models.add_lora`."""
@@ -134,7 +143,7 @@ class ParallelTokenLossModel(nn.Module):
     def compute_buffers(self) -> None:
         """Computes the rotary frequencies, which are in no file, again: those that were made while zero.Init replaced
         torch's constructors may have passed through bf16."""
-        self.rotary = LlamaRotaryEmbedding(self.config)
+        self.rotary = _rotary(self.config)
 
     def forward(
         self,
@@ -166,3 +175,8 @@ class ParallelTokenLossModel(nn.Module):
         hidden = gather_tokens(self.norm(hidden)).transpose(0, 1)
         supervised = targets != IGNORED_LABEL
         return self.lm_head(hidden[supervised], targets[supervised], with_entropies=with_entropies)
+
+
+def _rotary(config: PretrainedConfig) -> LlamaRotaryEmbedding:
+    """Of any of the families that are served: their configurations have the fields of LLaMA's that it reads."""
+    return LlamaRotaryEmbedding(cast(LlamaConfig, config))

@@ -74,9 +74,14 @@ class ColumnLinears(nn.Module):
     def forward(self, x: Tensor) -> list[Tensor]:
         addends, scaling, flat = column_addends(self.adapters, x), 1.0, []
         for name in self.names:
-            (weight, d_weight), (bias, d_bias) = (value_and_tangent(self, n) for n in (name, f"{name}_bias"))
+            weight, d_weight = value_and_tangent(self, name)
+            has_bias = getattr(self, f"{name}_bias") is not None
+            bias, d_bias = value_and_tangent(self, f"{name}_bias") if has_bias else (None, None)
             flat += [weight, bias, d_weight, d_bias, *addends.get(name, Addend())]
-            scaling = self.adapters[name].scaling if name in addends else scaling
+            if name in addends:
+                adapter = self.adapters[name]
+                assert isinstance(adapter, Adapter)
+                scaling = adapter.scaling
         found = _ColumnProducts.apply(scaling, *forward_ad.unpack_dual(x), *flat)
         return [dual_or_plain(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
 
@@ -127,6 +132,7 @@ class _ColumnProducts(torch.autograd.Function):
         found: list[Tensor | None] = []
         for i in range(0, len(layers), 8):
             weight, bias, d_weight, d_bias = layers[i : i + 4]
+            assert weight is not None
             addend = Addend(*layers[i + 4 : i + 8])
             tangents = dict(d_x=d_whole, d_weight=d_weight, d_bias=d_bias)
             # Each addend is released before the next one is made.
@@ -147,11 +153,12 @@ class _ColumnProducts(torch.autograd.Function):
         for i, (by_out, needs_weight, needs_bias) in enumerate(
             zip(gradients[::2], needs[::8], needs[1::8], strict=True)
         ):
+            assert by_out is not None  # the outputs of all layers are used
             weight, reduced, b = saved[i::num_layers]
             gradient = by_out.flatten(0, -2)
             if needs_x:
                 by_x = gradient @ weight if by_x is None else by_x.addmm_(gradient, weight)
-            by_weight = gradient.t() @ whole if needs_weight else None
+            by_weight = gradient.t() @ whole if needs_weight and whole is not None else None
             by_addend = addend_gradients(by_out, reduced, b, ctx.scaling)
             found += [by_weight, gradient.sum(0) if needs_bias else None, None, None, *by_addend, None, None]
         del whole
@@ -185,9 +192,10 @@ class _RowProduct(torch.autograd.Function):
         sent[:, 0] = product.view(sent[:, 0].shape)
         del product
         d_addend = expanded_tangent(addend, x.dtype)
-        product = linear_tangent(x, weight, d_x=d_x, d_weight=d_weight, d_addend=d_addend, scaling=scaling)
-        sent[:, 1] = product.view(sent[:, 1].shape)
-        del product, d_addend
+        d_product = linear_tangent(x, weight, d_x=d_x, d_weight=d_weight, d_addend=d_addend, scaling=scaling)
+        assert d_product is not None  # as there is a tangent
+        sent[:, 1] = d_product.view(sent[:, 1].shape)
+        del d_product, d_addend
         out, d_out = own_of_both(sent)
         ctx.mark_non_differentiable(d_out)
         return out, d_out
