@@ -105,10 +105,10 @@ def launch(
         if before is not None:
             parsed.overrides = [*parsed.overrides, *before(parsed.overrides)]
         train.main(parsed)
-        if with_report:
-            report.after_training(parsed.recipe, parsed.overrides)
         if can_evaluate and parsed.eval:
             evaluate.after_training(parsed.recipe, parsed.overrides)
+        if with_report:  # of the evaluation, too
+            report.after_training(parsed.recipe, parsed.overrides)
         if after is not None:
             after()
     except (UserError, RunFailed, RunStopped) as error:

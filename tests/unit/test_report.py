@@ -17,6 +17,7 @@ from vcore_ds.commands.report.curves import MOST_POINTS, make_charts
 from vcore_ds.commands.report.page import SCRIPTS, SOURCES, as_json, rank_correlation, weight_range
 from vcore_ds.commands.report.pictures import write_pictures
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs, read_runs
+from vcore_ds.commands.report.results import results_table, summary
 from vcore_ds.commands.report.traces import (
     IN_ANSWER,
     KIND_BITS,
@@ -29,6 +30,7 @@ from vcore_ds.commands.report.traces import (
     weight_levels,
 )
 from vcore_ds.errors import UserError
+from vcore_ds.files.evaluation_folder import OF_A_RUN, Evaluation, TaskResult, write_evaluation
 from vcore_ds.track.followed_records import FollowedRecord, Origin
 from vcore_ds.track.token_texts import KINDS
 
@@ -185,7 +187,7 @@ def test_seeds_of_a_recipe_are_one_curve(tmp_path: Path) -> None:
     )
     middle, wide = charts["quantiles"].series[0].bands[1], charts["quantiles"].series[0].bands[0]
     assert wide[0][0] < middle[0][0] < charts["quantiles"].series[0].values[0] < middle[1][0] < wide[1][0]
-    assert "alpha" not in charts and "tau" not in charts  # constant, or not measured
+    assert charts["alpha"].is_constant() and "tau" not in charts  # not measured
 
 
 def test_long_runs_are_thinned(tmp_path: Path) -> None:
@@ -198,10 +200,98 @@ def test_a_measure_that_no_list_names_gets_a_curve(tmp_path: Path) -> None:
     lines = [step_line(step, utilisation=0.4 + step / 100, validation_loss_correct=1.0 / step) for step in (1, 2)]
     runs = read(write_run(tmp_path / "run", TOKENIZER, [line | {"$^{": line["step"]} for line in lines], {}))
     charts = make_charts(group_runs(runs))
+    moving = [chart for chart in charts if not chart.is_constant()]
     titles = {chart.key: (chart.title, chart.section) for chart in charts}
     assert titles["utilisation"] == ("Utilisation", "Other measures")
     assert titles["validation_loss_correct"] == ("Held-out loss, correct", "Learning")
-    assert len(write_pictures(runs, tmp_path / "pictures")) == 2 * len(charts)  # `$` begins no formula
+    assert len(write_pictures(runs, tmp_path / "pictures")) == 2 * len(moving)  # `$` begins no formula
+
+
+def test_curves_stand_in_the_order_of_interest(tmp_path: Path) -> None:
+    lines = [
+        step_line(step, validation_loss_b=1 / step, new=step, peak_memory_bytes=step << 30, learning_rate=1e-3 / step)
+        for step in (1, 2)
+    ]
+    (run,) = read(write_run(tmp_path / "run", TOKENIZER, lines, {1: [random_sequence(IDS, 0, seed=0)]}))
+    keys = [chart.key for chart in make_charts([Group("", [run])])]
+    assert keys[:4] == ["loss", "validation_loss_b", "grad_norm", "learning_rate"] and keys[-1] == "new"
+    assert sorted(("weighted_loss", "negative", "seconds", "new"), key=keys.index) == [
+        "weighted_loss",
+        "negative",
+        "seconds",
+        "new",
+    ]
+
+
+def test_what_does_not_move_has_its_value_instead_of_a_curve(tmp_path: Path) -> None:
+    def constants(*folders: Path) -> dict[str, str]:
+        groups = group_runs(read(*folders))
+        labels = [group.label for group in groups]
+        return {chart.key: chart.values(labels) for chart in make_charts(groups) if chart.is_constant()}
+
+    lines = [step_line(step, kl=0.05 + 1e-7 * step, peak_memory_bytes=2**30) for step in range(1, 5)]
+    first = write_run(tmp_path / "first", TOKENIZER, lines, {})
+    found = constants(first)
+    assert {"alpha": "0.95", "kl": "0.05 nats", "peak_memory_bytes": "1 GiB"}.items() <= found.items()
+    assert not {"loss", "grad_norm"} & found.keys()
+    other = write_run(
+        tmp_path / "other", TOKENIZER, [line | {"kl": 0.1} for line in lines], {}, method={"kl_budget": 0.1}
+    )
+    assert constants(first, other)["kl"] == "0.05 nats (kl_budget 0.05), 0.1 nats (kl_budget 0.1)"
+    assert constants(first, other)["alpha"] == "0.95"
+    moving = write_run(
+        tmp_path / "moving", TOKENIZER, [line | {"kl": line["step"]} for line in lines], {}, run={"seed": 1}
+    )
+    assert "kl" not in constants(first, other, moving)
+    one_step = write_run(tmp_path / "one_step", TOKENIZER, lines[:1], {})
+    assert constants(one_step) == {}
+
+
+# ---- what was learnt -------------------------------------------------------------------------------------------------
+
+
+def evaluated(run: Path, accuracy: float) -> Path:
+    """The run with held-out losses, and an evaluation of its result."""
+    (run / "held_out.json").write_text(json.dumps({"before": {"a": 1.5}, "after": {"a": 1.25, "b": 0.5}}))
+    task = TaskResult(40, 1, accuracy, truncated_share=0.0, unanswered_share=0.0, mean_tokens=9.0)
+    (run / OF_A_RUN).mkdir()
+    write_evaluation(run / OF_A_RUN, Evaluation({"path": str(run)}, None, {}, {}, {"arithmetic": task}))
+    return run
+
+
+def test_what_one_run_learnt(tmp_path: Path) -> None:
+    runs = read(evaluated(written(tmp_path / "run", lora={"rank": 4, "alpha": 8.0}), 0.425))
+    table = results_table(runs)
+    assert table.head == ["", "before", "after", "change"]
+    assert table.rows == [
+        ["held-out loss, a (nats)", "1.5000", "1.2500", "-0.2500"],
+        ["held-out loss, b (nats)", "–", "0.5000", "–"],  # data.validation_path changed when the run was resumed
+        ["training loss, first and last step (nats)", "1.0000", "0.2500", "-0.7500"],
+        ["accuracy, arithmetic (40 problems)", "–", "42.5%", "–"],
+    ]
+    assert summary(runs) == "some/model fine-tuned with vcore, LoRA of rank 4: 4 optimizer steps in 16 s."
+    lines = [step_line(1, loss=None, seconds=5400.0, sequences=8, supervised_tokens=12345)]
+    environment = {"world_size": 2}
+    run = write_run(
+        tmp_path / "other", TOKENIZER, lines, {}, environment=environment, model={"path": "/models/some-model"}
+    )
+    assert results_table(read(run)).rows == [["training loss, first and last step (nats)", "–", "–", "–"]]
+    assert summary(read(run)) == (
+        "some-model fine-tuned with vcore, all parameters: 1 optimizer step, 8 sequences, 12,345 supervised tokens in "
+        "1 h 30 min on 2 ranks."
+    )
+
+
+def test_what_several_runs_learnt(tmp_path: Path) -> None:
+    runs = read(evaluated(written(tmp_path / "a"), 0.5), written(tmp_path / "b", seed=1))
+    table = results_table(runs)
+    names = ["held-out loss, a (nats)", "held-out loss, b (nats)", "training loss, first and last step (nats)"]
+    assert table.head == ["", "method", "seed", "steps", "training time", *names, "accuracy, arithmetic (40 problems)"]
+    assert table.rows == [
+        ["a", "vcore", "0", "4", "16 s", "1.5000 → 1.2500", "0.5000", "1.0000 → 0.2500", "50.0%"],
+        ["b", "vcore", "1", "4", "16 s", "–", "–", "2.0000 → 0.5000", "–"],
+    ]
+    assert summary(runs) == "some/model fine-tuned with vcore."
 
 
 # ---- warnings and the page -------------------------------------------------------------------------------------------
@@ -287,6 +377,11 @@ def test_other_damaged_files(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     record.write_bytes(good[:100])
     assert f"{record}: is damaged" in refused(capsys, run)
     record.write_bytes(good)
+    for name in ("held_out.json", "evaluation/evaluation.json"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("{")
+        assert f"{run / name}: is damaged" in refused(capsys, run)
+        (run / name).unlink()
     for text in ("[]", "{", "\0"):
         (run / "environment.json").write_text(text)
         assert f"{run / 'environment.json'}: is damaged" in refused(capsys, run)

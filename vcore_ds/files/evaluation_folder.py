@@ -14,6 +14,8 @@ from vcore_ds.files.aside import written_aside
 from vcore_ds.files.user_paths import reading
 
 EVALUATION = "evaluation.json"
+OF_A_RUN = "evaluation"
+"""Folder, in a run's, of the evaluation of its result that training with --eval ends with."""
 FORMAT = 1
 """Number of the format described here."""
 _EXPECTED = "the folder of a finished evaluation (vcore-ds eval --output)"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from vcore_ds.commands.arguments import positive, share, temperature
 from vcore_ds.errors import UserError
+from vcore_ds.files.evaluation_folder import OF_A_RUN
 
 HELP = "accuracy on benchmarks, or on two small tasks that need no download"
 DESCRIPTION = (
@@ -134,7 +135,7 @@ def after_training(recipe: str, overrides: Sequence[str]) -> None:
         return
     run = Path(load_recipe(recipe, overrides).run.output_dir)
     print("\nEvaluation of the result on arithmetic and held-out problems (a few minutes):", flush=True)
-    words = ["eval", str(run), "--output", str(run / "evaluation")]
+    words = ["eval", str(run), "--output", str(run / OF_A_RUN)]
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # a script may have added to it
     if subprocess.run([sys.executable, "-m", "vcore_ds.cli", *words], env=environment).returncode != 0:

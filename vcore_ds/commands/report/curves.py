@@ -10,7 +10,9 @@ from vcore_ds.commands.report.traces import utilities_of
 
 MOST_POINTS = 600
 """Points of a curve. Longer ones are drawn as the means of that many parts, which a screen cannot tell apart."""
-SECTIONS = ("Learning", "Weights", "Utilities", "Cost", "Other measures")
+SECTIONS = ("Learning", "Weights", "Utilities", "Speed and memory", "Other measures")
+CONSTANT_TOLERANCE = 1e-4
+"""A curve is constant where its values differ by at most this share of the largest: they are shown with four digits."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,26 @@ class Chart:
     note: str
     series: list[Series]
 
+    def is_constant(self) -> bool:
+        """Whether no curve moves. One with a single point is a measurement, and no constant."""
+        return all(len(one.steps) > 1 and _is_constant(one) for one in self.series)
+
+    def values(self, labels: Sequence[str]) -> str:
+        """The values of curves that are constant, with the groups' labels where they differ."""
+        shown = [f"{one.values[-1]:.4g}{self.unit and ' '}{self.unit}" for one in self.series]
+        if len(set(shown)) == 1:
+            return shown[0]
+        return ", ".join(f"{value} ({labels[one.group]})" for value, one in zip(shown, self.series, strict=True))
+
+
+def _is_constant(series: Series) -> bool:
+    numbers = np.concatenate([series.values, *(edge for band in series.bands for edge in band)])
+    return bool(np.ptp(numbers) <= CONSTANT_TOLERANCE * np.abs(numbers).max())
+
 
 @dataclass(frozen=True)
 class _Measure:
-    """A key of metrics.jsonl with its words."""
+    """A key of metrics.jsonl with its title and explanation."""
 
     key: str
     title: str
@@ -47,38 +65,36 @@ class _Measure:
     section: str
     note: str = ""
     scale: float = 1.0
-    can_be_constant: bool = True
-    """False: a curve that never moves is left out."""
 
 
+_LOSS = _Measure("loss", "Loss", "nats", "Learning", "Uniform cross-entropy of the main batch, whatever the method")
 _MEASURES = (
-    _Measure("loss", "Loss", "nats", "Learning", "Uniform cross-entropy of the main batch, whatever the method"),
-    _Measure("weighted_loss", "Weighted loss", "nats", "Learning", "With the weights of the method, before alpha"),
-    _Measure("alpha", "Alpha", "", "Learning", "What the weighted loss is multiplied by", can_be_constant=False),
     _Measure("grad_norm", "Gradient norm", "", "Learning", "Before clipping"),
-    _Measure("learning_rate", "Learning rate", "", "Learning", can_be_constant=False),
-    _Measure("probe_loss", "Probe loss", "nats", "Learning", "On the batch that gives the direction"),
+    _Measure("learning_rate", "Learning rate", "", "Learning"),
+    _Measure("weighted_loss", "Weighted loss", "nats", "Weights", "With the weights of the method, before alpha"),
+    _Measure("alpha", "Alpha", "", "Weights", "What the weighted loss is multiplied by"),
     _Measure("effective_sample_size", "Effective sample size", "tokens", "Weights", "Tokens that a sequence's weights "
              "amount to, mean over sequences"),
     _Measure("kl", "KL from uniform weights", "nats", "Weights", "Mean over sequences"),
     _Measure("tau", "Temperature tau", "", "Weights", "Mean over sequences"),
-    _Measure("total_weight", "Total weight of a sequence", "", "Weights", "1 where weights are a distribution",
-             can_be_constant=False),
-    _Measure("num_saturated", "KL budget out of reach", "sequences", "Weights", can_be_constant=False),
+    _Measure("total_weight", "Total weight of a sequence", "", "Weights", "1 where weights are a distribution"),
+    _Measure("num_saturated", "KL budget out of reach", "sequences", "Weights"),
+    _Measure("probe_loss", "Probe loss", "nats", "Utilities", "On the batch that gives the direction"),
     _Measure("utility_mean", "Mean utility", "", "Utilities", "Over the tokens of the batch"),
     _Measure("utility_std", "Standard deviation of utility", "", "Utilities", "Over the tokens of the batch"),
     _Measure("probe_grad_norm", "Norm of the probe's gradient", "", "Utilities"),
     _Measure("signal_to_noise", "Signal to noise", "", "Utilities", "Finite difference: 3 is needed"),
-    _Measure("supervised_tokens_per_second", "Throughput", "supervised tokens/s", "Cost"),
-    _Measure("tokens_per_second", "Throughput with prompts", "tokens/s", "Cost"),
-    _Measure("utilization", "Share of the peak (MFU)", "", "Cost", "Products that the step needs, over what the "
-             "devices' peak would do in its time"),
-    _Measure("utilization_training", "Share of the peak without the method's own passes", "", "Cost", "Forward and "
-             "backward of the main batch alone"),
-    _Measure("seconds", "Time of a step", "s", "Cost"),
-    _Measure("peak_memory_bytes", "Peak memory of rank 0", "GiB", "Cost", scale=2.0**-30),
-    _Measure("rank_imbalance", "Imbalance of ranks", "", "Cost", "1 is even", can_be_constant=False),
+    _Measure("supervised_tokens_per_second", "Throughput", "supervised tokens/s", "Speed and memory"),
+    _Measure("tokens_per_second", "Throughput with prompts", "tokens/s", "Speed and memory"),
+    _Measure("utilization", "Share of the peak (MFU)", "", "Speed and memory", "Products that the step needs, over "
+             "what the devices' peak would do in its time"),
+    _Measure("utilization_training", "Share of the peak without the method's own passes", "", "Speed and memory",
+             "Forward and backward of the main batch alone"),
+    _Measure("seconds", "Time of a step", "s", "Speed and memory"),
+    _Measure("peak_memory_bytes", "Peak memory of rank 0", "GiB", "Speed and memory", scale=2.0**-30),
+    _Measure("rank_imbalance", "Imbalance of ranks", "", "Speed and memory", "1 is even"),
 )  # fmt: skip
+"""In the order of the page, after the loss and the held-out losses."""
 _ELSEWHERE = (
     "step", "epoch", "seconds_", "peak_memory_bytes_", "checkpoint_bytes", "sequences", "sequence_parallel", "flops_",
 )  # fmt: skip
@@ -86,17 +102,16 @@ _ELSEWHERE = (
 
 
 def make_charts(groups: Sequence[Group]) -> list[Chart]:
-    """Charts in the order of `SECTIONS`: every number in metrics.jsonl that says something, and the distribution of
+    """Charts in the order of `SECTIONS`: every number in metrics.jsonl, constants included, and the distribution of
     utilities in the records of tokens."""
     keys = dict.fromkeys(key for group in groups for run in group.runs for line in run.metrics for key in line)
-    known = {measure.key for measure in _MEASURES}
-    others = [key for key in keys if key not in known and not key.startswith(_ELSEWHERE)]
+    known = {measure.key for measure in (_LOSS, *_MEASURES)}
+    others = [_other(key) for key in keys if key not in known and not key.startswith(_ELSEWHERE)]
     charts = []
-    for measure in (*_MEASURES, *map(_other, others)):
+    for measure in (_LOSS, *others, *_MEASURES):
         series = [_of_metrics(group, i, measure) for i, group in enumerate(groups)]
         series = [one for one in series if one.steps]
-        moves = any(value != series[0].values[0] for one in series for value in one.values)
-        if series and (moves or measure.can_be_constant):
+        if series:
             charts.append(Chart(measure.key, measure.title, measure.unit, measure.section, measure.note, series))
     charts += _of_records(groups)
     return sorted(charts, key=lambda chart: SECTIONS.index(chart.section))
@@ -107,7 +122,7 @@ def _other(key: str) -> _Measure:
         name = key.removeprefix("validation_loss").lstrip("_")
         return _Measure(key, f"Held-out loss{name and f', {name}'}", "nats", "Learning")
     title = key.replace("_", " ").capitalize()
-    return _Measure(key, title, "", SECTIONS[-1], f"{key} in metrics.jsonl", can_be_constant=False)
+    return _Measure(key, title, "", SECTIONS[-1], f"{key} in metrics.jsonl")
 
 
 def _of_metrics(group: Group, place: int, measure: _Measure) -> Series:

@@ -18,12 +18,12 @@ from markupsafe import Markup
 
 from vcore_ds.commands.report.curves import make_charts
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs
+from vcore_ds.commands.report.results import results_table, summary
 from vcore_ds.commands.report.sweep import SweepTables
 from vcore_ds.commands.report.tables import (
     compare_tables,
     difference_table,
     environment_table,
-    overview_table,
     phases_of,
     tables_of,
 )
@@ -66,9 +66,11 @@ def render(runs: Sequence[ReportedRun], sweep: SweepTables | None = None) -> str
         description["spearman"] = rank_correlation(run)
     of_followed = [encode_followed(run, part_of_run(MOST_FOLLOWED_TOKENS, runs)) for run in with_texts]
     followed = [found for found in of_followed if found is not None]
+    labels = [group.label for group in groups]
+    charts = make_charts(groups)
     report = {
-        "groups": [group.label for group in groups],
-        "charts": [asdict(chart) for chart in make_charts(groups)],
+        "groups": labels,
+        "charts": [asdict(chart) for chart in charts if not chart.is_constant()],
         "tokens": [description for description, _ in described],
         "followed": [description for description, _ in followed],
         "weightRange": weight_range(with_texts),
@@ -92,23 +94,19 @@ def render(runs: Sequence[ReportedRun], sweep: SweepTables | None = None) -> str
             for name, found in (("tokens", described), ("followed", followed))
             for place, (_, blob) in enumerate(found)
         },
-        **_words(runs, groups, sweep),
+        constants=[(chart.title, chart.values(labels)) for chart in charts if chart.is_constant()],
+        **_texts(runs, groups, sweep),
     )
 
 
-def _words(runs: Sequence[ReportedRun], groups: Sequence[Group], sweep: SweepTables | None) -> dict[str, Any]:
+def _texts(runs: Sequence[ReportedRun], groups: Sequence[Group], sweep: SweepTables | None) -> dict[str, Any]:
     """What the template writes itself."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     if sweep is not None:
         title = sweep.name[0].lower() + sweep.name[1:]
-    recipe = runs[0].recipe
-    methods = ", ".join(dict.fromkeys(run.recipe.method.name for run in runs))
-    models = ", ".join(dict.fromkeys(run.recipe.model.path for run in runs))
     return {
         "title": f"Report on {title}",
-        "summary": f"{methods}; {models}; {'LoRA' if recipe.lora is not None else 'all parameters'}"
-        if len(runs) == 1
-        else f"{methods}; {models}",
+        "summary": summary(runs),
         "sweep": sweep,
         "has_seeds": any(len(group.runs) > 1 for group in groups),
         "runs": [
@@ -120,7 +118,7 @@ def _words(runs: Sequence[ReportedRun], groups: Sequence[Group], sweep: SweepTab
             }
             for run in runs
         ],
-        "overview": overview_table(runs),
+        "results": results_table(runs),
         "phases": phases_of(runs),
         "comparisons": compare_tables(runs),
         "gained": [tables_of(run, run.tables) for run in runs if run.tables is not None],

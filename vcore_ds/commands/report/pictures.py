@@ -18,7 +18,7 @@ DASHES = ("-", "--", ":", "-.")
 
 
 def write_pictures(runs: Sequence[ReportedRun], folder: Path) -> list[Path]:
-    """Writes the curves of the runs, and returns the files.
+    """Writes the curves of the runs that are not constant, and returns the files.
 
     Raises:
         UserError: matplotlib is missing, or the folder cannot be written.
@@ -32,6 +32,8 @@ def write_pictures(runs: Sequence[ReportedRun], folder: Path) -> list[Path]:
     with writing("--png", folder):
         folder.mkdir(parents=True, exist_ok=True)
         for chart in make_charts(groups):
+            if chart.is_constant():
+                continue
             figure = Figure(figsize=(4.0, 2.8), layout="constrained")
             axes = figure.add_subplot()
             _draw(axes, chart, [group.label for group in groups])

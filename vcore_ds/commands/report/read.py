@@ -7,10 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from vcore_ds.config import Recipe, flat_values
 from vcore_ds.errors import UserError
+from vcore_ds.files.evaluation_folder import EVALUATION, OF_A_RUN, TaskResult, read_evaluation
 from vcore_ds.files.run_folder import TOKENS
 from vcore_ds.track.followed_records import FollowedRecord, read_all_followed
 from vcore_ds.track.run_notes import notes_on
-from vcore_ds.track.run_reader import read_environment_of, read_metrics_of, read_recipe_of, tokenizer_of
+from vcore_ds.track.run_reader import (
+    read_environment_of,
+    read_held_out_losses,
+    read_metrics_of,
+    read_recipe_of,
+    tokenizer_of,
+)
 from vcore_ds.track.token_records import TokenRecord, read_records
 from vcore_ds.track.token_tables import TokenTables, are_uniform, make_tables
 from vcore_ds.track.token_texts import TokenTexts
@@ -35,6 +42,10 @@ class ReportedRun:
     environment: dict[str, Any]
     metrics: list[dict[str, float | None]]
     """Lines of metrics.jsonl, at least one."""
+    held_out: tuple[dict[str, float], dict[str, float]]
+    """Held-out losses before and after training, nats by name of the set; empty where none were measured."""
+    evaluated: dict[str, TaskResult]
+    """By task; empty where the run's folder holds no finished evaluation of its result."""
     records: list[TokenRecord]
     followed: list[FollowedRecord]
     texts: TokenTexts | None
@@ -84,6 +95,9 @@ def _read_run(folder: Path, name: str, top: int, tokenizer_path: str | None) -> 
     recipe = read_recipe_of(folder)
     environment, metrics = read_environment_of(folder), read_metrics_of(folder)
     records, followed = read_records(folder), read_all_followed(folder)
+    held_out = read_held_out_losses(folder)
+    evaluation = folder / OF_A_RUN
+    evaluated = read_evaluation(evaluation).tasks if (evaluation / EVALUATION).is_file() else {}
     notes = notes_on(folder, recipe, environment, metrics)
     texts, tables, why = None, None, None
     if not records:
@@ -104,7 +118,9 @@ def _read_run(folder: Path, name: str, top: int, tokenizer_path: str | None) -> 
             # Curves and costs need no tokenizer, and the model may be on another machine.
             why = f"The recorded tokens cannot be shown: {error}"
             notes.append(why)
-    return ReportedRun(name, folder, recipe, environment, metrics, records, followed, texts, tables, why, notes)
+    return ReportedRun(
+        name, folder, recipe, environment, metrics, held_out, evaluated, records, followed, texts, tables, why, notes
+    )
 
 
 def group_runs(runs: Sequence[ReportedRun]) -> list[Group]:

@@ -1,4 +1,4 @@
-"""The tables of the page, as words: what ran, what it cost, what gained and lost weight, what differs."""
+"""The tables of the page, as text: what a step cost, what gained and lost weight, what differs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,31 +41,6 @@ class Phases:
     """For each run: its name, the widths of its bars in percent of the slowest run, and the same in words."""
 
 
-def overview_table(runs: Sequence[ReportedRun]) -> Table:
-    """A line for each run."""
-    head = ["", "method", "seed", "steps", "first loss", "last loss", "tokens/s", "ranks", "device", "started"]
-    rows = []
-    for run in runs:
-        losses = [line.get("loss") for line in run.metrics]
-        speeds = [speed for line in run.metrics if (speed := line.get("supervised_tokens_per_second")) is not None]
-        devices = run.environment.get("devices")
-        rows.append(
-            [
-                run.name,
-                run.recipe.method.name,
-                str(run.recipe.run.seed),
-                f"{int(run.metrics[-1]['step'] or 0):,}",
-                _number(losses[0]),
-                _number(losses[-1]),
-                f"{np.median(speeds):,.0f}" if speeds else NOTHING,
-                str(run.environment.get("world_size", NOTHING)),
-                str(devices[0]) if isinstance(devices, list) and devices else NOTHING,
-                str(run.environment.get("started", NOTHING)),
-            ]
-        )
-    return Table("Runs", head, rows)
-
-
 def phases_of(runs: Sequence[ReportedRun]) -> Phases:
     """Mean seconds of a step by phase. The first step is left out where there are others: it allocates and compiles."""
     names = [*PHASES, "saving", "rest"]
@@ -76,8 +51,11 @@ def phases_of(runs: Sequence[ReportedRun]) -> Phases:
         "spread over the steps; rest is what remains of a step. Utilities that are computed in the main pass "
         "itself (utility.fused) have no time of their own.",
         names=names,
-        head=["", *names, "step in all"],
-        rows=[[run.name, *map(_number, one), _number(sum(one))] for run, one in zip(runs, seconds, strict=True)],
+        head=["", *names, "whole step", "supervised tokens/s"],
+        rows=[
+            [run.name, *map(_number, one), _number(sum(one)), _speed_of(run)]
+            for run, one in zip(runs, seconds, strict=True)
+        ],
         runs=[
             {
                 "name": run.name,
@@ -100,21 +78,29 @@ def _seconds_of(run: ReportedRun) -> list[float]:
     return [*parts, mean("seconds_checkpoint"), max(0.0, mean("seconds") - sum(parts))]
 
 
+def _speed_of(run: ReportedRun) -> str:
+    """The median over the steps."""
+    speeds = [speed for line in run.metrics if (speed := line.get("supervised_tokens_per_second")) is not None]
+    return _number(float(np.median(speeds)) if speeds else None)
+
+
 def tables_of(run: ReportedRun, tables: TokenTables) -> dict[str, Any]:
-    """What gained and lost in one run."""
+    """What gained and lost in one run: its tables, and `more` that the page shows on demand."""
     often = f"at least {tables.min_count} times"
     titles = [
         (f"Tokens that gained most weight ({often})", tables.tokens.gained),
         (f"Tokens that lost most weight ({often})", tables.tokens.lost),
-        (f"Phrases that gained most weight ({often})", tables.phrases.gained),
-        (f"Phrases that lost most weight ({often})", tables.phrases.lost),
         ("By kind of token", tables.kinds),
         ("By position in the trace", tables.positions),
+    ]
+    more = [
+        (f"Phrases that gained most weight ({often})", tables.phrases.gained),
+        (f"Phrases that lost most weight ({often})", tables.phrases.lost),
     ]
     if tables.sources:
         titles.append(("By source of the sequence", tables.sources))
     if tables.first_third:
-        titles += [
+        more += [
             ("Tokens whose weight rose most over the run", tables.tokens.rose),
             ("Tokens whose weight fell most over the run", tables.tokens.fell),
             ("Phrases whose weight rose most over the run", tables.phrases.rose),
@@ -122,7 +108,13 @@ def tables_of(run: ReportedRun, tables: TokenTables) -> dict[str, Any]:
         ]
     steps = ", ".join(f"{step:,}" for step in tables.steps)
     heading = f"{tables.num_tokens:,} tokens of {tables.num_sequences:,} sequences, of steps {steps}"
-    return {"name": run.name, "heading": heading, "tables": [_token_table(title, rows) for title, rows in titles]}
+    return {
+        "name": run.name,
+        "heading": heading,
+        "tables": [_token_table(title, rows) for title, rows in titles],
+        "more": [_token_table(title, rows) for title, rows in more],
+        "about_more": "Phrases" + (", and weights that rose or fell over the run" if tables.first_third else ""),
+    }
 
 
 def _token_table(caption: str, rows: Sequence[Row]) -> Table:

@@ -15,23 +15,39 @@ function fill(node, attributes, children) {
 const element = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
 const shape = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
 
-// About four digits, without an exponent where a person would not write one.
-function number(value) {
-  if (value === 0) return "0";
+const needsExponent = (value) => value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3);
+const withExponent = (value, digits) => Number(value.toPrecision(digits)).toExponential().replace("e+", "e");
+
+// About four digits, or as many as are asked for, without an exponent where a person would not write one.
+function number(value, digits = 4) {
   const size = Math.abs(value);
-  if (size >= 1e6 || size < 1e-3) return Number(value.toPrecision(3)).toExponential().replace("e+", "e");
-  if (size >= 1000) return value.toLocaleString("en-US", { maximumFractionDigits: 0 });
-  return String(Number(value.toPrecision(4)));
+  if (size === 0) return "0";
+  if (needsExponent(value)) return withExponent(value, digits - 1);
+  if (size >= 1000) return value.toLocaleString("en-US", { maximumSignificantDigits: Math.max(digits, Math.ceil(Math.log10(size))) });
+  return String(Number(value.toPrecision(digits)));
 }
 
-// Round numbers that divide a range into about `count` parts.
+// Labels of an axis, of any spacing: four digits, or as many as it takes to place each within a tenth of the distance
+// to the next; all with an exponent where one needs it.
+function labels(values) {
+  const sorted = [...new Set(values)].sort((a, b) => a - b);
+  const distance = Math.min(...sorted.slice(1).map((value, i) => value - sorted[i]));
+  const isPlaced = (text, i) => Math.abs(Number(text.replaceAll(",", "")) - values[i]) < distance / 10;
+  const write = values.some(needsExponent) ? (value, digits) => (value === 0 ? "0" : withExponent(value, digits)) : number;
+  for (let digits = 4; digits < 17; digits++) {
+    const found = values.map((value) => write(value, digits));
+    if (found.every(isPlaced)) return found;
+  }
+  return values.map(String);
+}
+
+// Round numbers that divide a range into about `count` parts, with at most 12 digits.
 function ticks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
   const unit = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999) ?? rough;
-  const found = [];
-  for (let k = Math.ceil(low / unit - 1e-9); k * unit <= high + unit * 1e-9; k++) found.push(k * unit);
-  return found;
+  const [first, last] = [Math.ceil(low / unit - 1e-9), Math.floor(high / unit + 1e-9)];
+  return Array.from({ length: last - first + 1 }, (_, i) => Number(((first + i) * unit).toPrecision(12)));
 }
 
 // A colour of a scale: from -1 (low) through 0 to 1 (high), or from 0 to 1 (much). The theme's colours, mixed by the

@@ -1,6 +1,7 @@
 // Curves over optimizer steps, with one cursor for all of them.
 
-const WIDTH = 340, HEIGHT = 190, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 22;
+const WIDTH = 340, HEIGHT = 190, RIGHT = 8, TOP = 8, BOTTOM = 22;
+const LEAST_LEFT = 46, DIGIT = 6.5; // room for labels, and about the width of a digit in them
 const MOST_DOTS = 16;
 const DASHES = ["", "6 3", "2 2", "8 3 2 3", "1 3", "10 4"];
 const lineColour = (group) => `var(--line${(group % 6) + 1})`;
@@ -23,21 +24,25 @@ function nearest(steps, step) {
 }
 
 function drawChart(chart) {
-  const values = chart.series.flatMap((one) => [one.values, ...one.bands.flat()]).flat();
-  let [low, high] = [Math.min(...values), Math.max(...values)];
+  const numbers = chart.series.flatMap((one) => [one.values, ...one.bands.flat()]).flat();
+  let [low, high] = [Math.min(...numbers), Math.max(...numbers)];
   const margin = (high - low) * 0.06 || Math.abs(high) * 0.05 || 1;
   [low, high] = [low >= 0 && low < margin * 2 ? 0 : low - margin, high + margin];
   const [first, last] = [allSteps[0], allSteps[allSteps.length - 1]];
-  const x = (step) => (first === last ? (LEFT + WIDTH - RIGHT) / 2 : LEFT + ((step - first) / (last - first)) * (WIDTH - LEFT - RIGHT));
+  const values = ticks(low, high, 4), names = labels(values);
+  const left = Math.max(LEAST_LEFT, 8 + DIGIT * Math.max(...names.map((name) => name.length)));
+  const x = (step) => (first === last ? (left + WIDTH - RIGHT) / 2 : left + ((step - first) / (last - first)) * (WIDTH - left - RIGHT));
   const y = (value) => TOP + ((high - value) / (high - low)) * (HEIGHT - TOP - BOTTOM);
 
   const svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: 0, "aria-label": summary(chart) });
-  for (const tick of ticks(low, high, 4)) {
-    svg.append(shape("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(tick), y2: y(tick) }));
-    svg.append(shape("text", { x: LEFT - 5, y: y(tick) + 4, "text-anchor": "end" }, number(Number(tick.toPrecision(10)))));
+  for (const [i, value] of values.entries()) {
+    svg.append(shape("line", { class: "axis", x1: left, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
+    svg.append(shape("text", { class: "value", x: left - 5, y: y(value) + 4, "text-anchor": "end" }, names[i]));
   }
-  for (const tick of first === last ? [first] : ticks(first, last, 5).filter(Number.isInteger)) {
-    svg.append(shape("text", { x: x(tick), y: HEIGHT - 6, "text-anchor": "middle" }, number(tick)));
+  for (const step of first === last ? [first] : ticks(first, last, 5).filter(Number.isInteger)) {
+    const name = step.toLocaleString("en-US");
+    const place = Math.min(x(step), WIDTH - (DIGIT * name.length) / 2);
+    svg.append(shape("text", { class: "step", x: place, y: HEIGHT - 6, "text-anchor": "middle" }, name));
   }
   for (const one of chart.series) {
     const points = (numbers) => numbers.map((value, i) => `${x(one.steps[i]).toFixed(1)},${y(value).toFixed(1)}`);
@@ -68,7 +73,7 @@ function drawChart(chart) {
   move(null);
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect();
-    const share = (((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT);
+    const share = (((event.clientX - box.left) / box.width) * WIDTH - left) / (WIDTH - left - RIGHT);
     moveCursor(allSteps[nearest(allSteps, first + share * (last - first))]);
   });
   svg.addEventListener("pointerleave", () => moveCursor(null));

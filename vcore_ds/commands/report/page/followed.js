@@ -3,7 +3,7 @@
 class Followed extends Viewer {
   constructor(place) {
     super(place);
-    this.kinds.remove();
+    this.filter.remove();
     this.rows = element("div", { class: "rows" });
     this.scale.after(this.rows);
   }
@@ -21,7 +21,7 @@ class Followed extends Viewer {
     const { data, state } = this;
     const distinct = (values) => [...new Set(values)].map((value) => [value, value]);
     const controls = [
-      select("Colour by", this.measures(), this.set("measure")),
+      select("Colour by", this.measures(), (value) => this.set("measure")((this.picked = value))),
       select("Trace", distinct(data.sequences.map(nameOf)), this.set("sequence")),
       select("Step", distinct(data.sequences.map((one) => one.step)), this.set("step")),
     ];

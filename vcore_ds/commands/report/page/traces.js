@@ -2,8 +2,17 @@
 
 const TOKENS_OF_PAGE = 2500;
 const EXTREME = 0.05;
+const TOKENS_OF_SCREEN = 300;
 const MEASURES = {
   weight: "Weight", loss: "Loss", utility: "Utility", probability: "Probability", entropy: "Entropy",
+};
+// What the colours of a measure say.
+const MEANINGS = {
+  weight: "Orange: more weight in the loss than with uniform weights (plain SFT). Blue: less.",
+  loss: "The more purple a token, the higher its loss.",
+  utility: "Orange: learning the token lowers the loss on the probe batch. Blue: it raises that loss.",
+  probability: "The more purple a token, the higher the probability that the model gave it.",
+  entropy: "The more purple a token, the less certain the model was before it.",
 };
 const IN_ANSWER = 8, AFTER_GAP = 16, KIND = 7;
 
@@ -24,7 +33,7 @@ function scaleOf(data, measure) {
 
 // What the ends and the middle of a scale are called.
 function scaleLabels(data, measure, step) {
-  if (measure === "weight") return [`${number(2 ** -report.weightRange)}× or less`, "1× (uniform)", `${number(2 ** report.weightRange)}× or more`];
+  if (measure === "weight") return [`${number(2 ** -report.weightRange, 2)}× or less`, "1× (uniform)", `${number(2 ** report.weightRange, 2)}× or more`];
   if (measure === "utility") {
     const levels = data.levels.utility[step];
     return levels ? [number(levels[0]), "0", number(levels[255])] : ["lowest of its step", "0", "highest of its step"];
@@ -58,22 +67,28 @@ class Viewer {
     this.colours = document.head.appendChild(element("style"));
     this.controls = element("div", { class: "controls" });
     this.kinds = element("fieldset", {}, element("legend", {}, "Kinds"));
+    this.filters = element("div", { class: "controls" });
+    this.filter = element("details", {}, element("summary", {}, "Filter tokens"), this.filters, this.kinds);
+    this.meaning = element("p");
     this.scale = element("div", { class: "scale" });
     this.count = element("p", { class: "faint", role: "status" });
     this.pages = element("div", { class: "controls" });
     this.list = element("div");
-    place.append(this.controls, this.kinds, this.scale, this.count, this.list, this.pages);
+    place.append(this.controls, this.filter, this.meaning, this.scale, this.count, this.list, this.pages);
     this.followPointer();
   }
 
   async open(run) {
     this.data = await tokensOf(run);
-    Object.assign(this.state, { step: "", sequence: "", page: 0, kinds: new Set(this.data.kinds.keys()) });
+    Object.assign(this.state, { show: "all", where: "all", page: 0, kinds: new Set(this.data.kinds.keys()) });
+    this.chooseMeasure();
+    this.state.step = String(this.data.sequences.at(-1).step);
+    this.state.sequence = nameOf(this.mostColoured(this.state.step));
     this.begin(run);
   }
 
   begin(run) {
-    if (!(this.state.measure in this.data.codes) && this.state.measure !== "probability") this.state.measure = "weight";
+    this.chooseMeasure();
     this.buildControls(run);
     this.draw();
   }
@@ -81,6 +96,34 @@ class Viewer {
   // What the measures are called that the tokens have.
   measures() {
     return Object.entries(MEASURES).filter(([key]) => key in this.data.codes || key === "probability");
+  }
+
+  // The weight, where it says something, unless the reader has chosen another measure that this run has.
+  chooseMeasure() {
+    const { state, data } = this;
+    const has = this.measures().some(([key]) => key === this.picked);
+    state.measure = has ? this.picked : data.isUniform ? "loss" : "weight";
+  }
+
+  // Of a step's traces, the one with the most colour on its first screen.
+  mostColoured(step) {
+    const { data } = this;
+    const { places } = scaleOf(data, this.state.measure);
+    const codes = this.codesOf();
+    const colourOf = ({ start, end }) => {
+      let sum = 0;
+      for (let i = start; i < Math.min(end, start + TOKENS_OF_SCREEN); i++) sum += Math.abs(places[codes[i]]);
+      return sum;
+    };
+    const traces = data.sequences.filter((one) => String(one.step) === step);
+    const found = traces.map(colourOf);
+    return traces[found.indexOf(Math.max(...found))];
+  }
+
+  // The codes of the tokens in the measure that is shown.
+  codesOf() {
+    const { measure } = this.state;
+    return this.data.codes[measure === "probability" ? "loss" : measure];
   }
 
   // What changes a choice and draws what is chosen.
@@ -91,13 +134,16 @@ class Viewer {
   buildControls(run) {
     const { data, state } = this;
     const distinct = (values) => [...new Set(values)].map((value) => [value, value]);
-    const controls = [
-      select("Colour by", this.measures(), this.set("measure")),
-      select("Step", [["", "all"], ...distinct(data.sequences.map((one) => one.step))], this.set("step")),
-      select("Trace", [["", "all"], ...distinct(data.sequences.map(nameOf).sort((a, b) => a.localeCompare(b, "en", { numeric: true })))], this.set("sequence")),
+    const measure = select("Colour by", this.measures(), (value) => this.set("measure")((this.picked = value)));
+    const step = select("Step", [["", "all"], ...distinct(data.sequences.map((one) => one.step))], (value) => this.changeStep(value));
+    const trace = select("Trace", [], this.set("sequence"));
+    const controls = [measure, step, trace];
+    [measure[1].value, step[1].value, this.traceControl] = [state.measure, state.step, trace[1]];
+    this.listTraces();
+    this.filters.replaceChildren(...[
       select("Weights", [["all", "all"], ["most", "top 5% of each trace"], ["least", "bottom 5% of each trace"]], this.set("show")),
       select("Answer", [["all", "inside and outside"], ["inside", "inside \\boxed{}"], ["outside", "outside"]], this.set("where")),
-    ];
+    ].map(([label]) => label));
     if (report.tokens.length > 1) {
       const runs = select("Run", report.tokens.map((one, i) => [i, one.run]), (value) => this.open(Number(value)));
       runs[1].value = run;
@@ -109,6 +155,27 @@ class Viewer {
       const toggle = (event) => (event.target.checked ? state.kinds.add(i) : state.kinds.delete(i), (state.page = 0), this.draw());
       return present.has(i) ? [element("label", {}, element("input", { type: "checkbox", checked: true, onchange: toggle }), ` ${kind}`)] : [];
     }));
+  }
+
+  // Names of the traces of the chosen step, or of all.
+  traceNames() {
+    const { data, state } = this;
+    return [...new Set(data.sequences.filter((one) => state.step === "" || String(one.step) === state.step).map(nameOf))];
+  }
+
+  listTraces() {
+    const names = this.traceNames().sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+    this.traceControl.replaceChildren(...[["", "all"], ...names.map((name) => [name, name])].map(([value, text]) => element("option", { value }, text)));
+    this.traceControl.value = this.state.sequence;
+  }
+
+  // The chosen trace stays where the step has it, too.
+  changeStep(step) {
+    const { state } = this;
+    state.step = step;
+    if (state.sequence !== "" && !this.traceNames().includes(state.sequence)) state.sequence = nameOf(this.mostColoured(step));
+    this.listTraces();
+    this.set("step")(step);
   }
 
   matches(sequence, i) {
@@ -137,7 +204,8 @@ class Viewer {
     const { data, state } = this;
     hideTip();
     const { places, isDiverging } = scaleOf(data, state.measure);
-    this.codes = data.codes[state.measure === "probability" ? "loss" : state.measure];
+    this.codes = this.codesOf();
+    this.meaning.textContent = MEANINGS[state.measure];
     this.colours.textContent = places.map((place, code) => `:where(#${this.place.id}) .c${code}{background:${colour(place, isDiverging)}}`).join("");
     this.drawScale(isDiverging);
     const chosen = this.chosen();
