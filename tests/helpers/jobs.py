@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
-import torch
 
-from tests.helpers.commands import HANG_SECONDS, REPOSITORY, command_environment
+from tests.helpers.commands import HANG_SECONDS, REPOSITORY, command_environment, free_port
 from tests.helpers.ranks import forkserver
 
 
@@ -116,7 +115,8 @@ class ForkedJob(AnyJob):
     """The ranks of a command, forked from the server that has imported everything (`helpers/ranks.py`): what they do is
     the command's, while launcher and imports, most of the time of a short run, are left out.
 
-    Like torchrun it serves the store that the ranks meet in, and tells the others to end when one has failed.
+    Like a launcher it tells the others to end when one has failed. Rank 0 serves the store that the ranks meet in, as
+    under the deepspeed launcher.
     """
 
     def __init__(
@@ -134,13 +134,10 @@ class ForkedJob(AnyJob):
         """
         super().__init__(" ".join(arguments), log)
         log.write_bytes(b"")
-        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = command_environment() | environment
         shared |= {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
+            "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
         }
