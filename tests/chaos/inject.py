@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -127,8 +127,12 @@ PLACES: dict[str, Callable[[], Place]] = {
 }
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> int:
     fault = Fault(**json.loads(os.environ["FAULT"]))
     if fault.rank == int(os.environ["RANK"]):
         patch(fault)
-    sys.exit(cli.main())
+    return cli.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

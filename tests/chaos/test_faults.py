@@ -1,5 +1,9 @@
 """Failures of clusters, inflicted on one run in turn: after each fault the same command resumes from the newest intact
-checkpoint, and in the end the run equals, bit for bit, an undisturbed one."""
+checkpoint, and in the end the run equals, bit for bit, an undisturbed one.
+
+The command is typed where it has to be a launcher's, with wandb's process beside it and at the end. Elsewhere its ranks
+are forked.
+"""
 
 import os
 import re
@@ -15,8 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.chaos.inject import Fault
 from tests.chaos.tiny_run import TinyRun, make_setup
-from tests.helpers.commands import run_command
-from tests.helpers.jobs import Job
+from tests.helpers.jobs import AnyJob, ForkedJob
 from tests.helpers.setups import sums
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.data import MainOrder, RandomDraws
@@ -39,7 +42,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     pairs = sums(range(NUM_SEQUENCES))
     pairs[rare_id()] = (pairs[rare_id()][0] + RARE, pairs[rare_id()][1])
     run = TinyRun(folder / "run", make_setup(folder, pairs), NUM_STEPS, ("batch.sequence_parallel=2",))
-    with run.start() as job:
+    with run.fork() as job:
         assert job.wait() == 0, job.output
     return run
 
@@ -67,26 +70,31 @@ def run(undisturbed: TinyRun, disk: Path) -> TinyRun:
     return TinyRun(disk / "run", undisturbed.setup, NUM_STEPS, undisturbed.changes)
 
 
-def run_into(run: TinyRun, fault: Fault, *, resumed_after: int | None, **environment: str) -> Job:
-    """Starts the run, which has to end by itself with a message that names the killed rank."""
-    with run.start(fault, **environment) as job:
-        assert job.wait() == 1, job.output
+def run_into(run: TinyRun, fault: Fault, *, resumed_after: int | None) -> ForkedJob:
+    """Runs until the fault has ended it."""
+    with run.fork(fault) as job:
+        check_struck(run, job, fault, resumed_after)
+    return job
+
+
+def check_struck(run: TinyRun, job: AnyJob, fault: Fault, resumed_after: int | None) -> None:
+    """It has to end by itself with a message that names the killed rank."""
+    assert job.wait() == 1, job.output
     check_resumed(run, job, resumed_after)
     struck = re.search(rf"FAULT: SIGKILL: {fault.place} of rank {fault.rank} \(pid (\d+)\) at: (.*)", job.output)
     assert struck and struck[2] == f"step {fault.step}, {fault.phase}", job.output
     named = re.escape(f"rank {1 - fault.rank}: rank {fault.rank} (host {socket.gethostname()}, pid {struck[1]})")
     # The place may be a second old.
     assert re.search(named + r", last seen at: [\w, ]+: its process is dead", job.output), job.output
-    return job
 
 
-def check_offline(run: TinyRun, job: Job) -> None:
+def check_offline(run: TinyRun, job: AnyJob) -> None:
     """Checks that what would have been sent is kept on disk."""
     assert job.output.count("warning: run.wandb_project: Weights & Biases cannot be reached (") == 1, job.output
     assert list((run.folder / "wandb").glob("offline-run-*/run-*.wandb")), job.output
 
 
-def check_resumed(run: TinyRun, job: Job, step: int | None) -> None:
+def check_resumed(run: TinyRun, job: AnyJob, step: int | None) -> None:
     if step is None:
         assert "Resumed" not in job.output and "warning: skipped" not in job.output, job.output
     else:
@@ -112,7 +120,7 @@ def test_kill_in_the_backward(run: TinyRun):
 def test_kill_in_the_optimizer_step_after_the_data_has_vanished(run: TinyRun):
     """Mapped files stay readable after they are deleted, so the ranks continue."""
     fault = Fault("optimizer step", rank=1, step=5, phase="step")
-    with run.start(fault) as job:
+    with run.fork(fault) as job:
         job.wait_for(f"Resumed after step 2 from {run.checkpoint(2)}")
         shutil.rmtree(run.setup.cache)
         assert job.wait() == 1, job.output
@@ -139,7 +147,8 @@ def test_truncated_file_then_kill_before_the_rename_without_a_wandb_server(run: 
     size = path.stat().st_size
     os.truncate(path, size - 100)
     fault = Fault("before the rename", rank=0, step=6, phase="checkpoint")
-    job = run_into(replace(run, changes=(*run.changes, WITH_WANDB)), fault, resumed_after=2, **NO_SERVER)
+    with replace(run, changes=(*run.changes, WITH_WANDB)).start(fault, **NO_SERVER) as job:
+        check_struck(run, job, fault, resumed_after=2)
     check_offline(run, job)
     skipped = f"step_00000004: state/{path.name}: found {size - 100:,} bytes; manifest.json says {size:,}"
     assert job.output.count(f"skipped checkpoint {skipped}") == 1, job.output
@@ -163,7 +172,7 @@ def test_full_disk(run: TinyRun, disk: Path):
         )
     filler = disk / "filler"
     fault = Fault("checkpoint file", rank=1, step=6, phase="checkpoint", call=5, filler=str(filler))
-    with run.start(fault) as job:
+    with run.fork(fault) as job:
         assert job.wait() == 1, job.output
     check_resumed(run, job, 4)
     filler.unlink()
@@ -177,11 +186,11 @@ def test_full_disk(run: TinyRun, disk: Path):
 def test_data_that_is_not_there(run: TinyRun):
     away = run.setup.train.with_suffix(".away")
     run.setup.train.rename(away)
-    # On one rank, which is all that this takes, and which shares its rows with none.
-    done = run_command(f"vcore-ds {run.arguments} batch.sequence_parallel=auto")
+    with run.fork() as job:
+        code = job.wait()
     away.rename(run.setup.train)
-    assert done.returncode == 2 and "Traceback" not in done.stdout, done.stdout
-    assert f"vcore-ds: {run.setup.train}: there is no such file" in done.stdout
+    assert code == 2 and "Traceback" not in job.output, job.output
+    assert job.output.count(f"vcore-ds: {run.setup.train}: there is no such file") == 1, job.output
 
 
 def test_corrupt_mark_then_a_weight_that_is_not_finite(run: TinyRun):
@@ -192,7 +201,7 @@ def test_corrupt_mark_then_a_weight_that_is_not_finite(run: TinyRun):
     weights = load_file(path)
     weights["model.embed_tokens.weight"][make_tokenizer().convert_tokens_to_ids(RARE)] = float("nan")
     save_file(weights, path, metadata={"format": "pt"})
-    with run.start() as job:
+    with run.fork() as job:
         assert job.wait() == 1, job.output
     path.write_bytes(good)
     check_resumed(run, job, 2)

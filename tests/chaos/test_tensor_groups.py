@@ -29,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 def test_kill_in_the_backward(run: TinyRun):
     """The rank with which it shares layers waits for its part of their gradients, the others for its shards."""
-    with run.start(Fault("backward", rank=3, step=3, phase="main", call=9)) as job:
+    with run.fork(Fault("backward", rank=3, step=3, phase="main", call=9)) as job:
         assert job.wait() == 1, job.output
     struck = re.search(r"FAULT: SIGKILL: backward of rank 3 \(pid (\d+)\) at: step 3, main\n", job.output)
     assert struck, job.output
@@ -39,7 +39,7 @@ def test_kill_in_the_backward(run: TinyRun):
 
 
 def test_stop_request_to_one_rank(run: TinyRun):
-    with run.start() as job:
+    with run.fork() as job:
         job.wait_for(f"step 3/{NUM_STEPS} ")
         job.rank(1).send_signal(signal.SIGUSR1)
         assert job.wait() == EXIT_STOPPED, job.output

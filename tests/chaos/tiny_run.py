@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from tests.chaos import inject
 from tests.chaos.inject import Fault
-from tests.helpers.jobs import Job
+from tests.helpers.jobs import ForkedJob, Job
 from tests.helpers.resumed_runs import tensors_of, token_records
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
+from vcore_ds import cli
 
 RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
 NUM_SHARDS = 2
@@ -51,18 +53,26 @@ class TinyRun:
         )
 
     @property
-    def arguments(self) -> str:
+    def arguments(self) -> list[str]:
         """Arguments of `vcore-ds`, the same at every attempt."""
-        return f"train {RECIPE} {' '.join(self.overrides)}"
+        return ["train", RECIPE, *self.overrides]
 
     def start(self, fault: Fault | None = None, **environment: str) -> Job:
-        """Starts the run on all of its ranks; `fault` strikes in it."""
+        """Starts the run on all of its ranks, as it is typed; `fault` strikes in it."""
         module = "vcore_ds.cli"
         if fault is not None:
             module, environment = "tests.chaos.inject", environment | fault.environment
-        self.logs.append(self.folder.parent / f"{self.folder.name}.{len(self.logs)}.log")
         launcher = f"python -m vcore_ds.distributed.torchrun --nproc_per_node {self.num_ranks} -m {module}"
-        return Job(f"{launcher} {self.arguments}", self.logs[-1], **environment)
+        return Job(f"{launcher} {' '.join(self.arguments)}", self._next_log(), **environment)
+
+    def fork(self, fault: Fault | None = None) -> ForkedJob:
+        """The same ranks without launcher and imports."""
+        main, environment = (cli.main, {}) if fault is None else (inject.main, fault.environment)
+        return ForkedJob(main, self.arguments, self._next_log(), num_ranks=self.num_ranks, **environment)
+
+    def _next_log(self) -> Path:
+        self.logs.append(self.folder.parent / f"{self.folder.name}.{len(self.logs)}.log")
+        return self.logs[-1]
 
     def checkpoint(self, step: int) -> Path:
         return self.folder / "checkpoints" / f"step_{step:08d}"

@@ -9,10 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import step_runs, tiny
-from tests.helpers.commands import FINITE_DIFFERENCE_METRICS, free_port, read_metrics, run_command
+from tests.helpers.commands import FINITE_DIFFERENCE_METRICS, read_metrics
+from tests.helpers.jobs import ForkedJob
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
 from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.cli import main
 from vcore_ds.config import Recipe
 from vcore_ds.data import Batch, MainOrder, RandomDraws, StepBatches
 from vcore_ds.engine import Engine, NonFiniteGradient, NonFiniteLoss
@@ -22,16 +24,18 @@ from vcore_ds.utility import Estimator
 
 pytestmark = pytest.mark.e2e
 
+RECIPE = "launch_scripts/recipes/qwen3_32b_math_full.yaml"
+
 
 def test_finite_difference_below_the_resolution_of_bf16_warns(setup: TinySetup, tmp_path: Path):
     changes = ["utility.estimator=finite_difference", "utility.epsilon=1e-5"]
-    overrides = " ".join(setup.overrides(tmp_path / "output", *changes, precision="bf16"))
-    done = run_command(f"python -m vcore_ds.cli train launch_scripts/recipes/qwen3_32b_math_full.yaml {overrides}")
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("warning: utility.epsilon 1e-05 does not resolve the loss in bf16") == 1
-    assert "Use utility.estimator=jvp" in done.stdout
-    changed = float(re.search(r"changed ([\d.]+)% of the trainable parameters", done.stdout)[1])
-    ratio = float(re.search(r"made is ([\d.]+) times its error", done.stdout)[1])
+    overrides = setup.overrides(tmp_path / "output", *changes, precision="bf16")
+    with ForkedJob(main, ["train", RECIPE, *overrides], tmp_path / "log") as job:
+        assert job.wait() == 0, job.output
+    assert job.output.count("warning: utility.epsilon 1e-05 does not resolve the loss in bf16") == 1
+    assert "Use utility.estimator=jvp" in job.output
+    changed = float(re.search(r"changed ([\d.]+)% of the trainable parameters", job.output)[1])
+    ratio = float(re.search(r"made is ([\d.]+) times its error", job.output)[1])
     first, second = read_metrics(tmp_path / "output")
     assert FINITE_DIFFERENCE_METRICS <= first.keys() and first["epsilon"] == 1e-5
     assert changed == pytest.approx(100 * first["changed_fraction"], abs=0.06) and changed < 5
@@ -51,13 +55,12 @@ def test_non_finite_loss_ends_the_run(setup: TinySetup, tmp_path: Path):
     model = model_with_nan(tmp_path / "model", "Z")
 
     overrides = setup.overrides(tmp_path / "output", f"data.train_path={train}", model=model)
-    launcher = f"deepspeed --num_accelerators 2 --master_port {free_port()}"
-    done = run_command(f"{launcher} launch_scripts/train_32b.sh {' '.join(overrides)}")
-    assert done.returncode == 1, done.stdout
-    (rank,) = set(re.findall(rf"step 2: the loss is not finite; rank (\d): sequence ids \[{bad}\]\.", done.stdout))
-    assert rank in "01" and "The parameters were not updated." in done.stdout
-    assert done.stdout.count("the loss is not finite") == 1 and done.stdout.count("vcore-ds: ") == 1
-    assert "Traceback" not in done.stdout
+    with ForkedJob(main, ["train", RECIPE, *overrides], tmp_path / "log", num_ranks=2) as job:
+        assert job.wait() == 1, job.output
+    (rank,) = set(re.findall(rf"step 2: the loss is not finite; rank (\d): sequence ids \[{bad}\]\.", job.output))
+    assert rank in "01" and "The parameters were not updated." in job.output
+    assert job.output.count("the loss is not finite") == 1 and job.output.count("vcore-ds: ") == 1
+    assert "Traceback" not in job.output
     assert [line["step"] for line in read_metrics(tmp_path / "output")] == [1]
     assert not (tmp_path / "output" / "model").exists()
 

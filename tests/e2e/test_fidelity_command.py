@@ -1,4 +1,4 @@
-"""`vcore-ds fidelity` as it is typed, on one process and on two ranks."""
+"""`vcore-ds fidelity` on one process and on two ranks, and as it is typed."""
 
 import json
 from pathlib import Path
@@ -8,18 +8,21 @@ import pytest
 from matplotlib import image
 
 from tests.helpers.commands import free_port, run_command
+from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup
+from vcore_ds.cli import main
 
 pytestmark = pytest.mark.e2e
 
 RECIPE = "launch_scripts/recipes/quickstart.yaml"
 
 
-def fidelity(launcher: str, arguments: list[str]) -> str:
-    done = run_command(f"{launcher} fidelity {RECIPE} {' '.join(arguments)}")
-    assert done.returncode == 0, done.stdout
-    assert "Traceback" not in done.stdout
-    return done.stdout
+def fidelity(arguments: list[str], log: Path, *, num_ranks: int = 1, code: int = 0) -> str:
+    """What it prints; `code`: its exit code."""
+    with ForkedJob(main, ["fidelity", RECIPE, *arguments], log, num_ranks=num_ranks) as job:
+        assert job.wait() == code, job.output
+    assert "Traceback" not in job.output
+    return job.output
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -37,8 +40,8 @@ def test_two_ranks_measure_what_one_process_does(setup: TinySetup, tmp_path: Pat
     own = ["utility.estimator=finite_difference", "utility.epsilon=3e-3", "probe.source=previous_step"]
     options = "--after-steps 1 --stale-steps 1 8 --epsilons 1e-2 1e-8".split()  # overrides may follow a list
     one, two = tmp_path / "one", tmp_path / "two"
-    said = fidelity("vcore-ds", [*recipe, *options, *own, "--output", str(one)])
-    fidelity("torchrun --nproc_per_node 2 -m vcore_ds.cli", [*recipe, *options, *own, "--output", str(two)])
+    said = fidelity([*recipe, *options, *own, "--output", str(one)], tmp_path / "one.log")
+    fidelity([*recipe, *options, *own, "--output", str(two)], tmp_path / "two.log", num_ranks=2)
     single, double = read(one), read(two)
 
     assert (single["precision"], single["reference_precision"]) == ("fp32", "fp64")
@@ -94,7 +97,10 @@ def test_a_recipe_without_utilities_in_bf16_under_the_deepspeed_launcher(setup: 
     own.append(f"data.probe_path={setup.validation}")
     arguments = ["methods/sft.yaml", *setup.overrides(tmp_path / "run", *own, precision="bf16"), "lora=null"]
     arguments += ["--large-probe", "0", "--epsilons", "1e-5", "--output", str(output)]
-    said = fidelity(f"deepspeed --num_accelerators 2 --master_port {free_port()} --module vcore_ds.cli", arguments)
+    launcher = f"deepspeed --num_accelerators 2 --master_port {free_port()} --module vcore_ds.cli"
+    done = run_command(f"{launcher} fidelity {RECIPE} {' '.join(arguments)}")
+    assert done.returncode == 0 and "Traceback" not in done.stdout, done.stdout
+    said = done.stdout
     report = read(output)
     assert report["recipe"]["method"]["name"] == "sft" and "method sft has no utilities" in said
     assert f"Data: {setup.validation}: 5 of 5 rows" in said and report["probe_batch_size"] == 2
@@ -106,6 +112,5 @@ def test_a_recipe_without_utilities_in_bf16_under_the_deepspeed_launcher(setup: 
     assert short["spearman"] is None or abs(short["spearman"]) < 0.5
     assert report["probe_sizes"] == report["stale_directions"] == []
 
-    again = run_command(f"vcore-ds fidelity {RECIPE} {' '.join(arguments)}")
-    assert again.returncode == 2 and "Traceback" not in again.stdout
-    assert f"--output: {output}: holds a fidelity.json already" in again.stdout
+    again = fidelity(arguments, tmp_path / "again.log", code=2)
+    assert f"--output: {output}: holds a fidelity.json already" in again

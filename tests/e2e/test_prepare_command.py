@@ -1,7 +1,6 @@
 """`vcore-ds prepare` as a user runs it: killed and run again, refused, and its store read."""
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -12,36 +11,41 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.helpers.commands import HANG_SECONDS, REPOSITORY, run_command
+from tests.helpers.commands import HANG_SECONDS, REPOSITORY
 from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_prepare import chat_row, contents, math_row, write_lines
+from vcore_ds.cli import main
 from vcore_ds.data import TokenStore
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture
-def prepare_line(tmp_path: Path) -> str:
+def prepare_words(tmp_path: Path) -> list[str]:
     make_tokenizer().save_pretrained(tmp_path / "model")
     rows = [math_row(n, expected_answer=str(n + n % 3 // 2)) for n in range(600)]
     (tmp_path / "raw").mkdir()
     for part in range(6):
         table = pa.Table.from_pylist(rows[part::6])
         pq.write_table(table, tmp_path / "raw" / f"cot-0000{part}-of-00006.parquet")
-    return f"vcore-ds prepare math {tmp_path}/raw --tokenizer {tmp_path}/model --sample 150 --output {tmp_path}"
+    return f"prepare math {tmp_path}/raw --tokenizer {tmp_path}/model --sample 150".split()
 
 
-def test_a_killed_prepare_resumes_to_the_same_bytes(prepare_line: str, tmp_path: Path) -> None:
-    straight = run_command(f"{prepare_line}/straight --processes 1")
-    assert straight.returncode == 0, straight.stdout
-    assert "rows read" in straight.stdout and "the paper (CoT, Qwen3)" in straight.stdout
-    assert f"{'kept':<10}" in straight.stdout
+def test_a_killed_prepare_resumes_to_the_same_bytes(
+    prepare_words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*prepare_words, "--output", f"{tmp_path}/straight", "--processes", "1"]) == 0
+    straight = capsys.readouterr().out
+    assert "rows read" in straight and "the paper (CoT, Qwen3)" in straight and f"{'kept':<10}" in straight
 
     curated = tmp_path / "store.unfinished" / "curated"
-    line = shlex.split(f"{prepare_line}/store --processes 2")
-    command = [str(Path(sys.executable).with_name(line[0])), *line[1:]]
+    command = [str(Path(sys.executable).with_name("vcore-ds")), *prepare_words, "--output", f"{tmp_path}/store"]
     process = subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        [*command, "--processes", "2"],
+        cwd=REPOSITORY,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     try:
         deadline = time.monotonic() + HANG_SECONDS
@@ -57,10 +61,10 @@ def test_a_killed_prepare_resumes_to_the_same_bytes(prepare_line: str, tmp_path:
         time.sleep(0.1)
     num_finished = len(list(curated.glob("*.json")))
 
-    again = run_command(f"{prepare_line}/store --processes 1")
-    assert again.returncode == 0, again.stdout
-    assert "resuming where an earlier run ended" in again.stdout
-    assert f"{num_finished} of 6 shards were finished before" in again.stdout
+    assert main([*prepare_words, "--output", f"{tmp_path}/store", "--processes", "1"]) == 0
+    again = capsys.readouterr().out
+    assert "resuming where an earlier run ended" in again
+    assert f"{num_finished} of 6 shards were finished before" in again
     assert contents(tmp_path / "store") == contents(tmp_path / "straight")
     assert len(TokenStore(tmp_path / "store", make_tokenizer())) == 150
 
@@ -89,11 +93,13 @@ def _is_alive(group: int) -> bool:
         ("chat {rows} --max-malformed 0.1", "1 of 2 rows are malformed (50.00%), expected at most 10.00%"),
     ],
 )
-def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path, arguments: str, found: str) -> None:
+def test_bad_input_is_one_message_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, found: str
+) -> None:
     make_tokenizer().save_pretrained(tmp_path / "model")
     rows = write_lines(tmp_path / "rows.jsonl", [chat_row(0), "x"])
     options = f"--tokenizer {tmp_path}/model --output {tmp_path}/store --processes 1"
-    done = run_command(f"vcore-ds prepare {arguments.format(rows=rows)} {options}")
-    assert done.returncode == 2 and "Traceback" not in done.stdout
-    assert found in done.stdout
+    assert main(f"prepare {arguments.format(rows=rows)} {options}".split()) == 2
+    said = capsys.readouterr()
+    assert found in said.out + said.err and "Traceback" not in said.err
     assert not (tmp_path / "store").exists()

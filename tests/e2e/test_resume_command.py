@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import read_metrics, run_command
-from tests.helpers.jobs import Job
+from tests.helpers.commands import read_metrics
+from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup
+from vcore_ds.cli import main
 
 pytestmark = pytest.mark.e2e
 
@@ -19,10 +20,10 @@ RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
 def test_killed_and_started_again(setup: TinySetup, tmp_path: Path):
     folder = tmp_path / "run"
     changes = ("methods/sft.yaml", f"schedule.num_steps={NUM_STEPS}", "checkpoint.every_steps=2")
-    line = f"vcore-ds train {RECIPE} {' '.join(setup.overrides(folder, *changes))}"
-    with Job(line, tmp_path / "log") as job:
+    arguments = ["train", RECIPE, *setup.overrides(folder, *changes)]
+    with ForkedJob(main, arguments, tmp_path / "log") as job:
         job.wait_for(f"checkpoint: {folder}/checkpoints/step_00000004: ")
-        job.launcher.send_signal(signal.SIGKILL)
+        job.rank(0).send_signal(signal.SIGKILL)
         job.wait()
         assert "step_00000004" in job.output
     newest = max(path.parent.name for path in (folder / "checkpoints").glob("step_????????/COMPLETE"))
@@ -30,11 +31,11 @@ def test_killed_and_started_again(setup: TinySetup, tmp_path: Path):
     num_written = len(read_metrics(folder))
     assert step <= num_written < NUM_STEPS and not (folder / "adapter").exists()
 
-    again = run_command(line)
-    assert again.returncode == 0, again.stdout
-    assert f"Resumed after step {step} from {folder}/checkpoints/{newest}" in again.stdout
+    with ForkedJob(main, arguments, tmp_path / "again.log") as again:
+        assert again.wait() == 0, again.output
+    assert f"Resumed after step {step} from {folder}/checkpoints/{newest}" in again.output
     before = [text for text in job.output.splitlines() if text.startswith("held-out loss before training")]
-    assert before and before[0] in again.stdout  # not that of the point where it was resumed
+    assert before and before[0] in again.output  # not that of the point where it was resumed
     lines = read_metrics(folder)
     assert [each["step"] for each in lines] == list(range(1, NUM_STEPS + 1))
     assert [each["step"] for each in lines if "seconds_checkpoint" in each][:1] == [3]
@@ -45,6 +46,6 @@ def test_killed_and_started_again(setup: TinySetup, tmp_path: Path):
     assert [entry["step"] for entry in json.loads((folder / "environment.json").read_text())["resumed"]] == [step]
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_00000038", "step_00000040"]
 
-    finished = run_command(line)
-    assert finished.returncode == 2 and "Traceback" not in finished.stdout
-    assert f"run.output_dir: {folder}: holds a run that has finished, with its result in adapter/" in finished.stdout
+    with ForkedJob(main, arguments, tmp_path / "finished.log") as finished:
+        assert finished.wait() == 2 and "Traceback" not in finished.output
+    assert f"run.output_dir: {folder}: holds a run that has finished, with its result in adapter/" in finished.output

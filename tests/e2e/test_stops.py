@@ -1,25 +1,35 @@
-"""Stop requests, and ranks that die or hang: one run, stopped and resumed by one test after the other."""
+"""Stop requests, and ranks that die or hang: one run, stopped and resumed by one test after the other.
+
+Launchers are started where the test is about what they do. Elsewhere the ranks are forked.
+"""
 
 import re
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.helpers.commands import free_port, read_metrics
-from tests.helpers.jobs import Job
+from tests.helpers.jobs import AnyJob, ForkedJob, Job
 from tests.helpers.setups import TinySetup
+from vcore_ds.cli import launch
 from vcore_ds.errors import EXIT_STOPPED
 
 pytestmark = pytest.mark.e2e
 
-SCRIPT = "launch_scripts/train_32b.sh --recipe launch_scripts/recipes/qwen3_32b_math_lora.yaml"
+RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
+SCRIPT = f"launch_scripts/train_32b.sh --recipe {RECIPE}"
 NUM_STEPS = 80
 LOST_RANK_SECONDS = 10
 """Long enough that a rank which only waits for a core is not taken for a lost one."""
+
+
+def script(arguments: Sequence[str]) -> int:
+    return launch(RECIPE, arguments)
 
 
 class OneRun:
@@ -27,30 +37,33 @@ class OneRun:
 
     def __init__(self, setup: TinySetup, folder: Path):
         self.folder, self._logs = folder / "run", folder
-        self._overrides = " ".join(
-            setup.overrides(
-                self.folder,
-                "methods/sft.yaml",
-                f"schedule.num_steps={NUM_STEPS}",
-                f"engine.lost_rank_seconds={LOST_RANK_SECONDS}",
-            )
+        self._overrides = setup.overrides(
+            self.folder,
+            "methods/sft.yaml",
+            f"schedule.num_steps={NUM_STEPS}",
+            f"engine.lost_rank_seconds={LOST_RANK_SECONDS}",
         )
 
-    def start(self, launcher: str, *changes: str, **environment: str) -> Job:
-        line = f"{launcher} {SCRIPT} {self._overrides} {' '.join(changes)}"
-        return Job(line, self._logs / f"{time.monotonic_ns()}.log", **environment)
+    def start(self, launcher: str) -> Job:
+        return Job(f"{launcher} {SCRIPT} {' '.join(self._overrides)}", self._new_log())
 
-    def torchrun(self, *changes: str, **environment: str) -> Job:
-        return self.start("python -m vcore_ds.distributed.torchrun --nproc_per_node 2", *changes, **environment)
+    def torchrun(self) -> Job:
+        return self.start("python -m vcore_ds.distributed.torchrun --nproc_per_node 2")
 
-    def deepspeed(self, *changes: str) -> Job:
-        return self.start(f"deepspeed --num_accelerators 2 --master_port {free_port()}", *changes)
+    def deepspeed(self) -> Job:
+        return self.start(f"deepspeed --num_accelerators 2 --master_port {free_port()}")
+
+    def fork(self, *changes: str, num_ranks: int = 2) -> ForkedJob:
+        return ForkedJob(script, [*self._overrides, *changes], self._new_log(), num_ranks=num_ranks)
+
+    def _new_log(self) -> Path:
+        return self._logs / f"{time.monotonic_ns()}.log"
 
     def saved_steps(self) -> list[int]:
         complete = (self.folder / "checkpoints").glob("step_*/COMPLETE")
         return sorted(int(path.parent.name.removeprefix("step_")) for path in complete)
 
-    def check_stopped(self, job: Job, reason: str, code: int = EXIT_STOPPED) -> None:
+    def check_stopped(self, job: AnyJob, reason: str, code: int = EXIT_STOPPED) -> None:
         """Checks that it ends with a checkpoint of its last step, and says so once."""
         assert job.wait() == code, job.output
         steps = [line["step"] for line in read_metrics(self.folder)]
@@ -72,7 +85,7 @@ def next_step(run: OneRun) -> str:
 
 
 def test_stop_file(run: OneRun):
-    with run.torchrun() as job:
+    with run.fork() as job:
         job.wait_for(f"step 2/{NUM_STEPS} ")
         (run.folder / "STOP").touch()
         run.check_stopped(job, "the STOP file")
@@ -125,7 +138,7 @@ def test_killed_rank(run: OneRun):
 
 def test_rank_that_hangs_and_serves_the_store(run: OneRun):
     """The other ranks cannot tell each other, since the store does not answer: each notices for itself."""
-    with run.deepspeed() as job:
+    with run.fork() as job:
         job.wait_for(next_step(run))
         victim = job.rank(0)
         victim.suspend()
@@ -143,16 +156,16 @@ def named(rank: int, process: psutil.Process) -> str:
 
 def test_time_limit_on_one_rank(run: OneRun):
     expected = next_step(run)
-    with run.start("python", "run.time_limit_minutes=0.05") as job:  # over before the first step is
+    with run.fork("run.time_limit_minutes=0.05", num_ranks=1) as job:  # over before the first step is
         run.check_stopped(job, "run.time_limit_minutes")
         assert expected in job.output and next_step(run) not in job.output
 
 
 def test_signal_before_the_first_step(run: OneRun):
     before = run.saved_steps()
-    with run.start("python") as job:
+    with run.fork(num_ranks=1) as job:
         job.wait_for("Data: ")
-        job.launcher.send_signal(signal.SIGINT)
+        job.rank(0).send_signal(signal.SIGINT)
         assert job.wait() == EXIT_STOPPED
         assert "rank 0: SIGINT outside of the training steps: there is nothing to save" in job.output
         assert "Traceback" not in job.output and "Resumed" not in job.output
@@ -160,7 +173,7 @@ def test_signal_before_the_first_step(run: OneRun):
 
 
 def test_the_run_can_be_finished(run: OneRun):
-    with run.torchrun() as job:
+    with run.fork() as job:
         assert job.wait() == 0, job.output
     assert [line["step"] for line in read_metrics(run.folder)] == list(range(1, NUM_STEPS + 1))
     assert (run.folder / "adapter" / "adapter_model.safetensors").is_file()

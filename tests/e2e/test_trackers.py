@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.commands import read_metrics
-from tests.helpers.jobs import Job
+from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup
+from vcore_ds.cli import main
 
 pytest.importorskip("tensorboard", reason="TENSORBOARD IS NOT TESTED HERE: it is in the test extra")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
@@ -30,9 +31,7 @@ def start(setup: TinySetup, folder: Path, log: Path, num_ranks: int, *changes: s
         "track.trackers=[tensorboard]",
         *changes,
     )
-    torchrun = f"python -m vcore_ds.distributed.torchrun --nproc_per_node {num_ranks} -m vcore_ds.cli"
-    launcher = torchrun if num_ranks > 1 else "vcore-ds"
-    with Job(f"{launcher} train {RECIPE} {' '.join(overrides)}", log, **environment) as job:
+    with ForkedJob(main, ["train", RECIPE, *overrides], log, num_ranks=num_ranks, **environment) as job:
         assert job.wait() == 0, job.output
         return job.output
 

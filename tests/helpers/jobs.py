@@ -1,26 +1,81 @@
-"""A command with several ranks that a test watches, signals and kills while it runs."""
+"""Commands with several ranks that a test watches, signals and kills while they run."""
 
+import os
 import shlex
 import subprocess
+import sys
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
-from tests.helpers.commands import HANG_SECONDS, REPOSITORY, command_environment
+from tests.helpers.commands import HANG_SECONDS, REPOSITORY, command_environment, free_port
+from tests.helpers.ranks import forkserver
 
 
-class Job:
-    """A launcher and its ranks. Leaving the `with` block kills those that are left."""
+class AnyJob(ABC):
+    """Ranks with one log. Leaving the `with` block kills those that are left."""
+
+    def __init__(self, name: str, log: Path):
+        self._name, self._log = name, log
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes_left():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_for(self, text: str, timeout_seconds: float = HANG_SECONDS) -> None:
+        """Waits until the output contains `text`; raises AssertionError where the job ends before."""
+        deadline = time.monotonic() + timeout_seconds
+        while text not in self.output:
+            ended = self._exit_code() is not None
+            assert not ended and time.monotonic() < deadline, f"no {text!r}: {self._name}\n{self.output}"
+            time.sleep(0.02)
+        self._processes_left()
+
+    def wait(self, timeout_seconds: float = HANG_SECONDS) -> int:
+        """Waits until no process of the job is left. Returns its exit code."""
+        deadline = time.monotonic() + timeout_seconds
+        code = None
+        while code is None or self._processes_left():
+            code = self._exit_code()
+            assert time.monotonic() < deadline, f"still running: {self._processes_left()}: {self._name}\n{self.output}"
+            time.sleep(0.05)
+        return code
+
+    @abstractmethod
+    def rank(self, rank: int) -> psutil.Process:
+        """The process of that rank; raises AssertionError where there is none yet."""
+
+    @abstractmethod
+    def _exit_code(self) -> int | None:
+        """None as long as the job runs."""
+
+    @abstractmethod
+    def _processes_left(self) -> list[psutil.Process]:
+        """All processes of the job that are left."""
+
+
+class Job(AnyJob):
+    """A launcher and its ranks, as they are typed."""
 
     def __init__(self, line: str, log: Path, **environment: str):
         """Args:
         line: as typed in a shell in the repository.
         log: file for stdout and stderr.
         """
-        self._log, self._line = log, line
+        super().__init__(line, log)
         self._seen: set[psutil.Process] = set()
         with open(log, "wb") as file:
             self.launcher = psutil.Popen(
@@ -33,30 +88,11 @@ class Job:
                 start_new_session=True,
             )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes_left():
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
         self.launcher.wait()
 
-    @property
-    def output(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def wait_for(self, text: str, timeout_seconds: float = HANG_SECONDS) -> None:
-        """Waits until the output contains `text`; raises AssertionError where the launcher ends before."""
-        deadline = time.monotonic() + timeout_seconds
-        while text not in self.output:
-            ended = self.launcher.poll() is not None
-            assert not ended and time.monotonic() < deadline, f"no {text!r}: {self._line}\n{self.output}"
-            time.sleep(0.02)
-        self._processes_left()
-
     def rank(self, rank: int) -> psutil.Process:
-        """The process of that rank; raises AssertionError where there is none yet."""
         for process in self._processes_left():
             with suppress(psutil.Error):
                 environment = process.environ()
@@ -65,21 +101,95 @@ class Job:
                     return process
         raise AssertionError(f"no rank {rank}:\n{self.output}")
 
-    def wait(self, timeout_seconds: float = HANG_SECONDS) -> int:
-        """Waits until no process of the job is left. Returns the launcher's exit code."""
-        deadline = time.monotonic() + timeout_seconds
-        code = None
-        while code is None or self._processes_left():
-            code = self.launcher.poll()
-            assert time.monotonic() < deadline, f"still running: {self._processes_left()}: {self._line}\n{self.output}"
-            time.sleep(0.05)
-        return code
+    def _exit_code(self) -> int | None:
+        return self.launcher.poll()
 
     def _processes_left(self) -> list[psutil.Process]:
-        """All processes of the job that are left, including those that outlive the launcher."""
+        """Those that outlive the launcher included."""
         with suppress(psutil.NoSuchProcess):
             self._seen |= {psutil.Process(self.launcher.pid), *self.launcher.children(recursive=True)}
         return [process for process in self._seen if _is_running(process)]
+
+
+class ForkedJob(AnyJob):
+    """The ranks of a command, forked from the server that has imported everything (`helpers/ranks.py`): what they do is
+    the command's, while launcher and imports, most of the time of a short run, are left out.
+
+    Like a launcher it tells the others to end when one has failed. Rank 0 serves the store that the ranks meet in, as
+    under the deepspeed launcher.
+    """
+
+    def __init__(
+        self,
+        main: Callable[[Sequence[str]], int],
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        num_ranks: int = 1,
+        **environment: str,
+    ):
+        """Args:
+        main: what the command calls, at the top level of a module. Takes `arguments` and returns the exit code.
+        log: file for stdout and stderr.
+        """
+        super().__init__(" ".join(arguments), log)
+        log.write_bytes(b"")
+        shared = command_environment() | environment
+        shared |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+        }
+        self._ranks: list[Any] = [
+            forkserver().Process(
+                target=_become_rank,
+                args=(main, arguments, str(log), shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
+            )
+            for rank in range(num_ranks)
+        ]
+        self._first_failure: int | None = None
+        for rank in self._ranks:
+            rank.start()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        for rank in self._ranks:
+            rank.join()
+
+    def rank(self, rank: int) -> psutil.Process:
+        return psutil.Process(self._ranks[rank].pid)
+
+    def _exit_code(self) -> int | None:
+        codes = [rank.exitcode for rank in self._ranks]
+        if self._first_failure is None:
+            self._first_failure = next((code for code in codes if code), None)
+            if self._first_failure is not None:
+                for rank in self._ranks:
+                    rank.terminate()
+        if None in codes:
+            return None
+        return 0 if self._first_failure is None else max(self._first_failure, 1)
+
+    def _processes_left(self) -> list[psutil.Process]:
+        return [psutil.Process(rank.pid) for rank in self._ranks if rank.is_alive()]
+
+
+def _become_rank(
+    main: Callable[[Sequence[str]], int], arguments: Sequence[str], log: str, environment: dict[str, str]
+) -> None:
+    os.setsid()
+    os.chdir(REPOSITORY)
+    os.environ.clear()
+    os.environ.update(environment)
+    file, nothing = os.open(log, os.O_WRONLY | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
+    for number, opened in enumerate((nothing, file, file)):
+        os.dup2(opened, number)
+    sys.stdin = open(0)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+    sys.argv = ["vcore-ds", *arguments]
+    sys.exit(main(arguments))
 
 
 def _is_running(process: psutil.Process) -> bool:

@@ -35,8 +35,7 @@ def run_ranks(
         start: `spawn` where a rank is to have memory and a C library of its own from the first instruction.
     """
     folder = Path(tempfile.mkdtemp(prefix="ranks_"))
-    context = multiprocessing.get_context(start)
-    multiprocessing.set_forkserver_preload(["tests.helpers.imports"])
+    context = forkserver() if start == "forkserver" else multiprocessing.get_context(start)
     processes = [
         context.Process(
             target=_run_rank, args=(function, rank, world_size, str(folder), dict(os.environ), arguments), daemon=True
@@ -54,6 +53,12 @@ def run_ranks(
                 process.kill()
             process.join()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def forkserver() -> Any:
+    """The context whose processes are forked from a server that has imported everything."""
+    multiprocessing.set_forkserver_preload(["tests.helpers.imports"])
+    return multiprocessing.get_context("forkserver")
 
 
 def _wait(processes: list[Any], folder: Path, timeout_seconds: float) -> None:
