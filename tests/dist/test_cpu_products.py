@@ -1,0 +1,63 @@
+"""Whole steps in bf16 against the oracle in fp32, with the products of CPUs without bf16 instructions and with
+PyTorch's: each forced on the same CPU, and as this CPU has it."""
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.parity import Case, run_case
+from tests.helpers.ranks import run_ranks
+from vcore_ds import cpu_products
+
+pytestmark = pytest.mark.dist
+
+BF16 = {"model": {"path": "none", "precision": "bf16"}}
+CASES = {
+    "sft": Case(sections={**BF16, "method": {"name": "sft"}}),
+    "full, tied": Case(tied=True, sections=BF16),
+    "full, checkpointed, separate passes": Case(checkpointing=True, sections={**BF16, "utility": {"fused": False}}),
+    "lora, checkpointed": Case(lora=True, checkpointing=True, sections=BF16),
+}
+BOUNDS = {"utilities": 0.08, "weights": 0.02, "alpha": 1e-3, "gradient": 0.03, "loss": 1e-3}
+"""bf16 has 8 bits, a relative error of 0.004 a rounding; so many lie between the operands and the result."""
+
+
+def run_cases() -> tuple[bool, dict[str, dict[str, float]]]:
+    """Whether the kernels of this rank are replaced, and the deviations."""
+    return cpu_products._replaced is not None, {name: run_case(case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str | None, list[Any]]:
+    """Of each rank, by the value of the variable."""
+    with pytest.MonkeyPatch.context() as patch:
+        results: dict[str | None, list[Any]] = {}
+        patch.delenv(cpu_products.VARIABLE, raising=False)
+        results[None] = run_ranks(run_cases, 2)
+        for value in ("fp32", "native"):
+            patch.setenv(cpu_products.VARIABLE, value)
+            results[value] = run_ranks(run_cases, 2)
+    return results
+
+
+def test_the_variable_decides_on_every_rank(found: dict[str | None, list[Any]]) -> None:
+    assert [is_replaced for is_replaced, _ in found["fp32"]] == [True, True]
+    assert [is_replaced for is_replaced, _ in found["native"]] == [False, False]
+
+
+def test_without_the_variable_the_cpu_decides_bit_for_bit(
+    found: dict[str | None, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(cpu_products.VARIABLE, raising=False)
+    assert found[None] == found[cpu_products.cpu_products()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_the_oracles_and_as_exact_as_with_pytorchs_products(
+    found: dict[str | None, list[Any]], name: str
+) -> None:
+    for (_, ours), (_, native) in zip(found["fp32"], found["native"], strict=True):
+        print({quantity: f"{ours[name][quantity]:.2e} {native[name][quantity]:.2e}" for quantity in BOUNDS})
+        for quantity, bound in BOUNDS.items():
+            assert ours[name][quantity] < bound, quantity
+            assert ours[name][quantity] < 1.5 * native[name][quantity] + 0.2 * bound, quantity
