@@ -152,7 +152,7 @@ def missing_names(document: Path) -> tuple[list[str], int]:
     found, missing = 0, []
     for words in in_code(document):
         path = re.fullmatch(r"([\w.-]+)(?:/[\w./-]*)?", words.partition("::")[0])
-        if path and "/" in words and is_there(path[1]) or re.fullmatch(r"[\w./-]+\.(?:py|md)", words):
+        if (path and "/" in words and is_there(path[1])) or re.fullmatch(r"[\w./-]+\.(?:py|md)", words):
             # Not ds_configs/FILE and the like, nor what a run makes.
             if not re.search(r"/[A-Z]{3,}|^runs/", words):
                 found += 1

@@ -142,6 +142,7 @@ def _lock(file: BinaryIO, wait_seconds: float = 0.0) -> bool:
 
 
 def is_sweep(folder: Path) -> bool:
+    """Whether a sweep has been begun there."""
     return (folder / SWEEP).is_file()
 
 

@@ -295,6 +295,7 @@ def check_call(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> RowLayout:
+    """The layout of the rows. Raises UserError where the model asks for something that our attention does not do."""
     what = {
         "caps its attention scores": softcap is not None,
         "uses attention sinks": s_aux is not None,

@@ -106,7 +106,6 @@ class StepModel:
         Args:
             passes: without activation checkpoints, since what they compute again is not needed.
         """
-
         of_main = sum(passes.flops(self.shape, lengths, []).total for lengths in main) / max(1, len(main))
         of_probe = sum(passes.flops(self.shape, [], lengths).total for lengths in probe) / max(1, len(probe))
         return of_main + of_probe / passes.steps_per_probe
