@@ -129,6 +129,7 @@ class Watchdog:
         ]
 
     def start(self) -> None:
+        """Starts the threads."""
         for thread in self._threads:
             thread.start()
 

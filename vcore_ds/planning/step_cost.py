@@ -46,10 +46,12 @@ class StepCost:
 
     @property
     def seconds_step(self) -> float:
+        """Of all phases together."""
         return sum(self.seconds.values())
 
     @property
     def total_traffic(self) -> Traffic:
+        """Of all kinds together."""
         return sum(self.traffic.values(), Traffic())
 
 
