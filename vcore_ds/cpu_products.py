@@ -161,7 +161,13 @@ def _product_kernel(name: str, native: Kernel, wide: Kernel, add_product: Kernel
             return native(_CPU, addend, left, right, beta=beta, alpha=alpha, out=out)
         return _put(out, add_product(wide, addend, left, right, beta, alpha))
 
-    kernels = {"mm": product, "mm.out": product_out, "addmm": add, "addmm_": add_in_place, "addmm.out": add_out}
+    kernels: dict[str, Kernel] = {
+        "mm": product,
+        "mm.out": product_out,
+        "addmm": add,
+        "addmm_": add_in_place,
+        "addmm.out": add_out,
+    }
     return kernels[name.replace("baddbmm", "addmm").replace("bmm", "mm")]
 
 

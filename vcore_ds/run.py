@@ -45,6 +45,8 @@ from vcore_ds.track.wandb_log import FINISH_SECONDS, WandbLog
 
 @dataclass(frozen=True)
 class RunResult:
+    """What a run has made and measured."""
+
     folder: Path
     export_folder: Path
     validation_losses_before: dict[str, float]

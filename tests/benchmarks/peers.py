@@ -184,7 +184,8 @@ def measure_trl(folder: Path, python: str, num_steps: int) -> tuple[float, float
         }
         command = [python, "-m", "tests.benchmarks.peer_trl", str(folder), str(num_steps), f"{output}.{rank}"]
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
-    if any([process.wait() for process in ranks]):
+    exit_codes = [process.wait() for process in ranks]
+    if any(exit_codes):
         sys.exit(f"TRL failed under {python}")
     found = [json.loads(Path(f"{output}.{rank}").read_text()) for rank in range(2)]
     return sum(cpu for cpu, _ in found), found[0][1]

@@ -66,7 +66,7 @@ def check_stochastic_perturbation() -> dict[str, float]:
 
 
 def check_epsilon_search(precision: str) -> dict[str, float]:
-    recipe, engine = make_engine(precision)
+    _, engine = make_engine(precision)
     direction = a_direction(engine)
     batches = step_runs.deal(tiny.rows(8, seed=4), 2)
     exact = torch.cat(jvp_utilities(engine, direction, batches, 1))

@@ -129,7 +129,7 @@ def deviations() -> dict[int, list[dict[tuple, dict[str, float]]]]:
     return {world_size: run_ranks(run_all, world_size) for world_size in (1, 2)}
 
 
-@pytest.mark.parametrize("world_size", (1, 2))
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     "combination", COMBINATIONS, ids=lambda c: f"{c[0]}-{'lora' if c[1] else 'full'}-x{c[2]}-{c[3]}"
 )

@@ -58,8 +58,10 @@ class Commands:
             "train": ["train", *recipe, f"run.output_dir={output}"],
             "check": ["check", *recipe, f"run.output_dir={output}"],
             "train, cache": ["train", *recipe, f"data.cache_dir={output}"],
-            "prepare": ["prepare", "chat", str(self.setup.train), "--processes", "1"]
-            + ["--tokenizer", str(self.setup.untied), "--output", str(output)],
+            "prepare": [
+                *("prepare", "chat", str(self.setup.train), "--processes", "1"),
+                *("--tokenizer", str(self.setup.untied), "--output", str(output)),
+            ],
             "export": ["export", str(self.run), "--output", str(output)],
             "reference": ["reference", *recipe, "--output", str(output)],
             "fidelity": ["fidelity", *recipe, "--large-probe", "0", "--epsilons", "1e-2", "--output", str(output)],
@@ -380,15 +382,14 @@ def test_a_checkpoint_without_permission_is_one_that_cannot_be_used(
 
 def test_errors_of_libraries_in_rust_are_recognized(tmp_path: Path):
     written = f"^--output: {tmp_path}: cannot be written"
-    with pytest.raises(UserError, match=f"{written}: No such file or directory; expected"):
-        with writing("--output", tmp_path):
-            save_file({"a": torch.zeros(1)}, "/proc/a.safetensors")
-    with pytest.raises(UserError, match=f"{written}: Is a directory; expected"):
-        with writing("--output", tmp_path):
-            make_tokenizer().backend_tokenizer.save(str(tmp_path))
+    missing, other = f"{written}: No such file or directory; expected", f"{written}: Is a directory; expected"
+    with pytest.raises(UserError, match=missing), writing("--output", tmp_path):
+        save_file({"a": torch.zeros(1)}, "/proc/a.safetensors")
+    with pytest.raises(UserError, match=other), writing("--output", tmp_path):
+        make_tokenizer().backend_tokenizer.save(str(tmp_path))
 
 
 def test_an_error_on_another_path_keeps_its_name(tmp_path: Path):
-    with pytest.raises(UserError, match=r"^/dev/null/x: cannot be used: Not a directory; expected to be, while --out"):
-        with writing("--output", tmp_path / "store"):
-            json.loads(Path("/dev/null/x").read_text())
+    expected = r"^/dev/null/x: cannot be used: Not a directory; expected to be, while --out"
+    with pytest.raises(UserError, match=expected), writing("--output", tmp_path / "store"):
+        json.loads(Path("/dev/null/x").read_text())

@@ -13,7 +13,7 @@ from tests.helpers.setups import TinySetup
 from vcore_ds.cli import main
 
 pytest.importorskip("tensorboard", reason="TENSORBOARD IS NOT TESTED HERE: it is in the test extra")
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.e2e
 

@@ -38,22 +38,27 @@ def card_problems(text: str) -> list[str]:
     metadata = yaml.safe_load(found[1]) if found else None
     if not isinstance(metadata, dict):
         return ["no metadata"]
-    problems = []
     base = metadata.get("base_model", [])
-    for name in [base] if isinstance(base, str) else base:
-        if not _HUB_ID.fullmatch(name):
-            problems.append(f'"base_model" with value "{name}" is not valid. Use a model id from https://hf.co/models.')
+    problems = [
+        f'"base_model" with value "{name}" is not valid. Use a model id from https://hf.co/models.'
+        for name in ([base] if isinstance(base, str) else base)
+        if not _HUB_ID.fullmatch(name)
+    ]
     if metadata.get("base_model_relation") not in (None, "adapter", "merge", "quantized", "finetune"):
         problems.append('"base_model_relation" is not valid')
     if metadata.get("license") == "other" and "license_name" not in metadata:
         problems.append('"license_name" is required where "license" is "other"')
-    for key in ("tags", "datasets"):
-        if not all(isinstance(one, str) for one in metadata.get(key, [])):
-            problems.append(f'"{key}" must be an array of strings')
-    for entry in metadata.get("model-index", []):
-        for result in entry["results"]:
-            if not ({"type"} <= result["task"].keys() and {"name", "type"} <= result["dataset"].keys()):
-                problems.append('"model-index" has a result without task or dataset')
+    problems += [
+        f'"{key}" must be an array of strings'
+        for key in ("tags", "datasets")
+        if not all(isinstance(one, str) for one in metadata.get(key, []))
+    ]
+    problems += [
+        '"model-index" has a result without task or dataset'
+        for entry in metadata.get("model-index", [])
+        for result in entry["results"]
+        if not ({"type"} <= result["task"].keys() and {"name", "type"} <= result["dataset"].keys())
+    ]
     return problems
 
 

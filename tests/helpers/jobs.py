@@ -185,7 +185,7 @@ def _become_rank(
     file, nothing = os.open(log, os.O_WRONLY | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
     for number, opened in enumerate((nothing, file, file)):
         os.dup2(opened, number)
-    sys.stdin = open(0)
+    sys.stdin = open(0)  # noqa: SIM115  as long as the process lives
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
     sys.argv = ["vcore-ds", *arguments]

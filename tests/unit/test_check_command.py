@@ -123,9 +123,10 @@ def test_another_broken_pipe_is_no_reader_that_left(monkeypatch: pytest.MonkeyPa
         raise BrokenPipeError
 
     monkeypatch.setattr(COMMANDS["recipes"], "main", lose_a_connection)
-    with open(os.devnull, "w") as output, pytest.raises(BrokenPipeError):
+    with open(os.devnull, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
-        main(["recipes"])
+        with pytest.raises(BrokenPipeError):
+            main(["recipes"])
 
 
 def test_a_command_line_says_what_is_missing_and_how_values_are_replaced(capsys: pytest.CaptureFixture[str]) -> None:

@@ -248,7 +248,7 @@ def test_lora_problem(tmp_path: Path, override: str, words: str) -> None:
     ],
 )
 def test_missing_key_and_missing_section(tmp_path: Path, key: str) -> None:
-    section, _, name = key.partition(".")
+    section = key.partition(".")[0]
     without_key = smallest_recipe()
     without_key[section] = {}
     lines = yaml.safe_dump(without_key, sort_keys=False).splitlines()

@@ -252,7 +252,7 @@ def test_quickstart_problems_are_either_trained_or_held_out(
     assert not problems[0] & (problems[1] | problems[2]) and not problems[1] & problems[2]
     assert not problems[3] & (problems[0] | problems[1])
     assert [{trace["is_right"] for trace in traces} for traces in judged] == [{True}, {True}, {False}]
-    traces = train + sum(judged, [])
+    traces = [trace for part in (train, *judged) for trace in part]
     assert len({str(trace["messages"]) for trace in traces}) == len(traces)
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert len(list(tmp_path.iterdir())) == 5

@@ -18,7 +18,8 @@ from vcore_ds.planning import QWEN3_32B
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "launch_scripts" / "recipes"
-DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+DOCUMENTS = [*PAGES, *sorted((REPOSITORY / "docs").glob("*.md"))]
 COMMAND = re.compile(
     r"(?:\bvcore-ds|--module vcore_ds\.cli|-m vcore_ds\.cli) (?P<words>(?:train|check|fidelity|reference) .*)"
     r"|launch_scripts/(?P<script>train_32b|quickstart)\.sh(?P<arguments>.*)"
@@ -107,8 +108,8 @@ def test_recipes_that_the_documentation_names_are_there() -> None:
 ROOTS = [REPOSITORY, PACKAGE, REPOSITORY / "tests", REPOSITORY / "docs", REPOSITORY / "launch_scripts"]
 """Folders below which the documentation names files, the nearest root being understood."""
 PARTS = {part for level in LEVELS for part in level}
-CURRENT = [document for document in DOCUMENTS if document.name != "decisions.md"]
-"""Pages about the package as it is; an entry of decisions.md keeps the names of its date."""
+CURRENT = [document for document in DOCUMENTS if document.name not in ("decisions.md", "CHANGELOG.md")]
+"""Pages about the package as it is; entries of the others keep the names of their date."""
 
 
 def in_code(document: Path) -> list[str]:
@@ -152,7 +153,7 @@ def missing_names(document: Path) -> tuple[list[str], int]:
     found, missing = 0, []
     for words in in_code(document):
         path = re.fullmatch(r"([\w.-]+)(?:/[\w./-]*)?", words.partition("::")[0])
-        if path and "/" in words and is_there(path[1]) or re.fullmatch(r"[\w./-]+\.(?:py|md)", words):
+        if (path and "/" in words and is_there(path[1])) or re.fullmatch(r"[\w./-]+\.(?:py|md)", words):
             # Not ds_configs/FILE and the like, nor what a run makes.
             if not re.search(r"/[A-Z]{3,}|^runs/", words):
                 found += 1

@@ -1,5 +1,6 @@
 """What the two estimators measure, on a tiny model in fp64 and one process: the derivative of each token's loss."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -98,7 +99,7 @@ def test_the_finite_difference_converges_linearly_to_forward_mode(model: TokenLo
             errors.append(float((difference - utilities).norm() / utilities.norm()))
             correlations.append(float(spearmanr(difference, utilities).statistic))
     print("\nrelative error", [f"{error:.2e}" for error in errors], "Spearman", [f"{c:.6f}" for c in correlations])
-    ratios = [before / after for before, after in zip(errors, errors[1:], strict=False)]
+    ratios = [before / after for before, after in itertools.pairwise(errors)]
     assert ratios == pytest.approx([10.0] * 3, rel=0.2)
     assert errors[-1] < 1e-4
     assert correlations[EPSILONS.index(1e-4)] >= 0.9999

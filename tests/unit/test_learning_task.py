@@ -39,7 +39,7 @@ def clean_tokens(prompt):
         tokens += [number(a) % next_low // low, number(b) % next_low // low, carry, digit, task.END_OF_STEP]
     total = number(a) + number(b)
     answer = [total // BASE**place % BASE for place in reversed(range(NUM_DIGITS + 1))]
-    return tokens + [task.ANSWER, *answer, task.END]
+    return [*tokens, task.ANSWER, *answer, task.END]
 
 
 def rows(traces):

@@ -115,7 +115,7 @@ def test_an_earlier_checkpoint_has_no_losses_of_later_steps(run: Path) -> None:
 def test_a_result_without_metrics_has_a_card(run: Path) -> None:
     for name in ("metrics.jsonl", "held_out.json", "data.json", "environment.json"):
         (run / name).unlink()
-    card, text = card_of(run, CardRequest("model", base=QWEN))
+    _, text = card_of(run, CardRequest("model", base=QWEN))
     assert card_problems(text) == [] and "## Losses" not in text and "## Data" not in text
 
 

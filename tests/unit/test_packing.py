@@ -1,5 +1,6 @@
 """Micro-steps of a batch, packed and not: every sequence once, no row too long, equal cost on all ranks."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 
@@ -164,7 +165,7 @@ def test_any_number_of_ranks_sees_the_same_global_batches(num_groups: int, micro
         assert Counter(i for group in per_group for micro in group for i in micro) == Counter(ids)
         # At one micro-step no rank has a sequence shorter than any of a later micro-step.
         steps = [[lengths[i] for group in per_group for i in group[m]] for m in range(len(per_group[0]))]
-        assert all(min(earlier) >= max(later) for earlier, later in zip(steps, steps[1:], strict=False))
+        assert all(min(earlier) >= max(later) for earlier, later in itertools.pairwise(steps))
 
 
 def test_equal_lengths_keep_the_order_of_the_batch() -> None:

@@ -319,7 +319,7 @@ def test_chat_shapes_with_system_and_history() -> None:
         ({"messages": [{"role": "user", "content": "q"}]}, "no turn of the assistant"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "no turn of the assistant that answers something"),
         (
-            {"messages": chat_row()["messages"][:1] + [{"role": "assistant", "content": " "}]},
+            {"messages": [chat_row()["messages"][0], {"role": "assistant", "content": " "}]},
             "no turn of the assistant",
         ),
         ({"conversations": "q"}, "`conversations` is str, expected a list"),
@@ -532,8 +532,8 @@ def test_a_finished_store_is_left_alone(run, tmp_path: Path) -> None:
     assert run("chat", source) is None and "is there already" in run.said[-1]
     with pytest.raises(UserError, match="found a store made with another filters: .*name another --output"):
         run("chat", source, cutoff_length=7)
+    write_lines(source, [chat_row(n) for n in range(6)])
     with pytest.raises(UserError, match="made with another source"):
-        write_lines(source, [chat_row(n) for n in range(6)])
         run("chat", source)
     assert contents(tmp_path / "store") == before
     (tmp_path / "folder").mkdir()

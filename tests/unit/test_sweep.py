@@ -265,7 +265,7 @@ def set_state(sweep: SweepFolder, run: str, log: str, code: int | None) -> None:
 
 def test_states_of_runs(folder: Path) -> None:
     sweep = begin_sweep(load(seeds=[1, 2, 3]))
-    done, failed, crashed, stopped, running, waiting = sweep.runs
+    done, failed, crashed, stopped, running, _ = sweep.runs
     (sweep.run_folder(done) / "model").mkdir(parents=True)
     set_state(sweep, failed, f"vcore-ds: an older message\n{ATTEMPT} 2\nvcore-ds: no such file\n=====\n", 2)
     set_state(sweep, crashed, f"{ATTEMPT} 1\nTraceback:\n  line\nRuntimeError: out of memory\n\n", -9)

@@ -63,12 +63,11 @@ def read_resolved_recipe(path: Path) -> Recipe:
 def differing_keys(there: Recipe, here: Recipe) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (value there, value here) of every key that may not change between the attempts of a run."""
     left, right = flat_values(there), flat_values(here)
-    differing = {
+    return {
         key: (left.get(key), right.get(key))
         for key in dict.fromkeys([*left, *right])
         if left.get(key) != right.get(key) and not _may_differ(key, here)
     }
-    return differing
 
 
 def _may_differ(key: str, recipe: Recipe) -> bool:

@@ -1,4 +1,6 @@
-"""YAML in and out, with these differences from plain PyYAML:
+"""YAML in and out.
+
+These are the differences from plain PyYAML:
 
 - Duplicate keys are seen.
 - Numbers such as `1e-4` are numbers (YAML 1.2; PyYAML reads text), and dates stay text (a folder may be called

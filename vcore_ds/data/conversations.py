@@ -23,6 +23,7 @@ class Conversation:
 
     @property
     def location(self) -> str:
+        """`path:row`, with which messages about it begin."""
         return f"{self.path}:{self.row}"
 
 

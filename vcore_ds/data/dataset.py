@@ -26,7 +26,7 @@ class ChangedDataset(TokenizedSequences):
 
     @property
     def sequence_ids(self) -> np.ndarray:
-        """int64 [n]"""
+        """int64 [n], the position of each sequence among all rows read, from 0."""
         return self.dataset.sequence_ids
 
     @property

@@ -1,10 +1,10 @@
-"""Tokenized sequences on disk, mapped into memory: all ranks of a node share the pages, and none reads all of them.
+r"""Tokenized sequences on disk, mapped into memory: all ranks of a node share the pages, and none reads all of them.
 
 A store is a folder, written once by one process:
 
     manifest.json                    its origin: hashes of tokenizer and chat template, filters, seed, counts
     tokens.bin, tokens.idx           int32, the ids of all sequences, in megatron-core's IndexedDataset format
-    marks.bin, marks.idx             uint8, for each token: 1 supervised, 2 inside \\boxed{..}
+    marks.bin, marks.idx             uint8, for each token: 1 supervised, 2 inside \boxed{..}
     sequence_id.npy                  int64 [n], the position of each sequence among all rows read, from 0
     num_supervised_tokens.npy        int32 [n]
 """

@@ -1,0 +1,1 @@
+"""Ranks on named axes and their exchanges, process group, watchdog, stops, signals."""

@@ -47,6 +47,7 @@ def plain_group(timeout_seconds: float) -> Iterator[None]:
 
 
 def rank() -> int:
+    """Of this process in the job."""
     return dist.get_rank()
 
 
@@ -67,7 +68,7 @@ def all_reduce_seconds(num_bytes: int, timeout_seconds: float) -> float:
     def measure() -> None:
         try:
             result.append(_measure(num_bytes, timeout_seconds))
-        except BaseException as error:  # noqa: BLE001  raised again below, in the thread that waits
+        except BaseException as error:  # raised again below, in the thread that waits
             result.append(error)
 
     # In a thread: building a communicator blocks in C, where no timeout of torch's reaches.
@@ -146,8 +147,8 @@ def network_of_gloo() -> str:
 
 def infiniband_ports() -> list[str]:
     """Active InfiniBand ports of this node with their rate, such as `mlx5_0 400 Gb/sec (4X NDR)`."""
-    ports = []
-    for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
-        if "ACTIVE" in (port / "state").read_text() and "InfiniBand" in (port / "link_layer").read_text():
-            ports.append(f"{port.parts[-3]} {(port / 'rate').read_text().strip()}")
-    return ports
+    return [
+        f"{port.parts[-3]} {(port / 'rate').read_text().strip()}"
+        for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
+        if "ACTIVE" in (port / "state").read_text() and "InfiniBand" in (port / "link_layer").read_text()
+    ]

@@ -59,6 +59,7 @@ def arrange(tensor: int = 1) -> None:
 
 
 def is_arranged() -> bool:
+    """Whether the ranks have their places on the axes."""
     return bool(_meshes)
 
 

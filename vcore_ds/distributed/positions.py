@@ -55,6 +55,7 @@ class Identity:
 
     @classmethod
     def own(cls) -> "Identity":
+        """Of this process."""
         return cls(layout.rank("job"), socket.gethostname(), os.getpid(), psutil.Process().create_time())
 
     def process(self) -> psutil.Process | None:

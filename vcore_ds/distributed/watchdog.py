@@ -129,6 +129,7 @@ class Watchdog:
         ]
 
     def start(self) -> None:
+        """Starts the threads."""
         for thread in self._threads:
             thread.start()
 
@@ -235,9 +236,9 @@ class Watchdog:
             if rank not in self._dead_since_exchange and not is_alive(process):
                 self._dead_since_exchange[rank] = self._num_exchanges
             # Its sign-off may be on the way.
-            if self._num_exchanges > self._dead_since_exchange.get(rank, self._num_exchanges) + 1:
-                if not self._positions[rank].left:
-                    return Verdict(f"{self._where(rank)}: its process is dead")
+            is_long_dead = self._num_exchanges > self._dead_since_exchange.get(rank, self._num_exchanges) + 1
+            if is_long_dead and not self._positions[rank].left:
+                return Verdict(f"{self._where(rank)}: its process is dead")
 
         if here().step == 0:
             patience_seconds = max(patience_seconds, LOADING_PATIENCE_SECONDS)

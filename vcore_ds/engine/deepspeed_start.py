@@ -14,12 +14,12 @@ if not torch.cuda.is_available():
 
 # zero.Init patches tensor constructors. If transformers imported torch._dynamo lazily afterwards, the import would meet
 # the patched signatures and fail with a TypeError.
-import deepspeed  # noqa: E402
-import torch._dynamo  # noqa: E402, F401
-from deepspeed.accelerator import get_accelerator  # noqa: E402
+import deepspeed
+import torch._dynamo
+from deepspeed.accelerator import get_accelerator
 
-from vcore_ds.distributed import layout  # noqa: E402
-from vcore_ds.imports import without_compiler  # noqa: E402
+from vcore_ds.distributed import layout
+from vcore_ds.imports import without_compiler
 
 with without_compiler():
     # When an engine starts, DeepSpeed asks whether the optimizer is its Muon, which no recipe has.

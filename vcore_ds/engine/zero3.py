@@ -190,6 +190,7 @@ class Engine:
 
     @property
     def has_dropout(self) -> bool:
+        """Whether any layer drops activations in training."""
         return bool(self._dropouts)
 
     # ---- this rank's shards ----------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ class Evaluation:
 
 
 def samples_path(folder: Path, task: str) -> Path:
+    """Of the samples of a task, a line of JSON each."""
     return folder / f"{task}.jsonl"
 
 

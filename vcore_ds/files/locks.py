@@ -51,6 +51,7 @@ class RunLock:
         self._lock = lock
 
     def release(self) -> None:
+        """Lets another process have it; nothing where it is not held."""
         if self._lock is not None:
             self._lock.release()  # the file stays: a waiting process would otherwise lock a file without a name
             self._lock = None

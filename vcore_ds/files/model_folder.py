@@ -204,6 +204,7 @@ class WeightFiles:
 
     @property
     def names(self) -> list[str]:
+        """Of all tensors in the folder."""
         return list(self._file_of)
 
     def read(self, name: str) -> Tensor:

@@ -59,12 +59,15 @@ class SweepFolder:
     """`CELL/seed_N`, in the order of their task numbers."""
 
     def recipe_path(self, run: str) -> Path:
+        """The resolved recipe of a run."""
         return self.folder / "recipes" / f"{run}.yaml"
 
     def log_path(self, run: str) -> Path:
+        """What all attempts of a run have printed; locked while one runs."""
         return self.folder / "logs" / f"{run}.log"
 
     def exit_path(self, run: str) -> Path:
+        """The exit code of a run's last attempt."""
         return self.folder / "logs" / f"{run}.exit"
 
     def run_folder(self, run: str) -> Path:
@@ -142,6 +145,7 @@ def _lock(file: BinaryIO, wait_seconds: float = 0.0) -> bool:
 
 
 def is_sweep(folder: Path) -> bool:
+    """Whether a sweep has been begun there."""
     return (folder / SWEEP).is_file()
 
 

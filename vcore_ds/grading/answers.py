@@ -8,7 +8,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def answer_spans(text: str) -> list[tuple[int, int]]:
-    """Ranges of characters between the braces of every `\\boxed{...}`, nested braces included; unclosed ones are left
+    r"""Ranges of characters between the braces of every `\boxed{...}`, nested braces included; unclosed ones are left
     out. One pass, however many boxes are never closed."""
     boxes = {boxed.end() for boxed in _BOXED.finditer(text)}
     if not boxes:

@@ -16,6 +16,7 @@ MAX_MEMORY_BYTES = 4 * 2**30
 
 
 def main() -> None:
+    """Compares pairs of answers, from one line of JSON each on stdin to one on stdout, until stdin ends."""
     limit_seconds = int(sys.argv[1])
     # Its own time limits are switched off, as they cannot end what hangs in C; it warns of that.
     logging.disable(logging.CRITICAL)

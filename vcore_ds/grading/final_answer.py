@@ -41,6 +41,6 @@ def is_right(answer: str | None, expected: str, kind: Kind, checker: AnswerCheck
 
 
 def _letter(boxed: str) -> str:
-    """`(B)`, `\\text{B}` and `B.` are the letter B; other answers stay as they are."""
+    r"""`(B)`, `\text{B}` and `B.` are the letter B; other answers stay as they are."""
     bare = _TEXT_MACRO.sub(r"\1", boxed).strip().strip("().:").strip()
     return bare if re.fullmatch(r"[A-Z]", bare) else boxed

@@ -50,14 +50,14 @@ def random_weights(kept: Tensor, sequence_index: Tensor, num_sequences: int) -> 
 
 
 def random_mask(in_answer: np.ndarray, keep_share: float, generator: np.random.Generator) -> np.ndarray:
-    """Which supervised tokens of one sequence the method `random` keeps, bool `[n_i]` (paper, "The implementation
+    r"""Which supervised tokens of one sequence the method `random` keeps, bool `[n_i]` (paper, "The implementation
     details of Method Random"): all of the answer, and so many others, drawn at random, that `keep_share` is kept in
     total.
 
     Keeps at least one token, so that every sequence counts.
 
     Args:
-        in_answer: bool `[n_i]`, the tokens inside `\\boxed{...}`.
+        in_answer: bool `[n_i]`, the tokens inside `\boxed{...}`.
         generator: draws `n_i` numbers; a new one for each sequence.
     """
     num_kept = max(1, round(keep_share * len(in_answer)), int(in_answer.sum()))

@@ -1,6 +1,6 @@
-"""Per-token cross-entropy from hidden states, a block of tokens at a time; and the entropy of the predictions.
+r"""Per-token cross-entropy from hidden states, a block of tokens at a time; and the entropy of the predictions.
 
-`l[t] = logsumexp_j(h[t] . W[j]) - h[t] . W[y[t]]` (natural log; `\\ell_t` of the paper's Preliminaries).
+`l[t] = logsumexp_j(h[t] . W[j]) - h[t] . W[y[t]]` (natural log; `\ell_t` of the paper's Preliminaries).
 
 Why our own: VCORE needs three things together that no fused loss offers. The gradient must be right for *arbitrary*
 per-token upstream gradients, because the weights are known only after the forward (Liger's `reduction="none"` was

@@ -22,6 +22,8 @@ KL_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class GibbsWeights:
+    """Token weights with an exponential tilt towards utility, and how far each sequence was tilted."""
+
     weights: Tensor
     """`[N]`, sum to 1 over each sequence."""
     temperature: Tensor

@@ -61,10 +61,12 @@ class RowLayout:
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest sequence."""
         return max(n for row in self.lengths for n in row)
 
     @property
     def is_one_sequence_a_row(self) -> bool:
+        """Whether no row is packed."""
         return all(len(row) == 1 for row in self.lengths)
 
     def sequences(self) -> Iterator[tuple[slice, slice]]:
@@ -295,6 +297,7 @@ def check_call(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> RowLayout:
+    """The layout of the rows. Raises UserError where the model asks for something that our attention does not do."""
     what = {
         "caps its attention scores": softcap is not None,
         "uses attention sinks": s_aux is not None,

@@ -190,4 +190,4 @@ def can_replace_attention(config: PretrainedConfig) -> bool:
     causality and sliding windows, and none of the masks that chunked or sparse attention makes for itself."""
     finds_by_name = bool(_causal_lm_class(config)._supports_attention_backend)
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
-    return finds_by_name and ATTENTION_LAYERS | OTHER_LAYERS >= set(layer_types)
+    return finds_by_name and set(layer_types) <= ATTENTION_LAYERS | OTHER_LAYERS

@@ -55,6 +55,7 @@ def attend(
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
 ):
+    """One block of queries of one head: its output, tangent and log-sum-exp. Pointers, and the strides of each."""
     # Later queries see more keys: programs start with the last ones, so that short programs fill the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)

@@ -99,10 +99,12 @@ class Cluster:
 
     @property
     def ranks_per_node(self) -> int:
+        """A rank for each GPU."""
         return min(self.gpus_per_node, self.num_gpus)
 
     @property
     def num_nodes(self) -> int:
+        """The last one may be used in part."""
         return -(-self.num_gpus // self.gpus_per_node)
 
     @property

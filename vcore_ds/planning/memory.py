@@ -47,10 +47,12 @@ class MemoryEstimate:
 
     @property
     def persistent_bytes(self) -> int:
+        """Of a GPU, for the whole run."""
         return sum(self.persistent.values())
 
     @property
     def host_bytes(self) -> int:
+        """Host memory of a rank."""
         return sum(self.host.values())
 
     @property

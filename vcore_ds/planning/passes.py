@@ -68,6 +68,7 @@ class StepFlops:
 
     @property
     def total(self) -> float:
+        """What plain fine-tuning does, and what the method adds."""
         return self.training + self.extra
 
 

@@ -46,10 +46,12 @@ class StepCost:
 
     @property
     def seconds_step(self) -> float:
+        """Of all phases together."""
         return sum(self.seconds.values())
 
     @property
     def total_traffic(self) -> Traffic:
+        """Of all kinds together."""
         return sum(self.traffic.values(), Traffic())
 
 
@@ -106,7 +108,6 @@ class StepModel:
         Args:
             passes: without activation checkpoints, since what they compute again is not needed.
         """
-
         of_main = sum(passes.flops(self.shape, lengths, []).total for lengths in main) / max(1, len(main))
         of_probe = sum(passes.flops(self.shape, [], lengths).total for lengths in probe) / max(1, len(probe))
         return of_main + of_probe / passes.steps_per_probe

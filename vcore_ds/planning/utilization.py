@@ -43,6 +43,7 @@ class Utilization:
 
     @property
     def is_low(self) -> bool:
+        """Whether `LOW_UTILIZATION` is not reached, which is worth a warning."""
         return self.waste.utilization < LOW_UTILIZATION
 
     def describe(self, one: Member = "rank") -> str:

@@ -126,6 +126,7 @@ class StepRecorder:
         self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - started
 
     def add(self, result: MicroBatchResult) -> None:
+        """Takes what the metrics need of a micro-batch."""
         assert self._method is not None and self._counts is not None  # `begin` comes first
         tokens, gibbs, q = result.tokens, result.weights, result.weights.weights
         index, num_sequences, num_tokens = tokens.sequence_index, tokens.num_sequences, tokens.num_tokens()

@@ -70,9 +70,11 @@ class TokenRecord:
 
     @property
     def num_tokens(self) -> int:
+        """Recorded tokens of all sequences."""
         return sum(map(len, self.sequences))
 
     def is_trusted(self, sequence: SequenceTokens) -> bool:
+        """Whether a sequence of the record is of the trusted pool."""
         return self.first_trusted_id is not None and sequence.sequence_id >= self.first_trusted_id
 
 

@@ -32,6 +32,7 @@ class Probe:
     """2-norm before clipping."""
 
     def as_metrics(self) -> dict[str, float | None]:
+        """By the names of metrics.jsonl."""
         return {"probe_loss": self.loss, "probe_grad_norm": self.gradient_norm}
 
 
@@ -149,6 +150,7 @@ class Direction:
 
     @property
     def persistent_bytes(self) -> int:
+        """On this rank, between steps."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
 
     def state(self) -> dict[str, float | None]:
@@ -156,6 +158,7 @@ class Direction:
         return {"norm": self.norm, "num_taken": self.num_taken}
 
     def load_state(self, state: Mapping[str, float | None]) -> None:
+        """Takes what `state` gave; the vector is read with the checkpoint's tensors."""
         self.norm, self.num_taken = state["norm"], int(state["num_taken"] or 0)
 
     def start_gather(self, group: int) -> layout.PendingGather | None:

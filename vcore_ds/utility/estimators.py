@@ -31,7 +31,9 @@ class MainForward(Protocol):
     """The forward passes of one step that have a graph."""
 
     @property
-    def measured(self) -> Measured: ...
+    def measured(self) -> Measured:
+        """What was measured beside the utilities."""
+        ...
 
     @property
     def known(self) -> "Known":
@@ -103,7 +105,9 @@ class Estimator(Protocol):
         """JSON values that a resumed run needs beside the direction's tensors; None without a direction."""
         ...
 
-    def load_state(self, state: Mapping[str, float | None]) -> None: ...
+    def load_state(self, state: Mapping[str, float | None]) -> None:
+        """Takes what `state` gave."""
+        ...
 
 
 class NoUtilities:

@@ -14,6 +14,8 @@ from vcore_ds.utility.direction import Direction
 
 @dataclass
 class Perturbation:
+    """What a perturbation did to the parameters."""
+
     changed_fraction: float
     """Share of the trained parameters, over all ranks, that the perturbation changed at all. In bf16 a small epsilon is
     below half an ulp of most weights and does not change them."""

@@ -33,6 +33,8 @@ End = Literal["finished", "cut off", "stopped"]
 
 
 class Answer(NamedTuple):
+    """What a model answered, and how it went."""
+
     text: str
     num_tokens: int
     end: End

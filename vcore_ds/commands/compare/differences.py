@@ -95,6 +95,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
+    """All that `compare` prints: accuracies of each side, and differences from the first."""
+
     sides: list[Side]
     accuracies: list[Accuracy]
     differences: list[Difference]

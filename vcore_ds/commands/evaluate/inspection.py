@@ -84,7 +84,7 @@ def run_task(
         raise RunStopped("eval: interrupted; the answers so far are kept, and the same command resumes")
     (log,) = found
     if log.status != "success":
-        if api.problem is None or isinstance(api, InProcessAPI) and not isinstance(api.problem, UserError):
+        if api.problem is None or (isinstance(api, InProcessAPI) and not isinstance(api.problem, UserError)):
             raise api.problem or RuntimeError(log.error.message if log.error is not None else log.status)
         if isinstance(api.problem, UserError):
             raise api.problem

@@ -1,4 +1,4 @@
-"""Reward of an answer: 1.0 where its last \\boxed{...} is mathematically equal to the expected answer, else 0.0.
+r"""Reward of an answer: 1.0 where its last \boxed{...} is mathematically equal to the expected answer, else 0.0.
 
 This file stands alone: `vcore-ds handoff` copies it beside the data. It needs math-verify where answers are compared
 (with verl: pip install "math-verify[antlr4_9_3]", since verl's hydra needs that antlr).
@@ -49,7 +49,7 @@ def boxed_answer_reward(completions: list[Any], ground_truth: list[str], **_: An
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands between the braces of the last complete \\boxed{...}; None where there is none."""
+    r"""What stands between the braces of the last complete \boxed{...}; None where there is none."""
     boxes = {boxed.end() for boxed in _BOXED.finditer(text)}
     last: tuple[int, int] | None = None
     open_braces: list[int] = []

@@ -59,13 +59,13 @@ def find_problems(nodes: Sequence[Node], needed: Needed) -> list[str]:
     for name in dict.fromkeys(name for node in nodes for name in node.packages):  # an optional one may be on some
         compare(name, nodes, partial(_version, name), "Use one environment on a shared disk")
     compare("commit", nodes, lambda node: node.commit, "Use one checkout on a shared disk, or the same commit in each")
-    for node in nodes:
-        if len(node.gpus) != needed.num_gpus:
-            problems.append(
-                f"{node.host}: GPUs: found {len(node.gpus)} that PyTorch can use, expected {needed.num_gpus}. Look at "
-                f"nvidia-smi there, and that PyTorch is built for its driver (CUDA {node.packages['CUDA of torch']}); "
-                f"leave the node out with sbatch --exclude={node.host}"
-            )
+    problems += [
+        f"{node.host}: GPUs: found {len(node.gpus)} that PyTorch can use, expected {needed.num_gpus}. Look at "
+        f"nvidia-smi there, and that PyTorch is built for its driver (CUDA {node.packages['CUDA of torch']}); "
+        f"leave the node out with sbatch --exclude={node.host}"
+        for node in nodes
+        if len(node.gpus) != needed.num_gpus
+    ]
     with_gpus = [node for node in nodes if node.gpus]
     compare("kind of GPU", with_gpus, lambda node: " + ".join(sorted(set(node.gpus))), "Ask for one (--constraint)")
     for node in nodes:

@@ -1,5 +1,6 @@
 """Curves over optimizer steps, one for each group of runs: what the page and the pictures draw."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -179,7 +180,7 @@ def _series(
 ) -> Series:
     """A series of at most `MOST_POINTS` points, each at the last step of its part."""
     cuts = np.linspace(0, len(steps), min(len(steps), MOST_POINTS) + 1).astype(int)
-    parts = list(zip(cuts, cuts[1:], strict=False))
+    parts = list(itertools.pairwise(cuts))
 
     def means(numbers: np.ndarray) -> list[float]:
         return [float(f"{numbers[begin:end].mean():.6g}") for begin, end in parts]

@@ -126,6 +126,7 @@ def curate_shard(task: CurationTask, key_limit: int) -> ShardReport:
 
 
 def sample_key(seed: int, shard_number: int, number: int) -> int:
+    """Of a row, uniform in 64 bits: a sample is the rows with the smallest ones."""
     digest = hashlib.blake2b(f"{seed} {shard_number} {number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 

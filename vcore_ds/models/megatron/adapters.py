@@ -54,6 +54,7 @@ class Adapted(NamedTuple):
 
     @property
     def is_column_parallel(self) -> bool:
+        """Whether the ranks divide the layer's outputs, and not its inputs."""
         return ".adapters." in self.own_name
 
 

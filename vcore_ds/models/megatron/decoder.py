@@ -127,6 +127,11 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def row_linear(config: TransformerConfig, num_inputs: int, num_outputs: int) -> RowLinear:
+    """A layer whose inputs the ranks share, without a bias, its weight zero until it is read.
+
+    Args:
+        num_inputs, num_outputs: of all ranks together.
+    """
     return RowLinear(
         num_inputs,
         num_outputs,

@@ -34,10 +34,8 @@ class TakesDualNumbers(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         value, d_value = forward_ad.unpack_dual(hidden)
         weight, d_weight = value_and_tangent(self, "weight")
-        if weight.dtype == torch.float64:  # a reference pass, for which there may be no kernel
-            found = rms_norm(value, weight, self.eps)
-        else:
-            found = self._plain(value, weight)
+        is_reference = weight.dtype == torch.float64  # a pass for which there may be no kernel
+        found = rms_norm(value, weight, self.eps) if is_reference else self._plain(value, weight)
         return dual_or_plain(found, rms_norm_tangent(value, weight, self.eps, d_x=d_value, d_weight=d_weight))
 
     def _plain(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ def scatter_tokens(partial: Tensor) -> Tensor:
 
 
 def dual_or_plain(value: Tensor, tangent: Tensor | None) -> Tensor:
+    """A dual number where there is a tangent, else the value."""
     return value if tangent is None else make_dual(value, tangent)
 
 

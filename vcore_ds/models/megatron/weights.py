@@ -20,6 +20,7 @@ class Piece(NamedTuple):
 
     @property
     def num_rows(self) -> int:
+        """Of the part."""
         return self.rows.stop - self.rows.start
 
     def of(self, weight: Tensor) -> Tensor:

@@ -1,0 +1,20 @@
+"""The changelog's newest release is the version, and releases follow one another."""
+
+import re
+from datetime import date
+from pathlib import Path
+
+import vcore_ds
+
+CHANGELOG = Path(__file__).resolve().parents[2] / "CHANGELOG.md"
+
+
+def test_the_newest_release_is_the_version() -> None:
+    first, *headings = re.findall(r"^## (.*)$", CHANGELOG.read_text(), re.MULTILINE)
+    assert first == "[Unreleased]"
+    releases = [re.fullmatch(r"\[(\d+)\.(\d+)\.(\d+)\] - (\d{4}-\d\d-\d\d)", heading) for heading in headings]
+    assert headings[0].startswith(f"[{vcore_ds.__version__}] ")
+    numbers = [tuple(map(int, found.groups()[:3])) for found in releases if found]
+    days = [date.fromisoformat(found[4]) for found in releases if found]
+    assert len(numbers) == len(headings)  # every heading has that form
+    assert numbers == sorted(set(numbers), reverse=True) and days == sorted(days, reverse=True)
