@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.report_page [--traces 200] [--tokens 3000] [--repeats 5]
 
-Prints seconds from the navigation to the drawn page (curves, the first traces, utility against loss), and those of a
-switch of the measure, a filter and a turn of the page. Tokens are drawn at random, by Zipf's law, from 2,600 of a
-byte-level tokenizer: they compress worse than real traces.
+Prints seconds from the navigation to the drawn page (curves, the selected trace, utility against loss), and those of a
+choice of all traces, a switch of the measure, a filter and a turn of the page. Tokens are drawn at random, by Zipf's
+law, from 2,600 of a byte-level tokenizer: they compress worse than real traces.
 """
 
 import argparse
@@ -57,6 +57,8 @@ def _measure(browser, path: Path, repeats: int) -> None:
             seconds.setdefault("open", []).append(drawn / 1000)
             choose = "const s = document.querySelectorAll('#viewer select')[{}]; s.value = '{}'; "
             changed = "s.dispatchEvent(new Event('change'))"
+            every = f"for (const i of [1, 2]) {{ {choose.format('i', '')}{changed} }}"  # steps, traces
+            timed("show all traces", page, every)
             timed("switch the measure", page, choose.format(0, "loss") + changed)
             timed("filter the most weighted", page, choose.format(3, "most") + changed)
             timed("next traces", page, "[...document.querySelectorAll('#viewer button')].at(-1).click()")

@@ -84,10 +84,11 @@ def test_pictures_of_the_curves(several: tuple[Path, Path]) -> None:
 def test_curves_are_those_of_the_metrics(browser: "Browser", one: Path, runs: Path) -> None:
     metrics = read_metrics(runs / "vcore_1")
     with opened(browser, one) as page:
-        for key in ("loss", "weighted_loss", "alpha", "grad_norm", "kl", "effective_sample_size", "utility_mean"):
+        for key in ("loss", "weighted_loss", "alpha", "grad_norm", "effective_sample_size", "utility_mean"):
             assert shown_at(page, key) == (NUM_STEPS, pytest.approx(metrics[-1][key], rel=1e-3)), key
         negative = [utilities(record) < 0 for record in read_records(runs / "vcore_1")]
         assert shown_at(page, "negative")[1] == pytest.approx(100 * negative[-1].mean(), rel=1e-3, abs=1e-3)
+        assert f"KL from uniform weights {metrics[-1]['kl']:.4g} nats" in page.locator("#constants").inner_text()
         # One cursor for all curves, by the keyboard and by the pointer.
         page.locator("figure[data-chart=loss] svg").focus()
         page.keyboard.press("ArrowLeft")
@@ -118,6 +119,7 @@ def test_a_token_shows_what_was_recorded(browser: "Browser", one: Path, runs: Pa
     sequence = record.sequences[0]
     order = np.argsort(-sequence.relative_weights, kind="stable").tolist()
     with opened(browser, one) as page:
+        show_all(page)
         tokens = page.locator(".tokens").first.locator("span")
         assert tokens.count() == len(sequence)
         for i in (order[0], order[-1], order[len(order) // 2]):
@@ -153,6 +155,8 @@ def test_filters_leave_what_they_say(browser: "Browser", one: Path, runs: Path) 
     records = read_records(runs / "vcore_1")
     num_tokens = sum(record.num_tokens for record in records)
     with opened(browser, one) as page:
+        assert page.locator("#viewer .trace h4").inner_text().startswith(f"Step {NUM_STEPS}, training data")
+        show_all(page)
         assert count(page) == (num_tokens, sum(len(record.sequences) for record in records))
         control(page, "Step").select_option("2")
         assert count(page) == (records[1].num_tokens, len(records[1].sequences))
@@ -197,6 +201,13 @@ def test_the_followed_traces_of_a_run(browser: "Browser", one: Path, runs: Path)
 
 def control(page: "Page", label: str) -> "Locator":
     return page.locator("#viewer").get_by_role("combobox", name=label, exact=True)
+
+
+def show_all(page: "Page") -> None:
+    """All traces of all steps, and the filters of tokens."""
+    control(page, "Step").select_option("")
+    control(page, "Trace").select_option("")
+    page.locator("#viewer summary").click()
 
 
 def count(page: "Page") -> tuple[int, int]:

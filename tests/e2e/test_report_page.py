@@ -2,9 +2,11 @@
 can be read, a phone, dark mode, print."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from tests.helpers.browser import opened
@@ -13,6 +15,7 @@ from tests.helpers.tokenizer import SPECIAL_TOKENS, make_tokenizer
 from vcore_ds.cli import main
 from vcore_ds.commands.report import write_report
 from vcore_ds.track.followed_records import FollowedRecord, Origin
+from vcore_ds.track.token_records import SequenceTokens
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -75,6 +78,140 @@ def test_a_character_of_several_tokens_is_whole(browser: "Browser", report: Path
         assert page.locator("#tip b").inner_text() == "(part of the character before)"
 
 
+def test_the_page_begins_with_what_was_learnt_and_coloured_tokens(browser: "Browser", report: Path) -> None:
+    order = ["learnt", "traces", "movement", "gained", "map", "curves", "cost", "recipe", "environment"]
+    with opened(browser, report, viewport={"width": 1280, "height": 900}) as page:
+        assert page.evaluate("[...document.querySelectorAll('main > section')].map(section => section.id)") == order
+        links = page.evaluate("[...document.querySelectorAll('nav a')].map(link => link.hash.slice(1))")
+        assert links == order[1:]
+        # All without scrolling: the result, what the colours mean, and coloured tokens.
+        for name in ("#learnt tbody tr", "#viewer .scale", "#viewer .tokens span"):
+            box = page.locator(name).first.bounding_box()
+            assert box["y"] + box["height"] < 900, name
+        meaning = page.locator("#viewer p").first
+        assert "more weight" in meaning.inner_text() and "uniform" in meaning.inner_text()
+        page.locator("#viewer").get_by_role("combobox", name="Colour by").select_option("loss")
+        assert "loss" in meaning.inner_text() and "weight" not in meaning.inner_text()
+
+
+def test_the_most_coloured_trace_of_the_last_step_is_selected(browser: "Browser", tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    ids = tokenizer(TEXT * 4, add_special_tokens=False)["input_ids"]
+
+    def flattened(sequence: SequenceTokens, share: float) -> SequenceTokens:
+        """With weights nearer to uniform ones."""
+        weights = share * sequence.weights + (1 - share) / len(sequence)
+        return replace(sequence, weights=weights.astype(np.float32))
+
+    def record(first_id: int, shares: tuple[float, ...]) -> list[SequenceTokens]:
+        made = [random_sequence(ids, first_id + i, seed=0, share=1 / len(shares)) for i in range(len(shares))]
+        return [flattened(one, share) for one, share in zip(made, shares, strict=True)]
+
+    records = {3: record(10, (1.0, 0.5)), 7: record(20, (0.1, 0.6, 0.3)) + record(11, (0.2,))}
+    run = write_run(tmp_path / "run", tokenizer, [step_line(3), step_line(7)], records)
+    (path,) = write_report([run])
+    with opened(browser, path) as page:
+        controls = {name: page.locator("#viewer").get_by_role("combobox", name=name) for name in ("Step", "Trace")}
+        heading = page.locator("#viewer .trace h4")
+
+        def options() -> list[str]:
+            return controls["Trace"].locator("option").all_inner_texts()
+
+        assert heading.all_inner_texts()[0].startswith("Step 7, training data 21 ·") and heading.count() == 1
+        assert options() == ["all", *(f"training data, {i}" for i in (11, 20, 21, 22))]
+        # A step that has the trace keeps it; another one shows its own most coloured trace.
+        controls["Trace"].select_option("training data, 11")
+        controls["Step"].select_option("3")
+        assert options() == ["all", "training data, 10", "training data, 11"]
+        assert heading.all_inner_texts()[0].startswith("Step 3, training data 11 ·") and heading.count() == 1
+        controls["Step"].select_option("7")
+        controls["Trace"].select_option("training data, 22")
+        controls["Step"].select_option("3")
+        assert controls["Trace"].input_value() == "training data, 10"
+        assert heading.all_inner_texts()[0].startswith("Step 3, training data 10 ·") and heading.count() == 1
+        controls["Step"].select_option("")
+        assert len(options()) == 1 + 5 and heading.count() == 1
+        controls["Trace"].select_option("")
+        assert heading.count() == 6
+
+
+def test_without_weights_tokens_show_their_loss(browser: "Browser", tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    one = random_sequence(ids, 0, seed=0)
+    uniform = replace(one, weights=np.full(len(one), 1 / len(one), np.float32), utilities=None)
+    runs = [
+        write_run(tmp_path / name, tokenizer, [step_line(1)], {1: [sequence]}, run={"seed": seed})
+        for seed, (name, sequence) in enumerate({"sft": uniform, "vcore": one}.items())
+    ]
+    for chosen, expected in (([runs[0]], "loss"), (runs, "weight")):
+        (path,) = write_report(chosen, output=tmp_path / "report.html")
+        with opened(browser, path) as page:
+            measure = page.locator("#viewer").get_by_role("combobox", name="Colour by")
+            assert measure.input_value() == expected
+            if len(chosen) == 1:
+                continue
+            run = page.locator("#viewer").get_by_role("combobox", name="Run")
+            assert run.locator("option:checked").inner_text() == "vcore"
+            run.select_option(label="sft")
+            page.locator("#viewer option[value=utility]").wait_for(state="detached")
+            assert measure.input_value() == "loss"
+            # What a reader has chosen stays, where the run has it.
+            measure.select_option("probability")
+            run.select_option(label="vcore")
+            page.locator("#viewer option[value=utility]").wait_for(state="attached")
+            assert measure.input_value() == "probability"
+
+
+HARD_AXES = {
+    "kl": [0.005000001, 0.004999997, 0.005],
+    "barely": [0.00500001, 0.0050006, 0.0050012],
+    "close": [1234.5, 1234.7, 1235.0],
+    "large": [1.2345e9, 1.2346e9, 1.2349e9],
+    "small": [3.00e-7, 3.01e-7, 3.02e-7],
+    "orders": [1e-9, 1.0, 1e9],
+    "negative": [-1e-5, 0.0, 2e-5],
+    "integers": [1000.0, 1001.0, 1003.0],
+    "tiny_change_of_a_large_number": [-99999.7, -99999.0, -99988.0],
+}
+
+
+@pytest.mark.parametrize("steps", [(1, 2, 3), (1,), (999_999, 1_000_000, 1_000_001), (1_000_000, 2_000_000, 3_000_000)])
+def test_no_label_of_an_axis_is_repeated(browser: "Browser", tmp_path: Path, steps: tuple[int, ...]) -> None:
+    lines = [step_line(step, **{key: values[i] for key, values in HARD_AXES.items()}) for i, step in enumerate(steps)]
+    run = write_run(tmp_path / "run", make_tokenizer(), lines, {})
+    (path,) = write_report([run])
+    with opened(browser, path) as page:
+        drawn = page.evaluate(AXES)
+        assert {"barely", "close", "large", "small", "orders", "negative", "integers"} <= drawn.keys()
+        assert ("kl" in drawn) == (len(steps) == 1)  # where it is constant it has no curve
+        for key, axes in drawn.items():
+            values = [float(text.replace(",", "")) for text in axes["value"]]
+            assert len(set(axes["value"])) == len(axes["value"]) >= 2, (key, axes)  # one label is no scale
+            # Labels stand where they say: evenly.
+            gaps = np.diff(values)
+            assert gaps == pytest.approx([gaps[0]] * len(gaps), rel=1e-6), (key, axes)
+            assert len(set(axes["step"])) == len(axes["step"]) >= min(2, len(steps)), (key, axes)
+            assert axes["outside"] == [], key
+        if len(steps) > 1:
+            assert "KL from uniform weights 0.005 nats" in page.locator("#constants").inner_text()
+
+
+AXES = """() => Object.fromEntries([...document.querySelectorAll('figure[data-chart]')].map((figure) => {
+  const texts = (name) => [...figure.querySelectorAll(`text.${name}`)];
+  const box = figure.querySelector('svg').getBoundingClientRect();
+  const outside = [...texts('value'), ...texts('step')].filter((text) => {
+    const own = text.getBoundingClientRect();
+    return own.left < box.left || own.right > box.right || own.top < box.top || own.bottom > box.bottom;
+  });
+  return [figure.dataset.chart, Object.fromEntries([
+    ...['value', 'step'].map((name) => [name, texts(name).map((text) => text.textContent)]),
+    ['outside', outside.map((text) => text.textContent)],
+  ])];
+}))"""
+"""By chart: labels of its axes, and those that reach out of it."""
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_tokens_can_be_read_on_every_colour(browser: "Browser", report: Path, scheme: str) -> None:
     """WCAG's contrast of 4.5 on all 256 shades of every measure, and for the words of the page."""
@@ -82,7 +219,7 @@ def test_tokens_can_be_read_on_every_colour(browser: "Browser", report: Path, sc
         for measure in ("weight", "loss", "utility", "probability"):
             page.locator("#viewer").get_by_role("combobox", name="Colour by").select_option(measure)
             assert min(page.evaluate(CONTRASTS)) >= 4.5, measure
-        for name in ("p", "figcaption small", "nav a", ".notes li", "thead th", "svg text"):
+        for name in ("p", "figcaption small", "nav a", ".notes li", "thead th", "svg text", "summary"):
             assert page.evaluate(CONTRAST_OF, name) >= 4.5, name
 
 
@@ -152,6 +289,16 @@ def test_a_followed_trace_over_the_run(browser: "Browser", report: Path) -> None
         assert place.locator(".trace h4").inner_text().startswith("Step 2, training data 3")
 
 
+@pytest.mark.parametrize("width", [320, 768, 1280])
+def test_no_window_scrolls_sideways(browser: "Browser", report: Path, width: int) -> None:
+    """320 px is the width to which WCAG's reflow holds pages; a wide table scrolls by itself."""
+    with opened(browser, report, viewport={"width": width, "height": 900}) as page:
+        for summary in page.locator("summary").all():
+            if not summary.evaluate("summary => summary.parentElement.open"):
+                summary.click()
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
 def test_on_a_phone(browser: "Browser", report: Path) -> None:
     options = dict(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True, device_scale_factor=2)
     with opened(browser, report, **options) as page:
@@ -179,6 +326,8 @@ def test_every_control_is_reached_by_the_keyboard(browser: "Browser", report: Pa
         reached = []
         for _ in range(200):
             page.keyboard.press("Tab")
+            if page.evaluate("document.activeElement.matches('#viewer summary')"):
+                page.keyboard.press("Enter")  # filters
             reached.append(
                 page.evaluate("document.activeElement.closest('label')?.firstChild?.textContent.trim() ?? ''")
             )
@@ -186,6 +335,8 @@ def test_every_control_is_reached_by_the_keyboard(browser: "Browser", report: Pa
                 break
         assert {"Colour by", "Step", "Trace", "Weights", "Answer"} <= set(reached)
         # One stop a trace, not one a token: the next one is the next trace.
+        page.locator("#viewer").get_by_role("combobox", name="Trace").select_option("")
+        page.locator("#viewer .tokens [tabindex='0']").first.focus()
         page.keyboard.press("Tab")
         stops = (
             "[...document.querySelectorAll('.tokens')].map(trace => trace.querySelectorAll('[tabindex=\"0\"]').length)"

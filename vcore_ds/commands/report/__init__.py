@@ -9,14 +9,14 @@ from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import REPORT
 from vcore_ds.files.sweep_folder import is_sweep
 
-HELP = "one HTML file with curves, costs and every recorded token coloured by its weight"
+HELP = "one HTML file: what was learnt, every recorded token coloured by its weight, curves, costs"
 DESCRIPTION = (
-    "Write one self-contained HTML file that needs no network: learning curves, time by phase, the recorded tokens "
-    "coloured by their weight, which tokens and phrases gained and lost most, utility against loss, recipe and "
-    "environment. Several runs are laid side by side; those whose recipes differ in the seed only become one curve, "
-    "their mean with their range. A sweep's folder also gives tables over seeds, with 95% intervals. Needs no GPU, and "
-    "neither the training data nor the model. docs/reading-a-report.md explains the pictures, docs/sweeps.md the "
-    "tables."
+    "Write one self-contained HTML file that needs no network: losses before and after training, the recorded tokens "
+    "coloured by their weight, which tokens and phrases gained and lost most, utility against loss, learning curves, "
+    "time by phase, recipe and environment. Several runs are laid side by side; those whose recipes differ in the seed "
+    "only become one curve, their mean with their range. A sweep's folder also gives tables over seeds, with 95% "
+    "intervals. Needs no GPU, and neither the training data nor the model. docs/reading-a-report.md explains the "
+    "pictures, docs/sweeps.md the tables."
 )
 
 

@@ -29,7 +29,7 @@ function drawChart(chart) {
   const margin = (high - low) * 0.06 || Math.abs(high) * 0.05 || 1;
   [low, high] = [low >= 0 && low < margin * 2 ? 0 : low - margin, high + margin];
   const [first, last] = [allSteps[0], allSteps[allSteps.length - 1]];
-  const values = ticks(low, high, 4), names = labels(values);
+  const values = ticks(low, high, 5), names = labels(values);
   const left = Math.max(LEAST_LEFT, 8 + DIGIT * Math.max(...names.map((name) => name.length)));
   const x = (step) => (first === last ? (left + WIDTH - RIGHT) / 2 : left + ((step - first) / (last - first)) * (WIDTH - left - RIGHT));
   const y = (value) => TOP + ((high - value) / (high - low)) * (HEIGHT - TOP - BOTTOM);

@@ -1,0 +1,56 @@
+"""The pictures of a report in docs/pictures: a trace with coloured tokens, and curves.
+
+    python -m tests.helpers.report_pictures RUN --step STEP --trace ID [--output docs/pictures]
+
+They are taken from the page that `vcore-ds report RUN` writes.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.helpers.browser import opened, started_browser, why_not
+from vcore_ds.commands.report import write_report
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+MARGIN = 12
+"""Around the elements of a picture, in pixels of the page."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--step", required=True)
+    parser.add_argument("--trace", required=True, metavar="ID", help="of the training data")
+    parser.add_argument("--output", type=Path, default=Path("docs/pictures"), metavar="FOLDER")
+    arguments = parser.parse_args()
+    missing = why_not()
+    if missing:
+        raise SystemExit(missing)
+    (report,) = write_report([arguments.run])
+    with started_browser() as browser:
+        with opened(browser, report, viewport={"width": 800, "height": 1600}, device_scale_factor=2) as page:
+            viewer = page.locator("#viewer")
+            viewer.get_by_role("combobox", name="Step").select_option(arguments.step)
+            viewer.get_by_role("combobox", name="Trace").select_option(f"training data, {arguments.trace}")
+            _shoot(page, "#traces h2", "#traces .tokens", arguments.output / "report_tokens.png")
+        with opened(browser, report, viewport={"width": 1000, "height": 1600}, device_scale_factor=1.5) as page:
+            page.locator("figure[data-chart=loss] svg").hover()  # the cursor
+            _shoot(page, "#curves h2", "figure[data-chart=alpha]", arguments.output / "report_curves.png")
+
+
+def _shoot(page: "Page", first: str, last: str, path: Path) -> None:
+    """A picture as wide as the window, from one element to another."""
+    scrolled = page.evaluate("scrollY")
+    top = page.locator(first).first.bounding_box()["y"] + scrolled - MARGIN
+    box = page.locator(last).first.bounding_box()
+    bottom = box["y"] + box["height"] + scrolled + MARGIN
+    width = page.viewport_size["width"]
+    page.screenshot(path=path, full_page=True, clip={"x": 0, "y": top, "width": width, "height": bottom - top})
+    print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
