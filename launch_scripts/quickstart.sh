@@ -10,8 +10,11 @@ set -euo pipefail
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PATH="$repository/.venv/bin:$PATH"
 port=$(python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
-ranks=(--num_accelerators 2)
-if nvidia-smi -L >/dev/null 2>&1; then ranks=(); else export DS_ACCELERATOR=cpu; fi
+ranks=()
+if [ "${DS_ACCELERATOR:-}" = cpu ] || ! python -P "$repository/vcore_ds/commands/quickstart/gpus.py"; then
+    export DS_ACCELERATOR=cpu
+    ranks=(--num_accelerators 2)
+fi
 exec deepspeed --master_port "$port" "${ranks[@]}" "$repository/launch_scripts/quickstart.sh" "$@"
 '''
 import os

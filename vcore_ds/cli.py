@@ -102,6 +102,8 @@ def launch(
     parsed = parser.parse_intermixed_args(arguments)
     stop_signals.listen()
     try:
+        if can_evaluate and parsed.eval:
+            evaluate.check_packages()  # before the training, not after it
         if before is not None:
             parsed.overrides = [*parsed.overrides, *before(parsed.overrides)]
         train.main(parsed)

@@ -32,6 +32,8 @@ from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 FOLDER = REPOSITORY / "runs" / "champ"
 RESULTS = FOLDER / "results.jsonl"
 COMMON = ("schedule.num_steps=10", "checkpoint.every_minutes=null")
+BATCHES = ("batch.global_size=8", "data.cutoff_length=320")
+"""Before a row's own overrides: all traces of the files, which the quickstart itself has no time for."""
 POOL = "data.probe_path=runs/quickstart_data/trusted.jsonl"
 SHARE = (POOL, "data.trusted_share=0.2", "batch.global_size=10")
 """2 trusted traces beside 8 of the training data."""
@@ -65,7 +67,7 @@ def train(run: Run) -> None:
     adapter, row, rate, seed = run
     start, output = time.perf_counter(), FOLDER / f"{adapter}_{list(ROWS).index(row)}_{rate:g}_{seed}"
     changes = (*ADAPTERS[adapter], f"optimizer.learning_rate={rate}", f"run.seed={seed}", f"run.output_dir={output}")
-    overrides = [*ROWS[row], *COMMON, *changes]
+    overrides = [*BATCHES, *ROWS[row], *COMMON, *changes]
     losses = HELD_OUT_LOSS.findall(run_train(overrides, output))
     for folder in ("checkpoints", "adapter", "model"):
         shutil.rmtree(output / folder, ignore_errors=True)

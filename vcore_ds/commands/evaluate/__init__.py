@@ -104,7 +104,7 @@ def main(arguments: argparse.Namespace) -> None:
 
         print(server_commands(model, max_new_tokens=limit, seed=sampling.seed, words=_repeated(arguments)))
         return
-    _check_packages()
+    check_packages()
     from vcore_ds.commands.evaluate.session import Settings, evaluate
     from vcore_ds.commands.evaluate.tasks import chosen_tasks
 
@@ -142,7 +142,8 @@ def after_training(recipe: str, overrides: Sequence[str]) -> None:
         print(f"warning: no evaluation; repeat it: {shlex.join(['vcore-ds', *words])}", flush=True)
 
 
-def _check_packages() -> None:
+def check_packages() -> None:
+    """Raises UserError where the extra `eval` is not installed."""
     missing = [name for name in ("inspect_ai", "reasoning_gym") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(

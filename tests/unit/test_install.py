@@ -1,0 +1,68 @@
+"""What tools/install.py tells uv of pip's configuration."""
+
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).resolve().parents[2] / "tools" / "install.py"
+spec = importlib.util.spec_from_file_location("install", FILE)
+install = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(install)
+
+
+@pytest.fixture
+def without_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """pip's configuration file, of this test alone."""
+    for name in ("FIND_LINKS", "INDEX_URL", "EXTRA_INDEX_URL", "NO_INDEX", "CERT", "TRUSTED_HOST"):
+        monkeypatch.delenv(f"PIP_{name}", raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / "pip.conf"
+
+
+def test_uv_looks_where_pip_does(without_settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_settings.write_text(
+        "[global]\nindex-url = https://mirror/simple\nextra-index-url =\n    https://one/simple\n    file:///two\n"
+        "find-links = /wheels /more=wheels\n[install]\nindex-url = https://nearer/simple\n[wheel]\nno-index = true\n"
+    )
+    monkeypatch.setenv("PIP_FIND_LINKS", "/from/environment /and=another")
+    found = install.uv_settings(install.pip_settings())
+    assert {name: found[name] for name in ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_FIND_LINKS")} == {
+        "UV_DEFAULT_INDEX": "https://nearer/simple",
+        "UV_INDEX": "https://one/simple file:///two",
+        "UV_FIND_LINKS": "/from/environment,/and=another",
+    }
+    assert "UV_NO_INDEX" not in found  # another command's
+
+
+@pytest.mark.parametrize("failing", ["pip install uv", "uv"])
+def test_pip_takes_over_where_uv_cannot(
+    failing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called = []
+
+    def run(words: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        line = " ".join(map(str, words))
+        called.append(line)
+        fails = "--quiet uv" in line if failing == "pip install uv" else "-m uv" in line
+        return subprocess.CompletedProcess(words, int(fails), stdout="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert install.main(["--no-deps", "a==1"]) == 0
+    assert called[-1].endswith("-m pip --disable-pip-version-check install --no-deps a==1")
+    assert any("-m uv pip install" in line for line in called) == (failing == "uv")
+    assert "pip takes over" in capsys.readouterr().out
+
+
+def test_uv_alone_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+
+    def run(words: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        called.append(" ".join(map(str, words)))
+        return subprocess.CompletedProcess(words, 0, stdout="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert install.main(["a==1"]) == 0
+    assert "-m uv pip install" in called[-1] and called[-1].endswith("a==1")
