@@ -24,16 +24,18 @@ BYTES_PER_WORKER = int(3.5e9)
 """A worker, and four ranks of about 0.7 GB each."""
 
 FIRST = (
+    "tests/slurm/test_slurm.py",
+    "tests/dist/test_fidelity.py",
+    "tests/e2e/test_quickstart.py",
+    "tests/dist/test_megatron",
+    "tests/dist",
     "tests/slurm",
     "tests/chaos",
-    "tests/dist/test_resume.py",
-    "tests/dist/test_methods.py",
-    "tests/dist/test_fidelity.py",
-    "tests/dist",
     "tests/e2e",
     "tests/trajectories",
 )
-"""Files and folders from the longest on. A worker takes whole files, so the last one decides when all are done."""
+"""Files and folders, roughly from the longest on: a worker takes whole files, so the last one decides when all are
+done. The two that wait for SLURM, and leave the cores to others, do not come together."""
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

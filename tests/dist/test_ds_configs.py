@@ -99,10 +99,11 @@ def offloads(engine: Engine) -> tuple[str, str]:
 
 
 def train_with_every_file(model: str, json_files: dict[tuple[str, str], str]) -> dict[tuple, Outcome]:
+    """In every case; in bf16 in one, where fp32 has the others and shows more."""
     return {
         (name, precision, estimator, lora): train_two_steps(model, json_file, precision, estimator, lora)
         for (name, precision), json_file in json_files.items()
-        for estimator, lora in CASES
+        for estimator, lora in (CASES[:1] if precision == "bf16" and (name, "fp32") in json_files else CASES)
     }
 
 

@@ -1,5 +1,6 @@
 """One forward for losses and utilities against two."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -175,15 +176,16 @@ def test_other_attention_and_dropout_take_a_pass_of_their_own(found_on_one_rank)
 def peak_bytes(case: Pass, **changes: int) -> dict[str, int]:
     """The most that a main pass allocates, without utilities and with them; `changes` of the model's sizes."""
     recipe = step_runs.recipe(model={"path": "none", "precision": case.precision})
-    sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=16, head_dim=16)
+    sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=8, head_dim=16)
     engine = step_runs.make_engine(case.model(**sizes | changes), recipe)
     estimator, plain = build_estimator(recipe, engine), NoUtilities(engine)
     batch = step_runs.deal(tiny.rows(4, num_tokens=512), 2)[0]
     take_direction(estimator.direction, recipe, step_runs.deal(tiny.rows(2, seed=9), 1))
     found = {}
     for name, forward in (("plain", plain), ("fused", estimator)):
-        for _ in range(2):  # DeepSpeed learns the order of the modules in the first
-            with Allocations() as allocations, engine.accumulation(1):
+        allocations = Allocations()
+        for counted in (nullcontext(), allocations):  # DeepSpeed learns the order of the modules in the first
+            with counted, engine.accumulation(1):
                 losses, utilities = forward.begin([batch])(0)
                 engine.backward((losses * (1.0 if utilities is None else torch.softmax(utilities, 0))).sum())
         found[name] = allocations.peak_bytes
@@ -197,7 +199,7 @@ def peaks() -> dict[tuple[bool, bool], dict[str, int]]:
 
 
 def test_memory_stays_within_five_percent_of_the_main_pass() -> None:
-    """16 layers of 62 thousand parameters, 1,024 tokens: where activations weigh more than a layer's parameters."""
+    """8 layers of 62 thousand parameters, 1,024 tokens: where activations weigh more than a layer's parameters."""
     for case, found in run_ranks(peaks, 2)[0].items():
         print(case, found, found["fused"] / found["plain"])
         assert found["fused"] <= 1.05 * found["plain"]

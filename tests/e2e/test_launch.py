@@ -22,12 +22,16 @@ from tests.helpers.commands import (
     run_command,
     wait_for_port,
 )
+from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup
 from tests.helpers.token_records import assert_same_records
+from vcore_ds.cli import main
 from vcore_ds.config import dump_recipe, load_recipe
 
 pytestmark = pytest.mark.e2e
 
+RECIPE = "launch_scripts/recipes/qwen3_32b_math_full.yaml"
+"""That of train_32b.sh."""
 DEEPSPEED_PORT = 29500
 """That of the deepspeed launcher when it is told none."""
 HELD_OUT = re.compile(r"held-out loss: ([\d.]+) before, ([\d.]+) after training")
@@ -110,7 +114,9 @@ def test_torchrun_on_two_ranks_is_the_same_run(setup: TinySetup, bash_run: Run, 
 def test_packed_rows_on_two_ranks_are_the_same_run(setup: TinySetup, bash_run: Run, tmp_path: Path):
     folder = tmp_path / "run"
     overrides = setup.overrides(folder, "batch.packed_row_tokens=300", model=setup.tied)
-    run = train("torchrun --nproc_per_node 2 launch_scripts/train_32b.sh", overrides, folder)
+    with ForkedJob(main, ["train", RECIPE, *overrides], tmp_path / "log", num_ranks=2) as job:
+        assert job.wait() == 0, job.output
+    run = Run(job.output, folder)
     assert "4 sequences a step on 2 ranks, packed into rows of at most 300 tokens" in run.output
     assert check_folder(run, load_recipe_of(run)) == 2
     assert assert_same_records(folder, bash_run.folder, num_sequences=4) == [1, 2]

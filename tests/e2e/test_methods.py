@@ -1,4 +1,5 @@
-"""Every method on the quickstart's model, and iw-SFT with all parameters trained, from the command that prepares it."""
+"""Every method on the quickstart's traces and the first layers of its model; iw-SFT with all parameters trained, after
+the command that prepares it."""
 
 import json
 import re
@@ -8,8 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.commands import read_metrics, run_command
+from tests.helpers.jobs import ForkedJob
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup
 from tests.helpers.tokenizer import make_tokenizer
@@ -17,12 +21,15 @@ from vcore_ds.cli import main
 from vcore_ds.commands.quickstart.session import RECIPE
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.config import load_recipe
+from vcore_ds.data import load_tokenizer
 from vcore_ds.track.token_records import read_records
 from vcore_ds.track.token_tables import IN_ANSWER
 
 pytestmark = pytest.mark.e2e
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+NUM_LAYERS = 4
+"""Of 30: tokens and weights are real, and a step takes a fraction. The whole model is for `test_quickstart.py`."""
 FRAGMENTS = {name: f"methods/{name}.yaml" for name in ("sft", "dft", "iw_sft", "random")}
 
 
@@ -39,7 +46,11 @@ def train_all(overrides: list[str], folder: str) -> None:
 def folder(tmp_path_factory) -> Path:
     """The runs of all methods, each in a folder named after it."""
     folder = tmp_path_factory.mktemp("methods")
-    model, training, *_ = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
+    whole, training, *_ = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
+    model = folder / "model"
+    first_layers = {"num_hidden_layers": NUM_LAYERS, "dtype": torch.bfloat16}
+    AutoModelForCausalLM.from_pretrained(whole, **first_layers).save_pretrained(model)
+    load_tokenizer(str(whole)).save_pretrained(model)
     overrides = [f"model.path={model}", f"data.train_path={training}", "data.validation_path=null"]
     overrides += ["batch.global_size=2", "batch.micro_batch_size_per_rank=2", "schedule.num_steps=2"]
     overrides += ["probe.batch_size=1", "data.cutoff_length=192", "run.num_followed_traces=0"]
@@ -198,9 +209,6 @@ def reference(setup: TinySetup, tmp_path_factory) -> Reference:
 
 def test_the_reference_holds_every_sequences_log_probability(reference: Reference, setup: TinySetup) -> None:
     """Against the plain Hugging Face model, one conversation after the other."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = AutoModelForCausalLM.from_pretrained(setup.untied, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(setup.untied)
     expected = []
@@ -223,8 +231,8 @@ def test_iw_sft_with_all_parameters_starts_at_plain_sft(reference: Reference, se
     words = setup.overrides(
         tmp_path / "run", "methods/iw_sft.yaml", f"data.reference_log_probabilities={reference.file}"
     )
-    done = run_command(f"vcore-ds train {RECIPE_32B} {' '.join(words)}")
-    assert done.returncode == 0, done.stdout
+    with ForkedJob(main, ["train", RECIPE_32B, *words], tmp_path / "log") as job:
+        assert job.wait() == 0, job.output
     first, second = read_metrics(tmp_path / "run")
     assert first["total_weight"] == pytest.approx(1.0, abs=1e-4)
     assert first["weighted_loss"] == pytest.approx(first["loss"], rel=1e-4)
@@ -232,10 +240,12 @@ def test_iw_sft_with_all_parameters_starts_at_plain_sft(reference: Reference, se
 
 
 def test_a_reference_is_not_overwritten_nor_made_for_adapters(reference: Reference, setup: TinySetup, tmp_path) -> None:
-    words = " ".join(setup.overrides(tmp_path / "run"))
-    again = run_command(f"vcore-ds reference {RECIPE_32B} {words} --output {reference.file}")
-    assert again.returncode == 2 and "is there already; expected a new file" in again.stdout
-    lora = RECIPE_32B.replace("full", "lora")
-    refused = run_command(f"vcore-ds reference {lora} {words} --output {tmp_path}/reference.npz")
-    assert refused.returncode == 2 and "without its adapters" in refused.stdout
-    assert "Traceback" not in again.stdout + refused.stdout
+    words = setup.overrides(tmp_path / "run")
+    cases = {
+        (RECIPE_32B, reference.file): "is there already; expected a new file",
+        (RECIPE_32B.replace("full", "lora"), tmp_path / "reference.npz"): "without its adapters",
+    }
+    for (recipe, output), message in cases.items():
+        with ForkedJob(main, ["reference", recipe, *words, "--output", str(output)], tmp_path / "log") as job:
+            assert job.wait() == 2, job.output
+        assert message in job.output and "Traceback" not in job.output

@@ -1,7 +1,9 @@
 """`vcore-ds report` on real runs: two seeds of VCORE and one of plain fine-tuning, on a tiny model."""
 
+import io
 import json
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from tests.helpers.browser import opened
 from tests.helpers.commands import read_metrics, run_command
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup
+from vcore_ds.cli import main
 from vcore_ds.config import load_recipe
 from vcore_ds.track.followed_records import read_all_followed
 from vcore_ds.track.token_records import TokenRecord, read_records
@@ -57,11 +60,12 @@ def one(runs: Path) -> Path:
 def several(runs: Path) -> tuple[Path, Path]:
     """The report of all runs, and the folder of its pictures."""
     page, pictures = runs / "reports" / "all.html", runs / "pictures"
-    names = " ".join(f"{runs}/{name}" for name in ("vcore_1", "vcore_2", "sft"))
-    done = run_command(f"vcore-ds report {names} --output {page} --png {pictures}")
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.split() == [str(page), *(str(path) for path in map(Path, done.stdout.split()[1:]))]
-    assert {Path(word) for word in done.stdout.split()[1:]} == set(pictures.iterdir())
+    names = [f"{runs}/{name}" for name in ("vcore_1", "vcore_2", "sft")]
+    said = io.StringIO()
+    with redirect_stdout(said):
+        assert main(["report", *names, "--output", str(page), "--png", str(pictures)]) == 0
+    first, *others = said.getvalue().split()
+    assert first == str(page) and {Path(word) for word in others} == set(pictures.iterdir())
     return page, pictures
 
 

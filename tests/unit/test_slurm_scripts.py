@@ -89,6 +89,7 @@ def test_segments_expand_unless_the_user_has_set_otherwise(
         "    def find_spec(self, name, *_):\n"
         "        if name == 'torch':\n"
         "            print(os.environ.get('PYTORCH_CUDA_ALLOC_CONF'), os.environ.get('PYTORCH_ALLOC_CONF'))\n"
+        "            sys.exit()\n"
         "sys.meta_path.insert(0, WhenTorchIsImported())\n"
         f"runpy.run_path('launch_scripts/{script}')\n"
         "import torch"
