@@ -9,7 +9,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import REPORT
 from vcore_ds.files.sweep_folder import is_sweep
 
-HELP = "one HTML file: what was learnt, every recorded token coloured by its weight, curves, costs"
+HELP = "one HTML file: what was learnt, tokens coloured by their weight, curves, costs"
 DESCRIPTION = (
     "Write one self-contained HTML file that needs no network: losses before and after training, the recorded tokens "
     "coloured by their weight, which tokens and phrases gained and lost most, utility against loss, learning curves, "
