@@ -10,12 +10,13 @@ set -euo pipefail
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PATH="$repository/.venv/bin:$PATH"
 port=$(python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
+echo "Starting; importing PyTorch and DeepSpeed takes some seconds"
 ranks=()
 if [ "${DS_ACCELERATOR:-}" = cpu ] || ! python -P "$repository/vcore_ds/commands/quickstart/gpus.py"; then
     export DS_ACCELERATOR=cpu
     ranks=(--num_accelerators 2)
 fi
-exec deepspeed --master_port "$port" "${ranks[@]}" "$repository/launch_scripts/quickstart.sh" "$@"
+exec deepspeed --quiet --master_port "$port" "${ranks[@]}" "$repository/launch_scripts/quickstart.sh" "$@"
 '''
 import os
 import sys
@@ -25,8 +26,8 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name that torch 2.8 knows
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from vcore_ds.cli import launch  # noqa: E402
-from vcore_ds.commands.quickstart.session import RECIPE, prepare, say_what_next  # noqa: E402
+from vcore_ds.commands.quickstart.session import RECIPE, SHORTER, prepare, say_what_next  # noqa: E402
 
 if __name__ == "__main__":  # processes that prepare data import this file
-    at_its_end = {"after": say_what_next, "with_report": True, "can_evaluate": True}
+    at_its_end = {"after": say_what_next, "with_report": True, "can_evaluate": True, "advice_if_long": SHORTER}
     sys.exit(launch(str(RECIPE), sys.argv[1:], before=prepare, **at_its_end))

@@ -84,6 +84,7 @@ def launch(
     after: Callable[[], None] | None = None,
     with_report: bool = False,
     can_evaluate: bool = False,
+    advice_if_long: str = "",
 ) -> int:
     """What a script in launch_scripts/ runs as one rank: `train` with a recipe of its own.
 
@@ -93,6 +94,7 @@ def launch(
         after: runs when the training is done.
         with_report: write the run's report before that, and say where it is.
         can_evaluate: take the option --eval, which evaluates the result.
+        advice_if_long: said after the first step where the others take long.
     """
     parser = argparse.ArgumentParser(description=f"Train {recipe}; arguments are overrides and fragments.")
     parser.add_argument("--recipe", default=recipe, help="another recipe (YAML)")
@@ -106,7 +108,7 @@ def launch(
             evaluate.check_packages()  # before the training, not after it
         if before is not None:
             parsed.overrides = [*parsed.overrides, *before(parsed.overrides)]
-        train.main(parsed)
+        train.main(parsed, advice_if_long=advice_if_long, says_next=after is None)
         if can_evaluate and parsed.eval:
             evaluate.after_training(parsed.recipe, parsed.overrides)
         if with_report:  # of the evaluation, too

@@ -101,10 +101,13 @@ class Feed:
 
     def utilization(self, num_done: int, num_steps: int) -> dict[Part, Utilization]:
         """How the next steps, 50 at most, use the ranks."""
-        steps = range(num_done, min(num_steps, num_done + 50)) or range(1)
-        found: dict[Part, Utilization] = {"main": summarize([self._spread_main(k) for k in steps])}
-        probes = [probe for k in steps if (probe := self._spread_probe(k)) is not None]
+        found: dict[Part, Utilization] = {"main": summarize(self.next_spreads(num_done, num_steps))}
+        probes = [probe for k in _next(num_done, num_steps) if (probe := self._spread_probe(k)) is not None]
         return found | ({"probe": summarize(probes)} if probes else {})
+
+    def next_spreads(self, num_done: int, num_steps: int) -> list[Spread]:
+        """The main batches of the next steps, 50 at most, on the ranks."""
+        return [self._spread_main(k) for k in _next(num_done, num_steps)]
 
     def _spread_main(self, k: int) -> Spread:
         ids = self.main_order.step(k)
@@ -121,6 +124,10 @@ class Feed:
 
     def _of_rank(self, spread: Spread, dataset: Dataset | JoinedDataset) -> list[Batch]:
         return batches_of_rank(spread, dataset, self.pad_token_id)
+
+
+def _next(num_done: int, num_steps: int) -> range:
+    return range(num_done, min(num_steps, num_done + 50)) or range(1)
 
 
 def batches_of_rank(spread: Spread, sequences: Sequence[TokenizedSequence], pad_token_id: int) -> list[Batch]:
@@ -166,6 +173,7 @@ def read_dataset(recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBase, 
             overlong=recipe.data.overlong,
             cache_folder=recipe.data.cache_dir,
             say=console.say,
+            note=console.note,
         )
         if local_rank() == 0:
             with reading("", folder, "a token store that can be read"):
@@ -178,7 +186,9 @@ def read_dataset(recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBase, 
         cutoff_length=recipe.data.cutoff_length,
         vocabulary_size=vocabulary_size(recipe.model.path),
     )
-    console.say(f"Data: {path}: {store.describe()}")
+    console.note(f"Data: {path}: {store.describe()}")
+    for what, number in store.manifest.get("counts", {}).get("noticed", {}).items():
+        console.warn(f"{path}: {number:,} {what}")
     return store
 
 
@@ -193,15 +203,21 @@ def count_data(recipe: Recipe, feed: Feed, validation: dict[str, Dataset]) -> li
 
 
 def _counts(dataset: Dataset) -> dict[str, Any]:
-    while isinstance(dataset, ChangedDataset):
-        dataset = dataset.dataset
-    manifest = dataset.manifest
+    manifest = store_behind(dataset).manifest
     return {
         "hub_ids": [source["hub"] for source in manifest.get("source", []) if "hub" in source],
         "sequences": manifest["num_sequences"],
         "tokens": manifest["num_tokens"],
         "supervised_tokens": manifest["num_supervised_tokens"],
     }
+
+
+def store_behind(dataset: Dataset) -> TokenStore:
+    """The store whose sequences a data set has, with changes or without."""
+    while isinstance(dataset, ChangedDataset):
+        dataset = dataset.dataset
+    assert isinstance(dataset, TokenStore)
+    return dataset
 
 
 def build_feed(

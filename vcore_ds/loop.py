@@ -8,7 +8,7 @@ import torch
 
 from vcore_ds.checkpoints import Checkpoints
 from vcore_ds.config import Recipe
-from vcore_ds.data import Dataset, StepBatches
+from vcore_ds.data import Batch, Dataset, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.positions import mark
 from vcore_ds.distributed.process_group import first_rank_first
@@ -17,6 +17,7 @@ from vcore_ds.engine import Engine, NonFiniteGradient, NonFiniteLoss, sequences_
 from vcore_ds.errors import RunStopped
 from vcore_ds.feed import Feed
 from vcore_ds.followed import FollowedTraces, record_followed
+from vcore_ds.progress import Progress, duration
 from vcore_ds.setup import learning_rate_at, measures_noise, step_seed
 from vcore_ds.step import train_step
 from vcore_ds.track.console import Console
@@ -47,6 +48,8 @@ class Training:
     metrics_log: MetricsLog | None
     """On rank 0; None on the others."""
     console: Console
+    advice_if_long: str = ""
+    """What would make the run shorter; empty for nothing."""
 
 
 def run_steps(training: Training, num_done: int) -> StepMetrics | None:
@@ -93,6 +96,8 @@ def run_steps(training: Training, num_done: int) -> StepMetrics | None:
         seconds_left = (time.perf_counter() - started) / (done - num_done) * (num_steps - done)
         log = done % recipe.run.log_every == 0 or done == num_steps
         console.step(done, num_steps, line, seconds_left, log)
+        if done == num_done + 1:
+            say_rest(console, seconds * (num_steps - done), num_steps - done, training.advice_if_long)
         reason = stops.agreed_reason()
         if reason is not None or training.checkpoints.due(done, num_steps):
             mark("checkpoint")
@@ -109,6 +114,27 @@ def run_steps(training: Training, num_done: int) -> StepMetrics | None:
                 )
     console.end_steps()
     return metrics
+
+
+LONG_SECONDS = 15 * 60.0
+"""Rest of a run after which advice is given."""
+
+
+def say_rest(console: Console, seconds: float, num_left: int, advice_if_long: str) -> None:
+    """Says after the first step how long the others take, unless they take less than a minute.
+
+    Args:
+        seconds: expected of all of them.
+        advice_if_long: see `Training`.
+    """
+    if seconds < 60:
+        return
+    end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + seconds))
+    rest = f"the other {num_left:,} step(s) take about {duration(seconds)}, until {end}"
+    if advice_if_long and seconds > LONG_SECONDS:
+        console.warn(f"{rest}. {advice_if_long}")
+    else:
+        console.say(f"Time: {rest}")
 
 
 def take_step(training: Training, k: int, batches: StepBatches, *, keep_tokens: bool) -> StepMetrics:
@@ -181,21 +207,32 @@ def warn_of_noise(recipe: Recipe, metrics: StepMetrics, console: Console) -> Non
 def validate(training: Training) -> dict[str, float]:
     """Mean over the sequences of each held-out set of the mean token loss, nats. A collective."""
     mark("validation")
-    return {name: held_out_loss(training, dataset) for name, dataset in training.validation.items()}
+    feed = training.feed
+    micro_batch_size = feed.plan.utility_micro_batch_size_per_rank
+    batches = {
+        name: feed.batches(range(len(dataset)), micro_batch_size, dataset)
+        for name, dataset in training.validation.items()
+    }
+    num_tokens = sum(batch.input_ids.numel() for of_set in batches.values() for batch in of_set)
+    with training.console.progress("Evaluating held-out sequences", num_tokens) as progress:
+        return {name: held_out_loss(training.engine, of_set, progress) for name, of_set in batches.items()}
 
 
-def held_out_loss(training: Training, dataset: Dataset) -> float:
-    """Mean over one set's sequences of the mean token loss, nats. A collective."""
-    feed, engine = training.feed, training.engine
+def held_out_loss(engine: Engine, batches: list[Batch], progress: Progress) -> float:
+    """Mean over one set's sequences of the mean token loss, nats. A collective.
+
+    Args:
+        batches: this rank's.
+        progress: counts their tokens.
+    """
     total = num_sequences = 0.0
     with engine.without_gradient():
-        every_id = range(len(dataset))
-        batches = feed.batches(every_id, feed.plan.utility_micro_batch_size_per_rank, dataset)
         for batch in batches:
             losses = engine.token_losses(batch).cpu()
             num_tokens = batch.num_supervised_tokens()
             sums = torch.zeros(batch.num_sequences).index_add_(0, batch.sequence_index(), losses)
             total += float((sums / num_tokens.clamp_min(1)).sum())
             num_sequences += float((num_tokens > 0).sum())
+            progress.advance(batch.input_ids.numel())
     total, num_sequences = layout.sum_over("data", [total, num_sequences], batches[0].sequence_parallel)
     return total / num_sequences

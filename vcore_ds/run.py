@@ -25,14 +25,8 @@ from vcore_ds.followed import choose_followed
 from vcore_ds.loop import Training, run_steps, validate
 from vcore_ds.memory_check import check_memory
 from vcore_ds.models import count_parameters
-from vcore_ds.setup import (
-    build_engine,
-    build_estimator,
-    check_model,
-    count_steps,
-    describe_engine,
-    plan_ranks,
-)
+from vcore_ds.setup import build_engine, build_estimator, check_model, count_steps, plan_ranks
+from vcore_ds.start_screen import describe_engine, describe_run, describe_use_of_ranks
 from vcore_ds.track.console import Console, describe_example
 from vcore_ds.track.metrics_log import MetricsLog
 from vcore_ds.track.model_card import CardRequest, Kind, model_card
@@ -56,8 +50,12 @@ class RunResult:
     """None where the run was resumed after its last step."""
 
 
-def train(recipe: Recipe) -> RunResult:
+def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -> RunResult:
     """Runs a recipe. Every rank of the job calls it.
+
+    Args:
+        advice_if_long: what would make the run shorter, said after the first step where the others take long.
+        says_next: whether the last line is a command to go on with.
 
     Raises:
         UserError: before anything is written, for whatever the user can fix.
@@ -71,12 +69,15 @@ def train(recipe: Recipe) -> RunResult:
     lock = RunLock(Path(recipe.run.output_dir))
     try:
         with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
-            return train_together(recipe, lock, resumes)
+            result = train_together(recipe, lock, resumes, advice_if_long)
+            if says_next and layout.is_first():
+                print(f"Next: vcore-ds report {result.folder}", flush=True)
+            return result
     finally:
         lock.release()
 
 
-def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
+def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long: str = "") -> RunResult:
     """The run, with the process group up. A collective.
 
     Args:
@@ -87,9 +88,6 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     console = Console(enabled=layout.is_first())
     plan = plan_ranks(recipe)
     ds_config = deepspeed_config(recipe, plan)
-    console.say(f"Batch: {plan.describe()}")
-    if device().type == "cpu" and (sentence := describe_cpu_products()) is not None:
-        console.say(sentence)
     first_rank_first(lambda: run_folder.check_output_folder(recipe) if layout.is_first() else None)
 
     checkpoints = Checkpoints(recipe, console)
@@ -107,15 +105,26 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     if found is not None:
         checkpoints.check_data(found, feed)
 
-    passes = feed.utilization(found[1].step if found is not None else 0, num_steps)
-    memory = plan_memory(recipe, plan, ds_config, passes, count_parameters(recipe))
+    num_done = found[1].step if found is not None else 0
+    passes, parameters = feed.utilization(num_done, num_steps), count_parameters(recipe)
+    memory = plan_memory(recipe, plan, ds_config, passes, parameters)
+    if console.enabled:
+        lines = [describe_run(recipe, feed, validation, parameters, num_done, num_steps)]
+        if device().type == "cpu" and (sentence := describe_cpu_products()) is not None:
+            lines.append(sentence)
+        say_start(console, "\n".join(lines))
+    for part, used in passes.items():
+        if used.is_low:
+            console.warn(plan.warning(part))
+    for line in describe_use_of_ranks(plan, passes, memory):
+        console.note(line)
     check_memory(memory, console)
 
     mark("loading the model")
     engine = build_engine(recipe, ds_config)
     estimator = build_estimator(recipe, engine, batches_per_pass=plan.batches_per_utility_pass)
-    console.say(describe_engine(recipe, engine, estimator.direction))
-    num_done = 0
+    for line in describe_engine(recipe, engine, estimator.direction):
+        console.note(line)
     if found is not None:
         mark("loading the checkpoint")
         num_done = checkpoints.load(found, engine, estimator)
@@ -130,7 +139,18 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     rates = throughput_of(recipe, memory)
     followed = choose_followed(recipe, feed, validation)
     training = Training(
-        recipe, engine, estimator, feed, validation, followed, num_steps, checkpoints, rates, log, console
+        recipe,
+        engine,
+        estimator,
+        feed,
+        validation,
+        followed,
+        num_steps,
+        checkpoints,
+        rates,
+        log,
+        console,
+        advice_if_long,
     )
 
     last_step = run_training(training, num_done, is_new=found is None)
@@ -138,6 +158,12 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     console.say(summarize(result, tokenizer))
     engine.close()
     return result
+
+
+def say_start(console: Console, text: str) -> None:
+    """The run's first lines, on the screen and, before the details, in start.txt."""
+    console.say(text + "\n")
+    console.notes.insert(0, text + "\n")
 
 
 def hold_folder(recipe: Recipe, lock: RunLock, resumes: bool, console: Console) -> None:
@@ -173,6 +199,7 @@ def begin_folder(recipe: Recipe, num_done: int, checkpoints: Checkpoints, consol
     """Recipe, environment and the log of the steps in the run's folder, by rank 0; and the sinks that are wanted."""
     folder = Path(recipe.run.output_dir)
     num_lost_lines = run_folder.begin(recipe, layout.size("job"), num_done)
+    run_folder.add_start(recipe, num_done, "\n".join(console.notes))
     if num_lost_lines:
         console.say(f"{num_lost_lines} line(s) of later steps moved to {folder / run_folder.LOST_METRICS}")
     sinks = []
@@ -189,30 +216,14 @@ def begin_folder(recipe: Recipe, num_done: int, checkpoints: Checkpoints, consol
 def run_training(training: Training, num_done: int, is_new: bool) -> StepMetrics | None:
     """The steps that are left, with the loss before them in a new run. A collective."""
     console, checkpoints = training.console, training.checkpoints
-    say_utilization(training, num_done)
-    epochs = f"{training.feed.epoch(training.num_steps):.3g} epochs of {len(training.feed.dataset):,} sequences"
-    console.say(f"Run: {training.num_steps} steps, {epochs}, written to {training.recipe.run.output_dir}\n")
     if is_new:
         checkpoints.validation_losses_before = validate(training)
-    for name, loss in checkpoints.validation_losses_before.items():
-        console.say(f"held-out loss before training{name and ', '}{name}: {loss:.4f}")
+    if before := checkpoints.validation_losses_before:
+        losses = ", ".join(f"{name} {loss:.4f}".strip() for name, loss in before.items())
+        console.say(f"Held-out loss before training: {losses}")
     # A signal after the steps ends the process at once: the last checkpoint holds that very state.
     with stop_signals.held_back():
         return run_steps(training, num_done)
-
-
-def say_utilization(training: Training, num_done: int) -> None:
-    """Prints how the next steps use the ranks, and what would make them use more."""
-    console, feed = training.console, training.feed
-    passes = feed.utilization(num_done, training.num_steps)
-    for part, found in passes.items():
-        member = training.feed.plan.member
-        console.say(f"{member.capitalize()}s in the {part} batch of the next steps: {found.describe(member)}")
-        if found.is_low:
-            console.warn(feed.plan.warning(part))
-    if "probe" in passes:
-        share = passes["probe"].time / passes["main"].time
-        console.say(f"Cost of the probe: {share:.0%} of what forward and backward of the main batch take, predicted")
 
 
 def write_result(training: Training, tokenizer: PreTrainedTokenizerBase, last_step: StepMetrics | None) -> RunResult:
@@ -237,19 +248,18 @@ def describe_result(recipe: Recipe) -> str:
 
 
 def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the run prints at its end."""
+    """What the run prints at its end: what was learnt, tokens of a trace, and where the result is."""
     before = result.validation_losses_before
-    lines = [
-        f"held-out loss{name and ', '}{name}: {before[name]:.4f} before, {after:.4f} after training"
+    losses = [
+        f"{name} {before[name]:.4f} -> {after:.4f}".strip()
         for name, after in result.validation_losses_after.items()
         if name in before  # data.validation_path may change when a run is resumed
     ]
-    lines = ["", *lines] if lines else []
+    lines = [""]
     traces = result.last_step.tokens if result.last_step is not None else None
     if traces and traces[0].utilities is not None:
-        lines.append("\n" + describe_example(traces[0], tokenizer))
-    lines.append(f"\nResult: {result.export_folder} (Hugging Face format)\nMetrics: {result.folder / 'metrics.jsonl'}")
-    if (result.folder / run_folder.TOKENS).is_dir():
-        lines.append(f"Tokens: vcore-ds tokens {result.folder}")
-    lines.append(f"Report: vcore-ds report {result.folder}    Try it: vcore-ds chat {result.folder}")
+        lines.append(describe_example(traces[0], tokenizer) + "\n")
+    if losses:
+        lines.append(f"Held-out loss: {', '.join(losses)}")
+    lines.append(f"Result: {result.export_folder} (Hugging Face format)")
     return "\n".join(lines)

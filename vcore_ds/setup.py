@@ -13,8 +13,6 @@ from vcore_ds.distributed.launcher import num_local_ranks
 from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.engine import (
     Engine,
-    PartitionedParameter,
-    as_partitioned,
     build_optimizer,
     load_sharded,
     unsharded_gradient_bytes,
@@ -187,68 +185,3 @@ def step_seed(recipe: Recipe, k: int) -> int:
     """Seed of all that optimizer step k, from 0, draws at random. A function of run and step, so that resuming needs no
     generator's state."""
     return torch_seed(Stream.STOCHASTIC_ROUNDING, recipe.run.seed, k)
-
-
-def describe_direction(recipe: Recipe) -> str:
-    """What utilities look along, in words."""
-    probe = recipe.probe
-    of = "the gradient of the previous step" if probe.source == "previous_step" else f"probes of {probe.batch_size}"
-    if recipe.data.probe_path is not None and probe.source == "batch":
-        of += f" from {recipe.data.probe_path}"
-    of += ", weighted by probability" if probe.loss == "dft" else ""
-    of += f", every {probe.every} steps" if probe.every > 1 else ""
-    of += f", mean with decay {probe.decay:g}" if probe.decay else ""
-    return f"the {probe.direction} direction ({of})"
-
-
-def _numel_of_group(parameter: PartitionedParameter) -> int:
-    """Elements over the ranks that share a layer; what all of them have counts once."""
-    is_divided = getattr(parameter, "tensor_model_parallel", False)
-    return parameter.ds_numel * (layout.size("tensor") if is_divided else 1)
-
-
-def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None) -> str:
-    """A few lines for the start of a run: model, method, and what the method keeps in memory."""
-    num_all = sum(_numel_of_group(as_partitioned(parameter)) for parameter in engine.module.parameters())
-    num_trainable = sum(_numel_of_group(parameter) for _, parameter in engine.trainable)
-    kind = f"LoRA rank {recipe.lora.rank}" if recipe.lora is not None else "full-parameter"
-    lines = [
-        f"Model: {recipe.model.path}: {num_all:,} parameters, {num_trainable:,} trained ({kind}), "
-        f"{recipe.model.precision}, ZeRO-3 over {layout.size('shards')} rank(s) on {engine.device.type}"
-    ]
-    if layout.size("tensor") > 1:
-        lines[0] += f", each of which is {layout.size('tensor')} ranks that share every layer"
-    size = unsharded_gradient_bytes(parameter for _, parameter in engine.trainable) / 2**20
-    is_auto = recipe.engine.coalesce_gradient_reduction == "auto"
-    limit = f", {'at most' if engine.coalesces else 'above'} {COALESCING_SHARE:.0%} of its memory" if is_auto else ""
-    often = "step" if engine.coalesces else "micro-batch"
-    lines.append(f"Gradients: reduced once a {often}; unsharded they take {size:,.1f} MiB a rank{limit}")
-    if direction is None:
-        return "\n".join([*lines, f"Method: {recipe.method.name}, normalization {recipe.method.normalization}"])
-    strength = (
-        f"kl_budget {recipe.method.kl_budget:g} nats"
-        if recipe.method.kl_budget is not None
-        else f"temperature {recipe.method.temperature:g}"
-    )
-    if recipe.method.base_measure != "uniform":
-        strength += f" from {recipe.method.base_measure}"
-    if recipe.method.scope == "sequence_and_batch":
-        strength += f" and batch_kl_budget {recipe.method.batch_kl_budget:g} nats over sequences"
-    epsilon = f", epsilon {recipe.utility.epsilon}" if recipe.utility.epsilon is not None else ""
-    lines.append(
-        f"Method: vcore, {strength}, alpha {recipe.method.alpha}, utilities by {recipe.utility.estimator}{epsilon} "
-        f"along {describe_direction(recipe)}, which keeps {direction.persistent_bytes / 2**20:.1f} MiB a rank"
-    )
-    if recipe.utility.estimator == "jvp" and recipe.utility.fused is not False:
-        why_not = why_separate(recipe, engine)
-        lines.append(
-            "Utilities come from the main forward itself"
-            if why_not is None
-            else f"Utilities take a forward of their own, since {why_not}"
-        )
-    if recipe.utility.estimator == "finite_difference" and engine.has_dropout:
-        lines.append(
-            "LoRA dropout is on, so the training forward cannot serve as l(theta): "
-            "finite differences take one more forward a step"
-        )
-    return "\n".join(lines)

@@ -4,6 +4,7 @@ in which the first rank reads everything and broadcasts."""
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTr
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import write_model
+from vcore_ds import progress as progress_module
 from vcore_ds.config.schema import LoraConfig, OptimizerConfig
 from vcore_ds.data import load_tokenizer
 from vcore_ds.distributed import layout
@@ -222,7 +224,7 @@ def test_adapters_are_still_broadcast(folders: dict[str, str]) -> None:
 
 
 def progress(folder: str) -> list[str]:
-    loading.PROGRESS_SECONDS = 0.0
+    progress_module.FIRST_LINE_SECONDS = progress_module.LINE_SECONDS = 0.0
     said: list[str] = []
     load_sharded(folder, tiny.deepspeed_config(), **options(), say=said.append)
     return said
@@ -230,8 +232,9 @@ def progress(folder: str) -> list[str]:
 
 def test_the_first_rank_says_how_far_it_is(folders: dict[str, str]) -> None:
     said, others = run_ranks(progress, 2, folders["qwen3, parts"])
-    shares = [int(line.removeprefix(f"Loading {folders['qwen3, parts']}: ").split("%")[0]) for line in said]
-    assert shares == sorted(shares) and shares[0] < 50 and shares[-1] == 100
+    pattern = rf"Loading {re.escape(folders['qwen3, parts'])}, 0\.0 GB on each rank: (\d+)%, \d+s left"
+    shares = [int(re.fullmatch(pattern, line)[1]) for line in said]
+    assert shares == sorted(shares) and shares[0] < 50 < shares[-1]
     assert others == []
 
 

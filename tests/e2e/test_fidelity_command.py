@@ -103,7 +103,7 @@ def test_a_recipe_without_utilities_in_bf16_under_the_deepspeed_launcher(setup: 
     said = done.stdout
     report = read(output)
     assert report["recipe"]["method"]["name"] == "sft" and "method sft has no utilities" in said
-    assert f"Data: {setup.validation}: 5 of 5 rows" in said and report["probe_batch_size"] == 2
+    assert f"Trusted data: {setup.validation}: 5 sequences" in said and report["probe_batch_size"] == 2
     jvp, searched, short = report["estimators"]
     assert jvp["spearman"] > 0.95 and 0 < jvp["relative_error"] < 0.1
     assert [found["of_recipe"] for found in report["estimators"]] == [False, True, False]

@@ -34,7 +34,7 @@ def test_killed_and_started_again(setup: TinySetup, tmp_path: Path):
     with ForkedJob(main, arguments, tmp_path / "again.log") as again:
         assert again.wait() == 0, again.output
     assert f"Resumed after step {step} from {folder}/checkpoints/{newest}" in again.output
-    before = [text for text in job.output.splitlines() if text.startswith("held-out loss before training")]
+    before = [text for text in job.output.splitlines() if text.startswith("Held-out loss before training")]
     assert before and before[0] in again.output  # not that of the point where it was resumed
     lines = read_metrics(folder)
     assert [each["step"] for each in lines] == list(range(1, NUM_STEPS + 1))

@@ -53,7 +53,7 @@ ROWS_OF = {"lora": tuple(ROWS), "full": ("sft", "dft", "sft + trusted", "sft on 
 CHOOSING_ROWS = {"lora": tuple(ROWS), "full": ("sft",)}
 """Rows that are run at all rates, on the first seed."""
 SEEDS = (0, 1, 2)
-HELD_OUT_LOSS = re.compile(r"held-out loss, (\w+): ([\d.]+) before, ([\d.]+) after training")
+HELD_OUT_LOSS = re.compile(r"(\w+) ([\d.]+) -> ([\d.]+)")
 
 Run = tuple[str, str, float, int]
 """Adapter, row, learning rate, seed."""

@@ -43,10 +43,10 @@ def test_the_size_of_a_micro_batch_is_left_to_the_time_model_unless_it_changes_t
     chosen = plan(2)
     sizes = chosen.micro_batch_size_per_rank, chosen.probe_micro_batch_size_per_rank
     assert (*sizes, chosen.utility_micro_batch_size_per_rank, chosen.batches_per_utility_pass) == (None, None, None, 1)
-    assert chosen.may_pack and "short ones together in a row" in chosen.describe()
+    assert chosen.may_pack and "short ones packed into rows" in chosen.describe()
     for changes in ({"unpackable": "whose layers (conv) mix tokens"}, {"unshareable": "whose attention is its own"}):
         of_rows = plan(2, replace(QWEN3_32B, **changes))
-        assert not of_rows.may_pack and "short ones together in a micro-batch" in of_rows.describe()
+        assert not of_rows.may_pack and "those of similar length in a micro-batch" in of_rows.describe()
     assert not plan(2, model={"path": "none", "attention": "sdpa"}).may_pack  # it would need a mask of the whole row
     assert chosen.spread_main(range(4), [100] * 4).is_packed and chosen.spread_probe(range(4), [100] * 4).is_packed
     assert not chosen.spread_main(range(4), [100] * 4, micro_batch_size=2).is_packed
@@ -61,7 +61,7 @@ def test_plan_in_words() -> None:
     assert line == "32 sequences a step on 2 ranks, 2 in a micro-batch; probe 4"
     packed = {"packed_row_tokens": 16384, "global_size": 1}
     assert plan(1, batch=packed, method={"name": "sft"}).describe() == (
-        "1 sequence a step on 1 rank, packed into rows of at most 16,384 tokens for each rank that shares one"
+        "1 sequence a step on 1 rank, packed into rows of at most 16,384 tokens a rank"
     )
 
 
@@ -117,16 +117,16 @@ def test_degrees() -> None:
             replace(QWEN3_32B, unshareable="whose attention is its own code"),
             {"batch": {"sequence_parallel": 2}},
             "batch.sequence_parallel: found 2 together with model.path MODEL, whose attention is its own code; "
-            "expected 1 or auto: ranks share a row through an attention that takes the place of the model's, and all "
-            "else is computed token by token",
+            "expected 1 or auto: Ulysses sequence parallelism works through an attention that takes the place of "
+            "the model's",
         ),
         (
             4,
             QWEN3_32B,
             {"batch": {"sequence_parallel": 2}, "model": {"path": "m", "attention": "sdpa"}},
             "batch.sequence_parallel: found 2 together with model.attention sdpa; expected 1 or auto, or "
-            "model.attention auto: ranks share a row through an attention that takes the place of the model's, and all "
-            "else is computed token by token",
+            "model.attention auto: Ulysses sequence parallelism works through an attention that takes the place of "
+            "the model's",
         ),
     ],
 )
@@ -157,8 +157,8 @@ def test_the_longest_sequence_needs_a_row_that_holds_it() -> None:
         plan(4, batch=row, data=long)
     assert str(error.value) == (
         "batch.packed_row_tokens: found 16384 together with data.cutoff_length 100000, where at most 4 ranks of 4 can "
-        "share a row (batch.sequence_parallel); expected room for the longest sequence: batch.packed_row_tokens 25000 "
-        "or more, or data.cutoff_length 65536 or less"
+        "form a Ulysses group (batch.sequence_parallel); expected room for the longest sequence: "
+        "batch.packed_row_tokens 25000 or more, or data.cutoff_length 65536 or less"
     )
     assert plan(4, batch={"packed_row_tokens": 25_000}, data=long).longest_sequence == 100_000
     assert plan(4, batch=row, data=long | {"cutoff_length": 65_536}).longest_sequence == 65_536
@@ -179,7 +179,7 @@ def test_a_batch_that_uses_little_of_the_ranks_has_a_remedy_that_helps() -> None
     odd = plan(63, batch=row | size)  # no degree but 1
     assert odd.simulate(16_384)["main"].is_low
     assert odd.remedy("main") == (
-        "set batch.global_size to 504 or more, or use fewer ranks (at most 1 rank of 63 can share a row)"
+        "set batch.global_size to 504 or more, or use fewer ranks (at most 1 rank of 63 can form a Ulysses group)"
     )
     assert not plan(63, batch=row | {"global_size": 504}).simulate(16_384)["main"].is_low
     assert plan(63, batch=row).remedy("probe").startswith("set probe.batch_size to 504 or more, or use fewer ranks (")

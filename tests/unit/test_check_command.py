@@ -68,8 +68,8 @@ def test_how_well_the_ranks_are_used(capsys: pytest.CaptureFixture[str], tmp_pat
     assert main(["check", *words, "--ranks", "64"]) == 0
     lines = capsys.readouterr().out.split("\n\n")[-1].splitlines()
     assert lines[0].startswith("Batch: 32 sequences a step on 64 ranks, packed into rows of at most 16,384 tokens")
-    assert lines[1].startswith("Ranks in the main batch: 8 ranks share a row; slowest rank 1.")
-    assert lines[2].startswith("Ranks in the probe batch: 8 ranks share a row; slowest rank ")
+    assert lines[1].startswith("Balance of the main batch: Ulysses degree 8; slowest rank 1.")
+    assert lines[2].startswith("Balance of the probe batch: Ulysses degree 8; slowest rank ")
     assert lines[3].startswith(
         "Warning: the probe batch leaves much of the ranks' time unused: set probe.batch_size to 64"
     )
@@ -91,16 +91,19 @@ def test_groups_that_share_every_layer(capsys: pytest.CaptureFixture[str], tmp_p
     words = ["check", str(shared), f"run.output_dir={tmp_path}/new"]
     assert main(words) == 0
     lines = capsys.readouterr().out.split("\n\n")[-1].splitlines()
-    assert lines[0].startswith("Batch: 32 sequences a step on 1 group of 8 ranks, packed into rows of at most 65,536")
-    assert lines[1].startswith("Layers: 8 ranks share each, and such a group has the same rows.")
-    assert lines[2].startswith("Groups in the main batch: each group its own rows; slowest group 1.000 x mean")
+    assert lines[0].startswith(
+        "Batch: 32 sequences a step on 1 tensor-parallel group of 8 ranks, packed into rows of at most 65,536"
+    )
+    assert lines[1].startswith("Tensor parallelism: groups of 8 ranks, which work on the same rows.")
+    assert lines[2].startswith("Balance of the main batch: Ulysses degree 1; slowest group 1.000 x mean")
     assert main([*words, "--ranks", "64", "batch.sequence_parallel=1"]) == 0
     lines = capsys.readouterr().out.split("\n\n")[-1].splitlines()
     assert "Longest sequence that fits: 65,536 tokens, on one group" in lines
     assert main([*words, "--ranks", "64", "batch.sequence_parallel=3"]) == 2
     error = capsys.readouterr().err
     assert (
-        "batch.sequence_parallel: found 3 on 8 groups of 8 ranks; expected auto, or a divisor of the 8 groups" in error
+        "batch.sequence_parallel: found 3 on 8 tensor-parallel groups of 8 ranks; expected auto, or a divisor of the 8 "
+        "groups" in error
     )
 
 

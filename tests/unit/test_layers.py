@@ -14,17 +14,29 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "vcore_ds"
 
 LEVELS = (
-    ("errors", "imports", "random_streams", "cpu_products", "planning", "config", "method", "grading"),
+    ("errors", "imports", "progress", "random_streams", "cpu_products", "planning", "config", "method", "grading"),
     ("files", "distributed", "data", "models"),
     ("track", "engine", "utility"),
-    ("weighting", "setup", "feed", "batch_scope", "followed", "step", "checkpoints", "loop", "memory_check", "run"),
+    (
+        "weighting",
+        "setup",
+        "feed",
+        "batch_scope",
+        "followed",
+        "step",
+        "checkpoints",
+        "loop",
+        "memory_check",
+        "start_screen",
+        "run",
+    ),
     ("commands",),
     ("cli",),
 )
 """From the bottom up. A part imports those that stand before it, on its own level too."""
 PLACE = {name: place for place, name in enumerate(name for level in LEVELS for name in level)}
 
-ALONE = {"method", "errors", "imports", "random_streams", "planning"}
+ALONE = {"method", "errors", "imports", "progress", "random_streams", "planning"}
 """Parts that import nothing of ours."""
 STRANGERS = {("engine", "track"), ("data", "distributed")}
 """(part, part that it does not import although it stands below)."""

@@ -79,10 +79,14 @@ def test_layers_that_gpus_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(RECIPE), *words, "--compare", "parts/layers/tensor8.yaml"]) == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
-    assert lines[2].startswith("Batch: 32 sequences a step on 4 groups of 8 ranks, packed into rows of at most 65,536")
+    assert lines[2].startswith(
+        "Batch: 32 sequences a step on 4 tensor-parallel groups of 8 ranks, packed into rows of at most 65,536"
+    )
     rows = {line[:54].strip(): line.split()[-2:] for line in lines}
-    assert rows["GPUs that share a layer"] == ["1", "8"] and rows["main batch"] == ["8", "8"]
-    assert lines[-1].startswith("With parallel.tensor 8 as many GPUs of a node share every layer. That saves no bytes")
+    assert rows["tensor parallelism"] == ["1", "8"] and rows["main batch"] == ["8", "8"]
+    assert lines[-1].startswith(
+        "With parallel.tensor 8 as many GPUs of a node form a tensor-parallel group. That saves no bytes"
+    )
     assert lines[-1].endswith("not for speed (docs/megatron.md)") and "Tensor parallelism" not in text
     alone, shared = planned(capsys, str(RECIPE), *words, "--compare", "parts/layers/tensor8.yaml")["columns"]
     assert shared["parameters"] == alone["parameters"] == 32_762_123_264 and shared["tensor"] == 8

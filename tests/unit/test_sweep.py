@@ -152,7 +152,7 @@ def test_ranks_that_share_a_row_need_not_divide_another_models_heads_or_a_number
     assert load_sweep(write(common=["batch.sequence_parallel=8", "probe.sequence_parallel=5"])).runs
     packed = ["data.cutoff_length=16384", "batch.packed_row_tokens=4096"]
     assert load_sweep(write(common=packed)).runs
-    with pytest.raises(RecipeError, match="at most 1 rank of 2 can share a row"):
+    with pytest.raises(RecipeError, match="at most 1 rank of 2 can form a Ulysses group"):
         load_sweep(write(common=[*packed, "batch.sequence_parallel=1"]), num_ranks=2)
 
 

@@ -98,12 +98,12 @@ def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any]) -
     longest = recipe.data.cutoff_length
     if recipe.parallel.tensor > 1:
         yield (
-            f"Layers: {recipe.parallel.tensor} ranks share each, and such a group has the same rows. That makes larger "
-            "models and longer rows fit; it is no faster than ZeRO-3 over all ranks (docs/megatron.md)"
+            f"Tensor parallelism: groups of {recipe.parallel.tensor} ranks, which work on the same rows. Larger models "
+            "and longer rows fit; it is no faster than ZeRO-3 over all ranks (docs/megatron.md)"
         )
     found, one = plan.simulate(longest), plan.member
     for part, utilization in found.items():
-        yield f"{one.capitalize()}s in the {part} batch: {utilization.describe(one)}"
+        yield f"Balance of the {part} batch: {utilization.describe(one)}"
         if utilization.is_low:
             yield f"Warning: {plan.warning(part)}"
     if plan.longest_sequence is not None:

@@ -16,10 +16,11 @@ DESCRIPTION = (
 add_arguments = add_recipe
 
 
-def main(arguments: argparse.Namespace) -> None:
+def main(arguments: argparse.Namespace, *, advice_if_long: str = "", says_next: bool = True) -> None:
+    """The keywords are those of `vcore_ds.run.train`."""
     stop_signals.listen()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     with lasting_imports():  # after the recipe: torch and deepspeed take seconds to import, a typo should not
         from vcore_ds.run import train
 
-    train(recipe)
+    train(recipe, advice_if_long=advice_if_long, says_next=says_next)

@@ -155,17 +155,16 @@ class BatchPlan:
         wanted = max(enough, 2 * size)
         larger = f"set {key} to {wanted} or more, or " if size and wanted <= LARGEST_COUNT else ""
         one = self.member
-        return f"{larger}use fewer {one}s (at most {count(degrees[-1], one)} of {self.num_ranks} can share a row)"
+        return (
+            f"{larger}use fewer {one}s (at most {count(degrees[-1], one)} of {self.num_ranks} can form a Ulysses group)"
+        )
 
     def describe(self) -> str:
         """One line, such as `32 sequences a step on 8 ranks, 2 in a micro-batch; probe 4`."""
         if self.packed_row_tokens is not None:
-            tokens = f"{self.packed_row_tokens:,} tokens"
-            held = f"packed into rows of at most {tokens} for each {self.member} that shares one"
+            held = f"packed into rows of at most {self.packed_row_tokens:,} tokens a {self.member}"
         elif self.micro_batch_size_per_rank is None:
-            together = "in a row" if self.may_pack else "in a micro-batch"
-            cost = round(self.time_model.micro_step)
-            held = f"short ones together {together} (a pass of its own costs as much as {count(cost, 'token')})"
+            held = "short ones packed into rows" if self.may_pack else "those of similar length in a micro-batch"
         else:
             held = f"{self.micro_batch_size_per_rank} in a micro-batch"
         probe = {None: "; probe the whole pool", 0: ""}.get(

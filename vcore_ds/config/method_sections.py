@@ -82,7 +82,7 @@ class ProbeConfig(Section):
     """Bound on the 2-norm of the probe gradient over all trainable parameters; null leaves it as it is. With direction
     adam it should be optimizer.gradient_clipping: the optimizer's moments are those of clipped gradients."""
     sequence_parallel: Literal["auto"] | Count = "auto"
-    """Ranks that share a row of B'; see batch.sequence_parallel."""
+    """Degree of Ulysses sequence parallelism of B'; see batch.sequence_parallel."""
     micro_batch_size_per_rank: Count | None = None
     """Sequences per rank in one forward and backward of B'; null takes batch.micro_batch_size_per_rank. Fewer pad
     less."""

@@ -38,8 +38,9 @@ class ModelConfig(Section):
     """Whose layers compute: `huggingface` any causal language model of transformers; `megatron` dense Qwen3, Qwen2,
     Llama and Mistral models in megatron-core's parallel layers, which several ranks can share (parallel.tensor)."""
     attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
-    """Attention of the passes with a gradient: `auto` the fused kernel of the device, without masks, on rows that ranks
-    may share; the others are Hugging Face's kernels, for architectures whose attention cannot be replaced."""
+    """Attention of the passes with a gradient: `auto` the fused kernel of the device, without masks, with Ulysses
+    sequence parallelism; the others are Hugging Face's kernels, for architectures whose attention cannot be
+    replaced."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: memory per token falls, a step takes about a third longer."""
     activation_offload: bool = False
@@ -47,11 +48,12 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How a model is divided over ranks, beyond ZeRO-3's shards and shared rows (batch.sequence_parallel)."""
+    """How a model is divided over ranks, beyond ZeRO-3's shards and sequence parallelism (batch.sequence_parallel)."""
 
     tensor: Literal[1, 2, 4, 8] = 1
-    """Ranks that share every layer, each with a part of its heads and columns; with model.provider megatron. For models
-    whose layer, or whose longest row, does not fit on one rank: it is not faster. Within a node."""
+    """Degree of tensor parallelism: so many ranks divide the heads and columns of every layer among them; with
+    model.provider megatron. For models whose layer, or whose longest row, does not fit on one rank: it is not faster.
+    Within a node."""
 
 
 class LoraConfig(Section):
@@ -113,9 +115,10 @@ class BatchConfig(Section):
     1."""
     packed_row_tokens: NumTokens | None = None
     """Pack sequences into rows of about equal cost, a row in one forward and backward, without padding: most tokens of
-    a row on each of the ranks that share it; null leaves rows to micro_batch_size_per_rank."""
+    a row on each rank; null leaves rows to micro_batch_size_per_rank."""
     sequence_parallel: Literal["auto"] | Count = "auto"
-    """Ranks that share a row, each with a part of its tokens; a divisor of the ranks and of the model's query heads.
+    """Degree of Ulysses sequence parallelism: so many ranks divide the tokens of a row among them; a divisor of the
+    ranks and of the model's query heads.
     `auto` takes for each batch the number that makes the step shortest."""
 
 

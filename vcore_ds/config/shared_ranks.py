@@ -19,11 +19,11 @@ def check_shared_layers(recipe: Recipe, num_ranks: int, ranks_per_node: int, sha
     tensor, of_node, kv_heads = recipe.parallel.tensor, min(ranks_per_node, num_ranks), shape.num_kv_heads
     width = shape.intermediate_size
     if num_ranks % tensor:
-        found = f"on {count(num_ranks, 'rank')}; expected a divisor: as many ranks share every layer"
+        found = f"on {count(num_ranks, 'rank')}; expected a divisor: a tensor-parallel group has as many ranks"
     elif of_node % tensor:
         found = (
-            f"with {count(of_node, 'rank')} on a node; expected a divisor: ranks that share layers exchange the "
-            "activations of each of them, which only a node's own connections are fast enough for"
+            f"with {count(of_node, 'rank')} on a node; expected a divisor: tensor-parallel ranks exchange the "
+            "activations of every layer, which only a node's own connections are fast enough for"
         )
     elif kv_heads % tensor and not shape.is_assumed:
         found = (
@@ -68,8 +68,8 @@ def row_degrees(
         remedy = "1 or auto" if is_replaced else "1 or auto, or model.attention auto"
         raise RecipeError(
             [
-                f"{key}: found {wanted} together with {why}; expected {remedy}: ranks share a row through an attention "
-                "that takes the place of the model's, and all else is computed token by token"
+                f"{key}: found {wanted} together with {why}; expected {remedy}: Ulysses sequence parallelism works "
+                "through an attention that takes the place of the model's"
             ]
         )
     else:
@@ -99,8 +99,8 @@ def _explain_too_short(recipe: Recipe, key: str, degree: int, possible: Sequence
         remedies.insert(0, f"{key} {larger[0]} or auto")
     return (
         f"batch.packed_row_tokens: found {row} together with data.cutoff_length {longest}, where at most "
-        f"{count(degree, one)} of {num_ranks} can share a row ({key}); expected room for the longest sequence: "
-        f"{', or '.join(remedies)}"
+        f"{count(degree, one)} of {num_ranks} can form a Ulysses group ({key}); expected room for the longest "
+        f"sequence: {', or '.join(remedies)}"
     )
 
 

@@ -35,6 +35,7 @@ def store_of(
     overlong: Literal["drop", "truncate"],
     cache_folder: str | None = None,
     say: Callable[[str], None] = print,
+    note: Callable[[str], None] | None = None,
 ) -> Path:
     """The folder of the token store of `path`: `path` itself, or one in the cache that is made where needed.
 
@@ -43,6 +44,8 @@ def store_of(
 
     Args:
         cache_folder: see `cache_root`.
+        say: takes what the user waits for, and what is wrong.
+        note: takes what was found in the data; None for `say`.
 
     Raises:
         UserError: the data are not there, hold a row that is no conversation, or nothing to learn from; or the cache
@@ -75,7 +78,7 @@ def store_of(
         try:
             is_small = sum(file.stat().st_size for file in files) < _ONE_PROCESS_BYTES
             processes = 1 if is_small else len(os.sched_getaffinity(0))
-            prepare(request, folder, processes=processes, max_malformed_share=0.0, say=say)
+            prepare(request, folder, processes=processes, max_malformed_share=0.0, say=say, note=note)
         except TooManyFaults as error:
             raise UserError(
                 f"{error}\nThe data that a recipe names become a token store in {folder.parent} before training. To "

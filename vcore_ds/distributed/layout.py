@@ -47,15 +47,20 @@ def arrange(tensor: int = 1) -> None:
         UserError: `tensor` does not divide the number of ranks.
     """
     num_ranks = dist.get_world_size()
-    if num_ranks % tensor:
-        raise UserError(
-            f"parallel.tensor: found {tensor} on {num_ranks} ranks; expected a divisor: every layer is shared by as "
-            "many ranks"
-        )
+    check_tensor(num_ranks, tensor)
     mesh = init_device_mesh(device().type, (num_ranks // tensor, tensor), mesh_dim_names=("shards", "tensor"))
     # torch reuses the job's own group for an axis that spans it, so no further communicator is made.
     _meshes.update(shards=mesh["shards"], tensor=mesh["tensor"], job=mesh._flatten("job"), all=mesh)
     _sequence_groups.clear()
+
+
+def check_tensor(num_ranks: int, tensor: int) -> None:
+    """Raises UserError where the degree of tensor parallelism does not divide the number of ranks."""
+    if num_ranks % tensor:
+        raise UserError(
+            f"parallel.tensor: found {tensor} on {num_ranks} ranks; expected a divisor: a tensor-parallel group has as "
+            "many ranks"
+        )
 
 
 def is_arranged() -> bool:

@@ -28,7 +28,7 @@ def start_process_group(timeout_minutes: float, tensor: int = 1) -> None:
 
     Args:
         timeout_minutes: a collective that takes longer ends the run with an error instead of hanging.
-        tensor: ranks that share every layer, a divisor of all.
+        tensor: degree of tensor parallelism, a divisor of all ranks.
 
     Raises:
         UserError: it is no divisor, or an environment variable has a value that means nothing.
@@ -42,6 +42,8 @@ def start_process_group(timeout_minutes: float, tensor: int = 1) -> None:
         if "RANK" not in os.environ:
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+        # Now: once rank 0 serves the store, it must not leave while others are still joining.
+        layout.check_tensor(int(os.environ["WORLD_SIZE"]), tensor)
         if uses_gpu():
             torch.cuda.set_device(local_rank())
         dist.init_process_group("nccl" if uses_gpu() else "gloo", timeout=timedelta(minutes=timeout_minutes))

@@ -11,6 +11,7 @@ and where it was last, prints its own stacks, and exits with 1.
 import faulthandler
 import itertools
 import json
+import math
 import os
 import sys
 import threading
@@ -39,6 +40,10 @@ GRACE_SECONDS = 3.0
 
 SEARCH_SECONDS = 8.0
 """Time after a failed collective until the missing rank shows."""
+
+LEAVING_SECONDS = GRACE_SECONDS + 5 * BEAT_SECONDS
+"""Longest time that rank 0 waits for the others to leave: those that noticed a mistake at once sign off at once, and
+those that are told of it end after the time of grace."""
 
 STUCK_SHARE = 0.9
 """Share of engine.timeout_minutes: a stuck rank is named shortly before the collectives that wait for it give up."""
@@ -74,6 +79,7 @@ def watching(lost_rank_seconds: float, timeout_minutes: float) -> Iterator[None]
     except (RunFailed, RunStopped):  # raised on all ranks alike: nobody waits for another
         raise
     except UserError as error:
+        stop_signals.leave()  # the launcher ends this rank as soon as another one has left
         watchdog.tell_of_mistake(error)
         raise
     except BaseException as error:
@@ -134,11 +140,15 @@ class Watchdog:
             thread.start()
 
     def close(self) -> None:
-        """Signs off, so that this rank is not missed."""
+        """Signs off, so that this rank is not missed.
+
+        Rank 0 signs off last: under the deepspeed launcher its process serves the store, and torch prints a stack trace
+        of C++ on every rank that still asks a store that is gone.
+        """
         self._quiet.set()
         self._closing.set()
         for thread in self._threads:
-            thread.join(2 * BEAT_SECONDS)
+            thread.join(2 * BEAT_SECONDS + (LEAVING_SECONDS if self._rank == 0 else 0.0))
 
     def tell(self, verdict: Verdict) -> None:
         """Ends the other ranks too; waits until the store has it, a few seconds at most."""
@@ -183,6 +193,7 @@ class Watchdog:
 
     def _exchange(self) -> None:
         names = ["verdict", *map(str, self._watched)]
+        leaves_at = math.inf
         try:
             for beat in itertools.count(1):
                 closing = self._closing.wait(BEAT_SECONDS)
@@ -199,9 +210,19 @@ class Watchdog:
                     self._told = Verdict(**json.loads(verdict))
                 self._num_exchanges, self._exchanged_at = beat, now
                 if closing:
-                    return
+                    leaves_at = min(leaves_at, now + LEAVING_SECONDS)
+                    if self._rank != 0 or now > leaves_at or self._is_last():
+                        return
+                    time.sleep(0.05)
         except RuntimeError as error:  # all errors of a store are
             self._store_error = error
+
+    def _is_last(self) -> bool:
+        """Whether all ranks that this one watches have signed off, or have ended."""
+        return all(
+            position.left or (rank in self._local and not is_alive(self._local[rank]))
+            for rank, position in self._positions.items()
+        )
 
     def _own_line(self, beat: int, left: bool = False) -> str:
         return json.dumps(asdict(replace(here(), beat=beat, left=left)))

@@ -5,7 +5,6 @@ parameter by parameter, as transformers does it.
 """
 
 import platform
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,9 +23,7 @@ from vcore_ds.errors import UserError, first_line
 from vcore_ds.files.safetensors_ranges import Wanted, read_ranges
 from vcore_ds.models.loading import attention_name, load_causal_lm, prepare_for_training, training_config
 from vcore_ds.models.stored_weights import StoredWeights, find_stored_weights
-
-PROGRESS_SECONDS = 10.0
-"""Time between two lines about a load that takes long."""
+from vcore_ds.progress import Progress
 
 
 def load_sharded(
@@ -177,19 +174,11 @@ def read_shards(path: str, wanted: list[Wanted], say: Callable[[str], None]) -> 
     Raises UserError, on all ranks alike, where a rank cannot read its part.
     """
     num_bytes = sum(one.num_bytes for one in wanted)
-    num_read, said = 0, time.monotonic()
-
-    def progress(num_new: int) -> None:
-        nonlocal num_read, said
-        num_read += num_new
-        if layout.is_first() and time.monotonic() - said > PROGRESS_SECONDS:
-            said = time.monotonic()
-            say(f"Loading {path}: {100 * num_read / num_bytes:.0f}% of {num_bytes / 1e9:.1f} GB on each rank")
-
+    title = f"Loading {path}, {num_bytes / 1e9:.1f} GB on each rank"
     mine = None
     try:
-        with torch.no_grad():
-            read_ranges(wanted, progress)
+        with torch.no_grad(), Progress(title, num_bytes, enabled=layout.is_first(), say=say) as progress:
+            read_ranges(wanted, progress.advance)
     except OSError as error:  # the others would wait for a rank that has left
         mine = first_line(error)
     for rank, (problem, host) in enumerate(layout.gather_objects("job", (mine, platform.node()))):

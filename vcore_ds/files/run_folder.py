@@ -28,6 +28,8 @@ HELD_OUT = "held_out.json"
 """Held-out losses before and after training, by name of the set; written just before the result."""
 DATA = "data.json"
 """How much data the run reads: for the model card, whose result may be exported where the data are not."""
+START = "start.txt"
+"""The first lines on the screen, and details on data, balance, memory and passes, of each start."""
 REPORT = "report.html"
 TOKENS, LOST_TOKENS = "tokens", "tokens_lost"
 """Folders with the files of each optimizer step whose tokens are recorded, see `token_record_path` and
@@ -121,6 +123,19 @@ def begin(recipe: Recipe, world_size: int, num_done: int) -> int:
         _record_environment(folder, world_size, num_done)
         move_lost_tokens(folder, num_done)
         return move_lost_metrics(folder, num_done)
+
+
+def add_start(recipe: Recipe, num_done: int, text: str) -> None:
+    """Adds what the run says of itself at this start to start.txt. On rank 0 only.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    path = Path(recipe.run.output_dir) / START
+    with writing("run.output_dir", path):
+        earlier = path.read_text(encoding="utf-8") + "\n" if path.is_file() else ""
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        _replace(path, f"{earlier}==== {now}, after step {num_done} ====\n{text}\n")
 
 
 def write_held_out(recipe: Recipe, before: dict[str, float], after: dict[str, float]) -> None:

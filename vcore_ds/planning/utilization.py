@@ -47,17 +47,16 @@ class Utilization:
         return self.waste.utilization < LOW_UTILIZATION
 
     def describe(self, one: Member = "rank") -> str:
-        """Such as `8 ranks share a row; the slowest rank takes 1.03 x the mean: 97% useful work; no idle ranks`.
+        """Such as `Ulysses degree 8; slowest rank 1.026 x mean, 97% useful work; no idle ranks; 0.27% padding`.
 
         Args:
             one: what a rank of the spread is.
         """
-        shared = f"{self.typical_degree} {one}s share a row" if self.typical_degree > 1 else f"each {one} its own rows"
         num_idle = round(self.waste.mean_idle_ranks)
         idle = f"{num_idle:,} idle {one}" + ("" if num_idle == 1 else "s") if num_idle else f"no idle {one}s"
         return (
-            f"{shared}; slowest {one} {self.waste.rank_imbalance:.3f} x mean, {self.waste.utilization:.0%} useful "
-            f"work; {idle}; {self.waste.padding_share:.2%} padding"
+            f"Ulysses degree {self.typical_degree}; slowest {one} {self.waste.rank_imbalance:.3f} x mean, "
+            f"{self.waste.utilization:.0%} useful work; {idle}; {self.waste.padding_share:.2%} padding"
         )
 
 

@@ -6,9 +6,10 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from vcore_ds.progress import Progress, duration
 from vcore_ds.track.token_records import SequenceTokens
 
-_NUM_SHOWN = 5
+_NUM_SHOWN = 3
 """Tokens of the example trace that are printed at either end."""
 
 
@@ -17,6 +18,8 @@ class Console:
 
     def __init__(self, enabled: bool):
         self.enabled = enabled
+        self.notes: list[str] = []
+        """What was not worth a place on the screen, in order."""
         self._bar: tqdm | None = None
 
     def say(self, text: str = "") -> None:
@@ -27,8 +30,17 @@ class Console:
         else:
             print(text, flush=True)
 
+    def note(self, text: str) -> None:
+        """Keeps a detail for start.txt in the run's folder, without a word on the screen."""
+        if self.enabled:
+            self.notes.append(text)
+
     def warn(self, text: str) -> None:
         self.say(f"warning: {text}")
+
+    def progress(self, title: str, total: float) -> Progress:
+        """For work of `total` parts, in any unit, that may take a while."""
+        return Progress(title, total, enabled=self.enabled, say=self.say)
 
     def start_steps(self, num_steps: int, num_done: int = 0) -> None:
         if self.enabled and sys.stdout.isatty():
@@ -40,7 +52,7 @@ class Console:
             self._bar.set_postfix_str(_short(values))
             self._bar.update()
         elif log:
-            self.say(f"step {number}/{num_steps}  {_short(values)}  {_duration(seconds_left)} left")
+            self.say(f"step {number}/{num_steps}  {_short(values)}  {duration(seconds_left)} left")
 
     def end_steps(self) -> None:
         if self._bar is not None:
@@ -68,12 +80,6 @@ def _short(values: dict[str, Any]) -> str:
     if values["utilization"] is not None:
         parts.append(f"MFU {values['utilization']:.1%}")
     return "  ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
 def describe_example(example: SequenceTokens, tokenizer: PreTrainedTokenizerBase) -> str:

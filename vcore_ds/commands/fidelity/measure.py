@@ -42,7 +42,9 @@ from vcore_ds.errors import UserError
 from vcore_ds.feed import build_feed, read_dataset, read_training_data
 from vcore_ds.files.run_folder import environment
 from vcore_ds.models import check_forward_mode, check_model_folder
-from vcore_ds.setup import build_engine, count_steps, describe_direction, describe_engine, plan_ranks
+from vcore_ds.progress import BAR_SECONDS, duration
+from vcore_ds.setup import build_engine, count_steps, plan_ranks
+from vcore_ds.start_screen import describe_data, describe_direction, describe_method, describe_model
 from vcore_ds.track.console import Console
 from vcore_ds.utility import Direction
 
@@ -88,11 +90,15 @@ def measure_together(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     for note in notes:
         console.say(f"Note: {note}")
 
+    console.say(f"Model: {describe_model(recipe, None)}")
+    console.say(f"Data: {describe_data(recipe.data.train_path, dataset)}")
+    if trusted is not None and recipe.data.probe_path is not None:
+        console.say(f"Trusted data: {describe_data(recipe.data.probe_path, trusted)}")
+    console.say(f"Method: {describe_method(recipe)}")
     engine = build_engine(recipe, ds_config)
     bench = Bench(engine, weighted, feed, choice.measured)
     trainer = Trainer(engine, recipe, feed, num_steps)
-    console.say(describe_engine(recipe, engine, bench.direction if recipe.method.name == "vcore" else None))
-    progress = Progress(console, count_measurements(weighted, options, choice))
+    progress = Measurements(console, count_measurements(weighted, options, choice))
     trainer.train_until(options.after_steps, progress.done)
     report = FidelityReport(
         recipe=recipe.model_dump(mode="json"),
@@ -164,21 +170,24 @@ def with_utilities(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"method": method, "probe": probe})
 
 
-class Progress:
-    """One line for each measurement."""
+class Measurements:
+    """One line for each measurement, with the time that is left where that is long."""
 
     def __init__(self, console: Console, total: int):
-        self._console, self._total, self._count, self._start = console, total, 0, time.perf_counter()
+        self._console, self._total, self._count = console, total, 0
+        self._started = self._last = time.perf_counter()
 
     def done(self, text: str) -> None:
         now = time.perf_counter()
         self._count += 1
         number = f"{self._count:{len(str(self._total))}d}"
-        self._console.say(f"[{number}/{self._total}] {text}  ({now - self._start:.1f} s)")
-        self._start = now
+        left = (now - self._started) / self._count * (self._total - self._count)
+        rest = f", {duration(left)} left" if left > BAR_SECONDS else ""
+        self._console.say(f"[{number}/{self._total}] {text}  ({now - self._last:.1f} s{rest})")
+        self._last = now
 
 
-def measure_estimators(bench: Bench, report: FidelityReport, epsilons: Sequence[float], progress: Progress) -> None:
+def measure_estimators(bench: Bench, report: FidelityReport, epsilons: Sequence[float], progress: Measurements) -> None:
     """jvp and finite differences along `bench.direction`, with the reference."""
     reference_losses, reference = bench.reference()
     base = bench.losses()
@@ -200,7 +209,7 @@ def measure_estimators(bench: Bench, report: FidelityReport, epsilons: Sequence[
 
 
 def measure_probe_sizes(
-    bench: Bench, report: FidelityReport, choice: Choice, along_large: Tensor, progress: Progress
+    bench: Bench, report: FidelityReport, choice: Choice, along_large: Tensor, progress: Measurements
 ) -> None:
     """Utilities along small probes with those along the large one; of the recipe's size also with the other loss."""
     recipe_loss: ProbeLoss = bench.recipe.probe.loss
@@ -251,7 +260,7 @@ def measure_staleness(
     choice: Choice,
     trainer: Trainer,
     stale_steps: Sequence[int],
-    progress: Progress,
+    progress: Measurements,
 ) -> None:
     """Trains on, and compares utilities along the large probe's direction from before with its direction now."""
     if not stale_steps:

@@ -10,7 +10,7 @@ from vcore_ds.planning import GPUS, SIMULATED_MEAN
 
 HELP = "memory, traffic, time and GPU hours of a recipe on a cluster"
 DESCRIPTION = (
-    "Predict what a recipe costs on a cluster: memory of a GPU by kind, GPUs that share a row, bytes inside and "
+    "Predict what a recipe costs on a cluster: memory of a GPU by kind, Ulysses degrees, bytes inside and "
     "between nodes, seconds of a step by phase, tokens a day, GPU hours, and the smallest cluster on which it fits; "
     "for supervised fine-tuning and VCORE side by side. Needs no GPU, weights or data: the model's folder, its "
     "config.json, or a known name, and simulated lengths. Seconds rest on assumed shares of the data sheets' speeds, "

@@ -85,8 +85,8 @@ def _rows(plans: list[RunPlan]) -> Iterator[Row]:
         yield row("  of host memory", lambda plan: _gib(plan.available.host))
     yield row("  verdict", plan_verdict)
     if any(plan.batch.tensor > 1 for plan in plans):
-        yield row("GPUs that share a layer", lambda plan: str(plan.batch.tensor))
-    yield "GPUs that share a row", []
+        yield row("tensor parallelism", lambda plan: str(plan.batch.tensor))
+    yield "Ulysses sequence parallelism", []
     yield row("  main batch", lambda plan: _sharing(plan, "main"))
     yield row("  probe batch", lambda plan: _sharing(plan, "probe"))
     yield row("  tokens of a micro-batch, at most", lambda plan: f"{plan.memory.settings.main_tokens:,}")
@@ -173,10 +173,10 @@ def _assumptions(found: Columns) -> Iterator[str]:
     tensor = sorted({column.plan.batch.tensor for column in found.columns} - {1})
     if tensor:
         yield (
-            f"With parallel.tensor {' or '.join(map(str, tensor))} as many GPUs of a node share every layer. That "
-            "saves no bytes between nodes, since every gather brings all weights to each node once either way, and "
-            "sends the hidden states of every layer within it: it is for layers and rows that do not fit on one GPU, "
-            "not for speed (docs/megatron.md)"
+            f"With parallel.tensor {' or '.join(map(str, tensor))} as many GPUs of a node form a tensor-parallel "
+            "group. That saves no bytes between nodes, since every gather brings all weights to each node once either "
+            "way, and sends the hidden states of every layer within it: it is for layers and rows that do not fit on "
+            "one GPU, not for speed (docs/megatron.md)"
         )
     elif cluster.num_nodes > 1:
         yield (

@@ -97,7 +97,7 @@ def find_split_groups(ranks_of_hosts: Mapping[str, int], tensor: int) -> list[st
     """
     return [
         f"{host}: parallel.tensor: found {tensor} with {num_ranks} ranks on the node, expected a divisor of them: "
-        "ranks that share layers exchange the activations of each. Set parallel.tensor, or the ranks of a node"
+        "tensor-parallel ranks exchange the activations of every layer. Set parallel.tensor, or the ranks of a node"
         for host, num_ranks in ranks_of_hosts.items()
         if num_ranks % tensor
     ]

@@ -16,6 +16,11 @@ from vcore_ds.errors import UserError
 REPOSITORY = Path(__file__).resolve().parents[3]
 RECIPE = SHIPPED_RECIPES / "quickstart.yaml"
 SCRIPT = "launch_scripts/quickstart.sh"
+SHORTER = (
+    "Shorter: schedule.num_steps=3 takes fewer steps; data.cutoff_length=208 and batch.global_size=4 make each smaller "
+    f"(Ctrl-C, then bash {SCRIPT} with any of them)"
+)
+"""Advice for a slow machine."""
 DATA = REPOSITORY / "runs" / "quickstart_data"
 
 
@@ -80,13 +85,6 @@ def _free_folder(folder: Path) -> Path:
 
 
 def say_what_next() -> None:
-    """Prints a few commands to continue with, on rank 0."""
+    """Prints one command to continue with, on rank 0."""
     if layout.is_first():
-        print(
-            f"\nTrain longer:   bash {SCRIPT} schedule.num_steps=100\n"
-            f"Compare to SFT: bash {SCRIPT} methods/sft.yaml\n"
-            f"Trusted traces: bash {SCRIPT} presets/trusted.yaml  (steers by traces with right answers)\n"
-            f"Your own data:  bash {SCRIPT} data.train_path=FILE.jsonl data.cutoff_length=2048  (rows of "
-            '{"messages": [...]}; longer ones are left out)',
-            flush=True,
-        )
+        print(f"Next: bash {SCRIPT} schedule.num_steps=100 (or methods/sft.yaml, presets/trusted.yaml: README.md)")

@@ -20,7 +20,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.base_model import CARD, OWN_TAG
 from vcore_ds.files.user_paths import writing
+from vcore_ds.progress import Progress
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 MODEL_CARD = f"""---
@@ -91,23 +92,22 @@ def _prepare(folder: Path) -> QuickstartData:
     """`prepare_quickstart_data`, one process at a time."""
     start = time.perf_counter()
     model_folder = folder / MODEL_NAME
-    print(f"model:  {model_folder} ... ", end="", flush=True)
-    if (model_folder / "config.json").is_file():
-        print("there already", flush=True)
-    else:
+    if not (model_folder / "config.json").is_file():
+        print(f"Converting {MODEL_NAME} from GGUF to {model_folder}, once", flush=True)
         _convert_model(model_folder)
-        print(f"converted from GGUF in {time.perf_counter() - start:.0f} s", flush=True)
+        print(f"Converted in {time.perf_counter() - start:.0f} s", flush=True)
 
     if not (model_folder / CARD).is_file():
         with written_aside(model_folder / CARD) as unfinished:
             unfinished.write_text(MODEL_CARD, encoding="utf-8")
 
     start = time.perf_counter()
-    print(f"traces: {folder}", end="", flush=True)
-    for name, traces in _select_traces(model_folder).items():
+    print("Choosing traces by their length", flush=True)
+    chosen = _select_traces(model_folder)
+    for name, traces in chosen.items():
         _write_jsonl(folder / f"{name}.jsonl", traces)
-        print(f", {len(traces)} {name}", end="", flush=True)
-    print(f" in {time.perf_counter() - start:.0f} s", flush=True)
+    numbers = ", ".join(f"{len(traces)} {name}" for name, traces in chosen.items())
+    print(f"Traces: {numbers}, chosen in {time.perf_counter() - start:.0f} s", flush=True)
     return QuickstartData(model_folder, *(folder / f"{name}.jsonl" for name in QuickstartData._fields[1:]))
 
 
@@ -121,7 +121,8 @@ def _convert_model(target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     gguf_file = f"{MODEL_NAME}.Q4_1.gguf"
-    with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+    # transformers' own progress bars write control characters into logs.
+    with contextlib.redirect_stderr(io.StringIO()), _own_progress():
         model = AutoModelForCausalLM.from_pretrained(
             source, gguf_file=gguf_file, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
         )
@@ -135,6 +136,23 @@ def _convert_model(target: Path) -> None:
         tokenizer.save_pretrained(unfinished)
         # `model.save_pretrained` would import deepspeed. A tied output layer has no name of its own among these.
         save_file(dict(model.named_parameters()), unfinished / "model.safetensors", metadata={"format": "pt"})
+
+
+@contextlib.contextmanager
+def _own_progress() -> Iterator[None]:
+    """A context in which transformers' loop over the tensors of a GGUF file shows its progress as everything else
+    does."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
+
+    def bar(tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
+        with Progress("Converting the model", len(tensors)) as progress:
+            yield from progress.over(tensors)
+
+    before, gguf.tqdm = gguf.tqdm, bar
+    try:
+        yield
+    finally:
+        gguf.tqdm = before
 
 
 def _select_traces(model_folder: Path) -> dict[str, list[Trace]]:

@@ -4,7 +4,6 @@ iw-SFT with all parameters trained compares the model with its initial state, wh
 number per sequence, computed before training, stands for it.
 """
 
-import time
 from pathlib import Path
 
 from vcore_ds.commands.reference.request import NEW_FILE
@@ -46,11 +45,11 @@ def _compute_and_write(recipe: Recipe, output: Path) -> None:
     # Longest first, in groups that keep every rank equally busy; all ranks see the same groups, so all take part.
     by_length = sorted(range(num_sequences), key=lambda i: -dataset.lengths[i])
     group_size = plan.num_ranks * (plan.utility_micro_batch_size_per_rank or 1) * 8
-    started = time.perf_counter()
-    for start in range(0, num_sequences, group_size):
-        found.update(_group_values(feed, dataset, engine, by_length[start : start + group_size]))
-        minutes = (time.perf_counter() - started) / 60
-        console.say(f"{len(found):,} of {num_sequences:,} sequences, {minutes:.1f} min")
+    with console.progress("Log-probabilities of the training data", sum(map(int, dataset.lengths))) as progress:
+        for start in range(0, num_sequences, group_size):
+            group = by_length[start : start + group_size]
+            found.update(_group_values(feed, dataset, engine, group))
+            progress.advance(sum(int(dataset.lengths[i]) for i in group))
     values = [found[i] for i in range(num_sequences)]
     first_rank_first(lambda: write(output, dataset, values, recipe.model.path) if layout.is_first() else None)
     engine.close()

@@ -113,6 +113,6 @@ def after_training(recipe: str, overrides: Sequence[str]) -> None:
     folder = Path(load_recipe(recipe, overrides).run.output_dir)
     try:
         (page,) = write_report([folder])
-        print(f"\nReport: {page} (open it in a browser)", flush=True)
+        print(f"Report: {page} (open it in a browser)", flush=True)
     except UserError as error:
         print(f"warning: no report: {error}", flush=True)

@@ -18,8 +18,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare import shards as work
 from vcore_ds.data.prepare.pool import Pool
@@ -35,6 +33,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.files.aside import flush, unfinished_path
 from vcore_ds.files.locks import alone_in
 from vcore_ds.files.user_paths import check_folder
+from vcore_ds.progress import Progress
 
 _BLOCK = 128
 """Conversations tokenized as one piece of work."""
@@ -57,25 +56,28 @@ def prepare(
     processes: int = 1,
     max_malformed_share: float = 0.01,
     say: Callable[[str], None] = print,
+    note: Callable[[str], None] | None = None,
 ) -> PrepareReport | None:
     """Makes the store `output`. Returns None where it exists already, made by the same request.
 
     Args:
         max_malformed_share: largest share of malformed rows; more are refused, with a report of the first ones.
+        say: takes lines about the work.
+        note: takes what was found in the data, formats of the rows and the table at the end; None for `say`.
 
     Raises:
         UserError: the request or the data cannot be used, or another process is making `output`.
         OSError: `output` cannot be written.
         In every case finished work is kept.
     """
-    output = Path(output)
+    output, note = Path(output), note or say
     tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
     check_tokenizer(tokenizer)
     if request.kind == "math" and importlib.util.find_spec("math_verify") is None:
         raise UserError('`prepare math` needs the package math-verify: pip install "math-verify[antlr4_13_2]"')
     raw_shards = find_shards(request.sources, request.split)
     if request.kind == "chat":
-        _say_shapes(raw_shards, say)
+        _say_shapes(raw_shards, note)
     made_from = describe_origin(request, raw_shards, tokenizer)
     if output.exists():
         check_finished(output, made_from)
@@ -100,7 +102,7 @@ def prepare(
             candidates = select(request, reports, folder / "curated")
             if not candidates:
                 raise UserError(f"{', '.join(request.sources)}: no row is left.\n{report.describe()}")
-            blocks = _tokenize(request, candidates, first_rows, folder, pool)
+            blocks = _tokenize(request, candidates, first_rows, folder, pool, say)
 
         chosen = choose(request, blocks, report)
         faults = [str(fault) for block in blocks for fault in block["faults"]]
@@ -135,7 +137,7 @@ def prepare(
         if faults or report.num_malformed:
             say(f"malformed rows: {_keep_fault_report(folder, output)}")
     shutil.rmtree(folder)  # not while its lock is held: NFS keeps a file that is open, and with it the folder
-    say(report.describe())
+    note(report.describe())
     return report
 
 
@@ -169,10 +171,9 @@ def _curate(
                 is_full = spare is not None and len(best_keys) == spare
                 yield partial(_curate_one, task, best_keys[-1] + 1 if is_full else _ALL_KEYS)
 
-    with tqdm(total=len(raw_shards), initial=len(finished), desc="curating", unit="shard", disable=None) as bar:
-        for shard_number in pool.run(calls()):
+    with Progress("Reading and filtering rows", len(raw_shards) - len(finished), say=say) as progress:
+        for shard_number in progress.over(pool.run(calls())):
             learn_keys(shard_number)
-            bar.update()
     reports = [work.read_report(folder, i) for i in range(len(raw_shards))]
     return [report for report in reports if report is not None]
 
@@ -208,7 +209,12 @@ def _first_row_numbers(raw_shards: Sequence[Shard], reports: Sequence[ShardRepor
 
 
 def _tokenize(
-    request: PrepareRequest, candidates: Sequence[Curated], first_rows: Sequence[_FirstRow], folder: Path, pool: Pool
+    request: PrepareRequest,
+    candidates: Sequence[Curated],
+    first_rows: Sequence[_FirstRow],
+    folder: Path,
+    pool: Pool,
+    say: Callable[[str], None],
 ) -> list[Any]:
     """Tokenizes all blocks, or as many as the sample needs; returns them in order."""
     target = folder / "tokenized"
@@ -232,13 +238,13 @@ def _tokenize(
         )
         return partial(_tokenize_one, task)
 
-    with tqdm(total=num_blocks, desc="tokenizing", unit="block", disable=None) as bar:
+    with Progress("Tokenizing", num_blocks, say=say) as progress:
         while len(blocks) < num_blocks and (num_missing := wanted - _num_kept(blocks.values())) > 0:
             begin, end = len(blocks), min(num_blocks, len(blocks) - (-num_missing // _BLOCK))
             missing = [i for i in range(begin, end) if not (target / f"{i:05d}.npz").is_file()]
-            bar.update(end - begin - len(missing))
-            for _ in pool.run(call(i) for i in missing):
-                bar.update()
+            progress.advance(end - begin - len(missing))
+            for _ in progress.over(pool.run(call(i) for i in missing)):
+                pass
             blocks |= {i: read_block(target, i) for i in range(begin, end)}
     return [blocks[i] for i in range(len(blocks))]
 

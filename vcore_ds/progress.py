@@ -1,0 +1,91 @@
+"""How far a piece of work has come that takes a while: a bar on a terminal, a line now and then in a log file."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Self, TypeVar
+
+Item = TypeVar("Item")
+
+BAR_SECONDS = 2.0
+"""Work that is done sooner shows no bar."""
+
+FIRST_LINE_SECONDS = 10.0
+"""Work that is done sooner leaves no line in a log."""
+
+LINE_SECONDS = 30.0
+"""Least time between two lines; a tenth of the time so far where that is more."""
+
+
+class Progress:
+    """Counts what is done of one piece of work, and shows the share of it and the time that is left.
+
+    Nothing here waits for other ranks: each may have one, and the first rank's is shown.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: float,
+        *,
+        enabled: bool = True,
+        say: Callable[[str], None] = print,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        title: what is done, such as `Loading weights`.
+        total: all of it, in any unit.
+        enabled: False shows nothing.
+        say: takes the lines for a log file.
+        clock: seconds.
+        """
+        self._title, self._total, self._say, self._clock = title, total, say, clock
+        self._enabled, self._done = enabled, 0.0
+        self._started = clock()
+        self._next_line = self._started + FIRST_LINE_SECONDS
+        self._bar = None
+        if enabled and sys.stdout.isatty():
+            from tqdm import tqdm  # here: most commands show none
+
+            self._bar = tqdm(
+                total=total,
+                desc=title,
+                delay=BAR_SECONDS,
+                bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left",
+                leave=False,
+                file=sys.stdout,
+                dynamic_ncols=True,
+            )
+
+    def advance(self, amount: float = 1.0) -> None:
+        """More of the work is done."""
+        self._done += amount
+        if self._bar is not None:
+            self._bar.update(amount)
+        elif self._enabled and (now := self._clock()) >= self._next_line and self._done < self._total:
+            seconds = now - self._started
+            left = seconds * (self._total / self._done - 1.0)
+            self._say(f"{self._title}: {self._done / self._total:.0%}, {duration(left)} left")
+            sys.stdout.flush()
+            self._next_line = now + max(LINE_SECONDS, 0.1 * seconds)
+
+    def over(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The items, each of which counts as one when the next is asked for."""
+        for item in items:
+            yield item
+            self.advance()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def duration(seconds: float) -> str:
+    """Such as `2h05m`, `3m20s` or `12s`."""
+    minutes, seconds = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"

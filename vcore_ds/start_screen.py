@@ -1,0 +1,174 @@
+"""What a run says of itself at its start: ten lines on the screen, and the details in start.txt in its folder."""
+
+import os
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from vcore_ds.config import COALESCING_SHARE, BatchPlan, MemoryPlan, Part, Recipe, describe_memory
+from vcore_ds.config.rank_words import count
+from vcore_ds.data import Dataset
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import device
+from vcore_ds.engine import Engine, unsharded_gradient_bytes
+from vcore_ds.feed import Feed, store_behind
+from vcore_ds.models import count_parameters
+from vcore_ds.planning import ParameterCounts, Utilization
+from vcore_ds.setup import why_separate
+from vcore_ds.utility import Direction
+
+
+def describe_run(
+    recipe: Recipe,
+    feed: Feed,
+    validation: dict[str, Dataset],
+    counts: ParameterCounts | None,
+    num_done: int,
+    num_steps: int,
+) -> str:
+    """The lines on the screen: model, data, method, parallelism, steps, and the output folder.
+
+    Args:
+        counts: of the model, or of a rank's part of it; None where it cannot be read.
+        num_done: optimizer steps that a resumed run has taken.
+    """
+    lines = [
+        f"Model:        {describe_model(recipe, counts)}",
+        f"Data:         {describe_data(recipe.data.train_path, feed.dataset)}",
+    ]
+    if feed.probe_dataset is not feed.dataset and recipe.data.probe_path is not None:
+        lines.append(f"Trusted data: {describe_data(recipe.data.probe_path, feed.probe_dataset)}")
+    if validation:
+        sets = ", ".join(f"{name} {len(dataset):,}".strip() for name, dataset in validation.items())
+        lines.append(f"Held out:     {sets} sequences")
+    left = f", {num_done:,} of them done" if num_done else ""
+    optimizer = recipe.optimizer
+    lines += [
+        f"Method:       {describe_method(recipe)}",
+        f"Parallelism:  {describe_parallelism()}",
+        f"Batch:        {feed.plan.describe()}; {describe_accumulation(feed, num_done, num_steps)}",
+        f"Steps:        {num_steps:,}{left} ({feed.epoch(num_steps):.3g} epochs), {optimizer.name}, learning rate "
+        f"{optimizer.learning_rate:g} ({recipe.schedule.kind})",
+        f"Output:       {short(recipe.run.output_dir)} (details in start.txt)",
+    ]
+    return "\n".join(lines)
+
+
+def describe_model(recipe: Recipe, counts: ParameterCounts | None) -> str:
+    """Such as `Qwen/Qwen3-1.7B: 1,720,574,976 parameters, all trained, bf16`.
+
+    Args:
+        counts: of the model, or of a rank's part of it; None to count them.
+    """
+    if counts is None or recipe.parallel.tensor > 1:
+        whole = recipe.parallel.model_copy(update={"tensor": 1})
+        counts = count_parameters(recipe.model_copy(update={"parallel": whole}))
+    kind = f"LoRA rank {recipe.lora.rank}" if recipe.lora is not None else "full-parameter"
+    of_it = f"{counts.all:,} parameters, {counts.trained:,} trained ({kind})" if counts.all else kind
+    return f"{short(recipe.model.path)}: {of_it}, {recipe.model.precision}"
+
+
+def describe_data(path: str, dataset: Dataset) -> str:
+    """Such as `train.jsonl: 62 of 320 rows kept, 11,292 tokens (6,070 supervised); 258 dropped: longer than ...`."""
+    manifest = store_behind(dataset).manifest
+    counts = manifest.get("counts", {})
+    dropped = counts.get("dropped", {})
+    size = f"{counts['rows']:,} rows kept" if dropped else "sequences"
+    text = f"{short(path)}: {len(dataset):,} {'of ' * bool(dropped)}{size}, {manifest['num_tokens']:,} tokens "
+    text += f"({manifest['num_supervised_tokens']:,} supervised)"
+    return "; ".join([text, *(f"{number:,} dropped: {rule}" for rule, number in dropped.items())])
+
+
+def describe_method(recipe: Recipe) -> str:
+    """The method with its settings."""
+    method, utility = recipe.method, recipe.utility
+    if method.name != "vcore":
+        return f"{method.name}, normalization {method.normalization}"
+    strength = (
+        f"KL budget {method.kl_budget:g} nats"
+        if method.kl_budget is not None
+        else f"temperature {method.temperature:g}"
+    )
+    if method.base_measure != "uniform":
+        strength += f" from {method.base_measure}"
+    if method.scope == "sequence_and_batch":
+        strength += f", and {method.batch_kl_budget:g} nats over the sequences of a batch"
+    how = "forward mode (jvp)" if utility.estimator == "jvp" else f"finite differences (epsilon {utility.epsilon})"
+    return (
+        f"VCORE token weights, {strength}, alpha {method.alpha}; utilities by {how} along {describe_direction(recipe)}"
+    )
+
+
+def describe_direction(recipe: Recipe) -> str:
+    """What utilities look along, in words."""
+    probe = recipe.probe
+    of = "the gradient of the previous step" if probe.source == "previous_step" else f"probes of {probe.batch_size}"
+    if recipe.data.probe_path is not None and probe.source == "batch":
+        of += f" from {short(recipe.data.probe_path)}"
+    of += ", weighted by probability" if probe.loss == "dft" else ""
+    of += f", every {probe.every} steps" if probe.every > 1 else ""
+    of += f", mean with decay {probe.decay:g}" if probe.decay else ""
+    return f"the {probe.direction} direction ({of})"
+
+
+def describe_parallelism() -> str:
+    """World size, ZeRO-3 and tensor parallelism."""
+    world, tensor = layout.size("job"), layout.size("tensor")
+    kind = torch.cuda.get_device_name() if device().type == "cuda" else "CPU"
+    over = count(layout.size("shards"), "rank") if tensor == 1 else f"{layout.size('shards')} of {world} ranks"
+    return f"ZeRO-3 over {over} ({kind}), tensor parallelism {tensor}"
+
+
+def describe_accumulation(feed: Feed, num_done: int, num_steps: int) -> str:
+    """Micro-batches of a step on each rank, and the degree of sequence parallelism, of the next steps' main batches."""
+    spreads = feed.next_spreads(num_done, num_steps)
+    numbers = [len(found.micro_steps) for found in spreads]
+    degrees = sorted({found.sequence_parallel for found in spreads})
+    often = f"{min(numbers)}" if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
+    return f"gradient accumulation {often}, Ulysses sequence parallelism {' or '.join(map(str, degrees))}"
+
+
+def short(path: str) -> str:
+    """A path below the working directory without it."""
+    below = os.path.relpath(path) if os.path.isabs(path) else path
+    return path if below.startswith("..") else below
+
+
+# ---- details -------------------------------------------------------------------------------------------------------
+
+
+def describe_use_of_ranks(
+    plan: BatchPlan, passes: Mapping[Part, Utilization], memory: MemoryPlan | None
+) -> Iterator[str]:
+    """Balance and cost of the next steps' passes, and the estimated memory."""
+    for part, found in passes.items():
+        yield f"Balance of the {part} batch in the next steps: {found.describe(plan.member)}"
+    if "probe" in passes:
+        share = passes["probe"].time / passes["main"].time
+        yield f"Cost of the probe: {share:.0%} of forward and backward of the main batch, predicted"
+    if memory is not None:
+        yield describe_memory(memory)
+
+
+def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None) -> Iterator[str]:
+    """What the loaded model shows: memory of gradients and direction, and which forwards a step takes."""
+    size = unsharded_gradient_bytes(parameter for _, parameter in engine.trainable) / 2**20
+    is_auto = recipe.engine.coalesce_gradient_reduction == "auto"
+    limit = f", {'at most' if engine.coalesces else 'above'} {COALESCING_SHARE:.0%} of its memory" if is_auto else ""
+    often = "step" if engine.coalesces else "micro-batch"
+    yield f"Gradients: reduced once a {often}; unsharded they take {size:,.1f} MiB a rank{limit}"
+    if direction is None:
+        return
+    yield f"Probe direction: {direction.persistent_bytes / 2**20:,.1f} MiB a rank between passes"
+    if recipe.utility.estimator == "jvp" and recipe.utility.fused is not False:
+        why_not = why_separate(recipe, engine)
+        yield (
+            "Utilities come from the main forward itself"
+            if why_not is None
+            else f"Utilities take a forward of their own, since {why_not}"
+        )
+    if recipe.utility.estimator == "finite_difference" and engine.has_dropout:
+        yield (
+            "LoRA dropout is on, so the training forward cannot serve as l(theta): finite differences take one more "
+            "forward a step"
+        )
