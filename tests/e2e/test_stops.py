@@ -53,8 +53,14 @@ class OneRun:
     def deepspeed(self) -> Job:
         return self.start(f"deepspeed --num_accelerators 2 --master_port {free_port()}")
 
-    def fork(self, *changes: str, num_ranks: int = 2) -> ForkedJob:
-        return ForkedJob(script, [*self._overrides, *changes], self._new_log(), num_ranks=num_ranks)
+    def fork(self, *changes: str, num_ranks: int = 2, rank_0_serves_store: bool = False) -> ForkedJob:
+        return ForkedJob(
+            script,
+            [*self._overrides, *changes],
+            self._new_log(),
+            num_ranks=num_ranks,
+            rank_0_serves_store=rank_0_serves_store,
+        )
 
     def _new_log(self) -> Path:
         return self._logs / f"{time.monotonic_ns()}.log"
@@ -138,7 +144,7 @@ def test_killed_rank(run: OneRun):
 
 def test_rank_that_hangs_and_serves_the_store(run: OneRun):
     """The other ranks cannot tell each other, since the store does not answer: each notices for itself."""
-    with run.fork() as job:
+    with run.fork(rank_0_serves_store=True) as job:
         job.wait_for(next_step(run))
         victim = job.rank(0)
         victim.suspend()

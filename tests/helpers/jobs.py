@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+import torch
 
 from tests.helpers.commands import HANG_SECONDS, REPOSITORY, command_environment, free_port
 from tests.helpers.ranks import forkserver
@@ -115,8 +116,8 @@ class ForkedJob(AnyJob):
     """The ranks of a command, forked from the server that has imported everything (`helpers/ranks.py`): what they do is
     the command's, while launcher and imports, most of the time of a short run, are left out.
 
-    Like a launcher it tells the others to end when one has failed. Rank 0 serves the store that the ranks meet in, as
-    under the deepspeed launcher.
+    Like a launcher it tells the others to end when one has failed. Like torchrun it serves the store that the ranks
+    meet in.
     """
 
     def __init__(
@@ -126,11 +127,13 @@ class ForkedJob(AnyJob):
         log: Path,
         *,
         num_ranks: int = 1,
+        rank_0_serves_store: bool = False,
         **environment: str,
     ):
         """Args:
         main: what the command calls, at the top level of a module. Takes `arguments` and returns the exit code.
         log: file for stdout and stderr.
+        rank_0_serves_store: as under the deepspeed launcher.
         """
         super().__init__(" ".join(arguments), log)
         log.write_bytes(b"")
@@ -141,6 +144,13 @@ class ForkedJob(AnyJob):
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
         }
+        if not rank_0_serves_store:
+            self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            shared |= {
+                "MASTER_PORT": str(self._store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+            }
         self._ranks: list[Any] = [
             forkserver().Process(
                 target=_become_rank,
