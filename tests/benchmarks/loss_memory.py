@@ -15,8 +15,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from vcore_ds.method import token_loss
-from vcore_ds.track.allocations import Allocations
+from vcore_ds.commands.plan.allocations import Allocations
+from vcore_ds.models.token_loss import token_loss
 
 
 def inputs(num_tokens: int, vocabulary: int, hidden_size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,13 +25,19 @@ from torch.nn.functional import cross_entropy
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.config import plan_batch
-from vcore_ds.data import Batch, MainOrder, RandomDraws, StepBatches, TokenizedSequence, collate, idle_batch
+from vcore_ds.data.batches import Batch, collate, idle_batch
+from vcore_ds.data.order import MainOrder, RandomDraws
+from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine, build_optimizer
-from vcore_ds.feed import Feed
-from vcore_ds.planning import CPU, ModelShape, RowLimit, layer_parameters, spread
+from vcore_ds.engine.optimizer import build_optimizer
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.planning.batch_plan import plan_batch
+from vcore_ds.planning.model_shape import ModelShape, layer_parameters
+from vcore_ds.planning.spread import RowLimit, spread
+from vcore_ds.planning.time_model import CPU
 from vcore_ds.random_streams import Stream
+from vcore_ds.train.feed import Feed
 
 MODEL = dict(
     vocab_size=8192, hidden_size=384, intermediate_size=1152, num_hidden_layers=8, num_attention_heads=6, head_dim=64

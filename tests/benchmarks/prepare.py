@@ -23,9 +23,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.helpers.conversations import tokenize
-from vcore_ds.data import Conversation, TokenizedSequence, TokenStore, check_contents, load_tokenizer, write_store
-from vcore_ds.data.prepare import PrepareRequest, curation, find_shards, prepare
-from vcore_ds.data.store import _indexed_dataset
+from vcore_ds.data.conversations import Conversation
+from vcore_ds.data.prepare import curation
+from vcore_ds.data.prepare.pipeline import prepare
+from vcore_ds.data.prepare.request import PrepareRequest
+from vcore_ds.data.prepare.sources import find_shards
+from vcore_ds.data.store import TokenStore, _indexed_dataset, write_store
+from vcore_ds.data.store_checks import check_contents
+from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
 from vcore_ds.grading.verification import AnswerChecker
 
 WORDS = (

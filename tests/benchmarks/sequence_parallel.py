@@ -21,12 +21,15 @@ import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data import Batch, StepBatches
+from vcore_ds.commands.plan.allocations import Allocations
+from vcore_ds.data.batches import Batch
+from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.planning import CPU, ModelShape, RowLimit, TimeModel, layer_parameters, spread
-from vcore_ds.step import take_direction
-from vcore_ds.track.allocations import Allocations
-from vcore_ds.utility import jvp_utilities
+from vcore_ds.planning.model_shape import ModelShape, layer_parameters
+from vcore_ds.planning.spread import RowLimit, spread
+from vcore_ds.planning.time_model import CPU, TimeModel
+from vcore_ds.train.step import take_direction
+from vcore_ds.utility.estimators import jvp_utilities
 
 NUM_RANKS = 4
 DEGREES = (1, 2, 4)

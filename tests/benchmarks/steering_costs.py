@@ -29,7 +29,8 @@ import torch
 
 from tests.benchmarks.overhead import JVP, NUM_MAIN, NUM_PROBE, SFT, OurLoop, Variant, make_feed, ratio
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data import RandomDraws, StepBatches
+from vcore_ds.data.order import RandomDraws
+from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.random_streams import Stream
 
 TRUSTED = 8

@@ -15,8 +15,10 @@ from tempfile import TemporaryDirectory
 
 from tests.helpers.commands import METRICS
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.config import Recipe, needed_passes
-from vcore_ds.planning import QWEN3_32B, MemorySettings
+from vcore_ds.config.schema import Recipe
+from vcore_ds.planning.memory_settings import MemorySettings
+from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.run_plan import needed_passes
 from vcore_ds.track.console import Console
 from vcore_ds.track.metrics_log import MetricsLog
 from vcore_ds.track.throughput import Throughput

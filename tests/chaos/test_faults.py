@@ -22,7 +22,7 @@ from tests.chaos.tiny_run import TinyRun, make_setup
 from tests.helpers.jobs import AnyJob, ForkedJob
 from tests.helpers.setups import sums
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.data import MainOrder, RandomDraws
+from vcore_ds.data.order import MainOrder, RandomDraws
 from vcore_ds.random_streams import Stream
 
 pytestmark = pytest.mark.e2e

@@ -5,9 +5,10 @@ import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data import Batch, idle_batch
+from vcore_ds.data.batches import Batch, idle_batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine, build_optimizer
+from vcore_ds.engine.optimizer import build_optimizer
+from vcore_ds.engine.zero3 import Engine
 
 pytestmark = pytest.mark.dist
 

@@ -17,7 +17,8 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.streams import accelerator_with_streams
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine, build_optimizer
+from vcore_ds.engine.optimizer import build_optimizer
+from vcore_ds.engine.zero3 import Engine
 
 pytestmark = pytest.mark.dist
 

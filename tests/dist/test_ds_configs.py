@@ -13,12 +13,14 @@ from deepspeed.utils import groups
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.config import Recipe, deepspeed_config, plan_batch
-from vcore_ds.data import StepBatches
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine
-from vcore_ds.planning import QWEN3_32B
-from vcore_ds.setup import build_engine
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.planning.batch_plan import plan_batch
+from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.train.setup import build_engine
 
 pytestmark = pytest.mark.dist
 

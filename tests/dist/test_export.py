@@ -17,15 +17,15 @@ from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import CHATML, make_tokenizer
-from vcore_ds import run
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.config import Recipe
-from vcore_ds.data import load_tokenizer
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine, save_hugging_face
-from vcore_ds.engine.export_shards import ExportFailed
+from vcore_ds.engine.export_shards import ExportFailed, save_hugging_face
+from vcore_ds.engine.zero3 import Engine
 from vcore_ds.files import model_folder as files
-from vcore_ds.models import RowLayout
+from vcore_ds.models.attention import RowLayout
+from vcore_ds.train import run
 
 pytestmark = pytest.mark.dist
 

@@ -11,12 +11,14 @@ import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.config import Recipe, plan_batch
-from vcore_ds.data import JoinedDataset, TokenizedSequence
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.dataset import JoinedDataset
+from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
-from vcore_ds.feed import build_feed
-from vcore_ds.models import model_shape
-from vcore_ds.setup import count_steps
+from vcore_ds.models.configuration import model_shape
+from vcore_ds.planning.batch_plan import plan_batch
+from vcore_ds.train.feed import build_feed
+from vcore_ds.train.setup import count_steps
 
 pytestmark = pytest.mark.dist
 

@@ -28,13 +28,20 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.conversations import tokenize
 from tests.helpers.ranks import run_ranks
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
-from vcore_ds.config import deepspeed_config, load_recipe, plan_batch
-from vcore_ds.data import IGNORED_LABEL, Batch, Conversation, collate, load_tokenizer
-from vcore_ds.engine import Engine
-from vcore_ds.models import TokenLossModel
-from vcore_ds.planning import QWEN3_32B
-from vcore_ds.setup import build_engine
-from vcore_ds.utility import Direction, FiniteDifference, forward_mode, jvp_utilities, losses_and_utilities
+from vcore_ds.config.load import load_recipe
+from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate
+from vcore_ds.data.conversations import Conversation
+from vcore_ds.data.tokenization import load_tokenizer
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.planning.batch_plan import plan_batch
+from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.train.setup import build_engine
+from vcore_ds.utility.direction import Direction
+from vcore_ds.utility.estimators import jvp_utilities
+from vcore_ds.utility.finite_difference import FiniteDifference
+from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
 
 pytestmark = pytest.mark.dist
 

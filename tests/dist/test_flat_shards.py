@@ -18,9 +18,13 @@ from torch import Tensor
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine, build_optimizer, chunks, flat_shards
-from vcore_ds.method import adam_direction
-from vcore_ds.utility import Direction, perturbed
+from vcore_ds.engine import flat_shards
+from vcore_ds.engine.flat_shards import chunks
+from vcore_ds.engine.optimizer import build_optimizer
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.method.adam import adam_direction
+from vcore_ds.utility.direction import Direction
+from vcore_ds.utility.perturbation import perturbed
 
 pytestmark = pytest.mark.dist
 

@@ -11,12 +11,13 @@ import torch.autograd.forward_ad as forward_ad
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data import StepBatches
+from vcore_ds.commands.plan.allocations import Allocations
+from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.setup import build_estimator
-from vcore_ds.step import take_direction
-from vcore_ds.track.allocations import Allocations
-from vcore_ds.utility import NoUtilities, forward_mode, losses_and_utilities, why_not_fused
+from vcore_ds.train.setup import build_estimator
+from vcore_ds.train.step import take_direction
+from vcore_ds.utility.estimators import NoUtilities, why_not_fused
+from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
 
 pytestmark = pytest.mark.dist
 

@@ -17,8 +17,8 @@ from vcore_ds.commands.export.write import export_run
 from vcore_ds.commands.fidelity.choice import FidelityOptions
 from vcore_ds.commands.fidelity.measure import measure_fidelity
 from vcore_ds.commands.fidelity.report import FidelityReport
-from vcore_ds.config import Recipe
-from vcore_ds.engine import Engine
+from vcore_ds.config.schema import Recipe
+from vcore_ds.engine.zero3 import Engine
 
 pytestmark = pytest.mark.dist
 

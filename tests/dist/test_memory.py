@@ -12,19 +12,20 @@ import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
+from vcore_ds.commands.plan.allocations import Allocations
 from vcore_ds.commands.plan.verify_rank import kept_bytes
-from vcore_ds.config import Recipe
-from vcore_ds.data import Batch
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine, build_optimizer
-from vcore_ds.method.token_loss import BLOCK_LOGITS_BYTES
-from vcore_ds.models import model_shape
-from vcore_ds.planning import AdapterShape, MemoryEstimate, MemorySettings, memory_of
-from vcore_ds.planning.memory import LOSS_BLOCK_BYTES
-from vcore_ds.setup import build_engine
-from vcore_ds.step import take_direction
-from vcore_ds.track.allocations import Allocations
-from vcore_ds.utility import NoUtilities, jvp_utilities
+from vcore_ds.engine.optimizer import build_optimizer
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.models.configuration import model_shape
+from vcore_ds.models.token_loss import BLOCK_LOGITS_BYTES
+from vcore_ds.planning.memory import LOSS_BLOCK_BYTES, MemoryEstimate, memory_of
+from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings
+from vcore_ds.train.setup import build_engine
+from vcore_ds.train.step import take_direction
+from vcore_ds.utility.estimators import NoUtilities, jvp_utilities
 
 pytestmark = pytest.mark.dist
 

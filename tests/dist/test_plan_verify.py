@@ -13,7 +13,8 @@ from vcore_ds.commands.plan.scaled import CASES, NUM_RANKS, scaled_shape
 from vcore_ds.commands.plan.verify import BOUND, Comparison, compare, describe_comparisons, launch, prepare
 from vcore_ds.commands.plan.verify_rank import measure_all
 from vcore_ds.errors import RunFailed
-from vcore_ds.planning import KNOWN_MODELS, QWEN3_32B
+from vcore_ds.planning.known_models import KNOWN_MODELS
+from vcore_ds.planning.model_shape import QWEN3_32B
 
 pytestmark = pytest.mark.dist
 

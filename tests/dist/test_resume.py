@@ -23,21 +23,22 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds import checkpoints, run
-from vcore_ds import setup as shared
-from vcore_ds.checkpoints import MARGIN_BYTES, Checkpoints
 from vcore_ds.commands.fidelity.bench import Trainer
 from vcore_ds.commands.reference.compute import write_reference_log_probabilities
-from vcore_ds.config import Recipe, deepspeed_config
-from vcore_ds.data import load_tokenizer
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.stops import Stops
 from vcore_ds.engine import checkpoint_shards
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed
 from vcore_ds.errors import UserError
-from vcore_ds.feed import build_feed, read_training_data
 from vcore_ds.files.run_folder import begin
+from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.track.console import Console
+from vcore_ds.train import checkpoints, run
+from vcore_ds.train import setup as shared
+from vcore_ds.train.checkpoints import MARGIN_BYTES, Checkpoints
+from vcore_ds.train.feed import build_feed, read_training_data
 
 pytestmark = pytest.mark.dist
 

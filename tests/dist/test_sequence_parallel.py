@@ -18,13 +18,17 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.parity import Case, assert_equal, run_case
 from tests.helpers.ranks import run_ranks
 from tests.unit.test_attention import CONFIGS
-from vcore_ds.data import IGNORED_LABEL, Batch, StepBatches
+from vcore_ds.data.batches import IGNORED_LABEL, Batch
+from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.models import RowLayout, TokenLossModel, gather_losses, own_columns
-from vcore_ds.models.attention import TRAINING_ATTENTION
-from vcore_ds.planning import possible_degrees
-from vcore_ds.step import take_direction
-from vcore_ds.utility import Direction, forward_mode, jvp_utilities, losses_and_utilities
+from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
+from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.sequence_exchange import gather_losses, own_columns
+from vcore_ds.planning.spread import possible_degrees
+from vcore_ds.train.step import take_direction
+from vcore_ds.utility.direction import Direction
+from vcore_ds.utility.estimators import jvp_utilities
+from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
 
 pytestmark = pytest.mark.dist
 

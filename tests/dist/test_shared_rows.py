@@ -14,13 +14,13 @@ from tests.helpers.resumed_runs import NUM_STEPS
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.token_records import assert_same_followed, assert_same_records
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.config import Recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
-from vcore_ds.followed import record_followed
 from vcore_ds.track.console import Console
 from vcore_ds.track.followed_records import Origin, TraceTokens, read_all_followed
 from vcore_ds.track.token_gather import gather_record, record_tokens
 from vcore_ds.track.token_records import SequenceTokens
+from vcore_ds.train.followed import record_followed
 
 pytestmark = pytest.mark.dist
 

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from tests.helpers.setups import TinySetup, sums, write_conversations
 from vcore_ds.cli import main
-from vcore_ds.data import TokenStore, check_contents
+from vcore_ds.data.store import TokenStore
+from vcore_ds.data.store_checks import check_contents
 from vcore_ds.errors import UserError
-from vcore_ds.models import check_model_folder, load_causal_lm
-from vcore_ds.models.loading import training_config
+from vcore_ds.models.folder_check import check_model_folder
+from vcore_ds.models.loading import load_causal_lm, training_config
 from vcore_ds.models.stored_weights import find_stored_weights
 
 pytestmark = pytest.mark.e2e
@@ -252,7 +253,7 @@ def test_damaged_model_folder(setup: TinySetup, tmp_path: Path, data: st.DataObj
 
 
 def load_all(folder: Path) -> None:
-    from vcore_ds.data import load_tokenizer
+    from vcore_ds.data.tokenization import load_tokenizer
 
     check_model_folder(str(folder))
     load_tokenizer(str(folder))

@@ -15,12 +15,15 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.cli import main
-from vcore_ds.config import Recipe
-from vcore_ds.data import Batch, MainOrder, RandomDraws, StepBatches
-from vcore_ds.engine import Engine, NonFiniteGradient, NonFiniteLoss
-from vcore_ds.loop import describe_fault
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.batches import Batch
+from vcore_ds.data.order import MainOrder, RandomDraws
+from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.engine.non_finite import NonFiniteGradient, NonFiniteLoss
+from vcore_ds.engine.zero3 import Engine
 from vcore_ds.random_streams import Stream
-from vcore_ds.utility import Estimator
+from vcore_ds.train.loop import describe_fault
+from vcore_ds.utility.estimators import Estimator
 
 pytestmark = pytest.mark.e2e
 

@@ -20,10 +20,10 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.cli import main
 from vcore_ds.commands.quickstart.session import RECIPE
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
-from vcore_ds.config import load_recipe
-from vcore_ds.data import load_tokenizer
+from vcore_ds.config.load import load_recipe
+from vcore_ds.data.tokenization import load_tokenizer
+from vcore_ds.results.token_tables import IN_ANSWER
 from vcore_ds.track.token_records import read_records
-from vcore_ds.track.token_tables import IN_ANSWER
 
 pytestmark = pytest.mark.e2e
 
@@ -35,7 +35,7 @@ FRAGMENTS = {name: f"methods/{name}.yaml" for name in ("sft", "dft", "iw_sft", "
 
 def train_all(overrides: list[str], folder: str) -> None:
     """In one process, one after the other: starting costs more than a step."""
-    from vcore_ds.run import train
+    from vcore_ds.train.run import train
 
     for name, fragment in {"vcore": None, **FRAGMENTS}.items():
         words = [*overrides, *([fragment] if fragment else []), f"run.output_dir={folder}/{name}"]

@@ -22,7 +22,7 @@ from tests.helpers.commands import REPOSITORY
 from tests.helpers.setups import TinySetup, make_tokenizer, sums, write_conversations, write_model
 from tests.unit.test_export import trained_masters, write_run
 from vcore_ds.cli import main
-from vcore_ds.data import TokenStore
+from vcore_ds.data.store import TokenStore
 from vcore_ds.errors import UserError
 from vcore_ds.files.user_paths import writing
 

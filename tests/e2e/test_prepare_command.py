@@ -15,7 +15,7 @@ from tests.helpers.commands import HANG_SECONDS, REPOSITORY
 from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_prepare import chat_row, contents, math_row, write_lines
 from vcore_ds.cli import main
-from vcore_ds.data import TokenStore
+from vcore_ds.data.store import TokenStore
 
 pytestmark = pytest.mark.e2e
 

@@ -11,9 +11,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.commands import METRICS, has_control_characters, read_metrics, run_command
+from vcore_ds.commands.champ import HELD_OUT
 from vcore_ds.commands.quickstart.session import DATA, RECIPE
-from vcore_ds.config import load_recipe
-from vcore_ds.data.champ import HELD_OUT
+from vcore_ds.config.load import load_recipe
 
 pytestmark = pytest.mark.e2e
 

@@ -15,7 +15,7 @@ from tests.helpers.commands import read_metrics, run_command
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup
 from vcore_ds.cli import main
-from vcore_ds.config import load_recipe
+from vcore_ds.config.load import load_recipe
 from vcore_ds.track.followed_records import read_all_followed
 from vcore_ds.track.token_records import TokenRecord, read_records
 
@@ -30,7 +30,7 @@ NUM_STEPS = 3
 
 def train_all(overrides: list[str], folder: str) -> None:
     """In one process, one after the other: starting costs more than a step."""
-    from vcore_ds.run import train
+    from vcore_ds.train.run import train
 
     for name, changes in {
         "vcore_1": ["run.seed=1"],

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from tests.experiments import task
 from tests.experiments.settings import Setting
 from tests.experiments.task import Traces
-from vcore_ds.method import adam_direction, uniform_weights
+from vcore_ds.method.adam import adam_direction
+from vcore_ds.method.weights import uniform_weights
 
 CLIP = 1.0
 """2-norm of the gradient, and of the probe gradient."""

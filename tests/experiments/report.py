@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from tests.experiments.settings import Setting
-from vcore_ds.track import seed_statistics
-from vcore_ds.track.seed_statistics import cell
+from vcore_ds.results import seed_statistics
+from vcore_ds.results.seed_statistics import cell
 
 Result = dict[str, Any]
 BySeed = dict[int, Result]

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vcore_ds.method import segment_sum
+from vcore_ds.method.weights import segment_sum
 
 NUM_DIGITS = 4
 BASE = 4

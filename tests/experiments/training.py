@@ -17,9 +17,11 @@ from tests.experiments.directions import ADAM_EPS, BETAS, CLIP, Direction, small
 from tests.experiments.settings import BATCH_SIZE, Setting, budget_factor, learning_rate_factor, method_config
 from tests.experiments.task import Traces, TraceStream
 from vcore_ds.config.method_sections import MethodConfig
-from vcore_ds.method import Tokens, random_mask, segment_sum
+from vcore_ds.method.baselines import random_mask
+from vcore_ds.method.tokens import Tokens
+from vcore_ds.method.weights import segment_sum
 from vcore_ds.random_streams import Stream, generator
-from vcore_ds.weighting import alpha_of_micro_batch, has_batch_scope, sequence_weights, token_weights
+from vcore_ds.train.weighting import alpha_of_micro_batch, has_batch_scope, sequence_weights, token_weights
 
 KEEP_SHARE = 0.2
 """Of `random`."""

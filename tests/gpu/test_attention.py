@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.unit.test_attention import LAYOUTS, SCALE, inputs, unfused, visible
-from vcore_ds.models import RowLayout
-from vcore_ds.models.attention import training_attention
+from vcore_ds.models.attention import RowLayout, training_attention
 
 
 @pytest.mark.parametrize("sliding_window", [None, 7, 60])

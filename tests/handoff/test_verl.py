@@ -15,7 +15,8 @@ import pytest
 from tests.helpers.setups import write_model
 from tests.unit.test_export import trained_masters, write_run
 from vcore_ds.cli import main
-from vcore_ds.data import load_tokenizer, render_prompt
+from vcore_ds.data.rendering import render_prompt
+from vcore_ds.data.tokenization import load_tokenizer
 
 VERL = os.environ.get("VCORE_DS_VERL_PYTHON")
 pytestmark = [

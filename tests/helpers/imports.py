@@ -5,6 +5,6 @@ import gc
 import pytest  # noqa: F401
 
 import tests.helpers.megatron  # noqa: F401
-import vcore_ds.run  # noqa: F401
+import vcore_ds.train.run  # noqa: F401
 
 gc.freeze()  # DeepSpeed collects garbage whenever it starts; what was imported is none

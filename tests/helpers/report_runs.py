@@ -9,7 +9,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.config import Recipe, dump_recipe
+from vcore_ds.config.load import dump_recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.track.followed_records import FollowedRecord, TraceTokens, write_followed
 from vcore_ds.track.token_records import SequenceTokens, TokenRecord, write_record
 

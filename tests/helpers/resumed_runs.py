@@ -1,4 +1,5 @@
-"""Whole runs (`vcore_ds.run.train`) that stop after a step, and the files they leave; called through `run_ranks`."""
+"""Whole runs (`vcore_ds.train.run.train`) that stop after a step, and the files they leave; called through
+`run_ranks`."""
 
 import json
 import shutil
@@ -10,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from vcore_ds import run
-from vcore_ds.checkpoints import Checkpoints
-from vcore_ds.config import Recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
+from vcore_ds.train import run
+from vcore_ds.train.checkpoints import Checkpoints
 
 NUM_STEPS = 10
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.parity import keep_some
-from vcore_ds.config import Recipe
-from vcore_ds.data import StepBatches
-from vcore_ds.engine import Engine, build_optimizer
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.engine.optimizer import build_optimizer
+from vcore_ds.engine.zero3 import Engine
 from vcore_ds.track.step_metrics import StepMetrics
-from vcore_ds.utility import Estimator
+from vcore_ds.utility.estimators import Estimator
 
 VARIANCE = {"temperature": 0.1, "alpha": "variance", "alpha_cap": None}
 """A temperature takes one pass, where the search for a KL budget takes as many as the utilities need."""
@@ -72,7 +73,7 @@ def steps(case: str, *, num_layers: int, overlap: bool) -> Iterator[Steps]:
         "stage3_prefetch_bucket_size": 20_000,
         "stage3_max_reuse_distance": 0,
     }
-    config["timers"] = {"throughput": {"enabled": False}}  # as vcore_ds.config.deepspeed_config does
+    config["timers"] = {"throughput": {"enabled": False}}  # as vcore_ds.planning.deepspeed_json.deepspeed_config does
     model = tiny.token_loss_model(lora=recipe.lora is not None, checkpointing=True, num_hidden_layers=num_layers)
     coalesce = recipe.engine.coalesce_gradient_reduction is True
     engine = Engine(model, build_optimizer(model, recipe.optimizer), config, coalesce_gradient_reduction=coalesce)

@@ -10,14 +10,16 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 from tests.helpers import tiny
 from tests.helpers.oracle import Reference
-from vcore_ds.config import Recipe
-from vcore_ds.data import Batch, StepBatches, idle_batch
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.batches import Batch, idle_batch
+from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine, build_optimizer
-from vcore_ds.setup import build_estimator
-from vcore_ds.step import train_step as take_step
+from vcore_ds.engine.optimizer import build_optimizer
+from vcore_ds.engine.zero3 import Engine
 from vcore_ds.track.step_metrics import MicroBatchResult, StepMetrics, StepRecorder
-from vcore_ds.utility import Estimator
+from vcore_ds.train.setup import build_estimator
+from vcore_ds.train.step import train_step as take_step
+from vcore_ds.utility.estimators import Estimator
 
 LEARNING_RATE = 1e-4
 """Within the paper's range, 2e-5 to 2e-4. Adam divides by the gradient's size, so where a gradient is near zero its
@@ -83,7 +85,7 @@ def train_step(
     recorder: StepRecorder | None = None,
     **options: Any,
 ) -> StepMetrics:
-    """`vcore_ds.step.train_step`, at `LEARNING_RATE` unless the options say otherwise."""
+    """`vcore_ds.train.step.train_step`, at `LEARNING_RATE` unless the options say otherwise."""
     recorder = StepRecorder(engine.device) if recorder is None else recorder
     return take_step(engine, recipe, batches, estimator, recorder, **{"learning_rate": LEARNING_RATE, **options})
 

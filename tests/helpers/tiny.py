@@ -5,9 +5,11 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from vcore_ds.config.schema import LoraConfig
-from vcore_ds.data import IGNORED_LABEL, Batch, TokenizedSequence, pack
-from vcore_ds.models import TokenLossModel, add_lora
+from vcore_ds.data.batches import IGNORED_LABEL, Batch, pack
+from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
+from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.lora import add_lora
 
 VOCABULARY = 128
 

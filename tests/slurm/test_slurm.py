@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.commands import REPOSITORY, free_port, read_metrics, run_command
 from tests.helpers.setups import TinySetup
 from tests.slurm.cluster import Cluster, wait_until, why_not
-from vcore_ds.config import load_recipe
+from vcore_ds.config.load import load_recipe
 
 pytestmark = pytest.mark.dist
 NUM_STEPS = 16

@@ -1,7 +1,7 @@
 """`python -m tests.trajectories.bitwise FILE [EARLIER]`: every method, estimator and provider, bit by bit.
 
 For a change that is to change no number: FILE before it, FILE and EARLIER after it, on one machine with one set of
-packages. Whole runs from a recipe, so that nothing but `vcore_ds.run.train` and the recipe has to keep its name.
+packages. Whole runs from a recipe, so that nothing but `vcore_ds.train.run.train` and the recipe has to keep its name.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
 from tests.trajectories.record import environment
 from vcore_ds.commands.reference.compute import write_reference_log_probabilities
-from vcore_ds.config import Recipe
+from vcore_ds.config.schema import Recipe
 
 DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 NUM_RANKS, NUM_STEPS = 2, 3

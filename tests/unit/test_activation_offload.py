@@ -8,8 +8,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.helpers import tiny
-from vcore_ds.models import TokenLossModel, causal_lm
+from vcore_ds.models import causal_lm
 from vcore_ds.models.attention import TRAINING_ATTENTION
+from vcore_ds.models.causal_lm import TokenLossModel
 
 
 def copying(pin_memory: bool) -> saved_tensors_hooks:

@@ -16,11 +16,18 @@ from transformers import (
 )
 
 from tests.helpers import tiny
-from vcore_ds.data import Batch
+from vcore_ds.commands.plan.allocations import Allocations
+from vcore_ds.data.batches import Batch
 from vcore_ds.errors import UserError
-from vcore_ds.models import FORWARD_MODE_ATTENTION, RowLayout, TokenLossModel, block_attention
-from vcore_ds.models.attention import TRAINING_ATTENTION, forward_mode_attention, training_attention
-from vcore_ds.track.allocations import Allocations
+from vcore_ds.models.attention import (
+    FORWARD_MODE_ATTENTION,
+    TRAINING_ATTENTION,
+    RowLayout,
+    forward_mode_attention,
+    training_attention,
+)
+from vcore_ds.models.block_attention import block_attention
+from vcore_ds.models.causal_lm import TokenLossModel
 
 SCALE = 0.37
 

@@ -8,17 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vcore_ds.method import (
-    GlobalCounts,
-    dft_weights,
-    effective_sample_size,
-    iw_sft_weights,
-    random_mask,
-    random_weights,
-    sequence_shares,
-    token_coefficients,
-)
-from vcore_ds.method.baselines import IMPORTANCE_RATIO_CAP
+from vcore_ds.method.baselines import IMPORTANCE_RATIO_CAP, dft_weights, iw_sft_weights, random_mask, random_weights
+from vcore_ds.method.objective import GlobalCounts, effective_sample_size, sequence_shares, token_coefficients
 from vcore_ds.random_streams import Stream, generator
 
 

@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.config import BatchPlan, Recipe, RecipeError, plan_batch
-from vcore_ds.planning import CPU, H100, QWEN3_32B, ModelShape, TimeModel
+from vcore_ds.config.problems import RecipeError
+from vcore_ds.config.schema import Recipe
+from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
+from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
+from vcore_ds.planning.time_model import CPU, H100, TimeModel
 
 
 def plan(ranks: int, shape: ModelShape = QWEN3_32B, **sections: dict[str, Any]) -> BatchPlan:

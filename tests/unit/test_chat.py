@@ -22,7 +22,8 @@ from vcore_ds.cli import main
 from vcore_ds.commands.chat.models import load_voices
 from vcore_ds.commands.chat.session import Sampling, answer_question, generation_settings
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.config import Recipe, dump_recipe
+from vcore_ds.config.load import dump_recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.grading.prompts import math_prompt
 from vcore_ds.models.named_model import find_named_model

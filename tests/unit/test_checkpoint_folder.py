@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.checkpoints import Checkpoints
-from vcore_ds.config import Recipe, differing_keys, dump_recipe
+from vcore_ds.config.load import dump_recipe
+from vcore_ds.config.resume import differing_keys
+from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder as files
 from vcore_ds.files.run_folder import (
@@ -26,6 +27,7 @@ from vcore_ds.files.run_folder import (
 )
 from vcore_ds.track.console import Console
 from vcore_ds.track.metrics_log import MetricsLog
+from vcore_ds.train.checkpoints import Checkpoints
 
 CONTENT = {
     "state/__0_0.distcp": b"first rank" * 100,

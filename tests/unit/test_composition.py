@@ -14,10 +14,14 @@ from tests.helpers.recipes import smallest_recipe
 from vcore_ds.cli import launch, main
 from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.commands.quickstart.session import without_chosen
-from vcore_ds.config import Recipe, RecipeError, deepspeed_config, dump_recipe, load_recipe, plan_batch
 from vcore_ds.config.compose import compose
 from vcore_ds.config.files import SHIPPED_RECIPES
-from vcore_ds.planning import QWEN3_32B
+from vcore_ds.config.load import dump_recipe, load_recipe
+from vcore_ds.config.problems import RecipeError
+from vcore_ds.config.schema import Recipe
+from vcore_ds.planning.batch_plan import plan_batch
+from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.model_shape import QWEN3_32B
 
 Sections = dict[str, Any]
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.config import Recipe, RecipeError, dump_recipe, load_recipe
 from vcore_ds.config.fields import Section
-from vcore_ds.config.schema import SECTIONS
+from vcore_ds.config.load import dump_recipe, load_recipe
+from vcore_ds.config.problems import RecipeError
+from vcore_ds.config.schema import SECTIONS, Recipe
 from vcore_ds.config.yaml_text import dump_yaml, parse_yaml
 from vcore_ds.errors import UserError
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from vcore_ds.cli import main
-from vcore_ds.config import dump_recipe, load_recipe
+from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.schema import SECTIONS
 
 RESOLVED = dump_recipe(load_recipe("qwen3_4b_math_lora.yaml"))

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.config import Recipe, RecipeError, deepspeed_config, plan_batch
-from vcore_ds.planning import QWEN3_32B
+from vcore_ds.config.problems import RecipeError
+from vcore_ds.config.schema import Recipe
+from vcore_ds.planning.batch_plan import plan_batch
+from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.model_shape import QWEN3_32B
 
 DEEPSPEED = {
     "zero_optimization": {"stage": 3, "memory_efficient_linear": False, "reduce_bucket_size": 1000},

@@ -12,9 +12,10 @@ import yaml
 from tests.unit.test_layers import LEVELS, PACKAGE
 from vcore_ds.cli import main, parse
 from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
-from vcore_ds.config import load_recipe, plan_batch
+from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import SECTIONS
-from vcore_ds.planning import QWEN3_32B
+from vcore_ds.planning.batch_plan import plan_batch
+from vcore_ds.planning.model_shape import QWEN3_32B
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "launch_scripts" / "recipes"

@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from tests.helpers import tiny
 from vcore_ds.errors import UserError
-from vcore_ds.models import TokenDropout, token_keys
-from vcore_ds.models.dropout import use_token_dropout
+from vcore_ds.models.dropout import TokenDropout, token_keys, use_token_dropout
 
 NUM_TOKENS, NUM_FEATURES = 1024, 768
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data import IGNORED_LABEL, Batch
+from vcore_ds.data.batches import IGNORED_LABEL, Batch
 from vcore_ds.distributed import layout
-from vcore_ds.models import FORWARD_MODE_ATTENTION, TokenLossModel
+from vcore_ds.models.attention import FORWARD_MODE_ATTENTION
+from vcore_ds.models.causal_lm import TokenLossModel
 
 EPSILONS = (1e-2, 1e-3, 1e-4, 1e-5)
 Parameters = dict[str, Tensor]
@@ -123,7 +124,7 @@ CLEAR, NOISE, EXACT, NOTHING, CURVED = range(5)
 
 def signal_to_noise_of_synthetic_losses() -> list[float]:
     """Losses of 20,000 tokens a rank whose change and rounding are known."""
-    from vcore_ds.utility import signal_to_noise
+    from vcore_ds.utility.finite_difference import signal_to_noise
 
     generator = torch.Generator().manual_seed(layout.rank("shards"))
     scale = 1 + 2 * layout.rank("shards")

@@ -17,7 +17,7 @@ from vcore_ds.commands.evaluate.journal import Generation, Journal, Request
 from vcore_ds.commands.evaluate.sampling import PAPER, Sampling, model_sampling
 from vcore_ds.commands.evaluate.server_commands import server_commands
 from vcore_ds.commands.evaluate.table import describe
-from vcore_ds.data import load_tokenizer
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.files.evaluation_folder import Evaluation, TaskResult, read_evaluation, read_samples
 from vcore_ds.models.named_model import NamedModel, find_named_model

@@ -15,7 +15,7 @@ from vcore_ds.cli import main
 from vcore_ds.commands.evaluate import server
 from vcore_ds.commands.evaluate.inspection import MAX_RETRIES
 from vcore_ds.commands.evaluate.server import NUM_TRIES
-from vcore_ds.data import load_tokenizer
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.files.evaluation_folder import read_evaluation, read_samples
 
 Answer = tuple[int, dict]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.benchmark_rows import ROWS, write_rows
+from vcore_ds.commands.champ import HELD_OUT
 from vcore_ds.commands.evaluate.benchmarks import supergpqa_1k
 from vcore_ds.commands.evaluate.problems import Problem
 from vcore_ds.commands.evaluate.tasks import TASKS, chosen_tasks
-from vcore_ds.data.champ import HELD_OUT
 from vcore_ds.data.prepare import sources
 from vcore_ds.errors import UserError
 from vcore_ds.grading.answers import last_code_block

@@ -20,11 +20,12 @@ from tests.helpers.setups import write_model
 from tests.helpers.tokenizer import CHATML
 from vcore_ds.cli import main
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.config import Recipe, dump_recipe
+from vcore_ds.commands.plan.allocations import Allocations
+from vcore_ds.config.load import dump_recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder
 from vcore_ds.files import model_folder as files
-from vcore_ds.track.allocations import Allocations
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 

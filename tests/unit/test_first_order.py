@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.helpers import tiny
-from vcore_ds.method import gibbs_weights, uniform_weights
+from vcore_ds.method.weights import gibbs_weights, uniform_weights
 
 NUM_TOKENS = 17
 

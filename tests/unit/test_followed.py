@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.config import Recipe
-from vcore_ds.data import Dataset, TokenizedSequence, pack
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.batches import pack
+from vcore_ds.data.dataset import Dataset
+from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.errors import UserError
-from vcore_ds.followed import _tokens_of, choose_traces
 from vcore_ds.track.followed_records import (
     FollowedRecord,
     Origin,
@@ -23,6 +24,7 @@ from vcore_ds.track.followed_records import (
     write_followed,
 )
 from vcore_ds.track.token_records import MOST_TOKENS
+from vcore_ds.train.followed import _tokens_of, choose_traces
 
 
 def recipe(**sections: dict[str, Any]) -> Recipe:

@@ -25,7 +25,7 @@ from vcore_ds.commands.handoff import reward
 from vcore_ds.commands.handoff.data import read_rows
 from vcore_ds.commands.handoff.scripts import verl_script
 from vcore_ds.commands.handoff.settings import PAPER, paper_settings, parse_overrides
-from vcore_ds.data import load_tokenizer
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.grading.prompts import math_prompt
 

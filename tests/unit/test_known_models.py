@@ -4,7 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
-from vcore_ds.planning import KNOWN_MODELS, QWEN3_32B, AdapterShape, ModelShape, known_model, parameter_counts
+from vcore_ds.planning.known_models import KNOWN_MODELS, known_model
+from vcore_ds.planning.memory_settings import AdapterShape, parameter_counts
+from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
 
 PUBLISHED = {
     "Qwen3-0.6B": (596_049_920, 440_467_456, 5_046_272, 40_370_176),

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import tiny
 from tests.helpers.step_runs import relative_error
+from vcore_ds.commands.plan.allocations import Allocations
 from vcore_ds.config import schema as recipes
 from vcore_ds.errors import UserError
-from vcore_ds.models import add_lora
+from vcore_ds.models.lora import add_lora
 from vcore_ds.models.lora_linear import BaseLinear, LoraLinear, add_before_rounding
-from vcore_ds.track.allocations import Allocations
 
 NUM_TOKENS, IN, OUT, RANK = 256, 64, 192, 4
 SCALING = 3.0

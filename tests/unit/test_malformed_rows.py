@@ -11,8 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.helpers.setups import make_tokenizer
-from vcore_ds.data import TokenStore, store_of
-from vcore_ds.data.prepare import PrepareRequest, prepare
+from vcore_ds.data.cache import store_of
+from vcore_ds.data.prepare.pipeline import prepare
+from vcore_ds.data.prepare.request import PrepareRequest
+from vcore_ds.data.store import TokenStore
 from vcore_ds.errors import UserError
 from vcore_ds.grading.answers import _BOXED, _BRACE, answer_spans
 
@@ -83,7 +85,7 @@ def test_line_of_50_megabytes_is_read(tmp_path: Path, tokenizer_folder: Path) ->
 
 @pytest.mark.parametrize("line", [line for line, _ in LINES.values()], ids=LINES.keys())
 def test_line_in_a_recipes_data_is_refused(line: bytes, tmp_path: Path, tokenizer_folder: Path) -> None:
-    from vcore_ds.data import load_tokenizer
+    from vcore_ds.data.tokenization import load_tokenizer
 
     source = tmp_path / "rows.jsonl"
     source.write_bytes(json.dumps(GOOD).encode() + b"\n" + line)

@@ -12,8 +12,8 @@ from tests.helpers.report_runs import step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.files.base_model import BaseModel, base_model_of
-from vcore_ds.track.model_card import CardRequest, model_card
-from vcore_ds.track.run_reader import read_evaluation, read_recipe_of
+from vcore_ds.results.model_card import CardRequest, model_card
+from vcore_ds.results.run_reader import read_evaluation, read_recipe_of
 
 ENVIRONMENT = {
     "python": "3.11.7",

@@ -18,8 +18,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from vcore_ds.models import model_shape
-from vcore_ds.planning import QWEN3_32B, shape_on_disk
+from vcore_ds.models.configuration import model_shape
+from vcore_ds.planning.model_shape import QWEN3_32B, shape_on_disk
 
 SIZES = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, intermediate_size=192, num_hidden_layers=3)
 LONGROPE = dict(

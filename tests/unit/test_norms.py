@@ -8,7 +8,7 @@ import torch.autograd.forward_ad as forward_ad
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from vcore_ds.errors import UserError
-from vcore_ds.models import make_dual
+from vcore_ds.models.dual_numbers import make_dual
 from vcore_ds.models.megatron import norms
 from vcore_ds.models.megatron.norms import RMSNorm, rms_norm, rms_norm_tangent
 

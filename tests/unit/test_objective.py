@@ -7,19 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vcore_ds.method import (
+from vcore_ds.method.objective import (
     GlobalCounts,
     effective_sample_size,
     effective_sample_size_alpha,
-    gibbs_weights,
     loss_ratio_alpha,
     sequence_shares,
     token_coefficients,
-    uniform_weights,
     utility_moments,
     utility_variances,
     variance_alpha,
 )
+from vcore_ds.method.weights import gibbs_weights, uniform_weights
 
 LOG2, LOG3 = math.log(2), math.log(3)
 

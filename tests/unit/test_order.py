@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from vcore_ds.data import MainOrder, RandomDraws
+from vcore_ds.data.order import MainOrder, RandomDraws
 from vcore_ds.random_streams import Stream
 
 

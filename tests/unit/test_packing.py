@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vcore_ds.data import MainOrder
-from vcore_ds.planning import Waste, measure_waste, pack_batch, split_batch
+from vcore_ds.data.order import MainOrder
+from vcore_ds.planning.packing import pack_batch, split_batch
+from vcore_ds.planning.waste import Waste, measure_waste
 
 ROW_TOKENS = 16_384
 

@@ -15,9 +15,11 @@ from tests.unit.test_recipes import RECIPES
 from vcore_ds.cli import main
 from vcore_ds.commands.plan.calibrate import calibrate
 from vcore_ds.commands.plan.columns import choose_gpu, of_method
-from vcore_ds.config import dump_recipe, find_model, load_recipe, plan_run, smallest_cluster
+from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.errors import UserError
-from vcore_ds.planning import GPUS, QWEN3_32B, Achieved, Cluster
+from vcore_ds.planning.gpus import GPUS, Achieved, Cluster
+from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.run_plan import find_model, plan_run, smallest_cluster
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_32b_math_full.yaml"

@@ -12,11 +12,11 @@ from tests.helpers import tiny
 from tests.helpers.commands import REPOSITORY, command_environment
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.commands.preflight.inspection import find_unreadable, output_bytes
+from vcore_ds.commands.preflight.interconnect import network_of_nccl
 from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems, find_split_groups
-from vcore_ds.config import Recipe
-from vcore_ds.distributed.interconnect import network_of_nccl
-from vcore_ds.models import count_parameters
-from vcore_ds.planning import ParameterCounts
+from vcore_ds.config.schema import Recipe
+from vcore_ds.models.parameter_counts import count_parameters
+from vcore_ds.planning.memory_settings import ParameterCounts
 
 GOOD = Node(
     host="n1",

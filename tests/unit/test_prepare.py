@@ -12,11 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.data import TokenStore
-from vcore_ds.data.prepare import PrepareReport, PrepareRequest, curation, pipeline, prepare, shards, sources
-from vcore_ds.data.prepare.report import LengthSummary
+from vcore_ds.data.prepare import curation, pipeline, shards, sources
+from vcore_ds.data.prepare.pipeline import prepare
+from vcore_ds.data.prepare.report import LengthSummary, PrepareReport
+from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
 from vcore_ds.data.prepare.statements import Statements
+from vcore_ds.data.store import TokenStore
 from vcore_ds.errors import UserError
 from vcore_ds.grading.prompts import code_prompt, math_prompt
 from vcore_ds.grading.verification import AnswerChecker

@@ -9,11 +9,17 @@ from pydantic import ValidationError
 from transformers import Qwen2Config
 
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.config import Recipe, RecipeError, deepspeed_config, dump_recipe, plan_batch, plan_memory
+from vcore_ds.config.load import dump_recipe
+from vcore_ds.config.problems import RecipeError
+from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import can_resume
-from vcore_ds.models import count_parameters
-from vcore_ds.planning import QWEN3_32B, ParameterCounts
+from vcore_ds.models.parameter_counts import count_parameters
+from vcore_ds.planning.batch_plan import plan_batch
+from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.memory_plan import plan_memory
+from vcore_ds.planning.memory_settings import ParameterCounts
+from vcore_ds.planning.model_shape import QWEN3_32B
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MEGATRON: dict[str, Any] = {"model": {"path": "m", "provider": "megatron"}}

@@ -31,8 +31,8 @@ from vcore_ds.commands.report.traces import (
 )
 from vcore_ds.errors import UserError
 from vcore_ds.files.evaluation_folder import OF_A_RUN, Evaluation, TaskResult, write_evaluation
+from vcore_ds.results.token_texts import KINDS
 from vcore_ds.track.followed_records import FollowedRecord, Origin
-from vcore_ds.track.token_texts import KINDS
 
 TOKENIZER = make_tokenizer()
 TEXT = "so \\boxed{42} 😀 is right"

@@ -3,8 +3,8 @@
 import pytest
 
 from vcore_ds.commands.quickstart.session import SHORTER
-from vcore_ds.loop import LONG_SECONDS, say_rest
 from vcore_ds.track.console import Console
+from vcore_ds.train.loop import LONG_SECONDS, say_rest
 
 
 @pytest.mark.parametrize(

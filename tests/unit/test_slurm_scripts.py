@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vcore_ds.config import load_recipe
+from vcore_ds.config.load import load_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((REPOSITORY / "launch_scripts").glob("*.slurm"))

@@ -11,15 +11,11 @@ import pytest
 import torch
 
 from tests.helpers.tokenizer import CHATML, make_tokenizer
-from vcore_ds.data import (
-    TokenizedSequence,
-    TokenStore,
-    check_contents,
-    collate,
-    keep_random_tokens,
-    write_store,
-)
-from vcore_ds.data.store import tokenizer_hash
+from vcore_ds.data.batches import collate
+from vcore_ds.data.dataset import keep_random_tokens
+from vcore_ds.data.store import TokenStore, tokenizer_hash, write_store
+from vcore_ds.data.store_checks import check_contents
+from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.errors import UserError
 
 
@@ -329,7 +325,7 @@ def test_a_half_written_store_never_has_its_name(tmp_path: Path) -> None:
 
 def test_opening_a_store_warns_of_nothing_and_loads_megatron_core_only_then(store: Path) -> None:
     code = (
-        "import sys, vcore_ds.data as data\n"
+        "import sys, vcore_ds.data.store as data\n"
         "assert not any(name.startswith('megatron') for name in sys.modules)\n"
         f"store = data.TokenStore({str(store)!r})\n"
         "print(len(store), len(store[0]))\n"

@@ -17,10 +17,11 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.cli import main
 from vcore_ds.commands.sweep.slurm import _ranges
 from vcore_ds.commands.sweep.status import describe
-from vcore_ds.config import RecipeError, Sweep, load_sweep
+from vcore_ds.config.problems import RecipeError
 from vcore_ds.errors import UserError
-from vcore_ds.files.sweep_folder import ATTEMPT, State, SweepFolder, begin_sweep, read_sweep_folder
-from vcore_ds.track.seed_statistics import cell, interval, paired, student_t_quantile
+from vcore_ds.planning.sweep import Sweep, load_sweep
+from vcore_ds.results.seed_statistics import cell, interval, paired, student_t_quantile
+from vcore_ds.results.sweep_folder import ATTEMPT, State, SweepFolder, begin_sweep, read_sweep_folder
 
 SWEEPS = sorted((Path(__file__).resolve().parents[2] / "launch_scripts" / "sweeps").glob("*.yaml"))
 SFT = ["method.name=sft", "method.kl_budget=null"]

@@ -5,8 +5,12 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.config import Recipe, needed_passes
-from vcore_ds.planning import AdapterShape, Cluster, Gpu, MemorySettings, ModelShape, ParameterCounts, StepModel
+from vcore_ds.config.schema import Recipe
+from vcore_ds.planning.gpus import Cluster, Gpu
+from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings, ParameterCounts
+from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.run_plan import needed_passes
+from vcore_ds.planning.step_cost import StepModel
 from vcore_ds.track.throughput import Throughput
 
 SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)

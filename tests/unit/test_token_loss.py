@@ -8,11 +8,11 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from vcore_ds.method import token_entropy, token_loss
-from vcore_ds.track.allocations import Allocations
+from vcore_ds.commands.plan.allocations import Allocations
+from vcore_ds.models.token_loss import token_entropy, token_loss
 
 # The package exports a function of the module's name, which hides the module from an ordinary import.
-module = importlib.import_module("vcore_ds.method.token_loss")
+module = importlib.import_module("vcore_ds.models.token_loss")
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 23, 7, 11
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from vcore_ds.data import TokenizedSequence, collate, idle_batch, pack
+from vcore_ds.data.batches import collate, idle_batch, pack
+from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.errors import UserError
 from vcore_ds.random_streams import Stream, generator
 from vcore_ds.track.token_gather import choose, sequences_of

@@ -7,9 +7,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.errors import UserError
+from vcore_ds.results.token_tables import Row, TokenTables, are_uniform, default_min_count, make_tables
+from vcore_ds.results.token_texts import KINDS, TokenTexts
 from vcore_ds.track.token_records import SequenceTokens, TokenRecord
-from vcore_ds.track.token_tables import Row, TokenTables, are_uniform, default_min_count, make_tables
-from vcore_ds.track.token_texts import KINDS, TokenTexts
 
 LETTERS = make_tokenizer(merges=[("Ġ", letter) for letter in "abcdexyz"])
 """One token per letter with the space before it."""

@@ -14,9 +14,9 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vcore_ds.method import VocabularyPart, token_entropy, token_loss
+from vcore_ds.models.token_loss import VocabularyPart, token_entropy, token_loss
 
-module = importlib.import_module("vcore_ds.method.token_loss")
+module = importlib.import_module("vcore_ds.models.token_loss")
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 23, 7, 11
 

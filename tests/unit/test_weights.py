@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vcore_ds.config.method_sections import MethodConfig
-from vcore_ds.method import (
+from vcore_ds.method.weights import (
     gibbs_weights,
     gibbs_weights_for_budget,
     log_probability_base,
     segment_sum,
     uniform_weights,
 )
-from vcore_ds.weighting import sequence_weights
+from vcore_ds.train.weighting import sequence_weights
 
 LOG2, LOG3 = math.log(2), math.log(3)
 KL_ACCURACY = 1e-6  # nats, what is promised

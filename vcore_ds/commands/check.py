@@ -5,27 +5,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vcore_ds.commands.arguments import add_recipe, positive
-from vcore_ds.config import (
-    BatchPlan,
-    Recipe,
-    cheapest_ways,
-    deepspeed_config,
-    describe_memory,
-    describe_plan,
-    describe_refusal,
-    dump_recipe,
-    find_model,
-    load_recipe,
-    named_gpu,
-    plan_batch,
-    plan_memory,
-    plan_run,
-    shape_or_assumed,
-)
+from vcore_ds.config.load import dump_recipe, load_recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import can_resume, check_output_folder
 from vcore_ds.files.user_paths import is_readable
-from vcore_ds.planning import GPUS, SIMULATED_MEAN, Cluster, known_model, shape_on_disk
+from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
+from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.gpus import GPUS, Cluster
+from vcore_ds.planning.known_models import known_model
+from vcore_ds.planning.memory_plan import plan_memory
+from vcore_ds.planning.memory_text import describe_memory
+from vcore_ds.planning.model_shape import shape_on_disk
+from vcore_ds.planning.plan_text import describe_plan, describe_refusal
+from vcore_ds.planning.run_plan import cheapest_ways, find_model, named_gpu, plan_run, shape_or_assumed
+from vcore_ds.planning.utilization import SIMULATED_MEAN
 
 HELP = "validate a recipe without a GPU"
 DESCRIPTION = (

@@ -63,7 +63,8 @@ def main(arguments: argparse.Namespace) -> None:
     kind, sources = arguments.kind, arguments.sources + arguments.overrides  # those after an option
     if not sources and kind == "chat":
         raise UserError("prepare chat: found no SOURCE; expected files, folders or hub ids with conversations")
-    from vcore_ds.data.prepare import HUB_IDS, SPLITS, PrepareRequest, prepare
+    from vcore_ds.data.prepare.pipeline import prepare
+    from vcore_ds.data.prepare.request import HUB_IDS, SPLITS, PrepareRequest
 
     request = PrepareRequest(
         kind=kind,

@@ -3,7 +3,7 @@
 import argparse
 
 from vcore_ds.commands.arguments import add_recipe
-from vcore_ds.config import load_recipe
+from vcore_ds.config.load import load_recipe
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.imports import lasting_imports
 
@@ -17,10 +17,10 @@ add_arguments = add_recipe
 
 
 def main(arguments: argparse.Namespace, *, advice_if_long: str = "", says_next: bool = True) -> None:
-    """The keywords are those of `vcore_ds.run.train`."""
+    """The keywords are those of `vcore_ds.train.run.train`."""
     stop_signals.listen()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     with lasting_imports():  # after the recipe: torch and deepspeed take seconds to import, a typo should not
-        from vcore_ds.run import train
+        from vcore_ds.train.run import train
 
     train(recipe, advice_if_long=advice_if_long, says_next=says_next)

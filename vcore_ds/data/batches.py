@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from vcore_ds.data.tokenization import TokenizedSequence
-from vcore_ds.method import Tokens
-from vcore_ds.planning import padded_length
+from vcore_ds.method.tokens import Tokens
+from vcore_ds.planning.packing import padded_length
 
 IGNORED_LABEL = -100
 """Label of positions that are no target, as in Hugging Face models and `torch.nn.functional.cross_entropy`."""

@@ -54,7 +54,9 @@ def store_of(
     with reading("", Path(path), "data, or a token store, that can be read"):
         if (Path(path) / MANIFEST).is_file():
             return Path(path)
-    from vcore_ds.data.prepare import PrepareRequest, TooManyFaults, describe_origin, find_shards, prepare
+    from vcore_ds.data.prepare.pipeline import TooManyFaults, prepare
+    from vcore_ds.data.prepare.request import PrepareRequest, describe_origin
+    from vcore_ds.data.prepare.sources import find_shards
 
     check_tokenizer(tokenizer)
     name = str(tokenizer.name_or_path)

@@ -8,7 +8,7 @@ import numpy as np
 from vcore_ds.data.sequences import TokenizedSequences
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import TokenizedSequence
-from vcore_ds.method import random_mask
+from vcore_ds.method.baselines import random_mask
 from vcore_ds.random_streams import Stream, generator
 
 

@@ -20,4 +20,4 @@ class StepBatches:
     probe_lengths: Sequence[int] = ()
     """The same of the probe batch."""
     followed: Sequence[Batch] = ()
-    """Traces to measure beside the step, see `vcore_ds.followed`; empty in most steps."""
+    """Traces to measure beside the step, see `vcore_ds.train.followed`; empty in most steps."""

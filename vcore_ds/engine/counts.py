@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from vcore_ds.data import Batch
+from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.method import GlobalCounts
+from vcore_ds.method.objective import GlobalCounts
 
 
 def count_globally(batches: Sequence[Batch], *, kept_only: bool = False) -> GlobalCounts:

@@ -23,7 +23,10 @@ from vcore_ds.engine.partitioned import as_partitioned
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.files import model_folder as files
 from vcore_ds.files.aside import discard, unfinished_path
-from vcore_ds.models import TokenLossModel, add_lora, empty_model, read_config
+from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.configuration import read_config
+from vcore_ds.models.folder_check import empty_model
+from vcore_ds.models.lora import add_lora
 
 if TYPE_CHECKING:
     from vcore_ds.models.megatron.model import ParallelTokenLossModel

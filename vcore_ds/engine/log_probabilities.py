@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from vcore_ds.data import Batch
+from vcore_ds.data.batches import Batch
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.method import segment_sum
+from vcore_ds.method.weights import segment_sum
 
 
 def log_probabilities(engine: Engine, batches: Sequence[Batch]) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch
 from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 
-from vcore_ds.data import IGNORED_LABEL, Batch
+from vcore_ds.data.batches import IGNORED_LABEL, Batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.engine.deepspeed_start import TensorAxis, start_deepspeed
@@ -26,7 +26,10 @@ from vcore_ds.engine.optimizer import make_moments
 from vcore_ds.engine.partitioned import PartitionedParameter, as_partitioned
 from vcore_ds.engine.saved_parameters import SavedParameters
 from vcore_ds.engine.streams import Streams
-from vcore_ds.models import RowLayout, TokenDropout, TokenLossModel, gather_losses, own_columns, token_keys
+from vcore_ds.models.attention import RowLayout
+from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.dropout import TokenDropout, token_keys
+from vcore_ds.models.sequence_exchange import gather_losses, own_columns
 from vcore_ds.random_streams import Stream, torch_seed
 
 if TYPE_CHECKING:  # megatron-core takes seconds
@@ -53,7 +56,7 @@ class Engine:
     ):
         """Args:
         optimizer: over the model's trainable parameters; DeepSpeed replaces its tensors by fp32 shards.
-        deepspeed_config: the complete configuration, from `vcore_ds.config.deepspeed_config`.
+        deepspeed_config: the complete configuration, from `vcore_ds.planning.deepspeed_json.deepspeed_config`.
         coalesce_gradient_reduction: reduce gradients once per optimizer step instead of once per micro-batch, at
             the cost of unsharded gradients on each rank (`unsharded_gradient_bytes`).
         """

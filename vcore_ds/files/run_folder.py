@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from vcore_ds import __version__
-from vcore_ds.config import Recipe, differing_keys, dump_recipe, read_resolved_recipe
+from vcore_ds.config.load import dump_recipe
+from vcore_ds.config.resume import differing_keys, read_resolved_recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import unfinished_path, written_aside
 from vcore_ds.files.locks import LOCK

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
 
-from vcore_ds.data import IGNORED_LABEL
+from vcore_ds.data.batches import IGNORED_LABEL
 from vcore_ds.errors import UserError
-from vcore_ds.method import token_entropy, token_loss
 from vcore_ds.models.attention import OUR_ATTENTION, RowLayout
 from vcore_ds.models.dropout import use_token_dropout
+from vcore_ds.models.token_loss import token_entropy, token_loss
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config fields of architectures that transform logits after the head (Gemma 2, Cohere, Granite, Falcon-H1)."""

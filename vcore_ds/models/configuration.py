@@ -17,7 +17,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from vcore_ds.errors import UserError, first_line, last_line
-from vcore_ds.planning import (
+from vcore_ds.planning.model_shape import (
     ATTENTION_LAYERS,
     OTHER_LAYERS,
     QWEN3_32B,

@@ -11,7 +11,7 @@ from peft.utils import CONFIG_NAME
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from vcore_ds.config import read_resolved_recipe
+from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.cpu_products import use_fast_cpu_products
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import RECIPE, export_folder

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import torch
 from transformers import PretrainedConfig
 
-from vcore_ds.config import Recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.models.configuration import read_config
 from vcore_ds.models.folder_check import empty_model
 from vcore_ds.models.lora import add_lora
-from vcore_ds.planning import ParameterCounts
+from vcore_ds.planning.memory_settings import ParameterCounts
 
 
 def count_parameters(recipe: Recipe) -> ParameterCounts:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.config import Recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.files.run_folder import LOST_METRICS, export_folder
 
 RELIABLE_SIGNAL_TO_NOISE = 3.0

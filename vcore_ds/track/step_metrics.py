@@ -9,19 +9,13 @@ import torch
 from torch import Tensor
 
 from vcore_ds.config.method_sections import MethodConfig
-from vcore_ds.data import Batch
+from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import peak_memory
 from vcore_ds.distributed.positions import mark
-from vcore_ds.method import (
-    GibbsWeights,
-    GlobalCounts,
-    Tokens,
-    effective_sample_size,
-    segment_sum,
-    sequence_shares,
-    utility_moments,
-)
+from vcore_ds.method.objective import GlobalCounts, effective_sample_size, sequence_shares, utility_moments
+from vcore_ds.method.tokens import Tokens
+from vcore_ds.method.weights import GibbsWeights, segment_sum
 from vcore_ds.track.followed_records import TraceTokens
 from vcore_ds.track.token_gather import sequences_of
 from vcore_ds.track.token_records import SequenceTokens

@@ -5,11 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
-from vcore_ds.config import MemoryPlan, Recipe, needed_passes
+from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
-from vcore_ds.models import model_shape
-from vcore_ds.planning import ModelShape, StepPasses, peak_flops
+from vcore_ds.models.configuration import model_shape
+from vcore_ds.planning.gpus import peak_flops
+from vcore_ds.planning.memory_plan import MemoryPlan
+from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.passes import StepPasses
+from vcore_ds.planning.run_plan import needed_passes
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vcore_ds.data import Batch
+from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.positions import mark
-from vcore_ds.method import Tokens
+from vcore_ds.method.tokens import Tokens
 from vcore_ds.random_streams import Stream, generator
 from vcore_ds.track.console import Console
 from vcore_ds.track.token_records import MOST_TOKENS, SequenceTokens, TokenRecord, write_record

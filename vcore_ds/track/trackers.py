@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from vcore_ds.config import Recipe, TrackerName, dump_recipe, flat_values
+from vcore_ds.config.load import dump_recipe
+from vcore_ds.config.resume import flat_values
+from vcore_ds.config.schema import Recipe, TrackerName
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.errors import first_line
 from vcore_ds.files.aside import written_aside

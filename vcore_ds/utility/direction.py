@@ -8,18 +8,17 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from vcore_ds.data import Batch
+from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine, NonFiniteLoss, PartitionedParameter, chunks, count_globally, sequences_by_rank
-from vcore_ds.method import (
-    adam_direction,
-    dft_weights,
-    segment_sum,
-    sequence_shares,
-    token_coefficients,
-    uniform_weights,
-)
-from vcore_ds.method.objective import Normalization
+from vcore_ds.engine.counts import count_globally
+from vcore_ds.engine.flat_shards import chunks
+from vcore_ds.engine.non_finite import NonFiniteLoss, sequences_by_rank
+from vcore_ds.engine.partitioned import PartitionedParameter
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.method.adam import adam_direction
+from vcore_ds.method.baselines import dft_weights
+from vcore_ds.method.objective import Normalization, sequence_shares, token_coefficients
+from vcore_ds.method.weights import segment_sum, uniform_weights
 
 
 @dataclass(frozen=True)

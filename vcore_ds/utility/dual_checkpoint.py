@@ -7,7 +7,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from vcore_ds.models import make_dual
+from vcore_ds.models.dual_numbers import make_dual
 
 Layer = Callable[..., Any]
 

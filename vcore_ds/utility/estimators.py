@@ -12,9 +12,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from vcore_ds.data import Batch
-from vcore_ds.engine import Engine
-from vcore_ds.models import TRAINING_ATTENTION
+from vcore_ds.data.batches import Batch
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
 from vcore_ds.utility.fused_forward import forward_mode_with_graph

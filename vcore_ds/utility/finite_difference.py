@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vcore_ds.data import Batch
+from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine
+from vcore_ds.engine.zero3 import Engine
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Known, Measured
 from vcore_ds.utility.passes import measured_losses

@@ -17,10 +17,12 @@ from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from torch.nn.modules._functions import BackwardHookFunction
 
-from vcore_ds.data import Batch
+from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine
-from vcore_ds.models import FORWARD_MODE_ATTENTION, BaseLinear, linear_sum, linear_tangent, make_dual
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.models.attention import FORWARD_MODE_ATTENTION
+from vcore_ds.models.dual_numbers import make_dual
+from vcore_ds.models.lora_linear import BaseLinear, linear_sum, linear_tangent
 from vcore_ds.utility.direction import Direction
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from vcore_ds.data import Batch, merge_batches
-from vcore_ds.engine import Engine
+from vcore_ds.data.batches import Batch, merge_batches
+from vcore_ds.engine.zero3 import Engine
 
 
 def measured_losses(engine: Engine, batches: Sequence[Batch], batches_per_pass: int) -> list[Tensor]:

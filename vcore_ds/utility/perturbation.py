@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine, chunks
+from vcore_ds.engine.flat_shards import chunks
+from vcore_ds.engine.zero3 import Engine
 from vcore_ds.random_streams import Stream, torch_seed
 from vcore_ds.utility.direction import Direction
 

@@ -9,8 +9,8 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from vcore_ds.data import load_tokenizer
 from vcore_ds.data.rendering import check_tokenizer
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.models.named_model import AnsweringModel, NamedModel, find_named_model, load_to_answer
 

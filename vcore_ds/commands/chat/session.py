@@ -10,7 +10,8 @@ from jinja2 import TemplateError
 from transformers import GenerationConfig, TextStreamer
 
 from vcore_ds.commands.chat.models import Voice
-from vcore_ds.data import Message, render_prompt
+from vcore_ds.data.conversations import Message
+from vcore_ds.data.rendering import render_prompt
 from vcore_ds.errors import UserError
 from vcore_ds.grading.prompts import code_prompt, math_prompt
 from vcore_ds.models.named_model import AnsweringModel, end_token_ids

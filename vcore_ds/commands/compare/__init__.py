@@ -59,7 +59,7 @@ def main(arguments: argparse.Namespace) -> None:
     from vcore_ds.commands.compare.picture import draw
     from vcore_ds.commands.compare.read import read_sides
     from vcore_ds.commands.compare.text import as_dict, describe
-    from vcore_ds.track.presentation import check_picture
+    from vcore_ds.results.presentation import check_picture
 
     # argparse ends the list of evaluations where an option begins; cli.parse collects what follows.
     groups = _groups([*arguments.evaluations, *arguments.overrides], arguments.group)

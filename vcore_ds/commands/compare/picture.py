@@ -5,7 +5,7 @@ from typing import Any
 
 from vcore_ds.commands.compare.differences import Comparison
 from vcore_ds.files.user_paths import writing
-from vcore_ds.track.presentation import COLOURS
+from vcore_ds.results.presentation import COLOURS
 
 
 def draw(found: Comparison, path: Path) -> None:

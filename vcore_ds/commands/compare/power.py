@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 
 from vcore_ds.commands.compare.statistics import Z
-from vcore_ds.track.seed_statistics import student_t_quantile
+from vcore_ds.results.seed_statistics import student_t_quantile
 
 POWER = 0.8
 """Share of comparisons that are to detect the difference."""

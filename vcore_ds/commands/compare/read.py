@@ -16,7 +16,7 @@ from vcore_ds.files.evaluation_folder import (
     samples_path,
     summarize,
 )
-from vcore_ds.track.seed_statistics import FEWEST_SEEDS
+from vcore_ds.results.seed_statistics import FEWEST_SEEDS
 
 IGNORED_SAMPLING = {"seed"}
 """Fields of sampling that may differ: another seed draws other samples from the same distribution."""

@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from vcore_ds.track.seed_statistics import interval, student_t_probability, student_t_quantile
+from vcore_ds.results.seed_statistics import interval, student_t_probability, student_t_quantile
 
 NUM_RESAMPLES = 10_000
 BOOTSTRAP_SEED = 0

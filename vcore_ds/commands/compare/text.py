@@ -7,8 +7,8 @@ from typing import Any
 
 from vcore_ds.commands.compare.differences import Accuracy, Comparison
 from vcore_ds.commands.compare.statistics import Interval
-from vcore_ds.track.presentation import aligned
-from vcore_ds.track.seed_statistics import FEWEST_SEEDS
+from vcore_ds.results.presentation import aligned
+from vcore_ds.results.seed_statistics import FEWEST_SEEDS
 
 NOTHING = "–"
 FORMAT = 1

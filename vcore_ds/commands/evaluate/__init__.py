@@ -128,7 +128,7 @@ def main(arguments: argparse.Namespace) -> None:
 def after_training(recipe: str, overrides: Sequence[str]) -> None:
     """Evaluates what this process has just trained on the tasks that need no download, on rank 0, in a process without
     ranks. An evaluation that fails costs a warning and not the run."""
-    from vcore_ds.config import load_recipe
+    from vcore_ds.config.load import load_recipe
     from vcore_ds.distributed import layout
 
     if not layout.is_first():

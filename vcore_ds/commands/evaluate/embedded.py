@@ -5,8 +5,8 @@ arithmetic is asked in its library's own words: with the paper's prompt, which a
 empty one and gets fewer right.
 """
 
+from vcore_ds.commands.champ import HELD_OUT, champ_problems
 from vcore_ds.commands.evaluate.problems import Problem, Task
-from vcore_ds.data.champ import HELD_OUT, champ_problems
 from vcore_ds.grading.prompts import CHAMP
 
 NUM_OF_EACH = 100

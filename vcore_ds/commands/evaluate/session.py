@@ -22,8 +22,8 @@ from vcore_ds.commands.evaluate.official import write_generations
 from vcore_ds.commands.evaluate.problems import Problem, Task
 from vcore_ds.commands.evaluate.sampling import Sampling
 from vcore_ds.commands.evaluate.server import Server, check_prompt, open_server
-from vcore_ds.data import load_tokenizer
 from vcore_ds.data.rendering import check_tokenizer, render_prompt
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.evaluation_folder import (

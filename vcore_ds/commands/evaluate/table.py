@@ -4,7 +4,7 @@ from typing import Any
 
 from vcore_ds.commands.evaluate.official import HOW_TO_GRADE
 from vcore_ds.files.evaluation_folder import Evaluation
-from vcore_ds.track.presentation import aligned
+from vcore_ds.results.presentation import aligned
 
 PAPER_COLUMNS = {
     "AIME": "aime",

@@ -6,12 +6,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vcore_ds.config import Recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.engine.checkpoint_shards import stored_name
 from vcore_ds.engine.export_shards import CheckpointTensors
 from vcore_ds.files import checkpoint_folder
 from vcore_ds.files.model_folder import described_weights
-from vcore_ds.models import add_lora, empty_model, read_config
+from vcore_ds.models.configuration import read_config
+from vcore_ds.models.folder_check import empty_model
+from vcore_ds.models.lora import add_lora
 from vcore_ds.models.megatron.adapters import adapted_layers, adapter_pieces
 from vcore_ds.models.megatron.weights import Piece, pieces, put_together
 

@@ -11,8 +11,9 @@ from peft.utils import CONFIG_NAME
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from vcore_ds.config import Recipe, read_resolved_recipe
-from vcore_ds.data import load_tokenizer
+from vcore_ds.config.resume import read_resolved_recipe
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.engine.export_shards import PREFIX, CheckpointTensors
 from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder
@@ -20,8 +21,10 @@ from vcore_ds.files import model_folder as files
 from vcore_ds.files.aside import discard, unfinished_path, written_aside
 from vcore_ds.files.base_model import CARD, OWN_TAG, BaseModel, base_model_of, card_metadata
 from vcore_ds.files.user_paths import check_folder, reading, refuse_existing, writing
-from vcore_ds.models import add_lora, check_model_folder, read_config
-from vcore_ds.track.model_card import CardRequest, Kind, model_card
+from vcore_ds.models.configuration import read_config
+from vcore_ds.models.folder_check import check_model_folder
+from vcore_ds.models.lora import add_lora
+from vcore_ds.results.model_card import CardRequest, Kind, model_card
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ADAPTED = "base_model.model."

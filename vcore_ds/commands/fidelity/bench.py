@@ -7,26 +7,20 @@ import torch
 from torch import Tensor
 
 from vcore_ds.commands.fidelity.report import NOTHING, Agreement, Estimate, ProbeLoss, agreement
-from vcore_ds.config import Recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine
-from vcore_ds.feed import Feed
-from vcore_ds.method import Tokens
-from vcore_ds.setup import build_estimator, learning_rate_at, measures_noise, step_seed
-from vcore_ds.step import take_direction, train_step
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.method.tokens import Tokens
 from vcore_ds.track.step_metrics import StepRecorder
-from vcore_ds.utility import (
-    Direction,
-    Estimator,
-    choose_epsilon,
-    forward_mode,
-    jvp_utilities,
-    losses_and_utilities,
-    measured_losses,
-    perturbed_losses,
-    signal_to_noise,
-)
-from vcore_ds.weighting import token_weights
+from vcore_ds.train.feed import Feed
+from vcore_ds.train.setup import build_estimator, learning_rate_at, measures_noise, step_seed
+from vcore_ds.train.step import take_direction, train_step
+from vcore_ds.train.weighting import token_weights
+from vcore_ds.utility.direction import Direction
+from vcore_ds.utility.estimators import Estimator, jvp_utilities
+from vcore_ds.utility.finite_difference import choose_epsilon, perturbed_losses, signal_to_noise
+from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
+from vcore_ds.utility.passes import measured_losses
 
 REFERENCE_PRECISION = {"bf16": "fp32", "fp32": "fp64"}
 _DTYPE = {"fp32": torch.float32, "fp64": torch.float64}

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vcore_ds.config import Recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.random_streams import Stream, generator
 

@@ -32,21 +32,23 @@ from vcore_ds.commands.fidelity.report import (
     write_report,
 )
 from vcore_ds.commands.fidelity.text import describe, recommendations
-from vcore_ds.config import Recipe, deepspeed_config
 from vcore_ds.config.method_sections import MethodConfig
-from vcore_ds.data import load_tokenizer
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.errors import UserError
-from vcore_ds.feed import build_feed, read_dataset, read_training_data
 from vcore_ds.files.run_folder import environment
-from vcore_ds.models import check_forward_mode, check_model_folder
+from vcore_ds.models.configuration import check_forward_mode
+from vcore_ds.models.folder_check import check_model_folder
+from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.progress import BAR_SECONDS, duration
-from vcore_ds.setup import build_engine, count_steps, plan_ranks
-from vcore_ds.start_screen import describe_data, describe_direction, describe_method, describe_model
 from vcore_ds.track.console import Console
-from vcore_ds.utility import Direction
+from vcore_ds.train.feed import build_feed, read_dataset, read_training_data
+from vcore_ds.train.setup import build_engine, count_steps, plan_ranks
+from vcore_ds.train.start_screen import describe_data, describe_direction, describe_method, describe_model
+from vcore_ds.utility.direction import Direction
 
 DEFAULT_KL_BUDGET = 0.05
 """Nats; makes the weights of a recipe whose method has none."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from vcore_ds.commands.fidelity.output import JSON_NAME, PICTURE_NAME
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.user_paths import writing
-from vcore_ds.method import segment_sum
+from vcore_ds.method.weights import segment_sum
 
 RELIABLE_SPEARMAN = 0.9
 """Rank correlation from which on utilities order the tokens well enough to train with."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from vcore_ds.commands.fidelity.report import RELIABLE_SPEARMAN, Estimate, FidelityReport
-from vcore_ds.track.presentation import aligned
+from vcore_ds.results.presentation import aligned
 
 EXACT_SPEARMAN = 0.99
 NOISE_SPEARMAN = 0.5

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from vcore_ds.data import render_prompt
 from vcore_ds.data.prepare.sources import Broken
 from vcore_ds.data.problem_rows import find_text, problem_rows
+from vcore_ds.data.rendering import render_prompt
 from vcore_ds.errors import UserError
 from vcore_ds.grading.prompts import math_prompt
 

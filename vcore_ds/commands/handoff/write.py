@@ -19,15 +19,15 @@ from vcore_ds.commands.handoff.scripts import (
     versions,
 )
 from vcore_ds.commands.handoff.settings import MODEL_LENGTH, PROMPT, paper_settings
-from vcore_ds.config import Recipe
-from vcore_ds.data import load_tokenizer
+from vcore_ds.config.schema import Recipe
 from vcore_ds.data.rendering import check_tokenizer
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.user_paths import refuse_existing, writing
-from vcore_ds.models import read_config
-from vcore_ds.track.model_card import METHODS
-from vcore_ds.track.run_reader import read_recipe_of
+from vcore_ds.models.configuration import read_config
+from vcore_ds.results.model_card import METHODS
+from vcore_ds.results.run_reader import read_recipe_of
 
 NEW_FOLDER = "a new folder that can be written, with room for the weights"
 _PARTS = Path(__file__).parent

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from vcore_ds.commands.arguments import add_recipe, positive, positive_number
 from vcore_ds.errors import RunFailed
-from vcore_ds.planning import GPUS, SIMULATED_MEAN
+from vcore_ds.planning.gpus import GPUS
+from vcore_ds.planning.utilization import SIMULATED_MEAN
 
 HELP = "memory, traffic, time and GPU hours of a recipe on a cluster"
 DESCRIPTION = (
@@ -68,7 +69,7 @@ def main(arguments: argparse.Namespace) -> None:
     from vcore_ds.commands.plan.columns import build_columns
     from vcore_ds.commands.plan.picture import draw
     from vcore_ds.commands.plan.table import as_dict, describe
-    from vcore_ds.track.presentation import check_picture
+    from vcore_ds.results.presentation import check_picture
 
     picture = None if arguments.picture is None else Path(arguments.picture)
     if picture is not None:

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vcore_ds.config import find_model, plan_run, read_resolved_recipe
+from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import ENVIRONMENT, METRICS, RECIPE
-from vcore_ds.planning import Achieved, Cluster, Phase, StepCost, find_gpu
+from vcore_ds.planning.gpus import Achieved, Cluster, find_gpu
+from vcore_ds.planning.memory import Phase
+from vcore_ds.planning.run_plan import find_model, plan_run
+from vcore_ds.planning.step_cost import StepCost
 
 NUM_WARM_UP = 2
 """First steps of a run, in which kernels are compiled and connections made; they are left out."""

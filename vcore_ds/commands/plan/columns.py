@@ -6,20 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from vcore_ds.commands.plan.calibrate import Calibration, calibrate
-from vcore_ds.config import (
-    Recipe,
+from vcore_ds.config.load import load_recipe
+from vcore_ds.config.schema import Recipe
+from vcore_ds.errors import UserError
+from vcore_ds.planning.gpus import Achieved, Cluster, Gpu
+from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.run_plan import (
     RunPlan,
     Way,
     cheapest_ways,
     find_model,
     find_shape,
-    load_recipe,
     named_gpu,
     plan_run,
     smallest_cluster,
 )
-from vcore_ds.errors import UserError
-from vcore_ds.planning import Achieved, Cluster, Gpu, ModelShape
 
 _GIB = 2**30
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from vcore_ds.commands.plan.columns import Columns
-from vcore_ds.config import RecipeError, RunPlan, find_shape, plan_run
+from vcore_ds.config.problems import RecipeError
 from vcore_ds.files.user_paths import writing
+from vcore_ds.planning.run_plan import RunPlan, find_shape, plan_run
 
 _GIB = 2**30
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.config import Recipe
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
-from vcore_ds.planning import ModelShape, layer_parameters
+from vcore_ds.config.schema import Recipe
+from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 
 NUM_RANKS = 2
 

@@ -6,8 +6,11 @@ from typing import Any
 
 from vcore_ds.commands.plan.columns import Column, Columns
 from vcore_ds.commands.plan.verify import Comparison, describe_comparisons
-from vcore_ds.config import Part, RunPlan, plan_verdict
-from vcore_ds.planning import GPUS, Achieved, Cluster, Phase
+from vcore_ds.planning.batch_plan import Part
+from vcore_ds.planning.gpus import GPUS, Achieved, Cluster
+from vcore_ds.planning.memory import Phase
+from vcore_ds.planning.plan_text import plan_verdict
+from vcore_ds.planning.run_plan import RunPlan
 
 _PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "main", "step": "update"}
 """What the phases of a step are called in the table."""

@@ -19,18 +19,16 @@ from vcore_ds.commands.plan.scaled import (
     write_config,
     write_deepspeed_json,
 )
-from vcore_ds.config import deepspeed_config, plan_batch, plan_memory
 from vcore_ds.errors import RunFailed
-from vcore_ds.planning import (
-    GPUS,
-    Cluster,
-    ModelShape,
-    StepModel,
-    StepPasses,
-    parameter_counts,
-    shape_on_disk,
-    summarize,
-)
+from vcore_ds.planning.batch_plan import plan_batch
+from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.gpus import GPUS, Cluster
+from vcore_ds.planning.memory_plan import plan_memory
+from vcore_ds.planning.memory_settings import parameter_counts
+from vcore_ds.planning.model_shape import ModelShape, shape_on_disk
+from vcore_ds.planning.passes import StepPasses
+from vcore_ds.planning.step_cost import StepModel
+from vcore_ds.planning.utilization import summarize
 
 BOUND = 0.10
 """Largest error that passes, as a share of what was measured."""

@@ -12,20 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vcore_ds.commands.plan.allocations import Allocations, ReceivedBytes
 from vcore_ds.commands.plan.scaled import CASES, Case, recipe_of
 from vcore_ds.commands.plan.verify import DEEPSPEED_JSON, MEASURED, MODEL
-from vcore_ds.config import deepspeed_config, plan_batch
-from vcore_ds.data import StepBatches, TokenizedSequence
+from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
-from vcore_ds.engine import Engine, as_partitioned
-from vcore_ds.feed import batches_of_rank
-from vcore_ds.models import model_shape
-from vcore_ds.setup import build_engine, build_estimator
-from vcore_ds.step import train_step
-from vcore_ds.track.allocations import Allocations, ReceivedBytes
+from vcore_ds.engine.partitioned import as_partitioned
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.models.configuration import model_shape
+from vcore_ds.planning.batch_plan import plan_batch
+from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.track.step_metrics import StepRecorder
-from vcore_ds.utility import Direction
+from vcore_ds.train.feed import batches_of_rank
+from vcore_ds.train.setup import build_engine, build_estimator
+from vcore_ds.train.step import train_step
+from vcore_ds.utility.direction import Direction
 
 NUM_WARM_UP = 2
 """Steps before the measured one: ZeRO-3 learns the order of the layers in them."""

@@ -3,7 +3,7 @@
 import argparse
 
 from vcore_ds.commands.arguments import add_recipe
-from vcore_ds.config import load_recipe
+from vcore_ds.config.load import load_recipe
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.imports import lasting_imports
 

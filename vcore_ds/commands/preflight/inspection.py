@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from vcore_ds.commands.preflight import interconnect
 from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems, find_split_groups
-from vcore_ds.config import Recipe
-from vcore_ds.distributed import interconnect
+from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.files.run_folder import environment
 from vcore_ds.files.user_paths import can_be_hub_id, is_readable
@@ -99,7 +99,7 @@ def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
 def output_bytes(recipe: Recipe) -> int:
     """Free space that the run's folder will still take: checkpoints, one more than are kept while one is written, and
     the result."""
-    from vcore_ds.models import count_parameters  # here: seconds to import, and one rank needs it
+    from vcore_ds.models.parameter_counts import count_parameters  # here: seconds to import, and one rank needs it
 
     counts, num_parts = count_parameters(recipe), recipe.parallel.tensor
     num_fp32_states = 3 if recipe.optimizer.name == "adamw" else 1  # the master, and AdamW's two moments
@@ -112,7 +112,8 @@ def output_bytes(recipe: Recipe) -> int:
 
 def find_unreadable(recipe: Recipe) -> dict[str, str]:
     """Files of the recipe that this node cannot read: key, problem with its remedy."""
-    from vcore_ds.models import check_model_folder, read_config  # here: one rank of a node needs them
+    from vcore_ds.models.configuration import read_config  # here: one rank of a node needs them
+    from vcore_ds.models.folder_check import check_model_folder  # here: one rank of a node needs them
 
     problems = {}
     try:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
-from vcore_ds.config import Recipe, load_recipe
 from vcore_ds.config.files import SHIPPED_RECIPES
+from vcore_ds.config.load import load_recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.errors import UserError

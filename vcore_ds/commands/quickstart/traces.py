@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
+from vcore_ds.commands.champ import champ_problems, package_folder
 from vcore_ds.commands.quickstart.right_answers import judged_traces
-from vcore_ds.data import load_tokenizer
-from vcore_ds.data.champ import champ_problems, package_folder
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.base_model import CARD, OWN_TAG

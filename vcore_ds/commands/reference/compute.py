@@ -7,16 +7,20 @@ number per sequence, computed before training, stands for it.
 from pathlib import Path
 
 from vcore_ds.commands.reference.request import NEW_FILE
-from vcore_ds.config import Recipe, deepspeed_config
-from vcore_ds.data import TokenStore, load_tokenizer, write_reference
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.sequence_log_probabilities import write_reference
+from vcore_ds.data.store import TokenStore
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import first_rank_first, start_process_group
 from vcore_ds.distributed.watchdog import watching
-from vcore_ds.engine import Engine, log_probabilities
-from vcore_ds.feed import Feed, build_feed, read_dataset
+from vcore_ds.engine.log_probabilities import log_probabilities
+from vcore_ds.engine.zero3 import Engine
 from vcore_ds.files.user_paths import check_folder, writing
-from vcore_ds.setup import build_engine, check_model, plan_ranks
+from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.track.console import Console
+from vcore_ds.train.feed import Feed, build_feed, read_dataset
+from vcore_ds.train.setup import build_engine, check_model, plan_ranks
 
 
 def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:

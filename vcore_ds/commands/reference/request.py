@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from vcore_ds.config import Recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files.user_paths import refuse_existing
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from vcore_ds.commands.arguments import positive
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import REPORT
-from vcore_ds.files.sweep_folder import is_sweep
+from vcore_ds.results.sweep_folder import is_sweep
 
 HELP = "one HTML file: what was learnt, tokens coloured by their weight, curves, costs"
 DESCRIPTION = (
@@ -105,7 +105,7 @@ def write_report(
 def after_training(recipe: str, overrides: Sequence[str]) -> None:
     """Writes the report of the run that this process has just trained, on rank 0, and says where it is. A report that
     cannot be written costs a warning and not the run."""
-    from vcore_ds.config import load_recipe
+    from vcore_ds.config.load import load_recipe
     from vcore_ds.distributed import layout
 
     if not layout.is_first():

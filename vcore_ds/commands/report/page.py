@@ -36,7 +36,7 @@ from vcore_ds.commands.report.traces import (
     ranks,
     utilities_of,
 )
-from vcore_ds.config import dump_recipe
+from vcore_ds.config.load import dump_recipe
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.user_paths import writing
 

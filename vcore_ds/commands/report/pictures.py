@@ -9,7 +9,7 @@ from vcore_ds.commands.report.curves import Chart, make_charts
 from vcore_ds.commands.report.read import ReportedRun, group_runs
 from vcore_ds.errors import UserError
 from vcore_ds.files.user_paths import writing
-from vcore_ds.track.presentation import COLOURS
+from vcore_ds.results.presentation import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from vcore_ds.commands.report.power_law import Fit, fit_laws
 from vcore_ds.commands.report.read import ReportedRun
 from vcore_ds.commands.report.tables import Table
-from vcore_ds.config import find_shape, flat_values
-from vcore_ds.planning import parameter_counts
-from vcore_ds.track.power_law import Fit, fit_laws
+from vcore_ds.config.resume import flat_values
+from vcore_ds.planning.memory_settings import parameter_counts
+from vcore_ds.planning.run_plan import find_shape
 
 SIZE_KEYS = ("model.path", "data.train_path", "schedule.num_steps", "schedule.num_epochs", "run.seed", "run.output_dir")
 """Keys in which cells that are fitted together may differ."""

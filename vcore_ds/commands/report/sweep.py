@@ -11,9 +11,9 @@ from vcore_ds.commands.report.read import ReportedRun
 from vcore_ds.commands.report.scaling import scaling_tables
 from vcore_ds.commands.report.tables import NOTHING, Table
 from vcore_ds.errors import UserError
-from vcore_ds.files.sweep_folder import State, SweepFolder, read_sweep_folder
-from vcore_ds.track.run_reader import read_held_out_of
-from vcore_ds.track.seed_statistics import cell, paired
+from vcore_ds.results.run_reader import read_held_out_of
+from vcore_ds.results.seed_statistics import cell, paired
+from vcore_ds.results.sweep_folder import State, SweepFolder, read_sweep_folder
 
 LAST_SHARE = 0.1
 """Share of the steps, the last ones, over which the training loss is taken."""

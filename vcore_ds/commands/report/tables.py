@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from vcore_ds.commands.report.read import ReportedRun, differences, shown
-from vcore_ds.track.token_tables import Row, TokenTables
+from vcore_ds.results.token_tables import Row, TokenTables
 
 PHASES = {
     "probe": "seconds_probe",

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from vcore_ds.commands.report.read import ReportedRun
+from vcore_ds.results.token_tables import SOURCES, UNIFORM_TOLERANCE, are_uniform
+from vcore_ds.results.token_texts import KINDS, RecordedTokens, TokenTexts
 from vcore_ds.track.followed_records import TraceTokens
 from vcore_ds.track.token_records import SequenceTokens, TokenRecord
-from vcore_ds.track.token_tables import SOURCES, UNIFORM_TOLERANCE, are_uniform
-from vcore_ds.track.token_texts import KINDS, RecordedTokens, TokenTexts
 
 MOST_TOKENS = 1_600_000
 """Tokens of a page, about 8 MB of it: 12 records as large as a run writes them. What is beyond is left out by whole

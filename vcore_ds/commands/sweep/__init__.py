@@ -38,8 +38,8 @@ def main(arguments: argparse.Namespace) -> None:
     from vcore_ds.commands.sweep.local import run_here
     from vcore_ds.commands.sweep.slurm import submit
     from vcore_ds.commands.sweep.status import describe
-    from vcore_ds.config import load_sweep
-    from vcore_ds.files.sweep_folder import begin_sweep, read_sweep_folder
+    from vcore_ds.planning.sweep import load_sweep
+    from vcore_ds.results.sweep_folder import begin_sweep, read_sweep_folder
 
     if arguments.overrides:
         raise UserError(

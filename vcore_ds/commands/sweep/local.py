@@ -13,8 +13,8 @@ from typing import BinaryIO
 
 from vcore_ds.commands.sweep.status import describe_failure
 from vcore_ds.errors import EXIT_STOPPED, RunFailed, RunStopped
-from vcore_ds.files.sweep_folder import ATTEMPT, State, SweepFolder
 from vcore_ds.files.user_paths import writing
+from vcore_ds.results.sweep_folder import ATTEMPT, State, SweepFolder
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1

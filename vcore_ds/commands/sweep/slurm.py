@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 from vcore_ds.errors import UserError
-from vcore_ds.files.sweep_folder import State, SweepFolder
 from vcore_ds.files.user_paths import writing
+from vcore_ds.results.sweep_folder import State, SweepFolder
 
 SCRIPT = Path("launch_scripts/slurm/sweep.slurm")
 JOBS = "slurm_jobs.txt"

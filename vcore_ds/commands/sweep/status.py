@@ -3,7 +3,7 @@
 from collections import Counter
 
 from vcore_ds.commands.sweep.slurm import queued_tasks
-from vcore_ds.files.sweep_folder import State, SweepFolder
+from vcore_ds.results.sweep_folder import State, SweepFolder
 
 
 def describe(sweep: SweepFolder) -> str:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import TOKENS
-from vcore_ds.track.run_reader import read_recipe_of, tokenizer_of
+from vcore_ds.results.run_reader import read_recipe_of, tokenizer_of
+from vcore_ds.results.token_tables import TokenTables, are_uniform, make_tables
 from vcore_ds.track.token_records import TokenRecord, read_records
-from vcore_ds.track.token_tables import TokenTables, are_uniform, make_tables
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from vcore_ds.commands.tokens.read import FoundRun
-from vcore_ds.track.presentation import aligned
-from vcore_ds.track.token_tables import Row, TokenTables
+from vcore_ds.results.presentation import aligned
+from vcore_ds.results.token_tables import Row, TokenTables
 
 WIDEST_NAME = 48
 

@@ -1,4 +1,5 @@
-"""A decoder of parallel layers that returns the loss of every supervised token, as `vcore_ds.models.TokenLossModel`."""
+"""A decoder of parallel layers that returns the loss of every supervised token, as
+`vcore_ds.models.causal_lm.TokenLossModel`."""
 
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -11,10 +12,9 @@ from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from vcore_ds.config.schema import LoraConfig
-from vcore_ds.data import IGNORED_LABEL
+from vcore_ds.data.batches import IGNORED_LABEL
 from vcore_ds.distributed import layout
 from vcore_ds.errors import UserError
-from vcore_ds.method import VocabularyPart, token_entropy, token_loss
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.megatron.adapters import (
     Adapted,
@@ -30,6 +30,7 @@ from vcore_ds.models.megatron.norms import norm
 from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear, TokenEmbedding
 from vcore_ds.models.megatron.token_exchange import gather_tokens
 from vcore_ds.models.megatron.weights import Piece, pieces
+from vcore_ds.models.token_loss import VocabularyPart, token_entropy, token_loss
 
 
 class ParallelTokenLossHead(nn.Module):
@@ -117,7 +118,7 @@ class ParallelTokenLossModel(nn.Module):
                     mark_divided(parameter)
 
     def add_lora(self, path: str, lora: LoraConfig) -> None:
-        """Freezes the model and adds trainable adapters, in place; see `vcore_ds.models.add_lora`."""
+        """Freezes the model and adds trainable adapters, in place; see `vcore_ds.models.lora.add_lora`."""
         self.lora, self._adapted = lora, adapted_layers(path, self.config, lora)
         add_adapters(self, self._adapted, lora, self.config)
 
@@ -158,7 +159,7 @@ class ParallelTokenLossModel(nn.Module):
 
         A collective over the tensor axis, whose ranks have the same columns.
 
-        Args: those of `vcore_ds.models.TokenLossModel`; t is a multiple of the ranks along the tensor axis.
+        Args: those of `vcore_ds.models.causal_lm.TokenLossModel`; t is a multiple of the ranks along the tensor axis.
         """
         if input_ids.shape[1] % layout.size("tensor"):
             raise UserError(
@@ -168,7 +169,7 @@ class ParallelTokenLossModel(nn.Module):
         with save_on_cpu(pin_memory=input_ids.is_cuda) if self._activation_offload else nullcontext():
             hidden = self.embed_tokens(input_ids)
             if self.lora is not None and torch.is_grad_enabled():
-                hidden.requires_grad_()  # as `vcore_ds.models.add_lora` has it
+                hidden.requires_grad_()  # as `vcore_ds.models.lora.add_lora` has it
             angles = self.rotary(hidden, position_ids)
             for layer in self.layers:
                 hidden = layer(hidden, angles, row_layout)

@@ -4,32 +4,19 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from vcore_ds.config.batch_plan import BatchPlan, Part, plan_batch
-from vcore_ds.config.deepspeed_json import deepspeed_config
-from vcore_ds.config.memory import Available, MemoryPlan, plan_memory
 from vcore_ds.config.problems import RecipeError, did_you_mean, shorten
 from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
-from vcore_ds.planning import (
-    GPUS,
-    KNOWN_MODELS,
-    QWEN3_32B,
-    SIMULATED_MEAN,
-    Cluster,
-    Gpu,
-    MemorySettings,
-    ModelShape,
-    ParameterCounts,
-    StepCost,
-    StepModel,
-    StepPasses,
-    Utilization,
-    find_gpu,
-    known_model,
-    parameter_counts,
-    shape_on_disk,
-    summarize,
-)
+from vcore_ds.planning.batch_plan import BatchPlan, Part, plan_batch
+from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.gpus import GPUS, Cluster, Gpu, find_gpu
+from vcore_ds.planning.known_models import KNOWN_MODELS, known_model
+from vcore_ds.planning.memory_plan import Available, MemoryPlan, plan_memory
+from vcore_ds.planning.memory_settings import MemorySettings, ParameterCounts, parameter_counts
+from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, shape_on_disk
+from vcore_ds.planning.passes import StepPasses
+from vcore_ds.planning.step_cost import StepCost, StepModel
+from vcore_ds.planning.utilization import SIMULATED_MEAN, Utilization, summarize
 
 COALESCING_SHARE = 0.05
 """Share of a rank's memory that unsharded gradients may take with `engine.coalesce_gradient_reduction: auto`."""

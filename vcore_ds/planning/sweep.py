@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.config.batch_plan import plan_batch
-from vcore_ds.config.deepspeed_json import deepspeed_config
 from vcore_ds.config.files import UnreadableFile, expand_home, read_text
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.problems import RecipeError, show
 from vcore_ds.config.resume import flat_values
-from vcore_ds.config.run_plan import shape_or_assumed
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.yaml_text import ParsedYaml, YamlError, parse_yaml
 from vcore_ds.errors import UserError
+from vcore_ds.planning.batch_plan import plan_batch
+from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.run_plan import shape_or_assumed
 
 KEYS = ("recipe", "output_dir", "seeds", "common", "grid", "cells", "reference")
 MOST_RUNS = 1000

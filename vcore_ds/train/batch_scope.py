@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from vcore_ds.config.method_sections import MethodConfig
-from vcore_ds.data import Batch
+from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.method import GlobalCounts, segment_sum, sequence_shares
-from vcore_ds.weighting import sequence_weights, token_weights
+from vcore_ds.method.objective import GlobalCounts, sequence_shares
+from vcore_ds.method.weights import segment_sum
+from vcore_ds.train.weighting import sequence_weights, token_weights
 
 
 def sequence_factors(

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.config import Recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.files.base_model import BaseModel, is_hub_id
 
 

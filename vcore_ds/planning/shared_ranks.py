@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 from vcore_ds.config.problems import RecipeError
-from vcore_ds.config.rank_words import count, count_ranks, member_of
 from vcore_ds.config.schema import Recipe
-from vcore_ds.planning import ModelShape, possible_degrees
+from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.rank_words import count, count_ranks, member_of
+from vcore_ds.planning.spread import possible_degrees
 
 
 def check_shared_layers(recipe: Recipe, num_ranks: int, ranks_per_node: int, shape: ModelShape) -> None:

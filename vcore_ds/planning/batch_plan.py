@@ -6,24 +6,14 @@ from typing import Literal
 
 from vcore_ds.config.fields import LARGEST_COUNT
 from vcore_ds.config.problems import RecipeError
-from vcore_ds.config.rank_words import count, count_ranks, member_of
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.shared_ranks import check_shared_layers, row_degrees
-from vcore_ds.planning import (
-    H100,
-    SIMULATED_MEAN,
-    Machine,
-    ModelShape,
-    RowLimit,
-    Spread,
-    TimeModel,
-    Utilization,
-    possible_degrees,
-    simulated_batches,
-    spread,
-    summarize,
-)
-from vcore_ds.planning.utilization import Member
+from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.rank_words import count, count_ranks, member_of
+from vcore_ds.planning.shared_ranks import check_shared_layers, row_degrees
+from vcore_ds.planning.spread import RowLimit, Spread, possible_degrees, spread
+from vcore_ds.planning.time_model import H100, TimeModel
+from vcore_ds.planning.traffic import Machine
+from vcore_ds.planning.utilization import SIMULATED_MEAN, Member, Utilization, simulated_batches, summarize
 
 Part = Literal["main", "probe"]
 """A pass over a batch that has its own number of ranks to a row."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from vcore_ds.config.memory_text import describe_shortage
-from vcore_ds.config.run_plan import RunPlan, Way
+from vcore_ds.planning.memory_text import describe_shortage
+from vcore_ds.planning.run_plan import RunPlan, Way
 
 _GIB = 2**30
 

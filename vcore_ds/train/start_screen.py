@@ -5,17 +5,23 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from vcore_ds.config import COALESCING_SHARE, BatchPlan, MemoryPlan, Part, Recipe, describe_memory
-from vcore_ds.config.rank_words import count
-from vcore_ds.data import Dataset
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.dataset import Dataset
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
-from vcore_ds.engine import Engine, unsharded_gradient_bytes
-from vcore_ds.feed import Feed, store_behind
-from vcore_ds.models import count_parameters
-from vcore_ds.planning import ParameterCounts, Utilization
-from vcore_ds.setup import why_separate
-from vcore_ds.utility import Direction
+from vcore_ds.engine.gradient_sum import unsharded_gradient_bytes
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.models.parameter_counts import count_parameters
+from vcore_ds.planning.batch_plan import BatchPlan, Part
+from vcore_ds.planning.memory_plan import MemoryPlan
+from vcore_ds.planning.memory_settings import ParameterCounts
+from vcore_ds.planning.memory_text import describe_memory
+from vcore_ds.planning.rank_words import count
+from vcore_ds.planning.run_plan import COALESCING_SHARE
+from vcore_ds.planning.utilization import Utilization
+from vcore_ds.train.feed import Feed, store_behind
+from vcore_ds.train.setup import why_separate
+from vcore_ds.utility.direction import Direction
 
 
 def describe_run(

@@ -4,18 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vcore_ds.config.batch_plan import BatchPlan, Part
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.config.schema import Recipe
-from vcore_ds.planning import (
-    AdapterShape,
-    MemoryEstimate,
-    MemorySettings,
-    ParameterCounts,
-    Utilization,
-    memory_of,
-    possible_degrees,
-)
+from vcore_ds.planning.batch_plan import BatchPlan, Part
+from vcore_ds.planning.memory import MemoryEstimate, memory_of
+from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings, ParameterCounts
+from vcore_ds.planning.spread import possible_degrees
+from vcore_ds.planning.utilization import Utilization
 
 _FEWEST_ROW_TOKENS = 1024
 """Shortest packed row that is offered as a remedy: below it passes consist of gathers."""
@@ -170,7 +165,7 @@ def plan_memory(
     """None for a model whose sizes are unknown.
 
     Args:
-        deepspeed_config: complete, as `vcore_ds.config.deepspeed_config` makes it.
+        deepspeed_config: complete, as `vcore_ds.planning.deepspeed_json.deepspeed_config` makes it.
         passes: how the passes over the main and the probe batch use the ranks. Where one is missing, its rows are as
             long as the recipe allows.
         counts: of the model itself, or of a rank's part where ranks share every layer; None, or zeros, for those of

@@ -6,20 +6,18 @@ from pathlib import Path
 
 import torch
 
-from vcore_ds.checkpoints import Checkpoints
-from vcore_ds.config import Recipe
-from vcore_ds.data import Batch, Dataset, StepBatches
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.batches import Batch
+from vcore_ds.data.dataset import Dataset
+from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.positions import mark
 from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.distributed.stops import Stops
-from vcore_ds.engine import Engine, NonFiniteGradient, NonFiniteLoss, sequences_by_rank
+from vcore_ds.engine.non_finite import NonFiniteGradient, NonFiniteLoss, sequences_by_rank
+from vcore_ds.engine.zero3 import Engine
 from vcore_ds.errors import RunStopped
-from vcore_ds.feed import Feed
-from vcore_ds.followed import FollowedTraces, record_followed
 from vcore_ds.progress import Progress, duration
-from vcore_ds.setup import learning_rate_at, measures_noise, step_seed
-from vcore_ds.step import train_step
 from vcore_ds.track.console import Console
 from vcore_ds.track.metrics_log import MetricsLog
 from vcore_ds.track.run_notes import RELIABLE_SIGNAL_TO_NOISE
@@ -27,7 +25,12 @@ from vcore_ds.track.step_metrics import StepMetrics, StepRecorder
 from vcore_ds.track.throughput import Throughput
 from vcore_ds.track.token_gather import record_tokens
 from vcore_ds.track.token_records import record_steps
-from vcore_ds.utility import Estimator
+from vcore_ds.train.checkpoints import Checkpoints
+from vcore_ds.train.feed import Feed
+from vcore_ds.train.followed import FollowedTraces, record_followed
+from vcore_ds.train.setup import learning_rate_at, measures_noise, step_seed
+from vcore_ds.train.step import train_step
+from vcore_ds.utility.estimators import Estimator
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Whether a run fits into the memory of its ranks, before its model is loaded."""
 
-from vcore_ds.config import Available, MemoryPlan, describe_shortage, describe_tightness
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import available_host_bytes, available_memory_bytes, device
 from vcore_ds.errors import UserError
+from vcore_ds.planning.memory_plan import Available, MemoryPlan
+from vcore_ds.planning.memory_text import describe_shortage, describe_tightness
 from vcore_ds.track.console import Console
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.config.batch_plan import BatchPlan
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS, UnreadableFile, read_text
 from vcore_ds.config.problems import RecipeError, shorten, show
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.yaml_text import MAX_DEPTH
+from vcore_ds.planning.batch_plan import BatchPlan
 
 _MISSING = object()
 

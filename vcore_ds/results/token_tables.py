@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from vcore_ds.results.token_texts import BROKEN, KINDS, SequenceTexts, TokenTexts
 from vcore_ds.track.token_records import TokenRecord
-from vcore_ds.track.token_texts import BROKEN, KINDS, SequenceTexts, TokenTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from vcore_ds.config.memory import Available, MemoryPlan
+from vcore_ds.planning.memory_plan import Available, MemoryPlan
 
 
 def describe_memory(plan: MemoryPlan) -> str:

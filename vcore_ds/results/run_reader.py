@@ -5,8 +5,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vcore_ds.config import Recipe, read_resolved_recipe
-from vcore_ds.data import load_tokenizer
+from vcore_ds.config.resume import read_resolved_recipe
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.files.evaluation_folder import EVALUATION
 from vcore_ds.files.run_folder import ENVIRONMENT, HELD_OUT, METRICS, RECIPE, export_folder

@@ -7,22 +7,22 @@ import torch
 from torch import Tensor
 
 from vcore_ds.config.method_sections import MethodConfig
-from vcore_ds.method import (
-    GibbsWeights,
-    Tokens,
-    dft_weights,
+from vcore_ds.method.baselines import dft_weights, iw_sft_weights, random_weights
+from vcore_ds.method.objective import (
     effective_sample_size_alpha,
-    gibbs_weights,
-    gibbs_weights_for_budget,
-    iw_sft_weights,
-    log_probability_base,
     loss_ratio_alpha,
-    random_weights,
     token_coefficients,
-    uniform_weights,
     utility_moments,
     utility_variances,
     variance_alpha,
+)
+from vcore_ds.method.tokens import Tokens
+from vcore_ds.method.weights import (
+    GibbsWeights,
+    gibbs_weights,
+    gibbs_weights_for_budget,
+    log_probability_base,
+    uniform_weights,
 )
 
 

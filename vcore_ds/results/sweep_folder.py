@@ -18,13 +18,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO
 
-from vcore_ds.config import Recipe, Sweep, differing_keys, dump_recipe, flat_values, read_resolved_recipe
 from vcore_ds.config.files import UnreadableFile, read_text
+from vcore_ds.config.load import dump_recipe
+from vcore_ds.config.resume import differing_keys, flat_values, read_resolved_recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.config.yaml_text import YamlError, dump_yaml, parse_yaml
 from vcore_ds.errors import EXIT_STOPPED, UserError
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.run_folder import METRICS
 from vcore_ds.files.user_paths import writing
+from vcore_ds.planning.sweep import Sweep
 
 SWEEP, RUN_NAMES = "sweep.yaml", "runs.txt"
 MOST_DIFFERENCES = 20

@@ -7,32 +7,24 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from vcore_ds.config import BatchPlan, Part, Recipe
-from vcore_ds.data import (
-    Batch,
-    Dataset,
-    JoinedDataset,
-    MainOrder,
-    RandomDraws,
-    StepBatches,
-    TokenizedSequence,
-    TokenStore,
-    cache_root,
-    check_contents,
-    collate,
-    idle_batch,
-    keep_random_tokens,
-    pack,
-    store_of,
-    with_reference,
-)
-from vcore_ds.data.dataset import ChangedDataset
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.batches import Batch, collate, idle_batch, pack
+from vcore_ds.data.cache import cache_root, store_of
+from vcore_ds.data.dataset import ChangedDataset, Dataset, JoinedDataset, keep_random_tokens
+from vcore_ds.data.order import MainOrder, RandomDraws
+from vcore_ds.data.sequence_log_probabilities import with_reference
+from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.store import TokenStore
+from vcore_ds.data.store_checks import check_contents
+from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.launcher import local_rank
 from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.files.user_paths import reading
-from vcore_ds.models import vocabulary_size
-from vcore_ds.planning import Spread, Utilization, summarize
+from vcore_ds.models.configuration import vocabulary_size
+from vcore_ds.planning.batch_plan import BatchPlan, Part
+from vcore_ds.planning.spread import Spread
+from vcore_ds.planning.utilization import Utilization, summarize
 from vcore_ds.random_streams import Stream
 from vcore_ds.track.console import Console
 

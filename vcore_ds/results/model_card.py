@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from vcore_ds.config import Recipe, flat_values
+from vcore_ds.config.resume import flat_values
+from vcore_ds.config.schema import Recipe
 from vcore_ds.config.yaml_text import dump_yaml
 from vcore_ds.errors import UserError
 from vcore_ds.files.base_model import OWN_TAG, BaseModel, base_model_of
 from vcore_ds.files.run_folder import read_data_counts
-from vcore_ds.track.public_recipe import public_recipe, public_source
-from vcore_ds.track.run_reader import read_environment_of, read_evaluation, read_held_out_losses, read_metrics_of
+from vcore_ds.results.public_recipe import public_recipe, public_source
+from vcore_ds.results.run_reader import read_environment_of, read_evaluation, read_held_out_losses, read_metrics_of
 
 METHODS = {"vcore": "VCORE", "sft": "SFT", "dft": "DFT", "iw_sft": "iw-SFT", "random": "random masking"}
 

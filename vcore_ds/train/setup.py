@@ -6,29 +6,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vcore_ds.config import COALESCING_SHARE, BatchPlan, Recipe, num_trusted, plan_batch
+from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, total_memory_bytes
 from vcore_ds.distributed.launcher import num_local_ranks
 from vcore_ds.distributed.process_group import first_rank_first
-from vcore_ds.engine import (
-    Engine,
-    build_optimizer,
-    load_sharded,
-    unsharded_gradient_bytes,
-)
-from vcore_ds.models import (
-    TokenLossModel,
-    add_lora,
-    check_forward_mode,
-    check_model_folder,
-    model_shape,
-    read_config,
-)
-from vcore_ds.planning import CPU, H100
+from vcore_ds.engine.gradient_sum import unsharded_gradient_bytes
+from vcore_ds.engine.loading import load_sharded
+from vcore_ds.engine.optimizer import build_optimizer
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.configuration import check_forward_mode, model_shape, read_config
+from vcore_ds.models.folder_check import check_model_folder
+from vcore_ds.models.lora import add_lora
+from vcore_ds.planning.batch_plan import BatchPlan, num_trusted, plan_batch
+from vcore_ds.planning.run_plan import COALESCING_SHARE
+from vcore_ds.planning.time_model import CPU, H100
 from vcore_ds.random_streams import Stream, torch_seed
-from vcore_ds.utility import Direction, Estimator, FiniteDifference, ForwardMode, NoUtilities, why_not_fused
-from vcore_ds.weighting import has_batch_scope
+from vcore_ds.train.weighting import has_batch_scope
+from vcore_ds.utility.direction import Direction
+from vcore_ds.utility.estimators import Estimator, ForwardMode, NoUtilities, why_not_fused
+from vcore_ds.utility.finite_difference import FiniteDifference
 
 if TYPE_CHECKING:
     from vcore_ds.models.megatron.model import ParallelTokenLossModel

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.config import Recipe, dump_recipe
+from vcore_ds.config.load import dump_recipe
+from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
-from vcore_ds.engine import Engine
 from vcore_ds.engine.checkpoint_shards import (
     CheckpointFailed,
     files_of_this_rank,
@@ -17,12 +17,14 @@ from vcore_ds.engine.checkpoint_shards import (
     state_bytes,
     write_state,
 )
+from vcore_ds.engine.zero3 import Engine
 from vcore_ds.errors import UserError
-from vcore_ds.feed import Feed
 from vcore_ds.files import checkpoint_folder as files
 from vcore_ds.files.aside import discard, unfinished_path
 from vcore_ds.track.console import Console
-from vcore_ds.utility import Direction, Estimator
+from vcore_ds.train.feed import Feed
+from vcore_ds.utility.direction import Direction
+from vcore_ds.utility.estimators import Estimator
 
 MARGIN_BYTES = 64 * 2**20
 """Room beside the tensors: for the index, the recipe, and whatever other processes write at the same time."""

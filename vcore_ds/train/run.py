@@ -5,36 +5,40 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from vcore_ds.checkpoints import Checkpoints
-from vcore_ds.config import BatchPlan, Recipe, deepspeed_config, plan_memory
+from vcore_ds.config.schema import Recipe
 from vcore_ds.cpu_products import describe_cpu_products
-from vcore_ds.data import Dataset, load_tokenizer
+from vcore_ds.data.dataset import Dataset
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.positions import mark
 from vcore_ds.distributed.process_group import first_rank_first, start_process_group
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.distributed.watchdog import watching
-from vcore_ds.engine import save_hugging_face
+from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.errors import UserError
-from vcore_ds.feed import Feed, build_feed, count_data, read_dataset, read_training_data
 from vcore_ds.files import run_folder
 from vcore_ds.files.locks import RunLock
 from vcore_ds.files.user_paths import writing
-from vcore_ds.followed import choose_followed
-from vcore_ds.loop import Training, run_steps, validate
-from vcore_ds.memory_check import check_memory
-from vcore_ds.models import count_parameters
-from vcore_ds.setup import build_engine, build_estimator, check_model, count_steps, plan_ranks
-from vcore_ds.start_screen import describe_engine, describe_run, describe_use_of_ranks
+from vcore_ds.models.parameter_counts import count_parameters
+from vcore_ds.planning.batch_plan import BatchPlan
+from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.memory_plan import plan_memory
+from vcore_ds.results.model_card import CardRequest, Kind, model_card
 from vcore_ds.track.console import Console, describe_example
 from vcore_ds.track.metrics_log import MetricsLog
-from vcore_ds.track.model_card import CardRequest, Kind, model_card
 from vcore_ds.track.sinks import BackgroundSink
 from vcore_ds.track.step_metrics import StepMetrics
 from vcore_ds.track.throughput import throughput_of
 from vcore_ds.track.trackers import start_trackers
 from vcore_ds.track.wandb_log import FINISH_SECONDS, WandbLog
+from vcore_ds.train.checkpoints import Checkpoints
+from vcore_ds.train.feed import Feed, build_feed, count_data, read_dataset, read_training_data
+from vcore_ds.train.followed import choose_followed
+from vcore_ds.train.loop import Training, run_steps, validate
+from vcore_ds.train.memory_check import check_memory
+from vcore_ds.train.setup import build_engine, build_estimator, check_model, count_steps, plan_ranks
+from vcore_ds.train.start_screen import describe_engine, describe_run, describe_use_of_ranks
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What is made of finished runs: reading them, tables, statistics, model cards."""
