@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pkgutil
 import re
 import shlex
 from pathlib import Path
@@ -114,9 +115,8 @@ CURRENT = [document for document in DOCUMENTS if document.name not in ("decision
 
 
 def in_code(document: Path) -> list[str]:
-    """What stands between single backticks, outside of code blocks and of sections on how things were before."""
+    """What stands between single backticks, outside of code blocks."""
     text = re.sub(r"^ *```.*?^ *```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"^## Before$.*?(?=^## |\Z)", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"`([^`]+)`", text)
 
 
@@ -125,10 +125,21 @@ def is_there(name: str) -> bool:
 
 
 def resolves(name: str) -> bool:
-    """Whether `part.attribute...` exists: in the package, or in a public class of that part (`engine.backward`)."""
+    """Whether `part.attribute...` exists: in the package, in a file of that part, or in a public class there
+    (`engine.backward`)."""
     part, *attributes = name.split(".")
     module = importlib.import_module(f"vcore_ds.{part}")
-    owners = [module, *(value for _, value in inspect.getmembers(module, inspect.isclass))]
+    files = [
+        importlib.import_module(found.name)
+        for found in pkgutil.iter_modules(getattr(module, "__path__", []), f"{module.__name__}.")
+    ]
+    owners = [module, *files]
+    owners += [
+        value
+        for owner in files
+        for _, value in inspect.getmembers(owner, inspect.isclass)
+        if value.__module__ == owner.__name__
+    ]
     return any(has(owner, attributes) for owner in owners)
 
 

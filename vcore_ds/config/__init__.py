@@ -1,1 +1,1 @@
-"""Recipes: schema, YAML, overrides, batch arithmetic, the DeepSpeed JSON. Nothing here imports torch."""
+"""Recipes: schema, rules, YAML, fragments and overrides. Nothing here imports torch."""

@@ -1,1 +1,1 @@
-"""The arithmetic of a batch on many ranks: which share a row, what runs together, how long that takes. Pure Python."""
+"""What a recipe comes to on its ranks: batches, memory, bytes, seconds, DeepSpeed's JSON. Imports no torch."""
