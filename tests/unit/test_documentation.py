@@ -221,35 +221,28 @@ def test_anchors_of_links_are_headings() -> None:
     assert not broken
 
 
-TREE_LINE = re.compile(r"  (?P<level>\d| )  (?P<inner>  )?(?P<name>\w+(?:\.py|/)) +(?P<phrase>\S.*)")
+ROOM_LINE = re.compile(r"^\| (\d) \| ((?:`\w+(?:/|\.py)`(?:, )?)+) \|", re.MULTILINE)
+INNER_FOLDER_LINE = re.compile(r"^\| `(\w+/\w+)/` \|", re.MULTILINE)
 
 
-def tree_of_the_readme() -> list[tuple[int, str]]:
-    """(level, path below vcore_ds/ without .py) of each line of the annotated tree, in its order."""
-    (tree,) = (block for block in fenced(REPOSITORY / "README.md", "") if block.startswith("vcore_ds/\n"))
-    found: list[tuple[int, str]] = []
-    for line in tree.splitlines()[1:]:
-        match = TREE_LINE.fullmatch(line)
-        assert match, f"not `LEVEL  NAME  PHRASE`: {line!r}"
-        name = match["name"].removesuffix("/").removesuffix(".py")
-        if match["inner"]:
-            level, parent = found[-1]
-            found.append((level, f"{parent.partition('/')[0]}/{name}"))
-        else:
-            found.append((int(match["level"]), name))
-    return found
+def drawn_rooms() -> list[tuple[int, str]]:
+    """(level, room) of each line of the table in docs/architecture.md, in its order."""
+    lines = ROOM_LINE.findall((REPOSITORY / "docs" / "architecture.md").read_text())
+    return [(int(level), room) for level, names in lines for room in re.findall(r"`(\w+)", names)]
 
 
-def test_the_tree_of_the_readme_is_the_package() -> None:
+def test_the_architecture_draws_every_room_on_its_level() -> None:
+    drawn = drawn_rooms()
+    assert sorted(drawn) == sorted((level, room) for level, rooms in enumerate(LEVELS) for room in rooms)
+    assert [level for level, _ in drawn] == sorted((level for level, _ in drawn), reverse=True)
+
+
+def test_the_architecture_says_what_every_folder_holds() -> None:
     folders = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")} - {"."}
     modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
-    named = [name for _, name in tree_of_the_readme()]
-    assert sorted(named) == sorted(folders | modules)
-
-
-def test_the_tree_of_the_readme_is_in_the_order_of_the_levels() -> None:
-    expected = [(level, part) for level, parts in enumerate(LEVELS) for part in parts]
-    assert [(level, name) for level, name in tree_of_the_readme() if "/" not in name] == expected[::-1]
+    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    inner = INNER_FOLDER_LINE.findall(page.partition("| folder in a room |")[2].partition("\n\n")[0])
+    assert sorted([*(room for _, room in drawn_rooms()), *inner]) == sorted(folders | modules)
 
 
 def long_lines(text: str) -> list[str]:
