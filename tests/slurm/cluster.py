@@ -67,7 +67,9 @@ SLURMD = "slurmd -D -N {name} &"
 # Keys and client settings are the cluster's; nobody's ~/.ssh is read.
 SSHD = """mount --bind {folder}/ssh_config /etc/ssh/ssh_config && mount -t tmpfs tmpfs /run && mkdir /run/sshd &&
     $(command -v sshd) -D -e -f /dev/null -h {folder}/ssh_key -o ListenAddress={name} -o StrictModes=no \\
-    -o AuthorizedKeysFile={folder}/ssh_key.pub &"""
+    -o AuthorizedKeysFile={folder}/ssh_key.pub{kernels} &"""
+# What chooses the CPU's kernels, and so the last bits: SLURM's jobs inherit it, and ssh hands nothing on.
+KERNELS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "VCORE_DS_CPU_BF16")
 SSH_CONFIG = """IdentityFile {folder}/ssh_key
 StrictHostKeyChecking no
 UserKnownHostsFile /dev/null
@@ -119,8 +121,10 @@ class Cluster:
             wait_until((self.folder / "munge.socket").exists, "munged", 10)
             self._start_host("controller", "slurmctld -D &")
             daemons = SLURMD if why_not("sshd") else SLURMD + SSHD
+            chosen = " ".join(f"{name}={os.environ[name]}" for name in KERNELS if name in os.environ)
+            kernels = f' -o "SetEnv={chosen}"' if chosen else ""
             for name in NODES:
-                self._start_host(name, daemons.format(name=name, folder=self.folder))
+                self._start_host(name, daemons.format(name=name, folder=self.folder, kernels=kernels))
             wait_until(lambda: self.run("sinfo -h -t idle -o %D", check=False) == str(len(NODES)), "idle nodes", 90)
         except BaseException:
             self.__exit__()
