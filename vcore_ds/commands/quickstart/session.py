@@ -88,4 +88,4 @@ def _free_folder(folder: Path) -> Path:
 def say_what_next() -> None:
     """Prints one command to continue with, on rank 0."""
     if layout.is_first():
-        print(f"Next: bash {SCRIPT} schedule.num_steps=100 (or methods/sft.yaml, presets/trusted.yaml: README.md)")
+        print(f"Next: bash {SCRIPT} schedule.num_steps=100  # trains longer; more in README.md")
