@@ -224,7 +224,7 @@ def test_the_reference_holds_every_sequences_log_probability(reference: Referenc
     with np.load(reference.file) as stored:
         assert stored["log_probability"].shape == (12,)
         np.testing.assert_allclose(stored["log_probability"], expected, rtol=1e-5)
-    assert "12 of 12 sequences" in reference.output
+    assert "reference.npz, 12 sequences. Train with: methods/iw_sft.yaml" in reference.output
 
 
 def test_iw_sft_with_all_parameters_starts_at_plain_sft(reference: Reference, setup: TinySetup, tmp_path) -> None:

@@ -22,6 +22,16 @@ FORWARD = aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+@pytest.fixture(autouse=True)
+def pytorchs_kernels() -> Iterator[None]:
+    """On a CPU without the instructions an earlier test may have replaced the kernels of this process."""
+    library, cpu_products._replaced = cpu_products._replaced, None
+    if library is not None:
+        library._destroy()
+    yield
+    cpu_products._replaced = None if library is None else cpu_products._replace_kernels()
+
+
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """fp16 too, on every CPU."""
