@@ -38,6 +38,26 @@ class MethodConfig(Section):
     keep_share: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of a sequence's supervised tokens that `random` keeps; those inside \\boxed{} are always among them."""
 
+    @property
+    def uses_utilities(self) -> bool:
+        """Whether weights depend on utilities, and so on a probe direction."""
+        return self.name == "vcore"
+
+    @property
+    def weights_sequences(self) -> bool:
+        """Whether the sequences of a batch are weighted too, which takes all utilities before the first backward."""
+        return self.uses_utilities and self.scope == "sequence_and_batch"
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether weights depend on each sequence's log-probability under a reference model."""
+        return self.name == "iw_sft"
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether some supervised tokens carry no loss."""
+        return self.name == "random"
+
 
 class UtilityConfig(Section):
     """How a token's utility s, the directional derivative of its loss along the probe gradient, is computed."""
