@@ -255,7 +255,7 @@ SMALL_TEXTS = [
     ),
     ("run: {seed: " + ":".join(["59"] * 2000) + "}", "a number of 5,999 characters"),
     ("run: {seed: 1180591620717411303424}", "expected a number less than or equal to 4294967295"),
-    ('run: {output_dir: "\\UFFFFFFFF"}', "cannot be read as YAML: "),
+    ('run: {output_dir: "\\UFFFFFFFF"}', ":1:22: cannot be read as YAML: a number out of range"),
     ("base: [" + ", ".join(f"{i}.yaml" for i in range(9000)) + "]", "and 51 more problems"),
     ("run: *" + "a" * 5000, "cannot be read as YAML: found undefined alias"),
 ]

@@ -79,7 +79,7 @@ def compose(recipe: str | Path, fragments: Sequence[str] = ()) -> Draft:
     """
     path = Path(recipe)
     if not os.path.lexists(path):
-        path = _find(path, Path.cwd())[0] or path
+        path = _find(str(path), Path.cwd())[0] or path
     draft = Draft(str(path))
     _read(draft, path, [])
     for name in fragments:
@@ -164,10 +164,10 @@ def _parse(draft: Draft, path: Path) -> ParsedYaml | None:
     return None
 
 
-def _find(name: str | Path, folder: Path) -> tuple[Path | None, str]:
+def _find(name: str, folder: Path) -> tuple[Path | None, str]:
     """What has that name in `folder`, else among the shipped recipes. Without one, where it was looked for and the
     nearest names, as text."""
-    tried = [resolve(start / expand_home(str(name))) for start in (folder, SHIPPED_RECIPES)]
+    tried = [resolve(start / expand_home(name)) for start in (folder, SHIPPED_RECIPES)]
     found = next((path for path in tried if os.path.lexists(path)), None)
     if found is not None and found.is_relative_to(Path.cwd()):
         found = found.relative_to(Path.cwd())  # as short as the user would write it

@@ -97,10 +97,12 @@ def parse_yaml(text: str) -> ParsedYaml:
             parsed.value = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         raise YamlError(error.problem or str(error), error.problem_mark) from None
-    except RecursionError:
-        raise YamlError(f"values nested more than {MAX_DEPTH} levels deep") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # NUL; `%YAML` and 5,000 digits; "\UFFFFFFFF"
+    except yaml.YAMLError as error:  # NUL and the like, before anything is parsed
         raise YamlError(str(error).splitlines()[0]) from None
+    except RecursionError:
+        raise YamlError(f"values nested more than {MAX_DEPTH} levels deep", loader.get_mark()) from None
+    except (ValueError, OverflowError) as error:  # `%YAML` with 5,000 digits, "\UFFFFFFFF"
+        raise YamlError(f"a number out of range ({error})", loader.get_mark()) from None
     return parsed
 
 
