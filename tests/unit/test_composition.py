@@ -90,6 +90,15 @@ def test_null_replaces_a_section_and_a_mapping_after_it_starts_from_nothing(fold
     assert the_problem("half.yaml").startswith("half.yaml:2: lora.alpha: found nothing")
 
 
+def test_sections_of_one_alias_stay_apart(folder: Path) -> None:
+    write(folder / "mine.yaml", "base: whole.yaml\nprobe: &same {micro_batch_size_per_rank: 2}\nutility: *same\n")
+    write(folder / "more.yaml", {"probe": {"every": 3}})
+    words = ["batch.micro_batch_size_per_rank=2", "more.yaml", "probe.micro_batch_size_per_rank=4"]
+    recipe = load_recipe("mine.yaml", words)
+    assert (recipe.probe.micro_batch_size_per_rank, recipe.probe.every) == (4, 3)
+    assert recipe.utility.micro_batch_size_per_rank == 2
+
+
 def test_bases_of_bases_are_read_first(folder: Path) -> None:
     for name, base in zip("abcde", [None, "a", "b", "c", "d"], strict=True):
         write(folder / f"{name}.yaml", ({"base": f"{base}.yaml"} if base else {}) | {"run": {name: 1, "last": name}})

@@ -295,6 +295,8 @@ def test_a_key_that_is_no_text(tmp_path: Path) -> None:
     assert "run.1: found 2 under an unknown name" in the_problem(path, "run={output_dir: out, 1: 2}")
     content = yaml.safe_dump(smallest_recipe(), sort_keys=False) + "3: {}\n"
     assert the_problem(write(tmp_path, content)).startswith(f"{path}:15: 3: found {{}} under an unknown name")
+    content = content.replace("3: {}", "null: 1e-4")
+    assert the_problem(write(tmp_path, content)).startswith(f"{path}:15: null: found 0.0001 under an unknown name")
 
 
 # ---------------------------------------------------------------- rules over several keys
@@ -673,14 +675,16 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (recipe.model.path, recipe.run.output_dir) == ("/home/someone/m", "/home/someone/o")
     assert (recipe.data.train_path, recipe.data.validation_path) == ("a/t.jsonl", "/home/someone/v.jsonl")
     assert recipe.data.validation_paths() == {"": "/home/someone/v.jsonl"}
+    built = Recipe.model_validate(smallest_recipe() | {"model": {"path": "~/m"}})
+    assert built.model.path == "/home/someone/m"
 
 
 def test_held_out_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     recipe = load_recipe(
-        write(tmp_path), ["data.validation_path={right: ~/r.jsonl, 1: w.jsonl}", "run.validate_every=1"]
+        write(tmp_path), ["data.validation_path={right: ~/r.jsonl, 1: w.jsonl, no: n.jsonl}", "run.validate_every=1"]
     )
-    assert recipe.data.validation_paths() == {"right": "/home/someone/r.jsonl", "1": "w.jsonl"}
+    assert recipe.data.validation_paths() == {"right": "/home/someone/r.jsonl", "1": "w.jsonl", "no": "n.jsonl"}
     assert load_recipe(write(tmp_path)).data.validation_paths() == {}
 
 

@@ -98,6 +98,7 @@ VALUES = [
     '"a\\0b"',
     '"~a\\0b"',
     '"\\ud800"',
+    '"\\UFFFFFFFF"',
     '"\\e[31m\\n"',
     "{rank: 8, alpha: 16}",
     "{rank: 8, rank: 9}",
@@ -254,6 +255,9 @@ SMALL_TEXTS = [
     ),
     ("run: {seed: " + ":".join(["59"] * 2000) + "}", "a number of 5,999 characters"),
     ("run: {seed: 1180591620717411303424}", "expected a number less than or equal to 4294967295"),
+    ('run: {output_dir: "\\UFFFFFFFF"}', ":1:22: cannot be read as YAML: a number out of range"),
+    ("base: [" + ", ".join(f"{i}.yaml" for i in range(9000)) + "]", "and 51 more problems"),
+    ("run: *" + "a" * 5000, "cannot be read as YAML: found undefined alias"),
 ]
 
 

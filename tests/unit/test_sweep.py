@@ -132,6 +132,19 @@ def test_all_problems_of_the_file_are_said_at_once(folder: Path) -> None:
     assert "mine.yaml:1: recipe" in "\n".join(found)
 
 
+@pytest.mark.timeout(60)
+def test_a_sweep_without_end_is_refused(folder: Path) -> None:
+    grid = {f"axis_{i}": dict.fromkeys("abcdefghij") for i in range(20)}
+    (problem,) = problems(cells=None, grid=grid)
+    assert "mine.yaml:" in problem and "grid: found more than 1,000 cells; expected at most 1,000 runs" in problem
+    (problem,) = problems(cells=dict.fromkeys(map(str, range(5000))), reference="other")
+    assert "seeds: found 10,000 runs; expected at most 1,000" in problem
+    Path("mine.yaml").write_text("recipe: *" + "a" * 5000)
+    with pytest.raises(RecipeError, match="mine.yaml:1:9: cannot be read as YAML: found undefined alias") as error:
+        load_sweep(Path("mine.yaml"))
+    assert len(str(error.value)) < 500
+
+
 def test_all_problems_of_all_cells_are_said_before_anything_starts(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 from vcore_ds.config.files import SHIPPED_RECIPES, UnreadableFile, expand_home, read_text, resolve
 from vcore_ds.config.problems import did_you_mean, shorten, show
 from vcore_ds.config.schema import SECTIONS
-from vcore_ds.config.yaml_text import ParsedYaml, YamlError, parse_yaml
+from vcore_ds.config.yaml_text import ParsedYaml, parse_yaml
 
-MAX_FILES = 100
-"""Files of one recipe, each counted as often as it is read: a few whose bases fork would be read forever."""
+MAX_BASES = 100
+"""Names under `base` in all files, each as often as it is read: a few files whose bases fork would be read forever."""
 
 
 @dataclass
@@ -32,8 +32,8 @@ class Draft:
     problems: list[str] = field(default_factory=list)
     is_whole: bool = True
     """False where a file could not be read: what is missing then is not the recipe's fault."""
-    num_files: int = 0
-    """Files read so far."""
+    num_bases: int = 0
+    """Names under `base` that were looked up so far."""
 
     def source(self, *keys: str) -> str:
         """Where the keys were set: an override before a line of a file, a section's line for an absent key."""
@@ -52,7 +52,7 @@ class Draft:
 
     def replace(self, section: str, value: Any) -> None:
         """Replaces a whole section; nothing of the old one is left."""
-        self.values[section] = with_text_keys(value)
+        self.values[section] = dict(value) if isinstance(value, dict) else value  # two sections may be one alias
         self.sources = {key: line for key, line in self.sources.items() if key.partition(".")[0] != section}
 
     def merge(self, values: dict[str, Any], sources: dict[str, str]) -> None:
@@ -60,7 +60,7 @@ class Draft:
         for section, value in values.items():
             before = self.values.get(section)
             if isinstance(before, dict) and isinstance(value, dict):
-                before.update(with_text_keys(value))
+                before.update(value)
             else:
                 self.replace(section, value)
         self.sources.update(sources)
@@ -79,16 +79,13 @@ def compose(recipe: str | Path, fragments: Sequence[str] = ()) -> Draft:
     """
     path = Path(recipe)
     if not os.path.lexists(path):
-        path = _find(path, Path.cwd())[0] or path
+        path = _find(str(path), Path.cwd())[0] or path
     draft = Draft(str(path))
     _read(draft, path, [])
     for name in fragments:
         found, tried = _find(name, Path.cwd())
         if found is None:
-            near = did_you_mean(_nearest(name, Path.cwd()))
-            draft.cannot_continue(
-                f"{shorten(name)}: found no such file; expected a recipe file (YAML); tried {tried}{near}"
-            )
+            draft.cannot_continue(f"{shorten(name)}: found no such file; expected a recipe file (YAML); {tried}")
         else:
             _read(draft, found, [])
     draft.problems = list(dict.fromkeys(draft.problems))  # a file may be the base of several
@@ -109,18 +106,8 @@ def fragment_hint(word: str) -> str:
     return did_you_mean(name for name in _nearest(f"{word}.yaml", Path.cwd()) if Path(name).stem == Path(word).name)
 
 
-def with_text_keys(value: Any) -> Any:
-    """A mapping with its keys as text (a key `1` is then unknown like any other); anything else unchanged."""
-    return {str(key): child for key, child in value.items()} if isinstance(value, dict) else value
-
-
 def _read(draft: Draft, path: Path, chain: list[Path]) -> None:
     """Merges the file's bases, then the file. `chain`: the files that led here, the outermost first."""
-    draft.num_files += 1
-    if draft.num_files > MAX_FILES:
-        if draft.num_files == MAX_FILES + 1:
-            draft.cannot_continue(f"{chain[0] if chain else path}: found more than {MAX_FILES} files under base")
-        return
     parsed = _parse(draft, path)
     if parsed is None:
         return
@@ -128,8 +115,7 @@ def _read(draft: Draft, path: Path, chain: list[Path]) -> None:
         draft.problems.append(
             f"{path}:{line}: {shorten(key)}: found a second time (first in line {first_line}); expected once"
         )
-    values = with_text_keys(parsed.value)
-    bases = values.pop("base", [])
+    bases = parsed.value.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     where = f"{path}:{parsed.lines.get('base')}: base: found"
     chain = [*chain, path]
@@ -137,12 +123,16 @@ def _read(draft: Draft, path: Path, chain: list[Path]) -> None:
         draft.cannot_continue(f"{where} {show(bases)}; expected a file name, or a list of file names")
         bases = []
     for name in bases:
+        draft.num_bases += 1
+        if draft.num_bases > MAX_BASES:
+            if draft.num_bases == MAX_BASES + 1:
+                draft.cannot_continue(f"{chain[0]}: found more than {MAX_BASES} files under base")
+            return
         base, tried = _find(name, path.parent)
         if base is None:
-            near = did_you_mean(_nearest(name, path.parent))
             draft.cannot_continue(
                 f"{where} {show(name)}, which is no file ({_arrows([*chain, shorten(name)])}); expected a recipe file "
-                f"(YAML); tried {tried}{near}"
+                f"(YAML); {tried}"
             )
         elif resolve(base) in {resolve(file) for file in chain}:
             draft.cannot_continue(
@@ -151,7 +141,7 @@ def _read(draft: Draft, path: Path, chain: list[Path]) -> None:
             )
         else:
             _read(draft, base, chain)
-    draft.merge(values, {key: f"{path}:{line}" for key, line in parsed.lines.items() if key != "base"})
+    draft.merge(parsed.value, {key: f"{path}:{line}" for key, line in parsed.lines.items() if key != "base"})
 
 
 def _parse(draft: Draft, path: Path) -> ParsedYaml | None:
@@ -164,10 +154,7 @@ def _parse(draft: Draft, path: Path) -> ParsedYaml | None:
         tried = "" if path.is_absolute() else f"; tried {resolve(path)}, {SHIPPED_RECIPES / path}"
         problem = f"{path}: found no such file; expected a recipe (YAML){tried}{near}"
     except UnreadableFile as error:
-        problem = f"{shorten(str(path), 200)}: {error}; expected a recipe (a YAML file)"
-    except YamlError as error:
-        where = "" if error.line is None else f":{error.line}:{error.column}"
-        problem = f"{path}{where}: cannot be read as YAML: {shorten(str(error), 200)}; expected a recipe"
+        problem = f"{shorten(str(path), 200)}{error.place}: {error}; expected a recipe (a YAML file)"
     else:
         if isinstance(parsed.value, dict):
             return parsed
@@ -177,13 +164,17 @@ def _parse(draft: Draft, path: Path) -> ParsedYaml | None:
     return None
 
 
-def _find(name: str | Path, folder: Path) -> tuple[Path | None, str]:
-    """What has that name in `folder`, else among the shipped recipes; and where it was looked for, as text."""
-    tried = [resolve(start / expand_home(str(name))) for start in (folder, SHIPPED_RECIPES)]
+def _find(name: str, folder: Path) -> tuple[Path | None, str]:
+    """What has that name in `folder`, else among the shipped recipes. Without one, where it was looked for and the
+    nearest names, as text."""
+    tried = [resolve(start / expand_home(name)) for start in (folder, SHIPPED_RECIPES)]
     found = next((path for path in tried if os.path.lexists(path)), None)
     if found is not None and found.is_relative_to(Path.cwd()):
         found = found.relative_to(Path.cwd())  # as short as the user would write it
-    return found, ", ".join(shorten(str(path), 200) for path in dict.fromkeys(tried))
+    if found is not None:
+        return found, ""
+    places = ", ".join(shorten(str(path), 200) for path in dict.fromkeys(tried))
+    return None, f"tried {places}{did_you_mean(_nearest(name, folder))}"
 
 
 def _nearest(name: str, folder: Path, *, shipped: bool = True) -> list[str]:

@@ -2,7 +2,9 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from vcore_ds.config.files import expand_home
 
 LARGEST_COUNT = 2**31 - 1
 """Upper bound of what is counted: sequences, steps, tokens, ranks."""
@@ -24,6 +26,8 @@ Positive = Annotated[float, Field(gt=0, le=LARGEST_FLOAT)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
 """Nearly every text is a path, which has no NUL and, on Linux, at most 4096 bytes."""
+PathText = Annotated[Text, AfterValidator(expand_home)]
+"""A path, or an id on the hub: `~` becomes the home folder."""
 Name = Annotated[str, Field(pattern=r"^\w{1,64}$")]
 """Part of a metric's name."""
 

@@ -29,6 +29,9 @@ _KINDS = {
 class UnreadableFile(Exception):
     """A path that leads to no text of a sensible size; the message begins with `found` or `cannot be read`."""
 
+    place = ""
+    """`:LINE:COLUMN`, from 1, of what cannot be read in the text; empty where it is the whole file."""
+
 
 def read_text(path: Path) -> str:
     """The text of a regular UTF-8 file of at most `LARGEST_FILE_BYTES`.

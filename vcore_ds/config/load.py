@@ -16,14 +16,6 @@ from vcore_ds.config.schema import SECTIONS, Recipe
 from vcore_ds.config.yaml_text import YamlError, dump_yaml, parse_yaml
 
 _OVERRIDE_KEY = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)?$")
-_PATH_KEYS = (
-    ("model", "path"),
-    ("data", "train_path"),
-    ("data", "validation_path"),
-    ("data", "probe_path"),
-    ("data", "reference_log_probabilities"),
-    ("run", "output_dir"),
-)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -42,7 +34,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(draft.problems)
     for section in SECTIONS.keys() - {"lora"}:
         draft.values.setdefault(section, {})  # so that a missing section is reported by its missing keys
-    _resolve_paths(draft)
+    _resolve_deepspeed_config(draft)
     recipe = _validate(draft)
     if draft.problems or recipe is None:
         raise RecipeError(draft.problems)
@@ -63,9 +55,9 @@ def _apply_override(draft: Draft, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not _OVERRIDE_KEY.match(key):
         bare = key.lstrip("-")
-        names = [bare] if equals and bare != key and _OVERRIDE_KEY.match(bare) else []
-        if not names and _OVERRIDE_KEY.match(bare):
-            names = [bare] if "." in bare else nearest_keys(bare, None)
+        names: list[str] = []
+        if _OVERRIDE_KEY.match(bare):
+            names = [bare] if equals or "." in bare else nearest_keys(bare, None)
         hint = did_you_mean(shorten(f"{name}={text or 'VALUE'}") for name in names)
         expected = "section.key=value"
         if not equals:
@@ -79,8 +71,7 @@ def _apply_override(draft: Draft, override: str) -> None:
     try:
         parsed = parse_yaml(text)
     except YamlError as error:
-        problem = shorten(str(error), 200)
-        draft.problems.append(f"{where}: cannot be read as YAML: {problem}; expected section.key=value")
+        draft.problems.append(f"{where}: {error}; expected section.key=value")
         return
     for duplicate, _, _ in parsed.duplicates:
         draft.problems.append(f"{where}.{shorten(duplicate)}: found a second time; expected once")
@@ -100,11 +91,7 @@ def _apply_override(draft: Draft, override: str) -> None:
     draft.sources[key] = source
 
 
-def _resolve_paths(draft: Draft) -> None:
-    for section, key in _PATH_KEYS:
-        values = draft.values[section]
-        if isinstance(values, dict) and key in values:
-            values[key] = _with_expanded_home(values[key])
+def _resolve_deepspeed_config(draft: Draft) -> None:
     engine = draft.values["engine"]
     if not isinstance(engine, dict) or not isinstance(engine.get("deepspeed_config"), str):
         return
@@ -124,13 +111,6 @@ def _resolve_paths(draft: Draft) -> None:
         ["engine.deepspeed_config"],
         f"found {show(written)}, which is no file; expected a DeepSpeed JSON; tried {places}{shipped}",
     )
-
-
-def _with_expanded_home(value: Any) -> Any:
-    """A path, or each of several by name; anything else, which the schema refuses, as it is."""
-    if isinstance(value, dict):
-        return {str(name): _with_expanded_home(path) for name, path in value.items()}
-    return expand_home(value) if isinstance(value, str) else value
 
 
 def _validate(draft: Draft) -> Recipe | None:

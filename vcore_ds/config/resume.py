@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from vcore_ds.config.files import UnreadableFile, read_text
 from vcore_ds.config.problems import field_problems
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.yaml_text import YamlError, parse_yaml
+from vcore_ds.config.yaml_text import parse_yaml
 from vcore_ds.errors import UserError
 
 MAY_DIFFER = frozenset(
@@ -56,8 +56,10 @@ def read_resolved_recipe(path: Path) -> Recipe:
     except ValidationError as error:
         found = "; ".join(f"{'.'.join(location)}: {text}" for location, text in field_problems(error).items())
         raise UserError(f"{path}: {found or error}") from None
-    except (FileNotFoundError, UnreadableFile, YamlError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnreadableFile as error:
+        raise UserError(f"{path}{error.place}: {error}") from None
 
 
 def differing_keys(there: Recipe, here: Recipe) -> dict[str, tuple[Any, Any]]:

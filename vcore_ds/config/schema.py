@@ -19,6 +19,7 @@ from vcore_ds.config.fields import (
     Name,
     NonNegative,
     NumTokens,
+    PathText,
     Positive,
     Section,
     Text,
@@ -30,7 +31,7 @@ from vcore_ds.config.rules import broken_rules
 class ModelConfig(Section):
     """The pretrained causal language model."""
 
-    path: Text
+    path: PathText
     """Folder with a Hugging Face model (relative to the working directory), or its id on the hub."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Data type of the parameters in forward and backward; the master copy and the accumulated gradients are fp32."""
@@ -76,12 +77,12 @@ class DataConfig(Section):
     folder of them, a pattern, or a hub id; rows of {"messages": [{"role", "content"}, ...]}, ShareGPT or Alpaca.
     Conversations are converted to a store first, once."""
 
-    train_path: Text
+    train_path: PathText
     """Training data; a relative path is relative to the working directory."""
-    validation_path: Text | Annotated[dict[Name, Text], Field(min_length=1)] | None = None
+    validation_path: PathText | Annotated[dict[Name, PathText], Field(min_length=1)] | None = None
     """Held-out conversations for the loss before, during and after the run; several sets as {NAME: PATH, ...}, each
     with a loss of its own, `validation_loss_NAME`; null for none."""
-    probe_path: Text | None = None
+    probe_path: PathText | None = None
     """A pool of conversations that the probe batch is drawn from, such as a few trusted ones where the training data is
     noisy: utilities then say what lowers *their* loss. null draws from the training data, as the paper does."""
     trusted_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -94,7 +95,7 @@ class DataConfig(Section):
     cache_dir: Text | None = None
     """Folder for the stores made of conversations; null for ~/.cache/vcore_ds ($XDG_CACHE_HOME). Best on a file system
     that all nodes share: where they do not, the first process of each node makes its own."""
-    reference_log_probabilities: Text | None = None
+    reference_log_probabilities: PathText | None = None
     """For iw_sft with all parameters trained: the file that `vcore-ds reference` computed from the training data."""
 
     def validation_paths(self) -> dict[str, str]:
@@ -155,7 +156,7 @@ class ScheduleConfig(Section):
 class RunConfig(Section):
     """The run: its folder, seed, output and time limit."""
 
-    output_dir: Text
+    output_dir: PathText
     """The run's folder; a relative path is relative to the working directory. A stopped run there is resumed; any other
     one is never overwritten."""
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 42
@@ -258,20 +259,5 @@ class Recipe(Section):
         return self
 
 
-SECTIONS: dict[str, type[Section]] = {
-    "method": MethodConfig,
-    "utility": UtilityConfig,
-    "probe": ProbeConfig,
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "lora": LoraConfig,
-    "data": DataConfig,
-    "batch": BatchConfig,
-    "optimizer": OptimizerConfig,
-    "schedule": ScheduleConfig,
-    "run": RunConfig,
-    "track": TrackConfig,
-    "checkpoint": CheckpointConfig,
-    "engine": EngineConfig,
-}
-"""Section name -> its class, in the order of the schema; lora's is inside `LoraConfig | None`."""
+SECTIONS: dict[str, type[Section]] = {**Recipe.__annotations__, "lora": LoraConfig}
+"""Section name -> its class, in the order of the schema."""

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from vcore_ds.config.load import load_recipe
 from vcore_ds.config.problems import RecipeError, show
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.yaml_text import ParsedYaml, YamlError, parse_yaml
+from vcore_ds.config.yaml_text import ParsedYaml, parse_yaml
 from vcore_ds.errors import UserError
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
@@ -80,10 +81,12 @@ def load_sweep(path: str | Path, num_ranks: int | None = None) -> Sweep:
     seeds, recipe, folder = _seeds(draft), _text(draft, "recipe"), _text(draft, "output_dir")
     common = _words(draft, "common", draft.values.get("common"))
     names = [cell.name for cell in cells]
-    for name in sorted({name for name in names if names.count(name) > 1}):
+    for name in sorted(name for name, count in Counter(names).items() if count > 1):
         draft.add("cells", f"found two cells that are called {show(name)}; expected different names")
-    if len(cells) * len(seeds) > MOST_RUNS:
-        draft.add("seeds", f"found {len(cells) * len(seeds):,} runs; expected at most {MOST_RUNS:,}")
+    num_runs = len(cells) * max(1, len(seeds))
+    if num_runs > MOST_RUNS:
+        draft.add("seeds", f"found {num_runs:,} runs; expected at most {MOST_RUNS:,}")
+        cells = []
     references = {cell.name: _reference_of(draft, cell, cells) for cell in cells}
     if draft.problems:
         raise RecipeError(draft.problems)
@@ -114,10 +117,7 @@ def _read(path: Path) -> _Draft:
     except FileNotFoundError:
         raise RecipeError([f"{path}: found no such file; {expected}"]) from None
     except UnreadableFile as error:
-        raise RecipeError([f"{path}: {error}; {expected}"]) from None
-    except YamlError as error:
-        where = "" if error.line is None else f":{error.line}:{error.column}"
-        raise RecipeError([f"{path}{where}: cannot be read as YAML: {error}; {expected}"]) from None
+        raise RecipeError([f"{path}{error.place}: {error}; {expected}"]) from None
     if not isinstance(parsed.value, dict):
         raise RecipeError([f"{path}: found {show(parsed.value)}; {expected}"])
     draft = _Draft(path, parsed)
@@ -127,7 +127,7 @@ def _read(path: Path) -> _Draft:
         raise RecipeError([f"{path}: found a recipe; {expected}. Write one with the line `recipe: {path}`"])
     for key in parsed.value:
         if key not in KEYS:
-            draft.add(str(key), f"found an unknown key; expected {', '.join(KEYS)}")
+            draft.add(key, f"found an unknown key; expected {', '.join(KEYS)}")
     return draft
 
 
@@ -166,9 +166,9 @@ def _named(draft: _Draft, key: str, value: Any) -> Iterator[tuple[str, tuple[str
         draft.add(key, f"found {show(value)}; expected NAME: its words, one or more")
         return
     for name, words in value.items():
-        if not _NAME.fullmatch(str(name)):
+        if not _NAME.fullmatch(name):
             draft.add(key, f"found the name {show(name)}; expected letters, digits and . _ + -")
-        yield str(name), _words(draft, f"{key}.{name}", words)
+        yield name, _words(draft, f"{key}.{name}", words)
 
 
 def _listed_cells(draft: _Draft) -> list[Cell]:
@@ -185,7 +185,10 @@ def _grid_cells(draft: _Draft) -> list[Cell]:
     if not isinstance(grid, dict) or ("grid" in draft.values and not grid):
         draft.add("grid", f"found {show(grid)}; expected axes: section.key: [values], or NAME: {{choice: words}}")
         return []
-    axes = {str(axis): list(_choices(draft, str(axis), value)) for axis, value in grid.items()}
+    axes = {axis: list(_choices(draft, axis, value)) for axis, value in grid.items()}
+    if math.prod(map(len, axes.values())) > MOST_RUNS:
+        draft.add("grid", f"found more than {MOST_RUNS:,} cells; expected at most {MOST_RUNS:,} runs")
+        return []
     cells = []
     for chosen in itertools.product(*axes.values()) if axes else ():
         labels = [label for label, _ in chosen]

@@ -22,7 +22,7 @@ from vcore_ds.config.files import UnreadableFile, read_text
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import differing_keys, flat_values, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.yaml_text import YamlError, dump_yaml, parse_yaml
+from vcore_ds.config.yaml_text import dump_yaml, parse_yaml
 from vcore_ds.errors import EXIT_STOPPED, UserError
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.run_folder import METRICS
@@ -167,7 +167,7 @@ def read_sweep_folder(folder: Path) -> SweepFolder:
         return SweepFolder(folder, references, list(runs))
     except FileNotFoundError:
         raise UserError(f"{folder}: found no {SWEEP} there; expected the folder of a sweep (output_dir)") from None
-    except (UnreadableFile, YamlError, TypeError, KeyError, AttributeError):
+    except (UnreadableFile, TypeError, KeyError, AttributeError):
         raise UserError(f"{path}: is damaged; expected what vcore-ds sweep writes there") from None
 
 
