@@ -38,6 +38,26 @@ class MethodConfig(Section):
     keep_share: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of a sequence's supervised tokens that `random` keeps; those inside \\boxed{} are always among them."""
 
+    @property
+    def uses_utilities(self) -> bool:
+        """Whether tokens are weighted by their utility."""
+        return self.name == "vcore"
+
+    @property
+    def weights_sequences(self) -> bool:
+        """Whether the sequences of a batch are weighted by utility as well."""
+        return self.name == "vcore" and self.scope == "sequence_and_batch"
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether weights need the log-probabilities of a reference."""
+        return self.name == "iw_sft"
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether only a share of the supervised tokens is trained on."""
+        return self.name == "random"
+
 
 class UtilityConfig(Section):
     """How a token's utility s, the directional derivative of its loss along the probe gradient, is computed."""

@@ -186,7 +186,7 @@ class StepRecorder:
             numbers: what else the step knows, by its name in the metrics; None for what this step does not have.
         """
         assert self._method is not None and self._counts is not None
-        is_vcore, counts = self._method.name == "vcore", self._counts
+        is_vcore, counts = self._method.uses_utilities, self._counts
         seconds = self._now() - self._started
         tokens = None
         if self._results is not None:

@@ -22,7 +22,6 @@ from vcore_ds.track.console import Console
 from vcore_ds.track.metrics_log import MetricsLog
 from vcore_ds.track.run_notes import RELIABLE_SIGNAL_TO_NOISE
 from vcore_ds.track.step_metrics import StepMetrics, StepRecorder
-from vcore_ds.track.throughput import Throughput
 from vcore_ds.track.token_gather import record_tokens
 from vcore_ds.track.token_records import record_steps
 from vcore_ds.train.checkpoints import Checkpoints
@@ -30,6 +29,7 @@ from vcore_ds.train.feed import Feed
 from vcore_ds.train.followed import FollowedTraces, record_followed
 from vcore_ds.train.setup import learning_rate_at, measures_noise, step_seed
 from vcore_ds.train.step import train_step
+from vcore_ds.train.throughput import Throughput
 from vcore_ds.utility.estimators import Estimator
 
 

@@ -156,7 +156,7 @@ def count_steps(recipe: Recipe, num_sequences: int) -> int:
     if recipe.schedule.num_steps is not None:
         return recipe.schedule.num_steps
     assert recipe.schedule.num_epochs is not None  # the recipe's rules
-    per_step = recipe.batch.global_size - num_trusted(recipe)
+    per_step = recipe.batch.global_size - num_trusted(recipe.data.trusted_share, recipe.batch.global_size)
     return max(1, math.ceil(recipe.schedule.num_epochs * num_sequences / per_step))
 
 
