@@ -54,7 +54,7 @@ MAY_IMPORT = {
 """What a room may import; the rest of what is below it, it does without."""
 
 TAKE_WHOLE_RECIPES = {"config", "planning", "results", "train", "commands"}
-"""Rooms with signatures that have a `Recipe`; what others use of one, theirs say."""
+"""Rooms whose functions may take a `Recipe`; those of the others say what they use of one."""
 
 FOR_ALL_COMMANDS = {"arguments", "champ"}
 """Files of `commands/` that several of them import."""

@@ -187,7 +187,7 @@ def plan_memory(
     is_fused = (
         estimator == "jvp"
         and recipe.utility.fused is not False
-        and recipe.method.scope == "sequence"
+        and not recipe.method.weights_sequences
         and recipe.model.attention == "auto"
         and (lora is None or lora.dropout == 0.0)
     )
