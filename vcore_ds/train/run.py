@@ -126,7 +126,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
             console.warn(plan.warning(part))
     for line in describe_use_of_ranks(plan, passes, memory):
         console.note(line)
-    check_memory(memory, console)
+    check_memory(memory, recipe.engine, console)
 
     mark("loading the model")
     engine = build_engine(recipe, ds_config)
