@@ -18,7 +18,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.models.configuration import model_shape
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.train.feed import build_feed
-from vcore_ds.train.setup import count_steps
+from vcore_ds.train.settings import schedule_of
 
 pytestmark = pytest.mark.dist
 
@@ -122,7 +122,7 @@ def test_a_share_of_each_batch_is_trusted(monkeypatch) -> None:
     )
     plan = plan_batch(recipe, 1, model_shape(model_folder()))
     feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), dataset(NUM_TRUSTED, token=7))
-    assert count_steps(recipe, NUM_TRAINING) == 7  # 40 of the training data, 6 a step
+    assert schedule_of(recipe, NUM_TRAINING).num_steps == 7  # 40 of the training data, 6 a step
     assert feed.first_trusted_id == NUM_TRAINING
     seen: Counter[int] = Counter()
     for k in range(10):

@@ -14,6 +14,7 @@ from tests.helpers.ranks import run_ranks
 from vcore_ds.commands.plan.allocations import Allocations
 from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.distributed import layout
+from vcore_ds.train.settings import step_settings
 from vcore_ds.train.setup import build_estimator
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.estimators import NoUtilities, why_not_fused
@@ -76,7 +77,9 @@ def main_pass(case: Pass, fused: bool) -> dict[str, Any]:
     estimator = build_estimator(recipe, engine)
     rows = tiny.rows(4, num_tokens=NUM_TOKENS)
     batch = step_runs.deal(rows, 2, case.sequence_parallel, packed=case.packed)[0]
-    take_direction(estimator.direction, recipe, step_runs.deal(tiny.rows(2, num_tokens=NUM_TOKENS, seed=9), 1))
+    take_direction(
+        estimator.direction, step_settings(recipe), step_runs.deal(tiny.rows(2, num_tokens=NUM_TOKENS, seed=9), 1)
+    )
     found: dict[str, Any] = {"why not": why_not_fused(engine)}
     for _ in range(2):  # DeepSpeed learns the order of the modules in the first
         with engine.accumulation(1):
@@ -181,7 +184,7 @@ def peak_bytes(case: Pass, **changes: int) -> dict[str, int]:
     engine = step_runs.make_engine(case.model(**sizes | changes), recipe)
     estimator, plain = build_estimator(recipe, engine), NoUtilities(engine)
     batch = step_runs.deal(tiny.rows(4, num_tokens=512), 2)[0]
-    take_direction(estimator.direction, recipe, step_runs.deal(tiny.rows(2, seed=9), 1))
+    take_direction(estimator.direction, step_settings(recipe), step_runs.deal(tiny.rows(2, seed=9), 1))
     found = {}
     for name, forward in (("plain", plain), ("fused", estimator)):
         allocations = Allocations()

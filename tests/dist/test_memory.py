@@ -23,6 +23,7 @@ from vcore_ds.models.configuration import model_shape
 from vcore_ds.models.token_loss import BLOCK_LOGITS_BYTES
 from vcore_ds.planning.memory import LOSS_BLOCK_BYTES, MemoryEstimate, memory_of
 from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings
+from vcore_ds.train.settings import step_settings
 from vcore_ds.train.setup import build_engine
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.estimators import NoUtilities, jvp_utilities
@@ -80,7 +81,7 @@ def measure(recipe: Recipe) -> dict[str, Any]:
     engine = build_engine(recipe, tiny.deepspeed_config(bf16=precision == "bf16"))
     estimator, batch = step_runs.make_estimator(recipe, engine), row()
     found: dict[str, Any] = {"sft": kept_bytes(engine, None), "vcore": kept_bytes(engine, estimator.direction)}
-    take_direction(estimator.direction, recipe, [batch])  # DeepSpeed's traces and hooks are made here
+    take_direction(estimator.direction, step_settings(recipe), [batch])  # DeepSpeed's traces and hooks are made here
 
     def main() -> None:
         with engine.accumulation(1):
@@ -124,7 +125,7 @@ def bytes_between_forward_and_backward(num_layers: int, lora: bool, is_fused: bo
     forward = step_runs.make_estimator(recipe, engine) if is_fused else NoUtilities(engine)
     batch = tiny.rows(1, num_tokens=16)
     if is_fused:
-        take_direction(forward.direction, recipe, [batch])
+        take_direction(forward.direction, step_settings(recipe), [batch])
     found = []
     for _ in range(2):  # DeepSpeed learns the order of the modules in the first
         with Allocations() as allocations, engine.accumulation(1):

@@ -23,7 +23,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.commands.fidelity.bench import Trainer
+from vcore_ds.commands.fidelity.bench import Training
 from vcore_ds.commands.reference.compute import write_reference_log_probabilities
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
@@ -36,10 +36,10 @@ from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import begin
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.track.console import Console
-from vcore_ds.train import checkpoints, run
-from vcore_ds.train import setup as shared
+from vcore_ds.train import checkpoints, run, settings
 from vcore_ds.train.checkpoints import MARGIN_BYTES, Checkpoints
 from vcore_ds.train.feed import build_feed, read_training_data
+from vcore_ds.train.setup import build_engine, plan_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -339,18 +339,19 @@ def full_disk(folder: Path, disk: Path) -> dict[str, Any]:
 def trained_by_the_fidelity_command(folder: Path, name: str) -> list[str]:
     """Names of the parameters that differ, in any bit, from those of a run of the same recipe."""
     own = recipe(folder, name, DRAWN_IN_STEPS[name])
-    measure_noise_every, shared.MEASURE_NOISE_EVERY = shared.MEASURE_NOISE_EVERY, 8
+    measure_noise_every, settings.MEASURE_NOISE_EVERY = settings.MEASURE_NOISE_EVERY, 8
     try:
         expected = resumed_runs.tensors_of(resumed_runs.to_the_end(own))
-        plan = shared.plan_ranks(own)
+        plan = plan_ranks(own)
         tokenizer = load_tokenizer(own.model.path)
         feed = build_feed(own, plan, read_training_data(own, tokenizer, Console(enabled=False)), tokenizer, None)
-        engine = shared.build_engine(own, deepspeed_config(own, plan))
-        Trainer(engine, own, feed, NUM_STEPS).train_until(NUM_STEPS, say=lambda line: None)
+        engine = build_engine(own, deepspeed_config(own, plan))
+        schedule = settings.schedule_of(own, len(feed.dataset))
+        Training(engine, own, feed, schedule).train_until(NUM_STEPS, say=lambda line: None)
         found = {name: safe_get_full_fp32_param(parameter).flatten() for name, parameter in engine.trainable}
         engine.close()
     finally:
-        shared.MEASURE_NOISE_EVERY = measure_noise_every
+        settings.MEASURE_NOISE_EVERY = measure_noise_every
     return [name for name, values in found.items() if not torch.equal(values, expected[f"master.{name}"])]
 
 

@@ -25,6 +25,7 @@ from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.sequence_exchange import gather_losses, own_columns
 from vcore_ds.planning.spread import possible_degrees
+from vcore_ds.train.settings import step_settings
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import jvp_utilities
@@ -212,7 +213,7 @@ def exchanges(sequence_parallel: int) -> dict[str, dict[str, list[int]]]:
             losses = engine.token_losses(row)
         with counted() as found["backward"]:
             engine.backward(losses.sum())
-    take_direction(estimator.direction, recipe, [row])
+    take_direction(estimator.direction, step_settings(recipe), [row])
     with counted() as found["jvp"]:
         estimator.begin([row])
     engine.close()

@@ -22,7 +22,7 @@ from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.engine.non_finite import NonFiniteGradient, NonFiniteLoss
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.random_streams import Stream
-from vcore_ds.train.loop import describe_fault
+from vcore_ds.train.trainer import describe_fault
 from vcore_ds.utility.estimators import Estimator
 
 pytestmark = pytest.mark.e2e

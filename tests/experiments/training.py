@@ -21,7 +21,7 @@ from vcore_ds.method.baselines import random_mask
 from vcore_ds.method.tokens import Tokens
 from vcore_ds.method.weights import segment_sum
 from vcore_ds.random_streams import Stream, generator
-from vcore_ds.train.weighting import alpha_of_micro_batch, has_batch_scope, sequence_weights, token_weights
+from vcore_ds.train.weighting import alpha_of_micro_batch, sequence_weights, token_weights
 
 KEEP_SHARE = 0.2
 """Of `random`."""
@@ -121,7 +121,7 @@ class Run:
 def sequence_shares(method: MethodConfig, tokens: Tokens, weights: Tensor) -> Tensor:
     """`[num_sequences]`, of the batch's loss: equal ones, tilted where the method weights sequences too."""
     equal = torch.full((tokens.num_sequences,), 1 / tokens.num_sequences)
-    if not has_batch_scope(method):
+    if not method.weights_sequences:
         return equal
     assert tokens.utilities is not None
     gains = segment_sum(weights * tokens.utilities, tokens.sequence_index, tokens.num_sequences)

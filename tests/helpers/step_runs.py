@@ -17,6 +17,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.optimizer import build_optimizer
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.track.step_metrics import MicroBatchResult, StepMetrics, StepRecorder
+from vcore_ds.train.settings import step_settings
 from vcore_ds.train.setup import build_estimator
 from vcore_ds.train.step import train_step as take_step
 from vcore_ds.utility.estimators import Estimator
@@ -87,7 +88,8 @@ def train_step(
 ) -> StepMetrics:
     """`vcore_ds.train.step.train_step`, at `LEARNING_RATE` unless the options say otherwise."""
     recorder = StepRecorder(engine.device) if recorder is None else recorder
-    return take_step(engine, recipe, batches, estimator, recorder, **{"learning_rate": LEARNING_RATE, **options})
+    options = {"learning_rate": LEARNING_RATE, **options}
+    return take_step(engine, step_settings(recipe), batches, estimator, recorder, **options)
 
 
 class Recorder(StepRecorder):

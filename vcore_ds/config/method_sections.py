@@ -40,22 +40,22 @@ class MethodConfig(Section):
 
     @property
     def uses_utilities(self) -> bool:
-        """Whether tokens are weighted by their utility."""
+        """Whether weights depend on utilities, and so on a probe direction."""
         return self.name == "vcore"
 
     @property
     def weights_sequences(self) -> bool:
-        """Whether the sequences of a batch are weighted by utility as well."""
-        return self.name == "vcore" and self.scope == "sequence_and_batch"
+        """Whether the sequences of a batch are weighted too, which takes all utilities before the first backward."""
+        return self.uses_utilities and self.scope == "sequence_and_batch"
 
     @property
     def reads_reference(self) -> bool:
-        """Whether weights need the log-probabilities of a reference."""
+        """Whether weights depend on each sequence's log-probability under a reference model."""
         return self.name == "iw_sft"
 
     @property
     def drops_tokens(self) -> bool:
-        """Whether only a share of the supervised tokens is trained on."""
+        """Whether some supervised tokens carry no loss."""
         return self.name == "random"
 
 

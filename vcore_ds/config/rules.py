@@ -34,14 +34,14 @@ def _method_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     method, utility = recipe.method, recipe.utility
     tilt = {"temperature": method.temperature, "kl_budget": method.kl_budget}
     given = {key: value for key, value in tilt.items() if value is not None}
-    if method.name == "vcore" and len(given) != 1:
+    if method.uses_utilities and len(given) != 1:
         yield BrokenRule(
             ("method.kl_budget", "method.temperature", "method.name"),
             " and ".join(f"{key} {value}" for key, value in given.items()) or "neither temperature nor kl_budget",
             "exactly one of method.temperature and method.kl_budget with method.name vcore; "
             + ("set the other to null" if given else "start from method.kl_budget: 0.005"),
         )
-    if method.name != "vcore":
+    if not method.uses_utilities:
         for key, value in given.items():
             yield BrokenRule(
                 (f"method.{key}", "method.name"),
@@ -78,7 +78,7 @@ def _method_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
 
 def _alpha_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     method, batch = recipe.method, recipe.batch
-    if method.name != "vcore":
+    if not method.uses_utilities:
         return
     if method.alpha_scope == "micro_batch" and method.alpha in ("effective_sample_size", "none"):
         yield BrokenRule(
@@ -102,7 +102,7 @@ def _alpha_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
 
 def _scope_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     method = recipe.method
-    if method.name != "vcore":
+    if not method.uses_utilities:
         return
     is_batch_wide = method.scope == "sequence_and_batch"
     if is_batch_wide != (method.batch_kl_budget is not None):
@@ -154,7 +154,7 @@ def _packing_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
 
 def _probe_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     data = recipe.data
-    if recipe.method.name == "vcore" and recipe.probe.direction == "adam" and recipe.optimizer.name != "adamw":
+    if recipe.method.uses_utilities and recipe.probe.direction == "adam" and recipe.optimizer.name != "adamw":
         yield BrokenRule(
             ("probe.direction", "optimizer.name", "method.name"),
             f"adam together with optimizer.name {recipe.optimizer.name}",
@@ -174,7 +174,7 @@ def _probe_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
 def _previous_step_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     """What has no meaning where the direction is the gradient that the optimizer consumed last."""
     probe = recipe.probe
-    if recipe.method.name != "vcore" or probe.source != "previous_step":
+    if not recipe.method.uses_utilities or probe.source != "previous_step":
         return
     found = {
         "probe.every": (probe.every, probe.every != 1, "1: that gradient costs nothing, so each step takes it anew"),
@@ -205,7 +205,7 @@ def _trusted_share_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
             f"{round(data.trusted_share * size)} trusted sequence(s)",
             f"between 1 and {size - 1} of them" if size > 1 else "batch.global_size 2 or more",
         )
-    if recipe.method.name in ("random", "iw_sft"):
+    if recipe.method.drops_tokens or recipe.method.reads_reference:
         yield BrokenRule(
             ("data.trusted_share", "method.name"),
             f"{data.trusted_share} together with method.name {recipe.method.name}",
@@ -215,16 +215,17 @@ def _trusted_share_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
 
 def _reference_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     keys = ("data.reference_log_probabilities", "method.name", "lora")
-    file, name = recipe.data.reference_log_probabilities, recipe.method.name
-    if name == "iw_sft" and recipe.lora is None and file is None:
+    file, method = recipe.data.reference_log_probabilities, recipe.method
+    if method.reads_reference and recipe.lora is None and file is None:
         yield BrokenRule(
             keys,
             "null together with method.name iw_sft and lora null",
             "the file that `vcore-ds reference RECIPE --output FILE` makes before training (with all parameters "
             "trained the reference model is gone after the first step; with lora it is the model without adapters)",
         )
-    if file is not None and (name != "iw_sft" or recipe.lora is not None):
-        why = "lora, whose reference is the model without adapters" if name == "iw_sft" else f"method.name {name}"
+    if file is not None and not (method.reads_reference and recipe.lora is None):
+        adapters = "lora, whose reference is the model without adapters"
+        why = adapters if method.reads_reference else f"method.name {method.name}"
         yield BrokenRule(
             keys, f"{file} together with {why}", "null: only iw_sft with lora null reads reference log-probabilities"
         )

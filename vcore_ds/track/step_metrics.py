@@ -178,7 +178,7 @@ class StepRecorder:
         """This rank's sequences with a loss or utility that is inf or nan."""
         return [i for ids, finite in self._finite for i, ok in zip(ids, finite.tolist(), strict=False) if not ok]
 
-    def metrics(self, totals: StepTotals, *, alpha: float | None, **numbers: float | None) -> StepMetrics:
+    def metrics(self, totals: StepTotals, alpha: float | None, **numbers: float | None) -> StepMetrics:
         """The step's line, at its end.
 
         Args:

@@ -144,7 +144,7 @@ def _lengths(ids: Sequence[int], dataset: Dataset | JoinedDataset) -> list[int]:
 def read_training_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console) -> Dataset:
     """With what the recipe's method needs to know of each sequence."""
     dataset = read_dataset(recipe, recipe.data.train_path, tokenizer, console)
-    if recipe.method.name == "random":
+    if recipe.method.drops_tokens:
         return keep_random_tokens(dataset, recipe.method.keep_share, recipe.run.seed)
     if recipe.data.reference_log_probabilities is not None:
         return with_reference(dataset, recipe.data.reference_log_probabilities)
@@ -224,7 +224,7 @@ def build_feed(
     seed, num_trusted = recipe.run.seed, plan.num_trusted_global
     of_probe = dataset if probe_dataset is None else probe_dataset
     probe_stream = trusted_stream = None
-    if recipe.method.name == "vcore" and recipe.probe.source == "batch":
+    if recipe.method.uses_utilities and recipe.probe.source == "batch":
         size = len(of_probe) if plan.probe_batch_size_global is None else plan.probe_batch_size_global
         probe_stream = RandomDraws(len(of_probe), size, seed, Stream.PROBE)
     if num_trusted:

@@ -24,6 +24,7 @@ from vcore_ds.track.console import Console
 from vcore_ds.track.followed_records import FollowedRecord, Origin, TraceTokens, most_tokens_of_trace, write_followed
 from vcore_ds.track.step_metrics import StepRecorder
 from vcore_ds.train.feed import Feed, batches_of_rank
+from vcore_ds.train.settings import StepSettings
 from vcore_ds.train.weighting import token_weights
 from vcore_ds.utility.estimators import Estimator
 
@@ -63,7 +64,7 @@ def choose_traces(
     seed, held_out = recipe.run.seed, validation
     if recipe.data.reference_log_probabilities is not None:
         held_out = {}
-    elif recipe.method.name == "random":
+    elif recipe.method.drops_tokens:
         held_out = {name: keep_random_tokens(d, recipe.method.keep_share, seed) for name, d in validation.items()}
     of_sets = [_drawn(dataset, seed, place, name) for place, (name, dataset) in enumerate(held_out.items(), start=1)]
     in_turn = (one for of_each in zip_longest(*of_sets) for one in of_each if one is not None)
@@ -83,7 +84,7 @@ def _drawn(
 
 def measure_followed(
     engine: Engine,
-    recipe: Recipe,
+    settings: StepSettings,
     batches: Sequence[Batch],
     estimator: Estimator,
     recorder: StepRecorder,
@@ -102,18 +103,18 @@ def measure_followed(
     """
     if not batches:
         return
-    method, k = recipe.method, batches[0].sequence_parallel
+    k = batches[0].sequence_parallel
     with recorder.part("followed"):
         with engine.without_gradient():
             measured = [engine.losses_and_entropies(batch) for batch in batches]
         known = estimator.begin(batches, seed=seed, ahead=True).known
         utilities = [found for _, found in known] if known else [None] * len(batches)
-        if method.name == "iw_sft" and recipe.lora is not None:
+        if settings.reference_is_base:
             batches = with_reference_of_adapters(engine, batches)
         # Ranks that share rows hold the same traces: the first of them speaks.
         if layout.rank("sequence", k) == 0:
             for batch, (losses, entropies), own in zip(batches, measured, utilities, strict=True):
-                weights = token_weights(method, batch.tokens(losses, own)).weights
+                weights = token_weights(settings.method, batch.tokens(losses, own)).weights
                 recorder.followed |= _tokens_of(batch, losses, entropies, own, weights)
 
 

@@ -36,12 +36,14 @@ from vcore_ds.track.wandb_log import FINISH_SECONDS, WandbLog
 from vcore_ds.train.checkpoints import Checkpoints
 from vcore_ds.train.feed import Feed, build_feed, count_data, read_dataset, read_training_data
 from vcore_ds.train.followed import choose_followed
-from vcore_ds.train.loop import Training, run_steps, validate
+from vcore_ds.train.loop import Run, RunData, RunLog, run_steps, validate
 from vcore_ds.train.memory_check import check_memory
 from vcore_ds.train.resume import can_resume
-from vcore_ds.train.setup import build_engine, build_estimator, check_model, count_steps, plan_ranks
+from vcore_ds.train.settings import schedule_of, step_settings
+from vcore_ds.train.setup import build_engine, build_estimator, check_model, plan_ranks
 from vcore_ds.train.start_screen import describe_engine, describe_run, describe_use_of_ranks
 from vcore_ds.train.throughput import throughput_of
+from vcore_ds.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     mark("reading data")
     tokenizer = load_tokenizer(recipe.model.path)
     feed, validation = read_data(recipe, plan, tokenizer, console)
-    num_steps = count_steps(recipe, len(feed.dataset))
+    schedule = schedule_of(recipe, len(feed.dataset))
+    num_steps = schedule.num_steps
     if found is not None:
         checkpoints.check_data(found, feed)
 
@@ -144,25 +147,16 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     log = first_rank_first(lambda: begin_folder(recipe, num_done, checkpoints, console) if layout.is_first() else None)
     counts = count_data(recipe, feed, validation)
     first_rank_first(lambda: run_folder.write_data_counts(folder, counts) if layout.is_first() else None)
-    rates = throughput_of(recipe, memory)
-    followed = choose_followed(recipe, feed, validation)
-    training = Training(
+    run = Run(
         recipe,
-        engine,
-        estimator,
-        feed,
-        validation,
-        followed,
-        num_steps,
+        Trainer(engine, estimator, step_settings(recipe), schedule),
+        RunData(feed, validation, choose_followed(recipe, feed, validation)),
         checkpoints,
-        rates,
-        log,
-        console,
-        advice_if_long,
+        RunLog(console, log, throughput_of(recipe, memory), advice_if_long),
     )
 
-    last_step = run_training(training, num_done, is_new=found is None)
-    result = write_result(training, tokenizer, last_step)
+    last_step = run_training(run, num_done, is_new=found is None)
+    result = write_result(run, tokenizer, last_step)
     console.say(summarize(result, tokenizer))
     engine.close()
     return result
@@ -198,7 +192,7 @@ def read_data(
     for name, path in recipe.data.validation_paths().items():
         validation[name] = read_dataset(recipe, path, tokenizer, console)
     probe = None
-    if recipe.data.probe_path is not None and (recipe.method.name == "vcore" or recipe.data.trusted_share > 0):
+    if recipe.data.probe_path is not None and (recipe.method.uses_utilities or recipe.data.trusted_share > 0):
         probe = read_dataset(recipe, recipe.data.probe_path, tokenizer, console)
     return build_feed(recipe, plan, training, tokenizer, probe), validation
 
@@ -222,33 +216,32 @@ def begin_folder(recipe: Recipe, num_done: int, checkpoints: Checkpoints, consol
         return MetricsLog(folder, console, sinks)
 
 
-def run_training(training: Training, num_done: int, is_new: bool) -> StepMetrics | None:
+def run_training(run: Run, num_done: int, is_new: bool) -> StepMetrics | None:
     """The steps that are left, with the loss before them in a new run. A collective."""
-    console, checkpoints = training.console, training.checkpoints
+    console, checkpoints = run.log.console, run.checkpoints
     if is_new:
-        checkpoints.validation_losses_before = validate(training)
+        checkpoints.validation_losses_before = validate(run.trainer.engine, run.data, console)
     if before := checkpoints.validation_losses_before:
         losses = ", ".join(f"{name} {loss:.4f}".strip() for name, loss in before.items())
         console.say(f"Held-out loss before training: {losses}")
     # A signal after the steps ends the process at once: the last checkpoint holds that very state.
     with stop_signals.held_back():
-        return run_steps(training, num_done)
+        return run_steps(run, num_done)
 
 
-def write_result(training: Training, tokenizer: PreTrainedTokenizerBase, last_step: StepMetrics | None) -> RunResult:
+def write_result(run: Run, tokenizer: PreTrainedTokenizerBase, last_step: StepMetrics | None) -> RunResult:
     """The loss after training and the trained weights, in the run's folder. A collective."""
-    recipe, before = training.recipe, training.checkpoints.validation_losses_before
-    folder = Path(recipe.run.output_dir)
-    after = validate(training)
+    recipe, before = run.recipe, run.checkpoints.validation_losses_before
+    after = validate(run.trainer.engine, run.data, run.log.console)
     mark("export")
     if after:
-        first_rank_first(lambda: run_folder.write_held_out(folder, before, after) if layout.is_first() else None)
-    result = run_folder.export_folder(folder, is_adapter=recipe.lora is not None)
+        first_rank_first(lambda: run_folder.write_held_out(run.folder, before, after) if layout.is_first() else None)
+    folder = run_folder.export_folder(run.folder, is_adapter=recipe.lora is not None)
     card = first_rank_first(lambda: describe_result(recipe) if layout.is_first() else None)
-    save_hugging_face(training.engine, tokenizer, recipe.model.path, result, card=card)
-    if training.metrics_log is not None:
-        training.metrics_log.close()
-    return RunResult(folder, result, before, after, last_step)
+    save_hugging_face(run.trainer.engine, tokenizer, recipe.model.path, folder, card=card)
+    if run.log.metrics is not None:
+        run.log.metrics.close()
+    return RunResult(run.folder, folder, before, after, last_step)
 
 
 def describe_result(recipe: Recipe) -> str:

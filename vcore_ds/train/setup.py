@@ -1,6 +1,5 @@
-"""What commands share: from a recipe its engine, estimator, number of steps, and the settings of each step."""
+"""What commands share: from a recipe the ranks' batches, the engine and the estimator."""
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,20 +18,15 @@ from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import check_forward_mode, model_shape, read_config
 from vcore_ds.models.folder_check import check_model_folder
 from vcore_ds.models.lora import add_lora
-from vcore_ds.planning.batch_plan import BatchPlan, num_trusted, plan_batch
+from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.run_plan import COALESCING_SHARE
 from vcore_ds.planning.time_model import CPU, H100
-from vcore_ds.random_streams import Stream, torch_seed
-from vcore_ds.train.weighting import has_batch_scope
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator, ForwardMode, NoUtilities, why_not_fused
 from vcore_ds.utility.finite_difference import FiniteDifference
 
 if TYPE_CHECKING:
     from vcore_ds.models.megatron.model import ParallelTokenLossModel
-
-MEASURE_NOISE_EVERY = 100
-"""Optimizer steps between two measurements of a finite difference's noise (and searches for `epsilon: auto`)."""
 
 
 def check_model(recipe: Recipe) -> None:
@@ -46,7 +40,7 @@ def check_model(recipe: Recipe) -> None:
         transformer_config(recipe.model.path, config, tensor=recipe.parallel.tensor, dtype=_dtype(recipe))
         if recipe.lora is not None:
             adapted_layers(recipe.model.path, config, recipe.lora)
-    if recipe.method.name == "vcore" and recipe.utility.estimator == "jvp":
+    if recipe.method.uses_utilities and recipe.utility.estimator == "jvp":
         check_forward_mode(recipe.model.path)
 
 
@@ -74,8 +68,7 @@ def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
     """Model, adapters, optimizer and ZeRO-3, from the recipe. A collective."""
     # The same on every rank: adapters are initialised before they are sharded.
     torch.manual_seed(recipe.run.seed)
-    model: TokenLossModel | ParallelTokenLossModel
-    model = _load_parallel(recipe, ds_config) if recipe.model.provider == "megatron" else _load(recipe, ds_config)
+    model = load_model(recipe, ds_config)
     model.train()
     return Engine(
         model,
@@ -85,33 +78,34 @@ def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
     )
 
 
-def _load(recipe: Recipe, ds_config: dict) -> TokenLossModel:
+def load_model(recipe: Recipe, ds_config: dict) -> "TokenLossModel | ParallelTokenLossModel":
+    """The model that gives token losses, sharded, with the recipe's adapters. A collective."""
+    of_model, lora, say = recipe.model, recipe.lora, partial(print, flush=True)
+    if of_model.provider == "megatron":
+        from vcore_ds.engine.parallel_weights import load_parallel  # here alone: megatron-core takes seconds to import
+
+        model = load_parallel(
+            of_model.path,
+            ds_config,
+            dtype=_dtype(recipe),
+            gradient_checkpointing=of_model.gradient_checkpointing,
+            activation_offload=of_model.activation_offload,
+            say=say,
+        )
+        if lora is not None:
+            model.add_lora(of_model.path, lora)
+        return model
     base = load_sharded(
-        recipe.model.path,
+        of_model.path,
         ds_config,
         dtype=_dtype(recipe),
-        attention=recipe.model.attention,
-        gradient_checkpointing=recipe.model.gradient_checkpointing,
-        say=partial(print, flush=True),
+        attention=of_model.attention,
+        gradient_checkpointing=of_model.gradient_checkpointing,
+        say=say,
     )
-    causal_lm = base if recipe.lora is None else add_lora(base, recipe.lora)
-    return TokenLossModel(causal_lm, activation_offload=recipe.model.activation_offload)
-
-
-def _load_parallel(recipe: Recipe, ds_config: dict) -> "ParallelTokenLossModel":
-    from vcore_ds.engine.parallel_weights import load_parallel  # here alone: megatron-core takes seconds to import
-
-    model = load_parallel(
-        recipe.model.path,
-        ds_config,
-        dtype=_dtype(recipe),
-        gradient_checkpointing=recipe.model.gradient_checkpointing,
-        activation_offload=recipe.model.activation_offload,
-        say=partial(print, flush=True),
+    return TokenLossModel(
+        base if lora is None else add_lora(base, lora), activation_offload=of_model.activation_offload
     )
-    if recipe.lora is not None:
-        model.add_lora(recipe.model.path, recipe.lora)
-    return model
 
 
 def _dtype(recipe: Recipe) -> torch.dtype:
@@ -132,7 +126,7 @@ def build_estimator(recipe: Recipe, engine: Engine, *, batches_per_pass: int = 1
     Args:
         batches_per_pass: main micro-batches in one gradient-free forward (`BatchPlan.batches_per_utility_pass`).
     """
-    if recipe.method.name != "vcore":
+    if not recipe.method.uses_utilities:
         return NoUtilities(engine)
     direction = Direction(engine)
     if recipe.utility.estimator == "jvp":
@@ -146,40 +140,6 @@ def build_estimator(recipe: Recipe, engine: Engine, *, batches_per_pass: int = 1
 
 def why_separate(recipe: Recipe, engine: Engine) -> str | None:
     """Why the utilities of `jvp` take a forward of their own; None where the main forward can give them."""
-    if has_batch_scope(recipe.method):
+    if recipe.method.weights_sequences:
         return "the weights of whole sequences need all utilities before the first backward"
     return why_not_fused(engine)
-
-
-def count_steps(recipe: Recipe, num_sequences: int) -> int:
-    """Optimizer steps of the run; an epoch that ends within a step is rounded up to whole steps."""
-    if recipe.schedule.num_steps is not None:
-        return recipe.schedule.num_steps
-    assert recipe.schedule.num_epochs is not None  # the recipe's rules
-    per_step = recipe.batch.global_size - num_trusted(recipe.data.trusted_share, recipe.batch.global_size)
-    return max(1, math.ceil(recipe.schedule.num_epochs * num_sequences / per_step))
-
-
-def learning_rate_at(recipe: Recipe, k: int, num_steps: int) -> float:
-    """Learning rate of optimizer step k, from 0: linear warm-up that reaches the peak, then half a cosine to 0 (or
-    constant)."""
-    peak = recipe.optimizer.learning_rate
-    num_warmup_steps = math.ceil(recipe.schedule.warmup_ratio * num_steps)
-    if k < num_warmup_steps:
-        return peak * (k + 1) / num_warmup_steps
-    if recipe.schedule.kind == "constant":
-        return peak
-    progress = (k - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
-    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def measures_noise(recipe: Recipe, k: int) -> bool:
-    """Whether optimizer step k, from 0, measures its finite difference's noise."""
-    uses_difference = recipe.method.name == "vcore" and recipe.utility.estimator == "finite_difference"
-    return uses_difference and k % MEASURE_NOISE_EVERY == 0
-
-
-def step_seed(recipe: Recipe, k: int) -> int:
-    """Seed of all that optimizer step k, from 0, draws at random. A function of run and step, so that resuming needs no
-    generator's state."""
-    return torch_seed(Stream.STOCHASTIC_ROUNDING, recipe.run.seed, k)

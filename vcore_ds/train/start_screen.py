@@ -87,7 +87,7 @@ def describe_data(path: str, dataset: Dataset) -> str:
 def describe_method(recipe: Recipe) -> str:
     """The method with its settings."""
     method, utility = recipe.method, recipe.utility
-    if method.name != "vcore":
+    if not method.uses_utilities:
         return f"{method.name}, normalization {method.normalization}"
     strength = (
         f"KL budget {method.kl_budget:g} nats"

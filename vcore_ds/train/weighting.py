@@ -54,11 +54,6 @@ def token_weights(method: MethodConfig, tokens: Tokens) -> GibbsWeights:
     return GibbsWeights(weights, temperature=nothing, kl=nothing, saturated=nothing.bool())
 
 
-def has_batch_scope(method: MethodConfig) -> bool:
-    """Whether the sequences of a batch are weighted too, which takes all utilities before the first backward."""
-    return method.name == "vcore" and method.scope == "sequence_and_batch"
-
-
 def sequence_weights(method: MethodConfig, utilities: Tensor, shares: Tensor) -> GibbsWeights:
     """Weights of the sequences of a global batch, tilted by their utility within `method.batch_kl_budget` nats of their
     shares.
@@ -101,13 +96,13 @@ def alpha_of_micro_batch(
 
 def has_own_alpha(method: MethodConfig) -> bool:
     """Whether a sequence or a micro-batch has an alpha of its own, instead of one for the global batch."""
-    if method.name != "vcore" or method.alpha == "none":
+    if not method.uses_utilities or method.alpha == "none":
         return False
     return method.alpha == "effective_sample_size" or method.alpha_scope == "micro_batch"
 
 
 def alpha_of_global_batch(
-    method: MethodConfig, *, loss: float, weighted_loss: float, utility_moments: Tensor
+    method: MethodConfig, loss: float, weighted_loss: float, utility_moments: Tensor
 ) -> float | None:
     """Alpha (Algorithm 1, line 6) of the whole batch; None where sequences or micro-batches have their own, exactly 1
     for methods without one.
@@ -118,7 +113,7 @@ def alpha_of_global_batch(
     """
     if has_own_alpha(method):
         return None
-    if method.name != "vcore":
+    if not method.uses_utilities:
         return 1.0
     if method.alpha == "loss_ratio":
         return float(loss_ratio_alpha(loss, weighted_loss, method.alpha_cap))

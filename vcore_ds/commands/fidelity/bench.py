@@ -1,6 +1,7 @@
 """What the fidelity command works with: the measured sequences on all ranks, and the recipe's own training."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -11,13 +12,14 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.tokens import Tokens
-from vcore_ds.track.step_metrics import StepRecorder
 from vcore_ds.train.feed import Feed
-from vcore_ds.train.setup import build_estimator, learning_rate_at, measures_noise, step_seed
-from vcore_ds.train.step import take_direction, train_step
+from vcore_ds.train.settings import Schedule, step_settings
+from vcore_ds.train.setup import build_estimator
+from vcore_ds.train.step import take_direction
+from vcore_ds.train.trainer import Trainer
 from vcore_ds.train.weighting import token_weights
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import Estimator, jvp_utilities
+from vcore_ds.utility.estimators import jvp_utilities
 from vcore_ds.utility.finite_difference import choose_epsilon, perturbed_losses, signal_to_noise
 from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
 from vcore_ds.utility.passes import measured_losses
@@ -53,8 +55,9 @@ class Bench:
     def take_direction(self, ids: Sequence[int], loss: ProbeLoss | None = None) -> None:
         """Fills `self.direction` from the probe batch `ids`, as a step of the recipe would; `loss`: another
         `probe.loss` than the recipe's."""
-        probe = self.recipe.probe.model_copy(update={} if loss is None else {"loss": loss})
-        take_direction(self.direction, self.recipe.model_copy(update={"probe": probe}), self.feed.probe_batches(ids))
+        settings = step_settings(self.recipe)
+        probe = settings.probe.model_copy(update={} if loss is None else {"loss": loss})
+        take_direction(self.direction, replace(settings, probe=probe), self.feed.probe_batches(ids))
 
     def jvp(self, direction: Direction | None = None) -> Tensor:
         return self.over_ranks(jvp_utilities(self.engine, direction or self.direction, self.batches))
@@ -104,30 +107,24 @@ class Bench:
         return agreement(utilities, reference, weights, reference_weights, self.index)
 
 
-class Trainer:
+class Training:
     """The recipe's own training, a few steps at a time; its steps are those of a run."""
 
-    def __init__(self, engine: Engine, recipe: Recipe, feed: Feed, num_steps: int):
-        self.engine, self.recipe, self.feed, self.num_steps = engine, recipe, feed, num_steps
+    def __init__(self, engine: Engine, recipe: Recipe, feed: Feed, schedule: Schedule):
+        self.recipe = recipe
+        self._engine, self._feed, self._schedule = engine, feed, schedule
         self.num_done = 0
 
     @cached_property
-    def estimator(self) -> Estimator:
+    def trainer(self) -> Trainer:
         """With a direction of its own, which may be kept from step to step; made when the first step is taken."""
-        return build_estimator(self.recipe, self.engine, batches_per_pass=self.feed.plan.batches_per_utility_pass)
+        estimator = build_estimator(
+            self.recipe, self._engine, batches_per_pass=self._feed.plan.batches_per_utility_pass
+        )
+        return Trainer(self._engine, estimator, step_settings(self.recipe), self._schedule)
 
     def train_until(self, step: int, say: Callable[[str], None]) -> None:
         while self.num_done < step:
-            k = self.num_done
-            metrics = train_step(
-                self.engine,
-                self.recipe,
-                self.feed.step(k),
-                self.estimator,
-                StepRecorder(self.engine.device),
-                learning_rate=learning_rate_at(self.recipe, k, self.num_steps),
-                measure_noise=measures_noise(self.recipe, k),
-                seed=step_seed(self.recipe, k),
-            )
+            metrics = self.trainer.step(self.num_done, self._feed.step(self.num_done))
             self.num_done += 1
             say(f"training step {self.num_done}: loss {metrics.values['loss']:.4f}")

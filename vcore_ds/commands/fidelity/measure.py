@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vcore_ds.commands.fidelity.bench import Bench, Trainer
+from vcore_ds.commands.fidelity.bench import Bench, Training
 from vcore_ds.commands.fidelity.choice import (
     Choice,
     FidelityOptions,
@@ -46,7 +46,8 @@ from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.progress import BAR_SECONDS, duration
 from vcore_ds.track.console import Console
 from vcore_ds.train.feed import build_feed, read_dataset, read_training_data
-from vcore_ds.train.setup import build_engine, count_steps, plan_ranks
+from vcore_ds.train.settings import schedule_of
+from vcore_ds.train.setup import build_engine, plan_ranks
 from vcore_ds.train.start_screen import describe_data, describe_direction, describe_method, describe_model
 from vcore_ds.utility.direction import Direction
 
@@ -79,8 +80,8 @@ def measure_together(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     if recipe.data.probe_path is not None:
         trusted = read_dataset(recipe, recipe.data.probe_path, tokenizer, console)
     feed = build_feed(recipe, plan, dataset, tokenizer, trusted)
-    num_steps = count_steps(recipe, len(dataset))
-    options, notes = within_the_recipe(options, num_steps)
+    schedule = schedule_of(recipe, len(dataset))
+    options, notes = within_the_recipe(options, schedule.num_steps)
     choice = choose_sequences(
         len(dataset),
         None if trusted is None else len(trusted),
@@ -99,9 +100,9 @@ def measure_together(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     console.say(f"Method: {describe_method(recipe)}")
     engine = build_engine(recipe, ds_config)
     bench = Bench(engine, weighted, feed, choice.measured)
-    trainer = Trainer(engine, recipe, feed, num_steps)
+    training = Training(engine, recipe, feed, schedule)
     progress = Measurements(console, count_measurements(weighted, options, choice))
-    trainer.train_until(options.after_steps, progress.done)
+    training.train_until(options.after_steps, progress.done)
     report = FidelityReport(
         recipe=recipe.model_dump(mode="json"),
         environment=environment(layout.size("job")),
@@ -123,8 +124,8 @@ def measure_together(recipe: Recipe, options: FidelityOptions) -> FidelityReport
         progress.done(f"large probe of {len(choice.large_probe)}")
         measure_probe_sizes(bench, report, choice, along_large, progress)
         if keeps_directions(recipe):
-            measure_trained_direction(bench, report, along_large, trainer)
-        measure_staleness(bench, report, choice, trainer, options.stale_steps, progress)
+            measure_trained_direction(bench, report, along_large, training)
+        measure_staleness(bench, report, choice, training, options.stale_steps, progress)
     bench.engine.close()
 
     sentences = recommendations(report)
@@ -245,14 +246,15 @@ def keeps_directions(recipe: Recipe) -> bool:
     return recipe.method.uses_utilities and (recipe.probe.source == "previous_step" or recipe.probe.decay > 0)
 
 
-def measure_trained_direction(bench: Bench, report: FidelityReport, along_large: Tensor, trainer: Trainer) -> None:
+def measure_trained_direction(bench: Bench, report: FidelityReport, along_large: Tensor, training: Training) -> None:
     """Utilities along the direction that training left with those along the large probe's."""
-    if trainer.num_done == 0:
+    if training.num_done == 0:
         report.notes.append("the recipe's own direction is that of earlier steps: --after-steps 1 or more measures it")
         return
-    assert trainer.estimator.direction is not None  # vcore
-    found = bench.agreement(bench.jvp(trainer.estimator.direction), along_large)
-    description = describe_direction(trainer.recipe)
+    direction = training.trainer.estimator.direction
+    assert direction is not None  # vcore
+    found = bench.agreement(bench.jvp(direction), along_large)
+    description = describe_direction(training.recipe)
     report.trained_direction = TrainedDirection(description, found.spearman, found.weight_overlap)
 
 
@@ -260,20 +262,20 @@ def measure_staleness(
     bench: Bench,
     report: FidelityReport,
     choice: Choice,
-    trainer: Trainer,
+    training: Training,
     stale_steps: Sequence[int],
     progress: Measurements,
 ) -> None:
     """Trains on, and compares utilities along the large probe's direction from before with its direction now."""
     if not stale_steps:
         return
-    start = trainer.num_done
+    start = training.num_done
     bench.take_direction(choice.large_probe)
     kept = Direction(bench.engine)
     for buffer, current in zip(kept.buffers, bench.direction.buffers, strict=True):
         buffer.copy_(current)
     for steps in sorted(stale_steps):
-        trainer.train_until(start + steps, progress.done)
+        training.train_until(start + steps, progress.done)
         stale = bench.jvp(kept)
         bench.take_direction(choice.large_probe)
         found = bench.agreement(stale, bench.jvp())

@@ -26,6 +26,7 @@ from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.track.step_metrics import StepRecorder
 from vcore_ds.train.feed import batches_of_rank
+from vcore_ds.train.settings import step_settings
 from vcore_ds.train.setup import build_engine, build_estimator
 from vcore_ds.train.step import train_step
 from vcore_ds.utility.direction import Direction
@@ -62,13 +63,14 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
         batches_of_rank(plan.spread_main(ids, case.lengths), sequences, 0),
         batches_of_rank(plan.spread_probe(ids[:num_probe], case.lengths[:num_probe]), sequences, 0),
     )
+    settings = step_settings(recipe)
     for _ in range(NUM_WARM_UP):
-        train_step(engine, recipe, batches, estimator, StepRecorder(engine.device), learning_rate=1e-5)
+        train_step(engine, settings, batches, estimator, StepRecorder(engine.device), learning_rate=1e-5)
     gc.collect()
     allocations, received = Allocations(), ReceivedBytes()
     recorder = PhaseRecorder(engine.device, allocations)
     with received, allocations:
-        train_step(engine, recipe, batches, estimator, recorder, learning_rate=1e-5)
+        train_step(engine, settings, batches, estimator, recorder, learning_rate=1e-5)
     found = {
         "kept": kept_bytes(engine, estimator.direction),
         "peaks": {phase: peak for phase, peak in recorder.peaks.items() if peak},

@@ -1,0 +1,83 @@
+"""What the steps of a run take from its recipe, resolved once."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from vcore_ds.config.method_sections import MethodConfig, ProbeConfig
+from vcore_ds.config.schema import Recipe
+from vcore_ds.planning.batch_plan import num_trusted
+from vcore_ds.random_streams import Stream, torch_seed
+
+MEASURE_NOISE_EVERY = 100
+"""Optimizer steps between two measurements of a finite difference's noise (and searches for `epsilon: auto`)."""
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How an optimizer step weights tokens, and how it takes its direction."""
+
+    method: MethodConfig
+    probe: ProbeConfig
+    reference_is_base: bool
+    """Whether the reference of the weights is the model without its adapters."""
+
+
+def step_settings(recipe: Recipe) -> StepSettings:
+    """Those of a recipe."""
+    return StepSettings(recipe.method, recipe.probe, recipe.method.reads_reference and recipe.lora is not None)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What depends on the number of a step, k from 0. Functions of run and step, so that resuming needs no state."""
+
+    num_steps: int
+    """Optimizer steps of the whole run."""
+    num_warmup_steps: int
+    peak_learning_rate: float
+    kind: Literal["cosine", "constant"]
+    seed: int
+    """Of the run."""
+    measure_noise_every: int | None
+    """Optimizer steps between two measurements of a finite difference's noise; None for methods without one."""
+
+    def learning_rate(self, k: int) -> float:
+        """Linear warm-up that reaches the peak, then half a cosine to 0 (or constant)."""
+        if k < self.num_warmup_steps:
+            return self.peak_learning_rate * (k + 1) / self.num_warmup_steps
+        if self.kind == "constant":
+            return self.peak_learning_rate
+        progress = (k - self.num_warmup_steps) / max(1, self.num_steps - self.num_warmup_steps)
+        return self.peak_learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+    def measures_noise(self, k: int) -> bool:
+        """Whether the step measures its finite difference's noise."""
+        return self.measure_noise_every is not None and k % self.measure_noise_every == 0
+
+    def step_seed(self, k: int) -> int:
+        """Seed of all that the step draws at random."""
+        return torch_seed(Stream.STOCHASTIC_ROUNDING, self.seed, k)
+
+
+def schedule_of(recipe: Recipe, num_sequences: int) -> Schedule:
+    """The schedule of a recipe on training data of `num_sequences`.
+
+    An epoch that ends within a step is rounded up to whole steps.
+    """
+    schedule = recipe.schedule
+    if schedule.num_steps is not None:
+        num_steps = schedule.num_steps
+    else:
+        assert schedule.num_epochs is not None  # the recipe's rules
+        per_step = recipe.batch.global_size - num_trusted(recipe.data.trusted_share, recipe.batch.global_size)
+        num_steps = max(1, math.ceil(schedule.num_epochs * num_sequences / per_step))
+    uses_difference = recipe.method.uses_utilities and recipe.utility.estimator == "finite_difference"
+    return Schedule(
+        num_steps=num_steps,
+        num_warmup_steps=math.ceil(schedule.warmup_ratio * num_steps),
+        peak_learning_rate=recipe.optimizer.learning_rate,
+        kind=schedule.kind,
+        seed=recipe.run.seed,
+        measure_noise_every=MEASURE_NOISE_EVERY if uses_difference else None,
+    )
