@@ -1,4 +1,4 @@
-"""When does steering by trusted data pay? The experiment of docs/steering.md, on the task of `learning.py`.
+"""When does steering by trusted data pay? The experiment of docs/steering-experiments.md, on the task of `learning.py`.
 
     python -m tests.experiments.steering run --noise random    one of the two kinds of noise, or both without a name
     python -m tests.experiments.steering report                the tables, from what has been run

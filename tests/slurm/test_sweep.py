@@ -21,7 +21,7 @@ from vcore_ds.results.sweep_folder import State, begin_sweep, read_sweep_folder
 
 pytestmark = pytest.mark.dist
 
-NUM_STEPS = 100
+NUM_STEPS = 60
 CHANGES = (f"schedule.num_steps={NUM_STEPS}", "checkpoint.every_steps=25", "run.num_token_records=0")
 SEEDS = (1, 2)
 RUNS = [f"{cell}/seed_{seed}" for cell in ("sft", "vcore") for seed in SEEDS]

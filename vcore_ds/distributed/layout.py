@@ -3,15 +3,15 @@
 | axis | ranks along it | of what there is one a rank |
 |---|---|---|
 | `data` | work on different rows | rows of a batch |
-| `sequence` | share a row, each with a part of its tokens | parts of a row |
-| `tensor` | share a layer, each with a part of its heads and columns | parts of a layer |
+| `sequence` | a sequence-parallel group: parts of the tokens of the same rows | parts of a row |
+| `tensor` | a tensor-parallel group: parts of the heads and columns of every layer | parts of a layer |
 | `shards` | `data x sequence`, with the same part of every layer | ZeRO-3 shards, and distinct tokens |
 | `job` | all of them | processes: stop requests, failures, messages |
 
 How `shards` is divided into `data` and `sequence` is a matter of the pass: each pass over the model has a degree of
-sequence parallelism, the number of neighbouring ranks that share a row, and whatever is said of one of these two axes
-is said for a degree. The size of `tensor` is that of the job. Neighbouring ranks of the job share a layer, so that they
-are in one node: each layer exchanges its activations over this axis.
+sequence parallelism, the number of neighbouring ranks in a group, and whatever is said of one of these two axes is
+said for a degree. The size of `tensor` is that of the job. Its groups are neighbouring ranks of the job, so that
+they are in one node: each layer exchanges its activations over this axis.
 
 Ranks along `tensor` work on the same rows and hold the same losses, so a sum over `data` or `shards` counts tokens
 once, and is the same on each of them.
@@ -34,17 +34,17 @@ Axis = Literal["data", "sequence", "tensor", "shards", "job"]
 
 _meshes: dict[str, DeviceMesh] = {}
 _sequence_groups: dict[int, dist.ProcessGroup] = {}
-"""This rank's group of the ranks that share a row, by degree."""
+"""This rank's sequence-parallel group, by degree."""
 
 
 def arrange(tensor: int = 1) -> None:
     """Puts the ranks of the process group on their axes. A collective; once a process.
 
     Args:
-        tensor: ranks that share every layer.
+        tensor: ranks of a tensor-parallel group.
 
     Raises:
-        UserError: `tensor` does not divide the number of ranks.
+        UserError: `tensor` does not divide the world size.
     """
     num_ranks = dist.get_world_size()
     check_tensor(num_ranks, tensor)
@@ -55,7 +55,7 @@ def arrange(tensor: int = 1) -> None:
 
 
 def check_tensor(num_ranks: int, tensor: int) -> None:
-    """Raises UserError where the degree of tensor parallelism does not divide the number of ranks."""
+    """Raises UserError where the degree of tensor parallelism does not divide the world size."""
     if num_ranks % tensor:
         raise UserError(
             f"parallel.tensor: found {tensor} on {num_ranks} ranks; expected a divisor: a tensor-parallel group has as "
@@ -69,7 +69,7 @@ def is_arranged() -> bool:
 
 
 def make_sequence_groups(degrees: Iterable[int], timeout_minutes: float) -> None:
-    """Makes the groups of ranks that share a row, for every degree that a pass may choose. A collective.
+    """Makes the sequence-parallel groups of every degree that a pass may choose. A collective.
 
     All of them up front, on all ranks in the same order: a group made when a pass first needs it would be made by
     ranks that stand at different places of a step, and hang. NCCL connects a group when it is first used, so a degree
@@ -128,7 +128,7 @@ def is_first() -> bool:
 def sum_over(axis: Axis, values: list[float], sequence_parallel: int = 1) -> list[float]:
     """Element-wise sum over the ranks of an axis, in fp64, the same on every rank of it. A collective.
 
-    Over `data` the ranks that share a row hold the same values, and one of them counts.
+    Over `data` the ranks of a sequence-parallel group hold the same values, and one of them counts.
     """
     total = torch.tensor(values, dtype=torch.float64, device=device())
     if axis == "data":

@@ -114,7 +114,7 @@ class Watchdog:
         same_host = {identity.rank: identity.process() for identity in others if identity.host == own.host}
         self._local = {rank: process for rank, process in same_host.items() if process is not None}
         # Everybody watches rank 0 and its own host; rank 0 watches all: the store serves a number of values that grows
-        # with the number of ranks, not with its square.
+        # with the world size, not with its square.
         self._watched = [identity.rank for identity in others] if self._rank == 0 else list(self._local)
         if self._rank != 0 and 0 not in self._watched:
             self._watched.append(0)

@@ -1,1 +1,1 @@
-"""Models: loading, low-rank adapters, per-token losses, attention of all passes, rows that ranks share."""
+"""Models: loading, low-rank adapters, per-token losses, attention of all passes, sequence parallelism."""

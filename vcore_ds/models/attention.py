@@ -44,12 +44,12 @@ MAX_KERNEL_HEAD_DIM = 256
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The sequences in a batch's rows, and the number of ranks that share them; made once for each pass."""
+    """The sequences in a batch's rows, and the sequence-parallel degree; made once for each pass."""
 
     lengths: Sequence[Sequence[int]]
     """Tokens of the sequences in each row, in order; T together. Padding counts as a sequence."""
     sequence_parallel: int
-    """Ranks that share the rows; each has `t = T / sequence_parallel` of their columns."""
+    """Sequence-parallel degree: each rank of a group has `t = T / sequence_parallel` columns of its rows."""
     ends: Tensor
     """int32 `[num_sequences + 1]`, on the device: 0, and where each sequence ends in the rows put end to end."""
 

@@ -110,7 +110,7 @@ class TokenLossModel(nn.Module):
             input_ids: `[b, t]`. No attention mask: under causal attention no real token sees the padding behind it.
             targets: `[b, t]`, the token that follows each; `IGNORED_LABEL` where it is not supervised.
             position_ids: `[b, t]`, from 0 in each sequence. Always given: a rank's columns need not begin a sequence.
-            row_layout: which sequences the rows hold, and how many ranks share them.
+            row_layout: which sequences the rows hold, and the sequence-parallel degree.
             with_entropies: also give the entropy of each token's prediction, `[N]`, without a graph.
         """
         # Hugging Face's own attention kernels know nothing of it, and tell packed sequences apart by their positions.

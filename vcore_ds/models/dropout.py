@@ -1,6 +1,6 @@
 """Dropout whose mask is a function of the token, and not of the rank that computes it or of the batch around it.
 
-With a generator for each rank, a run would draw other masks on another number of ranks or in other rows. Here the mask
+With a generator for each rank, a run would draw other masks at another world size or in other rows. Here the mask
 of a token is made from the run's seed, the step, the token's sequence and its position in it, so that any layout of the
 same batch computes the same losses. A recomputed layer draws the same mask again without a generator's state.
 """

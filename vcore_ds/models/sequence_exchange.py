@@ -1,6 +1,6 @@
 """Sequence parallelism (Ulysses, https://arxiv.org/abs/2309.14509): exchanges around attention and of the losses.
 
-The ranks that share a batch's rows each compute some of their columns: embeddings, linear layers, norms and losses are
+Each rank of a sequence-parallel group computes columns of its rows: embeddings, linear layers, norms and losses are
 per token. Attention is not. Before it one all-to-all gives each rank all tokens of some heads, after it another one
 gives back all heads of the rank's own tokens.
 

@@ -16,7 +16,7 @@ from vcore_ds.planning.traffic import Machine
 from vcore_ds.planning.utilization import SIMULATED_MEAN, Member, Utilization, simulated_batches, summarize
 
 Part = Literal["main", "probe"]
-"""A pass over a batch that has its own number of ranks to a row."""
+"""A pass over a batch that has its own sequence-parallel degree."""
 
 _SECTIONS: dict[Part, Literal["batch", "probe"]] = {"main": "batch", "probe": "probe"}
 """The recipe's section for each of them."""
@@ -30,14 +30,14 @@ class BatchPlan:
     """The arithmetic of one optimizer step on the ranks of a job; all sizes in sequences."""
 
     num_ranks: int
-    """Ranks that may have different rows; those that share every layer are one."""
+    """Ranks that may have different rows; a tensor-parallel group counts as one."""
     global_batch_size: int
     """|B|, over all ranks and micro-batches."""
     micro_batch_size_per_rank: int | None
     """None where the time model chooses it for each micro-batch."""
     packed_row_tokens: int | None
-    """Most tokens of a row that holds several sequences, on each of the ranks that share it; None where the recipe does
-    not say."""
+    """Most tokens of a row that holds several sequences, on each rank of a sequence-parallel group; None where the
+    recipe does not say."""
     num_trusted_global: int
     """Sequences of |B| that are drawn from the pool in data.probe_path."""
     probe_batch_size_global: int | None
@@ -47,12 +47,12 @@ class BatchPlan:
     utility_micro_batch_size_per_rank: int | None
     """Sequences per rank in one gradient-free forward; None as above."""
     main_degrees: tuple[int, ...]
-    """Numbers of ranks that may share a row of the main batch, ascending; also in validation."""
+    """Possible sequence-parallel degrees of the main batch, ascending; also in validation."""
     probe_degrees: tuple[int, ...]
     """The same of the probe batch."""
     time_model: TimeModel
     tensor: int = 1
-    """Ranks that share every layer."""
+    """Ranks of a tensor-parallel group."""
 
     @property
     def num_ranks_of_job(self) -> int:
@@ -60,7 +60,7 @@ class BatchPlan:
 
     @property
     def member(self) -> Member:
-        """What has rows of its own, in words: `rank`, or `group` where ranks share every layer."""
+        """What has rows of its own, in words: `rank`, or `group` with tensor parallelism."""
         return member_of(self.tensor)
 
     @property
@@ -72,7 +72,7 @@ class BatchPlan:
 
     @property
     def degrees(self) -> list[int]:
-        """All numbers of ranks that may share a row in some pass, ascending."""
+        """All sequence-parallel degrees that are possible in some pass, ascending."""
         return sorted({*self.main_degrees, *self.probe_degrees})
 
     @property
@@ -173,10 +173,10 @@ def plan_batch(
     ranks_per_node: int = 8,
     machine: Machine = H100,
 ) -> BatchPlan:
-    """Spreads a recipe's batches over `num_ranks` ranks, those of a tensor group as one: they work on the same rows.
+    """Spreads a recipe's batches over `num_ranks` ranks, a tensor-parallel group as one: it works on the same rows.
 
-    Raises RecipeError where the recipe's numbers of ranks that share a layer or a row do not fit the ranks, the nodes
-    or the model, or the longest sequence would not fit into the largest row.
+    Raises RecipeError where the recipe's degrees of tensor or sequence parallelism do not fit the ranks, the nodes or
+    the model, or the longest sequence would not fit into the largest row.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
@@ -192,7 +192,7 @@ def plan_batch(
             ]
         )
     if recipe.model.attention != "auto":
-        shape = replace(shape, unshareable="whose attention is not replaced")  # others' kernels know no shared rows
+        shape = replace(shape, unshareable="whose attention is not replaced")  # kernels without sequence parallelism
     micro: int | None = None
     if recipe.batch.micro_batch_size_per_rank != "auto":
         micro = recipe.batch.micro_batch_size_per_rank

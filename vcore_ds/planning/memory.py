@@ -79,8 +79,8 @@ def memory_of(shape: ModelShape, settings: MemorySettings, counts: ParameterCoun
     """What a rank needs.
 
     Args:
-        shape: with the sizes that memory depends on (`hidden_size` and those after it); where ranks share every layer,
-            a rank's part (`ModelShape.of_part`).
+        shape: with the sizes that memory depends on (`hidden_size` and those after it); with tensor parallelism a
+            rank's part (`ModelShape.of_part`).
         counts: of the model itself where they are known, or of a rank's part; None for those of `parameter_counts`.
     """
     counts = counts or parameter_counts(shape, settings.adapters)
@@ -193,11 +193,11 @@ class _Model:
     # ---- parts of a pass -------------------------------------------------------------------------------------------
 
     def _between_layers(self, num_tokens: int) -> int:
-        """Tokens whose hidden states a rank has between layers: those that share every layer have a part each."""
+        """Tokens whose hidden states a rank has between layers: in a tensor-parallel group each has a part."""
         return -(-num_tokens // self.settings.tensor)
 
     def _exchanged(self, num_tokens: int) -> int:
-        """Hidden states of all tokens, as ranks that share every layer exchange them."""
+        """Hidden states of all tokens, as a tensor-parallel group exchanges them."""
         return 0 if self.settings.tensor == 1 else num_tokens * self.b * self.shape.hidden_size
 
     def _gathered(self) -> int:
@@ -234,7 +234,7 @@ class _Model:
         attention = b * 2 * heads + _FP32 * shape.num_heads
         mlp = 3 * b * shape.intermediate_size  # gate, its activation, up
         # Outputs of the norms and the product of the MLP: inputs of linear layers whose weights are trained, or whose
-        # adapters take them as they are. Other adapters keep copies of their own; layers that ranks share keep both.
+        # adapters take them as they are. Other adapters keep copies of their own; tensor-parallel layers keep both.
         inputs = b * (2 * hidden + num_tokens * shape.intermediate_size)
         if not self.is_full and b < _FP32 and self.settings.tensor == 1:
             inputs = 0
@@ -268,7 +268,7 @@ class _Model:
     def _layer_with_tangents(self, num_tokens: int) -> int:
         """Values and tangents together, as they were found in the forward of small models: six widths of the MLP, or
         queries, keys and values twelve times (projected, normalized, rotated, laid out for the kernel), beside the
-        residual and the norm. Layers that ranks share send the products of the MLP beside them: both, and one more
+        residual and the norm. Tensor-parallel layers send the products of the MLP beside them: both, and one more
         that is about to be put there."""
         shape, b = self.shape, self.b
         query_heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

@@ -46,7 +46,7 @@ class Remedy:
     """A change that takes less memory."""
 
     change: str
-    """Overrides, a number of ranks, or both."""
+    """Overrides, a world size, or both."""
     estimate: MemoryEstimate
     overrides: tuple[str, ...] = ()
     num_ranks: int | None = None
@@ -169,8 +169,8 @@ def plan_memory(
         deepspeed_config: complete, as `vcore_ds.planning.deepspeed_json.deepspeed_config` makes it.
         passes: how the passes over the main and the probe batch use the ranks. Where one is missing, its rows are as
             long as the recipe allows.
-        counts: of the model itself, or of a rank's part where ranks share every layer; None, or zeros, for those of
-            its shape.
+        counts: of the model itself, or of a rank's part with tensor parallelism; None, or zeros, for those of its
+            shape.
     """
     shape = plan.time_model.shape
     if shape.hidden_size == 0:

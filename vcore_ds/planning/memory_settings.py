@@ -8,7 +8,7 @@ from vcore_ds.planning.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers of a model's parameters, over all ranks; where ranks share every layer, of those that one of them has."""
+    """Numbers of a model's parameters, over all ranks; with tensor parallelism, of the part that one rank has."""
 
     all: int
     trained: int
@@ -27,7 +27,7 @@ class MemorySettings:
     """What of a run decides how much memory a rank takes."""
 
     num_ranks: int
-    """Ranks that shard the model; where ranks share every layer, the groups of them."""
+    """Ranks that shard the model; a tensor-parallel group counts as one."""
     main_tokens: int
     """Tokens of the largest main micro-batch on a rank: of a packed row, or of all rows with their padding."""
     probe_tokens: int = 0
@@ -35,7 +35,7 @@ class MemorySettings:
     utility_tokens: int = 0
     """The same of a gradient-free pass of its own; 0 without one."""
     tensor: int = 1
-    """Ranks that share every layer, each with the micro-batches of their group."""
+    """Ranks of a tensor-parallel group, which all have the micro-batches of the group."""
     estimator: Literal["jvp", "finite_difference"] | None = None
     """How utilities are computed; None for a method without them."""
     is_fused: bool = False

@@ -50,7 +50,7 @@ class ModelShape:
     layer_parameters: int
     """P, parameters of the linear layers of one decoder layer."""
     unshareable: str | None = None
-    """Why ranks cannot share a row, such as `whose attention is its own code`; None where they can."""
+    """Why sequence parallelism is not possible, such as `whose attention is its own code`; None where it is."""
     unpackable: str | None = None
     """Why a row cannot hold several sequences, in the same form; None where it can."""
     is_assumed: bool = False
@@ -67,8 +67,8 @@ class ModelShape:
     """Whether queries and keys have norms of their own, as in Qwen3."""
 
     def of_part(self, num_parts: int) -> "ModelShape":
-        """The part of a rank that shares every layer with others: what it computes and holds. A vocabulary that they do
-        not divide is padded."""
+        """The part of a rank of a tensor-parallel group: what it computes and holds. A vocabulary that the group
+        does not divide is padded."""
         if num_parts == 1:
             return self
         divided = ("num_heads", "num_kv_heads", "layer_parameters", "intermediate_size")

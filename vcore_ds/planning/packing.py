@@ -1,7 +1,7 @@
 """Sequences to micro-steps: packed into one row for each group of ranks, of equal cost, or a few in rows of their own.
 
-A group is the ranks that share a row, mostly one. There are never more groups here than sequences: what is beyond is
-idle.
+A group is a sequence-parallel group, mostly of one rank. There are never more groups here than sequences: what is
+beyond is idle.
 """
 
 import heapq

@@ -19,7 +19,7 @@ class PassWork:
     gathers: int
     """Gathers of all parameters."""
     exchanges: int
-    """Exchanges of a forward between ranks that share a row."""
+    """Exchanges of a forward within a sequence-parallel group."""
     runs: int
     """Runs through the layers."""
     tangent_gathers: int = 0
@@ -28,7 +28,7 @@ class PassWork:
     """Whether the gradient is reduced."""
 
     def exchanges_of_hidden_states(self, num_layers: int, *, is_full: bool) -> tuple[int, int]:
-        """Exchanges over the ranks that share every layer, of hidden states of all tokens or, where values and tangents
+        """Exchanges over a tensor-parallel group, of hidden states of all tokens or, where values and tangents
         travel together, of twice as many: how many there are, and how many hidden states they hold of each token.
 
         A layer gathers and scatters before and after attention and MLP, once more in a backward, and gathers the inputs

@@ -1,4 +1,4 @@
-"""How many ranks may share a layer or a row, and what is said where the recipe's numbers do not fit."""
+"""Which degrees of tensor and sequence parallelism are possible, and what is said where the recipe's do not fit."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -44,10 +44,10 @@ def check_shared_layers(tensor: int, num_ranks: int, ranks_per_node: int, shape:
 def row_degrees(
     recipe: Recipe, section: Literal["batch", "probe"], num_ranks: int, shape: ModelShape
 ) -> tuple[int, ...]:
-    """Numbers of ranks that may share a row in the passes over this section's batch, ascending.
+    """Sequence-parallel degrees that are possible in the passes over this section's batch, ascending.
 
     Args:
-        num_ranks: those that share every layer count as one.
+        num_ranks: a tensor-parallel group counts as one.
         shape: of a rank's part.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How many ranks share a row in a pass over a batch, and which sequences they have: whatever takes least time."""
+"""The sequence-parallel degree of a pass over a batch, and the sequences of each group: whatever takes least time."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,10 +16,10 @@ memory for them."""
 
 @dataclass(frozen=True)
 class RowLimit:
-    """What a micro-batch holds: one packed row of so many tokens on each rank that shares it, or rows of a sequence."""
+    """What a micro-batch holds: one packed row of so many tokens on each rank of a group, or rows of a sequence."""
 
     packed_tokens: int | None = None
-    """Most tokens of a packed row on each of the ranks that share it; None where the recipe does not say."""
+    """Most tokens of a packed row on each rank of a sequence-parallel group; None where the recipe does not say."""
     num_sequences: int | None = 1
     """Most sequences of a micro-batch, a row each, where they are not packed; None for whatever takes least time
     without more tokens than the longest sequence has (or `FREE_TOKENS`)."""
@@ -44,7 +44,7 @@ class RowLimit:
 
 @dataclass(frozen=True)
 class Spread:
-    """A global batch on all ranks of a job. Each group of `sequence_parallel` neighbouring ranks shares its rows."""
+    """A global batch on all ranks of a job, in sequence-parallel groups of `sequence_parallel` neighbouring ranks."""
 
     sequence_parallel: int
     num_ranks: int
@@ -69,7 +69,7 @@ class Spread:
 
 
 def possible_degrees(num_ranks: int, num_heads: int) -> list[int]:
-    """Numbers of ranks that may share a row, in ascending order: they divide the ranks and the query heads.
+    """Possible sequence-parallel degrees, in ascending order: they divide the ranks and the query heads.
 
     Key and value heads set no condition: they are repeated for the exchange where there are too few.
     """
@@ -154,5 +154,5 @@ def _micro_step_time(
 
 
 def _row_time(num_tokens: int, k: int, time_model: TimeModel) -> float:
-    """Time of one sequence that k ranks share, in the time of so many tokens' linear layers."""
+    """Time of one sequence at sequence-parallel degree k, in the time of so many tokens' linear layers."""
     return (time_model.work(num_tokens) + time_model.exchange(k) * num_tokens) / k

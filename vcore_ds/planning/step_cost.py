@@ -79,7 +79,7 @@ class StepModel:
 
     shape: ModelShape
     counts: ParameterCounts
-    """Where GPUs share every layer, of those that one of them has."""
+    """With tensor parallelism, of the part that one GPU has."""
     settings: MemorySettings
     cluster: Cluster
     reuse_distance: int = 10**9
@@ -89,7 +89,7 @@ class StepModel:
         """Means over the batches that were spread.
 
         Args:
-            main, probe: batches, spread over the GPUs of the cluster, or over groups of those that share every layer.
+            main, probe: batches, spread over the GPUs of the cluster, or over its tensor-parallel groups.
         """
         sums = _Sums()
         for batch in main:
@@ -159,7 +159,7 @@ class StepModel:
                 sums.move(kind, traffic * weight)
 
     def between_layers(self, work: PassWork, num_tokens: float) -> tuple[Traffic, int]:
-        """Exchanges of one micro-step over the GPUs that share every layer, and their number. Those of the losses, 8
+        """Exchanges of one micro-step over a tensor-parallel group, and their number. Those of the losses, 8
         bytes for each token and GPU, are left out, and so is the sum of the gradients that all of them have, once a
         pass."""
         settings, shape = self.settings, self.shape
@@ -241,7 +241,7 @@ class StepModel:
 
     @property
     def _num_groups(self) -> int:
-        """GPUs that shard the model, those that share every layer as one."""
+        """GPUs that shard the model, a tensor-parallel group as one."""
         return self.cluster.num_gpus // self.settings.tensor
 
     @property

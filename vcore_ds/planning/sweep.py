@@ -25,7 +25,7 @@ MOST_RUNS = 1000
 """SLURM numbers the tasks of an array up to 1,000, unless a site says otherwise."""
 
 _MANY_RANKS = 192
-"""Taken where a run's number of ranks is not known: nodes of 4, 6 and 8 GPUs divide it."""
+"""Taken where a run's world size is not known: nodes of 4, 6 and 8 GPUs divide it."""
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 _SET_BY_THE_SWEEP = ("run.seed", "run.output_dir")
@@ -70,7 +70,7 @@ def load_sweep(path: str | Path, num_ranks: int | None = None) -> Sweep:
     """Reads a sweep file and resolves the recipe of every run.
 
     Args:
-        num_ranks: ranks that a run will have; None where that is not known yet.
+        num_ranks: world size of a run; None where that is not known yet.
 
     Raises:
         RecipeError: with all problems of the file and of all cells.
@@ -270,7 +270,7 @@ def _resolve(
 
 
 def _enough_ranks(recipe: Recipe) -> int:
-    """A number of ranks on which the layers and rows that the recipe's ranks share can be divided."""
+    """A world size that the recipe's degrees of tensor and sequence parallelism divide."""
     degrees = [k for k in (recipe.batch.sequence_parallel, recipe.probe.sequence_parallel) if k != "auto"]
     return recipe.parallel.tensor * math.lcm(_MANY_RANKS, *degrees)
 

@@ -47,7 +47,7 @@ class TimeModel:
         return self.machine.flops * _BYTES / 2 * seconds_per_byte + self.machine.half_speed_tokens
 
     def exchange(self, sequence_parallel: int) -> float:
-        """Sending query, key, value and output of one of this rank's tokens to the ranks that share its row.
+        """Sending query, key, value and output of one of this rank's tokens to its sequence-parallel group.
 
         What goes to the ranks of other nodes and what stays in the node are on their way at the same time. The slowest
         rank counts.

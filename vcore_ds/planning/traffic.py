@@ -53,7 +53,7 @@ def gathered(num_bytes: float, num_ranks: int, ranks_per_node: int) -> Traffic:
 
 
 def exchanged(num_bytes: float, sequence_parallel: int, ranks_per_node: int) -> Traffic:
-    """A rank's traffic when it hands over `num_bytes` in all-to-alls of the ranks that share its row.
+    """A rank's traffic when it hands over `num_bytes` in all-to-alls of its sequence-parallel group.
 
     A k-th stays with the rank. Of its group at least `gcd(k, ranks per node)` ranks are in its own node.
     """
@@ -69,6 +69,6 @@ def exchanged_numbers(shape: ModelShape, sequence_parallel: int) -> int:
 
 
 def of_hidden_states(num_bytes: float, tensor: int) -> Traffic:
-    """A rank's traffic when hidden states of `num_bytes` are gathered on the ranks that share every layer, or summed
-    over them and scattered: all but its own part. They are in one node."""
+    """A rank's traffic when hidden states of `num_bytes` are gathered on its tensor-parallel group, or summed over
+    it and scattered: all but its own part. They are in one node."""
     return Traffic(inside=num_bytes * (tensor - 1) / tensor)

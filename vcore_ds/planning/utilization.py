@@ -11,7 +11,7 @@ from vcore_ds.planning.spread import Spread
 from vcore_ds.planning.waste import Waste
 
 Member = Literal["rank", "group"]
-"""What has rows of its own: a rank, or a group of the ranks that share every layer."""
+"""What has rows of its own: a rank, or a tensor-parallel group."""
 
 LOW_UTILIZATION = 0.8
 """Share of useful work below which a run warns."""
@@ -33,7 +33,7 @@ class Utilization:
     """How the passes over some batches use the ranks."""
 
     typical_degree: int
-    """Ranks that share a row in most of the passes."""
+    """Sequence-parallel degree of most of the passes."""
     waste: Waste
     """The waste of all passes together."""
     most_tokens: int

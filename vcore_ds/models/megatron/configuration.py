@@ -1,6 +1,6 @@
 """megatron-core's configuration of a dense decoder, made from that of a Hugging Face model.
 
-Models that cannot be divided among the ranks of a tensor group are refused here, before anything is built.
+Models that cannot be divided among the ranks of a tensor-parallel group are refused here, before anything is built.
 """
 
 import warnings
@@ -33,7 +33,7 @@ def transformer_config(path: str, config: PretrainedConfig, *, tensor: int, dtyp
     Args:
         path: folder or hub id, for messages.
         config: of the Hugging Face model.
-        tensor: ranks that share every layer (`parallel.tensor`).
+        tensor: ranks of a tensor-parallel group (`parallel.tensor`).
         dtype: of the parameters.
 
     Raises:

@@ -102,7 +102,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         Args:
             hidden: `[t / n, b, H]`; by position, so that ZeRO-3's hooks see it.
             angles: of all t tokens.
-            row_layout: which sequences the rows hold, and how many ranks share them.
+            row_layout: which sequences the rows hold, and the sequence-parallel degree.
         """
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, row_layout)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -127,7 +127,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def row_linear(config: TransformerConfig, num_inputs: int, num_outputs: int) -> RowLinear:
-    """A layer whose inputs the ranks share, without a bias, its weight zero until it is read.
+    """A row-parallel layer: each rank has a part of its inputs. Without a bias; its weight is zero until it is read.
 
     Args:
         num_inputs, num_outputs: of all ranks together.
