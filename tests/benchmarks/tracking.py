@@ -15,14 +15,17 @@ from tempfile import TemporaryDirectory
 
 from tests.helpers.commands import METRICS
 from tests.helpers.recipes import smallest_recipe
+from vcore_ds.config.load import dump_recipe
+from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
+from vcore_ds.files.run_folder import RECIPE
 from vcore_ds.planning.memory_settings import MemorySettings
 from vcore_ds.planning.model_shape import QWEN3_32B
 from vcore_ds.planning.run_plan import needed_passes
 from vcore_ds.track.console import Console
 from vcore_ds.track.metrics_log import MetricsLog
-from vcore_ds.track.throughput import Throughput
 from vcore_ds.track.trackers import start_trackers
+from vcore_ds.train.throughput import Throughput
 
 NUM_SEQUENCES = 32
 PAUSE_SECONDS = 0.02
@@ -38,7 +41,9 @@ def measure(num_lines: int, trackers: list[str]) -> tuple[float, float]:
         settings = MemorySettings(num_ranks=8, main_tokens=8192, probe_tokens=8192, estimator="jvp", is_fused=True)
         rates = Throughput(QWEN3_32B, needed_passes(checked, settings), peak_flops=8 * 989e12)
         console = Console(enabled=True)
-        log = MetricsLog(Path(folder), console, start_trackers(checked, 0, console))
+        run = Path(folder)
+        (run / RECIPE).write_text(dump_recipe(checked))
+        log = MetricsLog(run, console, start_trackers(run, checked.track, flat_values(checked), 0, console))
         log.write({"step": 1})
         time.sleep(3)  # trackers import and open
         lengths, spent = list(range(1000, 1000 + NUM_SEQUENCES)), []

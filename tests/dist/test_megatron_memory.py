@@ -29,7 +29,7 @@ CASES = [  # precision, adapters, activation checkpoints
 def measure_all(folder: str) -> list[tuple[dict[str, Any], ParameterCounts]]:
     layout.arrange(tensor=TENSOR)
     recipes = [recipe_of(folder, *case, tensor=TENSOR) for case in CASES]
-    return [(measure(recipe), count_parameters(recipe)) for recipe in recipes]
+    return [(measure(recipe), count_parameters(recipe.model.path, recipe.lora, TENSOR)) for recipe in recipes]
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.fidelity.bench import Training
 from vcore_ds.commands.reference.compute import write_reference_log_probabilities
+from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
@@ -273,7 +274,7 @@ def not_shared(folder: Path) -> str:
     """An attempt has begun in the first rank's folder, and the other rank sees another folder."""
     own = recipe(folder, f"node_{layout.rank('job')}", CASES["sft_lora"])
     if layout.is_first():
-        begin(own, world_size=2, num_done=0)
+        begin(Path(own.run.output_dir), dump_recipe(own), world_size=2, num_done=0)
     try:
         resumed_runs.until(own, 1)
     except CheckpointFailed as error:

@@ -19,7 +19,6 @@ from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder as files
 from vcore_ds.files.run_folder import (
     begin,
-    can_resume,
     followed_path,
     move_lost_metrics,
     move_lost_tokens,
@@ -28,6 +27,7 @@ from vcore_ds.files.run_folder import (
 from vcore_ds.track.console import Console
 from vcore_ds.track.metrics_log import MetricsLog
 from vcore_ds.train.checkpoints import Checkpoints
+from vcore_ds.train.resume import can_resume
 
 CONTENT = {
     "state/__0_0.distcp": b"first rank" * 100,
@@ -235,7 +235,7 @@ def recipe(folder: Path, **sections: dict) -> Recipe:
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
     """A stopped run's folder."""
-    begin(recipe(tmp_path / "run"), world_size=2, num_done=0)
+    begin(tmp_path / "run", dump_recipe(recipe(tmp_path / "run")), world_size=2, num_done=0)
     return tmp_path / "run"
 
 
@@ -356,12 +356,12 @@ def test_records_of_tokens_after_the_checkpoint_are_moved(tmp_path: Path):
 
 def test_a_resumed_run_adds_to_its_folder(used: Path):
     first = json.loads((used / "environment.json").read_text())
-    begin(recipe(used), world_size=2, num_done=0)
+    begin(used, dump_recipe(recipe(used)), world_size=2, num_done=0)
     log = MetricsLog(used, Console(enabled=False))
     log.write({"step": 1, "loss": 2.0})
     log.close()
     changed = recipe(used, run={"log_every": 9})
-    begin(changed, world_size=4, num_done=1)
+    begin(used, dump_recipe(changed), world_size=4, num_done=1)
     second = MetricsLog(used, Console(enabled=False))
     second.write({"step": 2, "loss": float("nan")})
     second.flush()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config.load import load_recipe
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.schema import EngineConfig, Recipe
 from vcore_ds.distributed import device
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.errors import UserError
@@ -187,10 +187,11 @@ def test_the_message_says_bytes_and_remedies() -> None:
     assert no_host.startswith("memory: found 10.00 GiB of host memory for each rank; expected 83.9")
 
 
-def tiny_plan(tmp_path: Path, **engine) -> MemoryPlan:
-    values = smallest_recipe()
-    values["engine"] |= engine
-    recipe = Recipe.model_validate(values)
+ENGINE = EngineConfig(deepspeed_config="ds_configs/zero3_bf16.json")
+
+
+def tiny_plan() -> MemoryPlan:
+    recipe = Recipe.model_validate(smallest_recipe())
     plan = plan_batch(recipe, 1, shape(2, 64, 8, 128, tied=True))
     memory = plan_memory(recipe, plan, {"zero_optimization": {}}, {}, ParameterCounts(10**6, 10**6))
     assert memory is not None
@@ -198,10 +199,10 @@ def tiny_plan(tmp_path: Path, **engine) -> MemoryPlan:
 
 
 def test_a_run_that_does_not_fit_is_refused_and_one_that_just_fits_warned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start_process_group(timeout_minutes=1)
-    memory = tiny_plan(tmp_path)
+    memory = tiny_plan()
     needed = memory.estimate.peak_bytes
     console = Console(enabled=True)
 
@@ -210,15 +211,15 @@ def test_a_run_that_does_not_fit_is_refused_and_one_that_just_fits_warned(
 
     with_room(needed - 1)
     with pytest.raises(UserError, match="memory: found .* GiB of host memory for each rank"):
-        check_memory(memory, console)
-    check_memory(tiny_plan(tmp_path, memory_check=False), console)
+        check_memory(memory, ENGINE, console)
+    check_memory(memory, ENGINE.model_copy(update={"memory_check": False}), console)
     assert capsys.readouterr().out == ""
     with_room(needed)
-    check_memory(memory, console)
+    check_memory(memory, ENGINE, console)
     assert "warning: memory: " in capsys.readouterr().out
     with_room(needed + memory.estimate.margin_bytes)
-    check_memory(memory, console)
-    check_memory(None, console)
+    check_memory(memory, ENGINE, console)
+    check_memory(None, ENGINE, console)
     assert capsys.readouterr().out == ""
 
 

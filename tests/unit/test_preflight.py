@@ -107,7 +107,7 @@ def recipe(model: Path, output: Path, **sections) -> Recipe:
 def test_space_is_that_of_the_states(model: Path, tmp_path: Path) -> None:
     num_all = sum(parameter.numel() for parameter in tiny.qwen3().parameters())
     full = recipe(model, tmp_path / "run", checkpoint={"keep_last": 2})
-    assert count_parameters(full) == ParameterCounts(num_all, num_all)
+    assert count_parameters(full.model.path, full.lora) == ParameterCounts(num_all, num_all)
     # Three checkpoints of master, two moments and direction, then the result.
     assert output_bytes(full) == 3 * num_all * (12 + 4) + num_all * 4
     for step in (1, 2):
@@ -118,7 +118,7 @@ def test_space_is_that_of_the_states(model: Path, tmp_path: Path) -> None:
 
     adapters = recipe(model, tmp_path / "other", lora={"rank": 4, "alpha": 8})
     num_trained = sum(p.numel() for p in tiny.with_lora(tiny.qwen3()).parameters() if p.requires_grad)
-    assert count_parameters(adapters).trained == num_trained
+    assert count_parameters(adapters.model.path, adapters.lora).trained == num_trained
 
 
 def test_space_is_that_of_all_parts_of_shared_layers(model: Path, tmp_path: Path) -> None:

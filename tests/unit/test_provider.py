@@ -13,13 +13,13 @@ from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
-from vcore_ds.files.run_folder import can_resume
 from vcore_ds.models.parameter_counts import count_parameters
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.memory_plan import plan_memory
 from vcore_ds.planning.memory_settings import ParameterCounts
 from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.train.resume import can_resume
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MEGATRON: dict[str, Any] = {"model": {"path": "m", "provider": "megatron"}}
@@ -121,8 +121,9 @@ def test_the_start_of_a_run_counts_the_parameters_of_a_part(tmp_path: Path) -> N
     part = 3 * ((2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 64 + 2 * 32) // 2 + 2 * 64) + 64 + 251 * 64
     # A whole and B divided, A divided and B whole.
     added = 3 * 4 * (64 + 64 // 2 + 96 // 2 + 64)
-    assert count_parameters(recipe(2, model=model)) == ParameterCounts(part, part)
-    assert count_parameters(recipe(2, model=model, lora=lora)) == ParameterCounts(part + added, added)
+    full, adapted = recipe(2, model=model), recipe(2, model=model, lora=lora)
+    assert count_parameters(full.model.path, full.lora, 2) == ParameterCounts(part, part)
+    assert count_parameters(adapted.model.path, adapted.lora, 2) == ParameterCounts(part + added, added)
 
 
 def test_resuming_with_layers_divided_otherwise_names_the_way(tmp_path: Path) -> None:

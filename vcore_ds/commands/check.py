@@ -2,13 +2,14 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from vcore_ds.commands.arguments import add_recipe, positive
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
-from vcore_ds.files.run_folder import can_resume, check_output_folder
+from vcore_ds.files.run_folder import check_output_folder
 from vcore_ds.files.user_paths import is_readable
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
@@ -20,6 +21,7 @@ from vcore_ds.planning.model_shape import shape_on_disk
 from vcore_ds.planning.plan_text import describe_plan, describe_refusal
 from vcore_ds.planning.run_plan import cheapest_ways, find_model, named_gpu, plan_run, shape_or_assumed
 from vcore_ds.planning.utilization import SIMULATED_MEAN
+from vcore_ds.train.resume import can_resume
 
 HELP = "validate a recipe without a GPU"
 DESCRIPTION = (
@@ -52,7 +54,7 @@ def main(arguments: argparse.Namespace) -> None:
     plan = plan_batch(recipe, arguments.ranks, shape_or_assumed(recipe.model.path))
     ds_config = deepspeed_config(recipe, plan)
     can_resume(recipe)
-    check_output_folder(recipe)
+    check_output_folder(Path(recipe.run.output_dir))
     print(
         f"{dump_recipe(recipe).rstrip()}\n\nBatch: {plan.describe()}",
         *describe_ranks(recipe, plan, ds_config),

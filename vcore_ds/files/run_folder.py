@@ -13,12 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from vcore_ds import __version__
-from vcore_ds.config.load import dump_recipe
-from vcore_ds.config.resume import differing_keys, read_resolved_recipe
-from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
-from vcore_ds.files.aside import unfinished_path, written_aside
-from vcore_ds.files.locks import LOCK
+from vcore_ds.files.aside import written_aside
 from vcore_ds.files.user_paths import check_folder, writing
 
 PACKAGES = ("torch", "deepspeed", "transformers", "peft", "megatron-core")
@@ -41,123 +37,67 @@ TRACKERS = "trackers"
 _TOKEN_RECORD = re.compile(r"(?:step|followed)_(\d{8,})\.npz")
 
 
-def export_folder(recipe: Recipe) -> Path:
+def export_folder(folder: Path, *, is_adapter: bool) -> Path:
     """Where the result goes. A run writes it last: a run whose result is there has finished."""
-    return Path(recipe.run.output_dir) / ("adapter" if recipe.lora is not None else "model")
+    return folder / ("adapter" if is_adapter else "model")
 
 
-def can_resume(recipe: Recipe) -> bool:
-    """Whether run.output_dir holds this very run, not finished; False where it is new or empty.
-
-    Raises:
-        UserError: it holds something else, which a run never overwrites, or cannot be looked into.
-    """
-    with writing("run.output_dir", Path(recipe.run.output_dir)):
-        return _holds_this_run(recipe)
-
-
-def check_output_folder(recipe: Recipe) -> None:
+def check_output_folder(folder: Path) -> None:
     """Raises UserError where the run could not write into its folder; leaves nothing there. By rank 0 only."""
-    folder = Path(recipe.run.output_dir)
     with writing("run.output_dir", folder):
         check_folder(folder)
 
 
-def _holds_this_run(recipe: Recipe) -> bool:
-    folder = Path(recipe.run.output_dir)
-    with suppress(FileNotFoundError):
-        folder.stat()  # `is_file` is silent about a path that no folder can have: below a file, through a circular link
-    is_run = (folder / RECIPE).is_file()
-    if recipe.checkpoint.resume == "never" or not is_run:
-        if folder.exists() and (
-            not folder.is_dir() or {path.name for path in folder.iterdir()} - {unfinished_path(Path(RECIPE)).name, LOCK}
-        ):
-            what = "holds another run" if is_run else "is not an empty folder"
-            raise UserError(
-                f"run.output_dir: {folder}: {what}; expected a new or empty one. Set run.output_dir, or remove it"
-            )
-        return False
-    if export_folder(recipe).exists():
-        raise UserError(
-            f"run.output_dir: {folder}: holds a run that has finished, with its result in "
-            f"{export_folder(recipe).name}/; expected a new folder, or a run that was stopped. Set run.output_dir"
-        )
-    try:
-        there = read_resolved_recipe(folder / RECIPE)
-    except UserError as error:
-        raise UserError(
-            f"run.output_dir: {folder}: holds another run, with a recipe that this version does not know: {error}; "
-            "expected a new folder, or a run of this recipe. Set run.output_dir"
-        ) from None
-    differing = differing_keys(there, recipe)
-    if differing:
-        lines = "\n".join(f"  {key}: {value!r} there, {wanted!r} here" for key, (value, wanted) in differing.items())
-        raise UserError(
-            f"run.output_dir: {folder}: holds a run of another recipe:\n{lines}\n"
-            "expected the same values, to resume it, or a new folder. Set these keys as they are there, or set "
-            "run.output_dir" + (_OTHER_LAYERS if differing.keys() & {"model.provider", "parallel.tensor"} else "")
-        )
-    return True
-
-
-_OTHER_LAYERS = (
-    ". A checkpoint is resumed with the model.provider and parallel.tensor that it was saved with: to change them, "
-    "export it (vcore-ds export) and give the result to a new run as its model.path"
-)
-
-
-def begin(recipe: Recipe, world_size: int, num_done: int) -> int:
+def begin(folder: Path, recipe_yaml: str, world_size: int, num_done: int) -> int:
     """Writes recipe.yaml and environment.json, and keeps the lines of the first `num_done` steps in metrics.jsonl and
     their records in tokens/.
 
     On rank 0 only. Returns the number of lines moved to metrics_lost.jsonl.
 
     Args:
+        recipe_yaml: the text of recipe.yaml.
         num_done: optimizer steps done; more than 0 in a run that is resumed from a checkpoint.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    folder = Path(recipe.run.output_dir)
     with writing("run.output_dir", folder):
         # First: a folder with a recipe counts as a run, so a run that is killed after this line can be resumed.
-        _replace(folder / RECIPE, dump_recipe(recipe))
+        _replace(folder / RECIPE, recipe_yaml)
         _record_environment(folder, world_size, num_done)
         move_lost_tokens(folder, num_done)
         return move_lost_metrics(folder, num_done)
 
 
-def add_start(recipe: Recipe, num_done: int, text: str) -> None:
+def add_start(folder: Path, num_done: int, text: str) -> None:
     """Adds what the run says of itself at this start to start.txt. On rank 0 only.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    path = Path(recipe.run.output_dir) / START
+    path = folder / START
     with writing("run.output_dir", path):
         earlier = path.read_text(encoding="utf-8") + "\n" if path.is_file() else ""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         _replace(path, f"{earlier}==== {now}, after step {num_done} ====\n{text}\n")
 
 
-def write_held_out(recipe: Recipe, before: dict[str, float], after: dict[str, float]) -> None:
+def write_held_out(folder: Path, before: dict[str, float], after: dict[str, float]) -> None:
     """Writes the held-out losses, in nats by name of the set, to held_out.json. On rank 0 only.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    folder = Path(recipe.run.output_dir)
     with writing("run.output_dir", folder):
         _replace(folder / HELD_OUT, json.dumps({"before": before, "after": after}) + "\n")
 
 
-def write_data_counts(recipe: Recipe, counts: list[dict[str, Any]]) -> None:
+def write_data_counts(folder: Path, counts: list[dict[str, Any]]) -> None:
     """Writes what `read_data_counts` reads. On rank 0 only.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    folder = Path(recipe.run.output_dir)
     with writing("run.output_dir", folder):
         _replace(folder / DATA, json.dumps(counts, indent=2) + "\n")
 

@@ -81,7 +81,7 @@ def _find(path: str, base: str | None, remedy: str) -> NamedModel:
     folder = Path(path)
     if (folder / RECIPE).is_file():
         recipe = read_resolved_recipe(folder / RECIPE)
-        result = folder / export_folder(recipe).name  # the run may have been moved since
+        result = export_folder(folder, is_adapter=recipe.lora is not None)
         if not result.is_dir():
             raise UserError(
                 f"RUN|MODEL: {folder}: the run has no result yet ({result.name}/); expected a finished one. Export a "

@@ -1,11 +1,11 @@
-"""How many parameters a recipe's model has, and how many of them are trained."""
+"""How many parameters a model has, and how many of them are trained."""
 
 from collections.abc import Mapping
 
 import torch
 from transformers import PretrainedConfig
 
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.schema import LoraConfig
 from vcore_ds.errors import UserError
 from vcore_ds.models.configuration import read_config
 from vcore_ds.models.folder_check import empty_model
@@ -13,26 +13,34 @@ from vcore_ds.models.lora import add_lora
 from vcore_ds.planning.memory_settings import ParameterCounts
 
 
-def count_parameters(recipe: Recipe) -> ParameterCounts:
+def count_parameters(path: str, lora: LoraConfig | None, tensor: int = 1) -> ParameterCounts:
     """The model's parameters, or a rank's part where ranks share every layer, from a model without weights; zeros
-    where it cannot be read, which is said elsewhere."""
+    where it cannot be read, which is said elsewhere.
+
+    Args:
+        path: of the model.
+        lora: its adapters, which are then all that is trained.
+        tensor: ranks that share every layer.
+    """
     try:
-        config = read_config(recipe.model.path)
-        model = empty_model(recipe.model.path, config)
+        config = read_config(path)
+        model = empty_model(path, config)
         weights = dict(model.named_parameters())
-        if recipe.lora is not None:
+        if lora is not None:
             with torch.device("meta"):
-                adapted = add_lora(model, recipe.lora)
+                adapted = add_lora(model, lora)
             weights |= {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-        if recipe.parallel.tensor > 1:
-            return _count_part(recipe, config, weights)
+        if tensor > 1:
+            return _count_part(path, config, lora, tensor, weights)
     except (UserError, OSError, ValueError):
         return ParameterCounts(0, 0)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained))
 
 
-def _count_part(recipe: Recipe, config: PretrainedConfig, weights: Mapping[str, torch.Tensor]) -> ParameterCounts:
+def _count_part(
+    path: str, config: PretrainedConfig, lora: LoraConfig | None, tensor: int, weights: Mapping[str, torch.Tensor]
+) -> ParameterCounts:
     """What the first rank of a tensor group has, which is as much as any.
 
     Args:
@@ -41,10 +49,10 @@ def _count_part(recipe: Recipe, config: PretrainedConfig, weights: Mapping[str, 
     from vcore_ds.models.megatron.adapters import adapted_layers, adapter_pieces
     from vcore_ds.models.megatron.weights import pieces
 
-    place = dict(rank=0, size=recipe.parallel.tensor)
-    num_base = num_trained = sum(piece.of(weights[piece.name]).numel() for piece in pieces(config, **place).values())
-    if recipe.lora is not None:
-        layers = adapted_layers(recipe.model.path, config, recipe.lora)
-        added = adapter_pieces(layers, config, recipe.lora, **place).values()
-        num_trained = sum(piece.of(weights[piece.name]).numel() for piece in added)
-    return ParameterCounts(num_base + (num_trained if recipe.lora is not None else 0), num_trained)
+    place = dict(rank=0, size=tensor)
+    num_base = sum(piece.of(weights[piece.name]).numel() for piece in pieces(config, **place).values())
+    if lora is None:
+        return ParameterCounts(num_base, num_base)
+    added = adapter_pieces(adapted_layers(path, config, lora), config, lora, **place).values()
+    num_trained = sum(piece.of(weights[piece.name]).numel() for piece in added)
+    return ParameterCounts(num_base + num_trained, num_trained)

@@ -180,8 +180,9 @@ def plan_batch(
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
-    check_shared_layers(recipe, num_ranks, ranks_per_node, shape)
-    tensor, ranks_per_node = recipe.parallel.tensor, min(ranks_per_node, num_ranks)
+    tensor = recipe.parallel.tensor
+    check_shared_layers(tensor, num_ranks, ranks_per_node, shape, recipe.model.path)
+    ranks_per_node = min(ranks_per_node, num_ranks)
     num_ranks, ranks_per_node, shape = num_ranks // tensor, ranks_per_node // tensor, shape.of_part(tensor)
     if recipe.batch.packed_row_tokens is not None and shape.unpackable is not None:
         raise RecipeError(
@@ -197,7 +198,7 @@ def plan_batch(
         micro = recipe.batch.micro_batch_size_per_rank
     elif recipe.batch.packed_row_tokens is not None or recipe.method.alpha_scope == "micro_batch":
         micro = 1  # a row, and in the latter case what shares a micro-batch would change alpha
-    has_probe = recipe.method.name == "vcore" and recipe.probe.source == "batch"
+    has_probe = recipe.method.uses_utilities and recipe.probe.source == "batch"
     probe_batch_size = None if recipe.probe.batch_size == "all" else recipe.probe.batch_size
     sections: tuple[Literal["batch", "probe"], ...] = ("batch", "probe") if has_probe else ("batch",)
     degrees = {section: row_degrees(recipe, section, num_ranks, shape) for section in sections}
@@ -206,7 +207,7 @@ def plan_batch(
         global_batch_size=recipe.batch.global_size,
         micro_batch_size_per_rank=micro,
         packed_row_tokens=recipe.batch.packed_row_tokens,
-        num_trusted_global=num_trusted(recipe),
+        num_trusted_global=num_trusted(recipe.data.trusted_share, recipe.batch.global_size),
         probe_batch_size_global=probe_batch_size if has_probe else 0,
         probe_micro_batch_size_per_rank=recipe.probe.micro_batch_size_per_rank or micro,
         utility_micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank or micro,
@@ -217,6 +218,6 @@ def plan_batch(
     )
 
 
-def num_trusted(recipe: Recipe) -> int:
+def num_trusted(trusted_share: float, global_batch_size: int) -> int:
     """Sequences of each global batch that are drawn from the pool in data.probe_path."""
-    return round(recipe.data.trusted_share * recipe.batch.global_size)
+    return round(trusted_share * global_batch_size)

@@ -31,9 +31,9 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
         *_shape_problems(config),
         *_owned_problems(config, owned),
         *_accumulation_problems(config),
-        *_zero_problems(config, recipe),
-        *_communication_problems(config, recipe),
-        *_placement_problems(config, recipe, plan),
+        *_zero_problems(config, recipe.method.uses_utilities and recipe.utility.estimator == "jvp"),
+        *_communication_problems(config, recipe.model.precision),
+        *_placement_problems(config, plan),
     ]
     if problems:
         raise RecipeError(f"{path}: {problem}" for problem in problems)
@@ -102,12 +102,11 @@ def _accumulation_problems(config: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _zero_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
-    uses_vcore = recipe.method.name == "vcore"
+def _zero_problems(config: dict[str, Any], uses_forward_mode: bool) -> Iterator[str]:
     stage = _get(config, "zero_optimization.stage")
     if stage != 3:
         yield f"zero_optimization.stage: {_found(stage)}; expected 3 (shards of parameters are what the probe works on)"
-    if uses_vcore and recipe.utility.estimator == "jvp":
+    if uses_forward_mode:
         linear = _get(config, "zero_optimization.memory_efficient_linear")
         if linear is not False:
             yield (
@@ -123,9 +122,9 @@ def _zero_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _communication_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+def _communication_problems(config: dict[str, Any], precision: str) -> Iterator[str]:
     """Problems with the dtype in which ranks sum their gradients; DeepSpeed's default is that of the parameters."""
-    found, precision = _get(config, "communication_data_type"), recipe.model.precision
+    found = _get(config, "communication_data_type")
     if found in (_MISSING, None, "fp32", "auto") or found == precision:
         return
     yield (
@@ -134,7 +133,7 @@ def _communication_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[
     )
 
 
-def _placement_problems(config: dict[str, Any], recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
+def _placement_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str]:
     """Problems with where shards are kept, and in what form they are communicated."""
     for offload in ("offload_param", "offload_optimizer"):
         if _get(config, f"zero_optimization.{offload}.device") == "nvme":
@@ -148,10 +147,10 @@ def _placement_problems(config: dict[str, Any], recipe: Recipe, plan: BatchPlan)
             f"zero_optimization.zero_hpz_partition_size: found {hpz} on {num_ranks} ranks; expected a divisor of "
             f"{num_ranks} (the GPUs of one node)"
         )
-    if isinstance(hpz, int) and hpz > 1 and recipe.parallel.tensor > 1:
+    if isinstance(hpz, int) and hpz > 1 and plan.tensor > 1:
         yield (
             f"zero_optimization.zero_hpz_partition_size: found {hpz} together with parallel.tensor "
-            f"{recipe.parallel.tensor}; expected no such key: DeepSpeed makes these groups of neighbouring ranks, "
+            f"{plan.tensor}; expected no such key: DeepSpeed makes these groups of neighbouring ranks, "
             "which share layers here"
         )
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):

@@ -71,11 +71,12 @@ class _Change:
 class MemoryPlan:
     """A recipe's memory, and how it depends on what can be changed."""
 
-    recipe: Recipe
     plan: BatchPlan
     settings: MemorySettings
     degree: int
     """Ranks that share a row in most passes over the main batch."""
+    cutoff_length: int
+    """Longest sequence, in tokens."""
     counts: ParameterCounts | None = None
     """Parameters of the model itself, or of a rank's part; None for those of its shape."""
 
@@ -104,7 +105,7 @@ class MemoryPlan:
         yield from self._smaller_rows()
         if available.is_cpu:  # offloading moves nothing there
             return
-        if self.recipe.model.precision == "bf16":
+        if settings.number_bytes == 2:
             for name, all_of_it in (("offload_optimizer", False), ("offload_all", True)):
                 if settings.offloads_optimizer and (settings.offloads_parameters or not all_of_it):
                     continue
@@ -118,10 +119,10 @@ class MemoryPlan:
 
     def _smaller_rows(self) -> Iterator[_Change]:
         """Fewer tokens in a micro-batch: half of a packed row, one sequence, or a row that more ranks share."""
-        recipe, plan, row = self.recipe, self.plan, self.recipe.batch.packed_row_tokens
+        plan, row = self.plan, self.plan.packed_row_tokens
         if row is not None:
             half = row // 2
-            if half >= _FEWEST_ROW_TOKENS and plan.main_degrees[-1] * half >= recipe.data.cutoff_length:
+            if half >= _FEWEST_ROW_TOKENS and plan.main_degrees[-1] * half >= self.cutoff_length:
                 yield _Change({"batch.packed_row_tokens": str(half)}, self._fewer_tokens(half / row))
             return
         if plan.micro_batch_size_per_rank is not None and plan.micro_batch_size_per_rank > 1:
@@ -129,7 +130,7 @@ class MemoryPlan:
             yield _Change({"batch.micro_batch_size_per_rank": "1"}, self._fewer_tokens(share))
         shape = plan.time_model.shape
         larger = [k for k in possible_degrees(plan.num_ranks, shape.num_heads) if k > self.degree]
-        if larger and shape.unshareable is None and recipe.model.attention == "auto":
+        if larger and shape.unshareable is None:
             overrides = {"batch.sequence_parallel": str(larger[0])}
             if plan.probe_batch_size_global != 0:
                 overrides["probe.sequence_parallel"] = str(larger[0])
@@ -180,13 +181,13 @@ def plan_memory(
     longest = plan.packed_row_tokens or recipe.data.cutoff_length * (plan.micro_batch_size_per_rank or 1)
     tokens = {part: found.most_tokens for part, found in passes.items()}
     main_tokens = tokens.get("main", longest)
-    is_vcore, lora = recipe.method.name == "vcore", recipe.lora
+    is_vcore, lora = recipe.method.uses_utilities, recipe.lora
     estimator = recipe.utility.estimator if is_vcore else None
     is_checkpointed = recipe.model.gradient_checkpointing
     is_fused = (
         estimator == "jvp"
         and recipe.utility.fused is not False
-        and recipe.method.scope == "sequence"
+        and not recipe.method.weights_sequences
         and recipe.model.attention == "auto"
         and (lora is None or lora.dropout == 0.0)
     )
@@ -210,7 +211,8 @@ def plan_memory(
         ranks_of_second_copy=min(hpz, plan.num_ranks) if isinstance(hpz, int) else 1,
         **{field: int(zero[key]) for key, field in _SIZES.items() if isinstance(zero.get(key), int | float)},
     )
-    return MemoryPlan(recipe, plan, settings, passes["main"].typical_degree if "main" in passes else 1, counts)
+    degree = passes["main"].typical_degree if "main" in passes else 1
+    return MemoryPlan(plan, settings, degree, recipe.data.cutoff_length, counts)
 
 
 _SIZES = {"stage3_max_live_parameters": "max_live_parameters", "reduce_bucket_size": "bucket_numel"}

@@ -163,8 +163,8 @@ def plan_run(recipe: Recipe, cluster: Cluster, shape: ModelShape, *, mean_tokens
 def passes_of(recipe: Recipe, settings: MemorySettings) -> StepPasses:
     """The passes of a recipe's optimizer step."""
     # iw_sft with adapters computes its reference without them, in every step.
-    reference_forwards = int(recipe.method.name == "iw_sft" and recipe.lora is not None)
-    steps_per_probe = recipe.probe.every if recipe.method.name == "vcore" else 1
+    reference_forwards = int(recipe.method.reads_reference and recipe.lora is not None)
+    steps_per_probe = recipe.probe.every if recipe.method.uses_utilities else 1
     return StepPasses.of(settings, reference_forwards=reference_forwards, steps_per_probe=steps_per_probe)
 
 

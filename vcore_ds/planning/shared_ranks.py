@@ -10,15 +10,15 @@ from vcore_ds.planning.rank_words import count, count_ranks, member_of
 from vcore_ds.planning.spread import possible_degrees
 
 
-def check_shared_layers(recipe: Recipe, num_ranks: int, ranks_per_node: int, shape: ModelShape) -> None:
+def check_shared_layers(tensor: int, num_ranks: int, ranks_per_node: int, shape: ModelShape, model: str) -> None:
     """Raises RecipeError where `parallel.tensor` does not divide the ranks, those of a node, or the model's layers.
 
     Args:
         ranks_per_node: of a full node.
         shape: of the whole model.
+        model: its path.
     """
-    tensor, of_node, kv_heads = recipe.parallel.tensor, min(ranks_per_node, num_ranks), shape.num_kv_heads
-    width = shape.intermediate_size
+    of_node, kv_heads, width = min(ranks_per_node, num_ranks), shape.num_kv_heads, shape.intermediate_size
     if num_ranks % tensor:
         found = f"on {count(num_ranks, 'rank')}; expected a divisor: a tensor-parallel group has as many ranks"
     elif of_node % tensor:
@@ -28,12 +28,12 @@ def check_shared_layers(recipe: Recipe, num_ranks: int, ranks_per_node: int, sha
         )
     elif kv_heads % tensor and not shape.is_assumed:
         found = (
-            f"together with model.path {recipe.model.path}, which has {kv_heads} key/value heads; expected a divisor "
+            f"together with model.path {model}, which has {kv_heads} key/value heads; expected a divisor "
             f"of {kv_heads}: a rank computes whole heads"
         )
     elif width % tensor and not shape.is_assumed:
         found = (
-            f"together with model.path {recipe.model.path}, which has an intermediate size of {width}; expected a "
+            f"together with model.path {model}, which has an intermediate size of {width}; expected a "
             "divisor of it: ranks have equal parts of the MLP"
         )
     else:

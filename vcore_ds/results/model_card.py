@@ -123,7 +123,7 @@ def _summary(recipe: Recipe, request: CardRequest, base: BaseModel, last: int | 
         "model": f"{linked} with all parameters fine-tuned",
     }[request.kind]
     method = METHODS[recipe.method.name]
-    if recipe.method.name == "vcore":
+    if recipe.method.uses_utilities:
         method += ". It weights every token of a trace by how much learning it lowers the loss on other traces"
     text = f"# {_title(recipe, base)}\n\n{what}, trained with `vcore_ds`, method {method}."
     if request.step is not None and request.step != last:
@@ -187,8 +187,8 @@ def _evaluation(evaluations: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 def _hyperparameters(recipe: Recipe) -> str:
     values = flat_values(recipe)
-    hidden = set() if recipe.method.name == "vcore" else set(_OF_VCORE)
-    hidden |= set() if recipe.method.name == "random" else set(_OF_RANDOM)
+    hidden = set() if recipe.method.uses_utilities else set(_OF_VCORE)
+    hidden |= set() if recipe.method.drops_tokens else set(_OF_RANDOM)
     rows = [[f"`{key}`", _setting(values[key])] for key in _SHOWN if key not in hidden and values.get(key) is not None]
     return "## Hyperparameters\n\n" + _table(["key", "value"], rows)
 

@@ -151,7 +151,7 @@ def tokenizer_of(folder: Path, recipe: Recipe, path: str | None) -> "PreTrainedT
     """
     if path is not None:
         return load_tokenizer(path, "--tokenizer")
-    exported = folder / export_folder(recipe).name  # the run may have been moved since
+    exported = export_folder(folder, is_adapter=recipe.lora is not None)
     try:
         # The result's first: it needs no network, and a relative model.path depends on the working directory.
         return load_tokenizer(str(exported) if exported.is_dir() else recipe.model.path)

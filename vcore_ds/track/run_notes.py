@@ -4,19 +4,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.config.schema import Recipe
-from vcore_ds.files.run_folder import LOST_METRICS, export_folder
+from vcore_ds.files.run_folder import LOST_METRICS
 
 RELIABLE_SIGNAL_TO_NOISE = 3.0
 """Below this, a finite difference orders tokens by rounding as much as by utility (Spearman under about 0.9)."""
 
 
 def notes_on(
-    folder: Path, recipe: Recipe, environment: Mapping[str, Any], metrics: Sequence[Mapping[str, float | None]]
+    folder: Path, has_result: bool, environment: Mapping[str, Any], metrics: Sequence[Mapping[str, float | None]]
 ) -> list[str]:
     """One sentence each; none of a run that ended as it should, at once and with numbers that can be believed."""
     notes = []
-    if not (folder / export_folder(recipe).name).is_dir():
+    if not has_result:
         last = int(metrics[-1]["step"] or 0)
         notes.append(f"No result is in its folder: it has not finished, or its result was moved. Last step: {last:,}.")
     resumed = environment.get("resumed")

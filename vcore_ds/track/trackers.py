@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 
-from vcore_ds.config.load import dump_recipe
-from vcore_ds.config.resume import flat_values
-from vcore_ds.config.schema import Recipe, TrackerName
+from vcore_ds.config.schema import TrackConfig, TrackerName
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.errors import first_line
 from vcore_ds.files.aside import written_aside
-from vcore_ds.files.run_folder import TRACKERS
+from vcore_ds.files.run_folder import RECIPE, TRACKERS
 from vcore_ds.track.console import Console
 from vcore_ds.track.sinks import BackgroundSink
 
@@ -37,22 +35,25 @@ class TrackerSink:
         self.tracker.finish()
 
 
-def start_trackers(recipe: Recipe, num_done: int, console: Console) -> list[BackgroundSink]:
+def start_trackers(
+    folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int, console: Console
+) -> list[BackgroundSink]:
     """The sinks of `track.trackers`, by rank 0 of a job whose process group is up.
 
     Args:
+        folder: the run's, with its recipe.yaml.
+        config: the recipe's values by their dotted keys.
         num_done: optimizer steps done, more than 0 in a run that is resumed.
     """
-    names = recipe.track.trackers
     try:
-        if names:
+        if track.trackers:
             prepare_accelerate()
     except Exception as error:  # it looks at the machine in many ways, and nothing of that is worth a run
         console.warn(f"track.trackers: accelerate cannot start here: {first_line(error)}. The run continues without")
         return []
     return [
-        BackgroundSink(f"track.trackers: {name}", partial(open_tracker, name, recipe, num_done), console)
-        for name in names
+        BackgroundSink(f"track.trackers: {name}", partial(open_tracker, name, folder, track, config, num_done), console)
+        for name in track.trackers
     ]
 
 
@@ -65,23 +66,26 @@ def prepare_accelerate() -> None:
     torch.set_num_threads(num_threads)  # it may choose another number, with which sums are rounded differently
 
 
-def open_tracker(name: TrackerName, recipe: Recipe, num_done: int) -> TrackerSink:
-    """A tracker that continues what earlier attempts of the run have sent it. Raises whatever the tracker does."""
+def open_tracker(
+    name: TrackerName, folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int
+) -> TrackerSink:
+    """A tracker that continues what earlier attempts of the run have sent it; the arguments are those of
+    `start_trackers`. Raises whatever the tracker does."""
     from accelerate import tracking
 
     if name == "mlflow":
         check_installed("mlflow", "mlflow-skinny")
     else:
         check_installed(name, name)
-    folder, track = Path(recipe.run.output_dir), recipe.track
-    config = {key: value for key, value in flat_values(recipe).items() if value is not None}
+    config = {key: value for key, value in config.items() if value is not None}
     tracker: Any
     if name == "tensorboard":
         # Events of steps that are taken again are not shown any more.
         purge_step = num_done + 1 if num_done else None
         tracker = tracking.TensorBoardTracker("tensorboard", logging_dir=str(folder), purge_step=purge_step)
         tracker.start()
-        tracker.log({"recipe": f"    {dump_recipe(recipe)}".replace("\n", "\n    ")}, step=num_done)
+        recipe = (folder / RECIPE).read_text(encoding="utf-8")
+        tracker.log({"recipe": f"    {recipe}".replace("\n", "\n    ")}, step=num_done)
     elif name == "mlflow":
         tags = {"tags": ", ".join(track.tags)} if track.tags else {}
         tags |= {"group": track.group} if track.group is not None else {}

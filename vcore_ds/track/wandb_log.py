@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.schema import TrackConfig
 from vcore_ds.errors import first_line
 from vcore_ds.track.console import Console
 
@@ -25,23 +25,34 @@ class WandbLog:
         run_id: kept with the checkpoints, so that a resumed run continues in the same one.
     """
 
-    def __init__(self, recipe: Recipe, console: Console, run_id: str | None = None):
-        """`run_id`: of the attempt before, None for a new run."""
+    def __init__(
+        self,
+        folder: Path,
+        project: str,
+        track: TrackConfig,
+        config: Mapping[str, Any],
+        console: Console,
+        run_id: str | None = None,
+    ):
+        """Args:
+        folder: the run's.
+        config: the recipe's values.
+        run_id: of the attempt before, None for a new run.
+        """
         import wandb  # half a second, and only where it is asked for
 
         self.run_id = run_id or secrets.token_hex(4)
-        folder = Path(recipe.run.output_dir)
         init_seconds = float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_SECONDS))
         settings = wandb.Settings(init_timeout=init_seconds, finish_timeout=FINISH_SECONDS, silent=True)
         options: dict[str, Any] = dict(
-            project=recipe.run.wandb_project,
+            project=project,
             name=folder.name,
-            group=recipe.track.group,
-            tags=recipe.track.tags,
+            group=track.group,
+            tags=track.tags,
             id=self.run_id,
             resume="allow",
             dir=str(folder),
-            config=recipe.model_dump(mode="json"),
+            config=config,
             settings=settings,
         )
         try:

@@ -21,12 +21,12 @@ from vcore_ds.track.console import Console
 from vcore_ds.track.metrics_log import MetricsLog
 from vcore_ds.track.run_notes import RELIABLE_SIGNAL_TO_NOISE
 from vcore_ds.track.step_metrics import StepMetrics
-from vcore_ds.track.throughput import Throughput
 from vcore_ds.track.token_gather import record_tokens
 from vcore_ds.track.token_records import record_steps
 from vcore_ds.train.checkpoints import Checkpoints, Saved
 from vcore_ds.train.feed import Feed
 from vcore_ds.train.followed import FollowedTraces, record_followed
+from vcore_ds.train.throughput import Throughput
 from vcore_ds.train.trainer import Trainer
 
 

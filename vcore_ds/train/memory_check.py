@@ -1,5 +1,6 @@
 """Whether a run fits into the memory of its ranks, before its model is loaded."""
 
+from vcore_ds.config.schema import EngineConfig
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import available_host_bytes, available_memory_bytes, device
 from vcore_ds.errors import UserError
@@ -8,7 +9,7 @@ from vcore_ds.planning.memory_text import describe_shortage, describe_tightness
 from vcore_ds.track.console import Console
 
 
-def check_memory(plan: MemoryPlan | None, console: Console) -> None:
+def check_memory(plan: MemoryPlan | None, engine: EngineConfig, console: Console) -> None:
     """Compares the estimate with what the rank that has least has left; says so where it is close. A collective.
 
     Args:
@@ -17,7 +18,7 @@ def check_memory(plan: MemoryPlan | None, console: Console) -> None:
     Raises:
         UserError: on all ranks alike, where the run cannot fit: the bytes by kind, and what would take fewer.
     """
-    if plan is None or not plan.recipe.engine.memory_check:  # on all ranks alike
+    if plan is None or not engine.memory_check:  # on all ranks alike
         return
     available, estimate = least_available(), plan.estimate
     if not available.holds(estimate):

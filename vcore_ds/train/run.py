@@ -5,6 +5,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from vcore_ds.config.load import dump_recipe
+from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.cpu_products import describe_cpu_products
 from vcore_ds.data.dataset import Dataset
@@ -29,7 +31,6 @@ from vcore_ds.track.console import Console, describe_example
 from vcore_ds.track.metrics_log import MetricsLog
 from vcore_ds.track.sinks import BackgroundSink
 from vcore_ds.track.step_metrics import StepMetrics
-from vcore_ds.track.throughput import throughput_of
 from vcore_ds.track.trackers import start_trackers
 from vcore_ds.track.wandb_log import FINISH_SECONDS, WandbLog
 from vcore_ds.train.checkpoints import Checkpoints
@@ -37,9 +38,11 @@ from vcore_ds.train.feed import Feed, build_feed, count_data, read_dataset, read
 from vcore_ds.train.followed import choose_followed
 from vcore_ds.train.loop import Run, RunData, RunLog, run_steps, validate
 from vcore_ds.train.memory_check import check_memory
+from vcore_ds.train.resume import can_resume
 from vcore_ds.train.settings import schedule_of, step_settings
 from vcore_ds.train.setup import build_engine, build_estimator, check_model, plan_ranks
 from vcore_ds.train.start_screen import describe_engine, describe_run, describe_use_of_ranks
+from vcore_ds.train.throughput import throughput_of
 from vcore_ds.train.trainer import Trainer
 
 
@@ -69,7 +72,7 @@ def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -
         step.
         RunStopped: on all ranks alike, after a checkpoint.
     """
-    resumes = run_folder.can_resume(recipe)
+    resumes = can_resume(recipe)
     check_model(recipe)
     start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
     lock = RunLock(Path(recipe.run.output_dir))
@@ -92,9 +95,9 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     # Rank 0's view serves all: where nodes do not share the folder, ranks would take part in different collectives.
     resumes = layout.gather_objects("job", resumes)[0]
     console = Console(enabled=layout.is_first())
-    plan = plan_ranks(recipe)
+    plan, folder = plan_ranks(recipe), Path(recipe.run.output_dir)
     ds_config = deepspeed_config(recipe, plan)
-    first_rank_first(lambda: run_folder.check_output_folder(recipe) if layout.is_first() else None)
+    first_rank_first(lambda: run_folder.check_output_folder(folder) if layout.is_first() else None)
 
     checkpoints = Checkpoints(recipe, console)
     found = None
@@ -113,7 +116,8 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
         checkpoints.check_data(found, feed)
 
     num_done = found[1].step if found is not None else 0
-    passes, parameters = feed.utilization(num_done, num_steps), count_parameters(recipe)
+    passes = feed.utilization(num_done, num_steps)
+    parameters = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
     memory = plan_memory(recipe, plan, ds_config, passes, parameters)
     if console.enabled:
         lines = [describe_run(recipe, feed, validation, parameters, num_done, num_steps)]
@@ -125,7 +129,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
             console.warn(plan.warning(part))
     for line in describe_use_of_ranks(plan, passes, memory):
         console.note(line)
-    check_memory(memory, console)
+    check_memory(memory, recipe.engine, console)
 
     mark("loading the model")
     engine = build_engine(recipe, ds_config)
@@ -142,7 +146,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
         first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
     log = first_rank_first(lambda: begin_folder(recipe, num_done, checkpoints, console) if layout.is_first() else None)
     counts = count_data(recipe, feed, validation)
-    first_rank_first(lambda: run_folder.write_data_counts(recipe, counts) if layout.is_first() else None)
+    first_rank_first(lambda: run_folder.write_data_counts(folder, counts) if layout.is_first() else None)
     run = Run(
         recipe,
         Trainer(engine, estimator, step_settings(recipe), schedule),
@@ -172,7 +176,7 @@ def hold_folder(recipe: Recipe, lock: RunLock, resumes: bool, console: Console) 
     if not layout.is_first():
         return
     lock.acquire(console.say)
-    if run_folder.can_resume(recipe) != resumes:
+    if can_resume(recipe) != resumes:
         raise UserError(
             f"run.output_dir: {recipe.run.output_dir}: another job has worked there since this one began; expected one "
             "job at a time. The same command resumes what is there"
@@ -196,17 +200,18 @@ def read_data(
 def begin_folder(recipe: Recipe, num_done: int, checkpoints: Checkpoints, console: Console) -> MetricsLog:
     """Recipe, environment and the log of the steps in the run's folder, by rank 0; and the sinks that are wanted."""
     folder = Path(recipe.run.output_dir)
-    num_lost_lines = run_folder.begin(recipe, layout.size("job"), num_done)
-    run_folder.add_start(recipe, num_done, "\n".join(console.notes))
+    num_lost_lines = run_folder.begin(folder, dump_recipe(recipe), layout.size("job"), num_done)
+    run_folder.add_start(folder, num_done, "\n".join(console.notes))
     if num_lost_lines:
         console.say(f"{num_lost_lines} line(s) of later steps moved to {folder / run_folder.LOST_METRICS}")
     sinks = []
     if recipe.run.wandb_project is not None:
-        wandb = WandbLog(recipe, console, checkpoints.wandb_run_id)
+        values = recipe.model_dump(mode="json")
+        wandb = WandbLog(folder, recipe.run.wandb_project, recipe.track, values, console, checkpoints.wandb_run_id)
         checkpoints.wandb_run_id = wandb.run_id
         console.say(f"Weights & Biases: {wandb.url or 'offline'}")
         sinks.append(BackgroundSink("Weights & Biases", lambda: wandb, console, close_seconds=FINISH_SECONDS + 10))
-    sinks += start_trackers(recipe, num_done, console)
+    sinks += start_trackers(folder, recipe.track, flat_values(recipe), num_done, console)
     with writing("run.output_dir", folder):
         return MetricsLog(folder, console, sinks)
 
@@ -230,8 +235,8 @@ def write_result(run: Run, tokenizer: PreTrainedTokenizerBase, last_step: StepMe
     after = validate(run.trainer.engine, run.data, run.log.console)
     mark("export")
     if after:
-        first_rank_first(lambda: run_folder.write_held_out(recipe, before, after) if layout.is_first() else None)
-    folder = run_folder.export_folder(recipe)
+        first_rank_first(lambda: run_folder.write_held_out(run.folder, before, after) if layout.is_first() else None)
+    folder = run_folder.export_folder(run.folder, is_adapter=recipe.lora is not None)
     card = first_rank_first(lambda: describe_result(recipe) if layout.is_first() else None)
     save_hugging_face(run.trainer.engine, tokenizer, recipe.model.path, folder, card=card)
     if run.log.metrics is not None:

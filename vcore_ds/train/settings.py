@@ -70,7 +70,7 @@ def schedule_of(recipe: Recipe, num_sequences: int) -> Schedule:
         num_steps = schedule.num_steps
     else:
         assert schedule.num_epochs is not None  # the recipe's rules
-        per_step = recipe.batch.global_size - num_trusted(recipe)
+        per_step = recipe.batch.global_size - num_trusted(recipe.data.trusted_share, recipe.batch.global_size)
         num_steps = max(1, math.ceil(schedule.num_epochs * num_sequences / per_step))
     uses_difference = recipe.method.uses_utilities and recipe.utility.estimator == "finite_difference"
     return Schedule(

@@ -67,8 +67,7 @@ def describe_model(recipe: Recipe, counts: ParameterCounts | None) -> str:
         counts: of the model, or of a rank's part of it; None to count them.
     """
     if counts is None or recipe.parallel.tensor > 1:
-        whole = recipe.parallel.model_copy(update={"tensor": 1})
-        counts = count_parameters(recipe.model_copy(update={"parallel": whole}))
+        counts = count_parameters(recipe.model.path, recipe.lora)
     kind = f"LoRA rank {recipe.lora.rank}" if recipe.lora is not None else "full-parameter"
     of_it = f"{counts.all:,} parameters, {counts.trained:,} trained ({kind})" if counts.all else kind
     return f"{short(recipe.model.path)}: {of_it}, {recipe.model.precision}"

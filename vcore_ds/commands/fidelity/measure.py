@@ -139,7 +139,7 @@ def measure_together(recipe: Recipe, options: FidelityOptions) -> FidelityReport
 def notes_on_recipe(recipe: Recipe, options: FidelityOptions) -> list[str]:
     """What is measured in another way than the recipe trains."""
     notes = []
-    if recipe.method.name != "vcore":
+    if not recipe.method.uses_utilities:
         notes.append(
             f"method {recipe.method.name} has no utilities: weights are those of vcore with kl_budget "
             f"{DEFAULT_KL_BUDGET:g}, and the recipe's probe section gives the direction"
@@ -167,7 +167,7 @@ def with_utilities(recipe: Recipe) -> Recipe:
     """What is measured: the recipe, for a method without utilities with those that its probe section gives, and with
     directions of one fresh probe each."""
     method = recipe.method
-    if method.name != "vcore":
+    if not method.uses_utilities:
         method = MethodConfig(name="vcore", kl_budget=DEFAULT_KL_BUDGET, normalization=method.normalization)
     probe = recipe.probe.model_copy(update={"source": "batch", "decay": 0.0})
     return recipe.model_copy(update={"method": method, "probe": probe})
@@ -243,7 +243,7 @@ def measure_probe_sizes(
 
 def keeps_directions(recipe: Recipe) -> bool:
     """Whether the recipe's direction is more than that of one fresh probe."""
-    return recipe.method.name == "vcore" and (recipe.probe.source == "previous_step" or recipe.probe.decay > 0)
+    return recipe.method.uses_utilities and (recipe.probe.source == "previous_step" or recipe.probe.decay > 0)
 
 
 def measure_trained_direction(bench: Bench, report: FidelityReport, along_large: Tensor, training: Training) -> None:

@@ -101,7 +101,8 @@ def output_bytes(recipe: Recipe) -> int:
     the result."""
     from vcore_ds.models.parameter_counts import count_parameters  # here: seconds to import, and one rank needs it
 
-    counts, num_parts = count_parameters(recipe), recipe.parallel.tensor
+    num_parts = recipe.parallel.tensor
+    counts = count_parameters(recipe.model.path, recipe.lora, num_parts)
     num_fp32_states = 3 if recipe.optimizer.name == "adamw" else 1  # the master, and AdamW's two moments
     parameter_bytes = 2 if recipe.model.precision == "bf16" else 4
     checkpoint = num_parts * counts.trained * (4 * num_fp32_states + parameter_bytes)  # a kept probe direction too

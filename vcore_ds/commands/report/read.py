@@ -9,7 +9,7 @@ from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files.evaluation_folder import EVALUATION, OF_A_RUN, TaskResult, read_evaluation
-from vcore_ds.files.run_folder import TOKENS
+from vcore_ds.files.run_folder import TOKENS, export_folder
 from vcore_ds.results.run_reader import (
     read_environment_of,
     read_held_out_losses,
@@ -99,7 +99,8 @@ def _read_run(folder: Path, name: str, top: int, tokenizer_path: str | None) -> 
     held_out = read_held_out_losses(folder)
     evaluation = folder / OF_A_RUN
     evaluated = read_evaluation(evaluation).tasks if (evaluation / EVALUATION).is_file() else {}
-    notes = notes_on(folder, recipe, environment, metrics)
+    has_result = export_folder(folder, is_adapter=recipe.lora is not None).is_dir()
+    notes = notes_on(folder, has_result, environment, metrics)
     texts, tables, why = None, None, None
     if not records:
         asked = "run.num_token_records is 0" if recipe.run.num_token_records == 0 else f"{TOKENS}/ is empty or missing"
