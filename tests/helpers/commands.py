@@ -85,8 +85,8 @@ def run_command(
 
 def free_port() -> int:
     """A port nobody listens on, below those that Linux gives to outgoing connections, and those that
-    `launch_scripts/slurm/train.sh` derives from the number of a job: a server that first imports torch for seconds would
-    find one of those taken."""
+    `launch_scripts/slurm/train.sh` derives from the number of a job: a server that first imports torch for seconds
+    would find one of those taken."""
     for port in random.SystemRandom().sample(range(12_000, 20_000), 100):
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("", port))
