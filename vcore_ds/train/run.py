@@ -12,7 +12,7 @@ from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.positions import mark
-from vcore_ds.distributed.process_group import first_rank_first, start_process_group
+from vcore_ds.distributed.process_group import first_rank_first, on_first_rank, start_process_group
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.export_shards import save_hugging_face
@@ -92,7 +92,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     console = Console(enabled=layout.is_first())
     plan = plan_ranks(recipe)
     ds_config = deepspeed_config(recipe, plan)
-    first_rank_first(lambda: run_folder.check_output_folder(recipe) if layout.is_first() else None)
+    on_first_rank(lambda: run_folder.check_output_folder(recipe))
 
     checkpoints = Checkpoints(recipe, console)
     found = None
@@ -137,9 +137,9 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
         checkpoints.clear_above(num_done)
     else:  # not earlier: what the user has to fix is found before anything is written
         first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
-    log = first_rank_first(lambda: begin_folder(recipe, num_done, checkpoints, console) if layout.is_first() else None)
+    log = on_first_rank(lambda: begin_folder(recipe, num_done, checkpoints, console))
     counts = count_data(recipe, feed, validation)
-    first_rank_first(lambda: run_folder.write_data_counts(recipe, counts) if layout.is_first() else None)
+    on_first_rank(lambda: run_folder.write_data_counts(recipe, counts))
     rates = throughput_of(recipe, memory)
     followed = choose_followed(recipe, feed, validation)
     training = Training(
@@ -236,9 +236,9 @@ def write_result(training: Training, tokenizer: PreTrainedTokenizerBase, last_st
     after = validate(training)
     mark("export")
     if after:
-        first_rank_first(lambda: run_folder.write_held_out(recipe, before, after) if layout.is_first() else None)
+        on_first_rank(lambda: run_folder.write_held_out(recipe, before, after))
     folder = run_folder.export_folder(recipe)
-    card = first_rank_first(lambda: describe_result(recipe) if layout.is_first() else None)
+    card = on_first_rank(lambda: describe_result(recipe))
     save_hugging_face(training.engine, tokenizer, recipe.model.path, folder, card=card)
     if training.metrics_log is not None:
         training.metrics_log.close()
