@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.helpers import step_runs, tiny
+from tests.helpers.allocations import Allocations
+from tests.helpers.measured_bytes import kept_bytes
 from tests.helpers.ranks import run_ranks
-from vcore_ds.commands.plan.allocations import Allocations
-from vcore_ds.commands.plan.verify_rank import kept_bytes
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from tests.helpers import tiny
-from vcore_ds.commands.plan.allocations import Allocations
+from tests.helpers.allocations import Allocations
 from vcore_ds.data.batches import Batch
 from vcore_ds.errors import UserError
 from vcore_ds.models.attention import (

@@ -8,7 +8,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from vcore_ds.commands.plan.allocations import Allocations
+from tests.helpers.allocations import Allocations
 from vcore_ds.models.token_loss import token_entropy, token_loss
 
 # The package exports a function of the module's name, which hides the module from an ordinary import.

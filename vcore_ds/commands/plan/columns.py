@@ -10,7 +10,6 @@ from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.planning.gpus import Achieved, Cluster, Gpu
-from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.run_plan import (
     RunPlan,
     Way,
@@ -47,7 +46,6 @@ class Columns:
     recipe_name: str
     model: str
     """Where its shape is from, in words."""
-    shape: ModelShape
     columns: list[Column]
     calibration: Calibration | None
     mean_tokens: float
@@ -99,7 +97,7 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
                 return of_method(reload(extra), name)
 
             columns.append(column(name, with_method(()), with_method))
-    return Columns(arguments.recipe, model, shape, columns, calibration, arguments.mean_tokens)
+    return Columns(arguments.recipe, model, columns, calibration, arguments.mean_tokens)
 
 
 def of_method(recipe: Recipe, name: str) -> Recipe:

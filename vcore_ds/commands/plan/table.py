@@ -1,11 +1,9 @@
 """A plan as a table and as JSON."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vcore_ds.commands.plan.columns import Column, Columns
-from vcore_ds.commands.plan.verify import Comparison, describe_comparisons
 from vcore_ds.planning.batch_plan import Part
 from vcore_ds.planning.gpus import GPUS, Achieved, Cluster
 from vcore_ds.planning.memory import Phase
@@ -18,8 +16,8 @@ _PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "
 _GIB = 2**30
 
 
-def describe(found: Columns, comparisons: Sequence[Comparison] | None = None) -> str:
-    """The table, with what it assumes below, and the comparison with a real engine where there was one."""
+def describe(found: Columns) -> str:
+    """The table, with what it assumes below."""
     lines = [
         f"Plan: {found.recipe_name} on {found.cluster.describe()}",
         f"Model: {found.model}: {found.columns[0].plan.counts.all:,} parameters, "
@@ -31,12 +29,10 @@ def describe(found: Columns, comparisons: Sequence[Comparison] | None = None) ->
         "",
         *_assumptions(found),
     ]
-    if comparisons is not None:
-        lines += ["", describe_comparisons(comparisons)]
     return "\n".join(lines)
 
 
-def as_dict(found: Columns, comparisons: Sequence[Comparison] | None = None) -> dict[str, Any]:
+def as_dict(found: Columns) -> dict[str, Any]:
     """The plan for programs: bytes, seconds and counts, without units of the table."""
     return {
         "recipe": found.recipe_name,
@@ -44,7 +40,6 @@ def as_dict(found: Columns, comparisons: Sequence[Comparison] | None = None) -> 
         "cluster": _cluster(found.cluster),
         "mean_tokens": found.mean_tokens,
         "columns": [_column(column) for column in found.columns],
-        "verified": None if comparisons is None else [asdict(one) for one in comparisons],
     }
 
 
