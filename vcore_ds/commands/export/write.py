@@ -235,10 +235,7 @@ def whole_weights(recipe: Recipe, trained: TrainedWeights, weights: dict[str, Te
     misfits = sorted(trained.shapes.keys() - used)
     misfits += [n for n in used & trained.shapes.keys() if scale is None and weights[n].shape != trained.shapes[n]]
     if misfits:
-        raise UserError(
-            f"model.path: {recipe.model.path}: has no place for what was trained: {', '.join(misfits[:5])}; expected "
-            "the model that the run began with" + (" and adapters of linear layers only" if scale is not None else "")
-        )
+        raise _misfit(recipe, misfits, " and adapters of linear layers only" if scale is not None else "")
     needs_base = scale is not None or weights.keys() - trained.shapes.keys()
     base = files.WeightFiles(recipe.model.path) if needs_base else None
 
@@ -256,6 +253,13 @@ def whole_weights(recipe: Recipe, trained: TrainedWeights, weights: dict[str, Te
             yield name, weight.to(like.dtype)
 
     return stream()
+
+
+def _misfit(recipe: Recipe, names: list[str], expected_too: str = "") -> UserError:
+    return UserError(
+        f"model.path: {recipe.model.path}: has no place for what was trained: {', '.join(names[:5])}; expected the model "
+        f"that the run began with{expected_too}"
+    )
 
 
 def adapter_names(name: str) -> tuple[str, str]:
@@ -280,9 +284,6 @@ def write_adapter(
     expected = {name: parameter.shape for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     if expected != trained.shapes:
         differing = sorted({name for name, _ in expected.items() ^ trained.shapes.items()})
-        raise UserError(
-            f"model.path: {recipe.model.path}: has no place for what was trained: {', '.join(differing[:5])}; expected "
-            "the model that the run began with"
-        )
+        raise _misfit(recipe, differing)
     adapter = {name: trained.read(name).to(dtype) for name in expected}
     return files.write_adapter(adapted, adapter, folder, tokenizer, card)

@@ -132,7 +132,7 @@ def _cost_table(by_cell: dict[str, dict[int, ReportedRun]]) -> Table:
     for name, found in by_cell.items():
         runs = list(found.values())
         steps = [run.metrics[-1]["step"] or 0 for run in runs]
-        seconds = [_sum(run, "seconds") for run in runs]
+        seconds = [run.total("seconds") for run in runs]
         ranks = [run.environment.get("world_size") for run in runs]
         # A step that was lost and taken again counts once; so does the first, which allocates and compiles.
         cells = [NOTHING] * 4
@@ -140,13 +140,9 @@ def _cost_table(by_cell: dict[str, dict[int, ReportedRun]]) -> Table:
             hours = [each * rank / 3600 for each, rank in zip(seconds, ranks, strict=True) if isinstance(rank, int)]
             cells = [
                 f"{np.mean(steps):,.0f}",
-                f"{np.mean([_sum(run, 'supervised_tokens') for run in runs]):,.0f}",
+                f"{np.mean([run.total('supervised_tokens') for run in runs]):,.0f}",
                 f"{np.sum(seconds) / max(1, np.sum(steps)):.3g}",
                 f"{np.mean(hours):.3g}" if hours else NOTHING,
             ]
         rows.append([name, *cells])
     return Table("Cost, mean over seeds", head, rows)
-
-
-def _sum(run: ReportedRun, key: str) -> float:
-    return sum(line.get(key) or 0.0 for line in run.metrics)
