@@ -257,8 +257,8 @@ def whole_weights(recipe: Recipe, trained: TrainedWeights, weights: dict[str, Te
 
 def _misfit(recipe: Recipe, names: list[str], expected_too: str = "") -> UserError:
     return UserError(
-        f"model.path: {recipe.model.path}: has no place for what was trained: {', '.join(names[:5])}; expected the model "
-        f"that the run began with{expected_too}"
+        f"model.path: {recipe.model.path}: has no place for what was trained: {', '.join(names[:5])}; expected the "
+        f"model that the run began with{expected_too}"
     )
 
 
