@@ -20,8 +20,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.optimizer import build_optimizer
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.configuration import model_shape
-from vcore_ds.models.token_loss import BLOCK_LOGITS_BYTES
-from vcore_ds.planning.memory import LOSS_BLOCK_BYTES, MemoryEstimate, memory_of
+from vcore_ds.planning.memory import MemoryEstimate, memory_of
 from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings
 from vcore_ds.train.setup import build_engine
 from vcore_ds.train.step import take_direction
@@ -198,10 +197,6 @@ def test_peaks_are_estimated(measured, folder: Path, case) -> None:
         for phase, num_bytes in expected.items():
             print(f"{case} {phase}: measured {peaks[phase]:,}, estimated {num_bytes:,}")
             assert num_bytes == pytest.approx(peaks[phase], rel=TRANSIENT_BOUND), phase
-
-
-def test_the_block_of_the_loss_is_the_one_that_is_estimated() -> None:
-    assert LOSS_BLOCK_BYTES == BLOCK_LOGITS_BYTES
 
 
 def test_a_graph_keeps_no_gathered_parameters(measured_all) -> None:

@@ -25,7 +25,7 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 def set_block(monkeypatch: pytest.MonkeyPatch, num_tokens: int, vocabulary: int) -> None:
-    monkeypatch.setattr(module, "BLOCK_LOGITS_BYTES", 4 * vocabulary * num_tokens + 3)
+    monkeypatch.setattr(module, "LOSS_BLOCK_BYTES", 4 * vocabulary * num_tokens + 3)
 
 
 def inputs(seed: int = 0, num_tokens: int = NUM_TOKENS, vocabulary: int = VOCABULARY, hidden: int = HIDDEN):

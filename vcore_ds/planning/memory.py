@@ -17,7 +17,7 @@ from vcore_ds.planning.model_shape import ModelShape
 Phase = Literal["probe", "utility", "main", "step"]
 
 LOSS_BLOCK_BYTES = 256 * 2**20
-"""Largest block of fp32 logits of the token loss; a few are alive at a time."""
+"""Bytes of one fp32 `[block, V]` tensor of the token loss; a handful of them are alive at a time."""
 
 SUB_GROUP_NUMEL = 10**9
 """Parameters that DeepSpeed updates at a time (`sub_group_size`), whose gradients it copies to do so."""

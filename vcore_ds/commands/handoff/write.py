@@ -18,7 +18,7 @@ from vcore_ds.commands.handoff.scripts import (
     verl_script,
     versions,
 )
-from vcore_ds.commands.handoff.settings import MODEL_LENGTH, PROMPT, paper_settings
+from vcore_ds.commands.handoff.settings import PROMPT, paper_settings
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.tokenization import load_tokenizer
@@ -152,7 +152,7 @@ def _hash(path: Path) -> str:
 def _say(request: HandoffRequest, settings: dict[str, str], rows: HandedRows) -> None:
     for reason, number in rows.left_out.items():
         print(f"{number:,} problems left out: {reason}")
-    note = length_note(settings, int(settings[MODEL_LENGTH]))
+    note = length_note(settings)
     if note is not None:
         print(note)
     batch = int(settings["data.train_batch_size"])

@@ -38,7 +38,7 @@ def as_dict(found: Columns) -> dict[str, Any]:
         "recipe": found.recipe_name,
         "model": found.model,
         "cluster": _cluster(found.cluster),
-        "mean_tokens": found.mean_tokens,
+        "mean_tokens": found.columns[0].plan.mean_tokens,
         "columns": [_column(column) for column in found.columns],
     }
 
@@ -148,10 +148,10 @@ def _ways(column: Column) -> Iterator[str]:
 def _assumptions(found: Columns) -> Iterator[str]:
     cluster, achieved = found.cluster, found.cluster.achieved
     gpu = cluster.gpu
-    longest = found.columns[0].plan.recipe.data.cutoff_length
+    first = found.columns[0].plan
     yield (
-        f"Assumed: lengths of reasoning traces (lognormal, mean {found.mean_tokens:,.0f} tokens, cut at {longest:,}; "
-        f"{found.columns[0].plan.tokens_per_step:,.0f} tokens a step)"
+        f"Assumed: lengths of reasoning traces (lognormal, mean {first.mean_tokens:,.0f} tokens, cut at "
+        f"{first.recipe.data.cutoff_length:,}; {first.tokens_per_step:,.0f} tokens a step)"
     )
     yield (
         f"Assumed: of {gpu.name}'s {gpu.flops / 1e12:,.0f} TFLOP/s products reach {achieved.compute:.0%}, fused "
