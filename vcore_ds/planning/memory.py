@@ -8,7 +8,7 @@ Transient bytes of small models were estimated within 17% of what was measured.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from vcore_ds.planning.memory_settings import MemorySettings, ParameterCounts, parameter_counts
@@ -41,7 +41,7 @@ class MemoryEstimate:
     """By kind, on the device at the peak of each phase that the run has, beyond what is persistent."""
     host: Mapping[str, int]
     """By kind, in host memory: what is offloaded."""
-    with_tangents: Mapping[str, int] = field(default_factory=dict)
+    with_tangents: Mapping[str, int]
     """By kind, beyond what is persistent, while the main forward carries tangents; the peak of main is at least that.
     Empty where it carries none."""
 

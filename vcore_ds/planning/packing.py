@@ -13,7 +13,7 @@ _LENGTH_MULTIPLE = 8
 """Rows are padded to a multiple of this many tokens, which suits matrix units."""
 
 
-def padded_length(num_tokens: int, sequence_parallel: int = 1) -> int:
+def padded_length(num_tokens: int, sequence_parallel: int) -> int:
     """Length in tokens of all rows of a batch whose longest row has `num_tokens`."""
     multiple = _LENGTH_MULTIPLE * sequence_parallel
     return -(-num_tokens // multiple) * multiple

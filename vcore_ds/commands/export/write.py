@@ -113,7 +113,7 @@ def export_run(
         raise UserError(f"{run}: found --merge with a run that trained all parameters; expected no --merge")
     check_base_model(recipe)
     if output is not None and not reuse:
-        refuse_existing("--output", output, NEW_FOLDER)
+        refuse_existing(output, NEW_FOLDER)
     # Before checksums are computed, which takes minutes.
     with writing("--output", output or run / "export", NEW_FOLDER):
         check_folder(output or run / "export")
@@ -131,7 +131,7 @@ def export_run(
             unfinished.write_text(card, encoding="utf-8")
         print(f"{folder}: is there already; only its model card was written anew")
         return folder
-    refuse_existing("--output", folder, NEW_FOLDER)
+    refuse_existing(folder, NEW_FOLDER)
     print(f"{kind} of {trained.name}", flush=True)
     tokenizer = load_tokenizer(recipe.model.path)
     try:

@@ -87,7 +87,7 @@ def adapted_layers(path: str, config: PretrainedConfig, lora: LoraConfig) -> lis
 class PartDropout(TokenDropout):
     """The dropout of the other provider's adapter, with its masks, on this rank's tokens or features."""
 
-    def __init__(self, p: float, number: int, *, first_feature: int = 0, of_own_tokens: bool = False):
+    def __init__(self, p: float, number: int, *, first_feature: int, of_own_tokens: bool):
         """Args:
         number: the adapter's place among those of the model.
         first_feature: where this rank's features begin.
