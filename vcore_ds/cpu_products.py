@@ -11,8 +11,7 @@ same way.
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -81,17 +80,6 @@ def use_fast_cpu_products() -> None:
     global _replaced
     if _replaced is None and computes_in_fp32():
         _replaced = _replace_kernels()
-
-
-@contextmanager
-def replaced_kernels() -> Iterator[None]:
-    """A context in which the kernels are replaced on any CPU, for tests and measurements."""
-    library = None if _replaced is not None else _replace_kernels()
-    try:
-        yield
-    finally:
-        if library is not None:
-            library._destroy()
 
 
 def _types_without_instructions() -> set[torch.dtype]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from vcore_ds.cpu_products import replaced_kernels
+from tests.helpers.cpu_kernels import replaced_kernels
 
 SECONDS = 0.3
 """Spent on each measurement, over two turns."""

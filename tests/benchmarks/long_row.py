@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from tests.helpers import step_runs, tiny
-from vcore_ds.commands.plan.allocations import Allocations
+from tests.helpers.allocations import Allocations
 from vcore_ds.data.batches import Batch, pack
 from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.data.tokenization import TokenizedSequence

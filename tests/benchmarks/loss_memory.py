@@ -15,7 +15,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from vcore_ds.commands.plan.allocations import Allocations
+from tests.helpers.allocations import Allocations
 from vcore_ds.models.token_loss import token_loss
 
 

@@ -140,13 +140,13 @@ class BareLoop:
         lengths = [len(self.traces[i]) for i in ids]
         groups: dict[str, Any] = dict(num_groups=layout.size("shards"))
         if self.micro_batch_size is not None:
-            spread = split_batch(ids, lengths, **groups, micro_batch_size=self.micro_batch_size)
+            spread = split_batch(lengths, **groups, micro_batch_size=self.micro_batch_size)
         else:
             work = TimeModel(ModelShape(8, 4, 2, 64, 1_044_480), 2, 2).work
-            spread = pack_batch(ids, lengths, **groups, row_tokens=peer_fixture.LONGEST, work=work)
+            spread = pack_batch(lengths, **groups, row_tokens=peer_fixture.LONGEST, work=work, micro_step_cost=0.0)
         found = []
         for ranks in spread:
-            own = [self.traces[i] for i in ranks[layout.rank("shards")]]
+            own = [self.traces[ids[i]] for i in ranks[layout.rank("shards")]]
             found.append(collate(own, 0) if self.micro_batch_size is not None else pack([own], 0))
         return found
 

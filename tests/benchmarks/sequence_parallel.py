@@ -20,8 +20,8 @@ import time
 import torch
 
 from tests.helpers import step_runs, tiny
+from tests.helpers.allocations import Allocations
 from tests.helpers.ranks import run_ranks
-from vcore_ds.commands.plan.allocations import Allocations
 from vcore_ds.data.batches import Batch
 from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.distributed import layout

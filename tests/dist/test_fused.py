@@ -10,8 +10,8 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from tests.helpers import step_runs, tiny
+from tests.helpers.allocations import Allocations
 from tests.helpers.ranks import run_ranks
-from vcore_ds.commands.plan.allocations import Allocations
 from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.train.settings import step_settings

@@ -11,17 +11,16 @@ import pytest
 import torch
 
 from tests.helpers import step_runs, tiny
+from tests.helpers.allocations import Allocations
+from tests.helpers.measured_bytes import kept_bytes
 from tests.helpers.ranks import run_ranks
-from vcore_ds.commands.plan.allocations import Allocations
-from vcore_ds.commands.plan.verify_rank import kept_bytes
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine.optimizer import build_optimizer
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.configuration import model_shape
-from vcore_ds.models.token_loss import BLOCK_LOGITS_BYTES
-from vcore_ds.planning.memory import LOSS_BLOCK_BYTES, MemoryEstimate, memory_of
+from vcore_ds.planning.memory import MemoryEstimate, memory_of
 from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings
 from vcore_ds.train.settings import step_settings
 from vcore_ds.train.setup import build_engine
@@ -199,10 +198,6 @@ def test_peaks_are_estimated(measured, folder: Path, case) -> None:
         for phase, num_bytes in expected.items():
             print(f"{case} {phase}: measured {peaks[phase]:,}, estimated {num_bytes:,}")
             assert num_bytes == pytest.approx(peaks[phase], rel=TRANSIENT_BOUND), phase
-
-
-def test_the_block_of_the_loss_is_the_one_that_is_estimated() -> None:
-    assert LOSS_BLOCK_BYTES == BLOCK_LOGITS_BYTES
 
 
 def test_a_graph_keeps_no_gathered_parameters(measured_all) -> None:

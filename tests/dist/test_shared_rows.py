@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tests.helpers.token_records import assert_same_followed, assert_same_record
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
+from vcore_ds.track import token_gather
 from vcore_ds.track.console import Console
 from vcore_ds.track.followed_records import Origin, TraceTokens, read_all_followed
 from vcore_ds.track.token_gather import gather_record, record_tokens
@@ -71,7 +73,8 @@ def chosen_sequences(degree: int) -> list[list[tuple[int, int]]]:
         own.append(SequenceTokens(i, 0.1, 0.1, 1.0, places, places, numbers, None, numbers))
     found = []
     for step in range(5):
-        record = gather_record(step, own, degree, None, seed=3, most_tokens=30)
+        with patch.object(token_gather, "MOST_TOKENS", 30):
+            record = gather_record(step, own, degree, None, seed=3)
         assert (record.num_sequences_global, record.num_supervised_tokens_global) == (12, 70)
         found.append([(sequence.sequence_id, len(sequence)) for sequence in record.sequences])
     return found

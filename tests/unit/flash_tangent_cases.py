@@ -8,6 +8,7 @@ written beyond its edge would change.
 import itertools
 import math
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vcore_ds.models.attention import RowLayout, forward_mode_attention
-from vcore_ds.models.block_attention import block_attention
+from vcore_ds.models.block_attention import BLOCK_TOKENS, block_attention
 from vcore_ds.models.flash_tangent import _tiles_to_try, flash_tangent, launch
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/unit/test_flash_tangent.py, which sets TRITON_INTERPRET"
@@ -124,7 +125,8 @@ def test_tangents_of_some_inputs_only(moving: str) -> None:
 def test_the_block_version_agrees() -> None:
     primals, tangents = drawn(2, 4, 2, 37, 16)
     found = flash_tangent(*primals, tangents, ends=ends_of([[37], [37]]), longest=37, scale=SCALE, sliding_window=11)
-    blocks = block_attention(*primals, tangents, scale=SCALE, sliding_window=11, block_tokens=(16, 16))
+    with patch.dict(BLOCK_TOKENS, cpu=(16, 16)):
+        blocks = block_attention(*primals, tangents, scale=SCALE, sliding_window=11)
     torch.testing.assert_close(found[:2], blocks, rtol=1e-5, atol=1e-6)
 
 

@@ -1,5 +1,7 @@
 """Attention of all passes against the unfused one, its gradient and `torch.func.jvp`; inside models; its memory."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -16,7 +18,7 @@ from transformers import (
 )
 
 from tests.helpers import tiny
-from vcore_ds.commands.plan.allocations import Allocations
+from tests.helpers.allocations import Allocations
 from vcore_ds.data.batches import Batch
 from vcore_ds.errors import UserError
 from vcore_ds.models.attention import (
@@ -26,7 +28,7 @@ from vcore_ds.models.attention import (
     forward_mode_attention,
     training_attention,
 )
-from vcore_ds.models.block_attention import block_attention
+from vcore_ds.models.block_attention import BLOCK_TOKENS, block_attention
 from vcore_ds.models.causal_lm import TokenLossModel
 
 SCALE = 0.37
@@ -70,11 +72,10 @@ def check(
 ) -> None:
     primals, tangents = inputs(num_tokens, dtype=dtype, **sizes)
     given = tuple(tangent if name in moving else None for name, tangent in zip("qkv", tangents, strict=True))
-    output, d_output = block_attention(
-        *primals, given, scale=SCALE, sliding_window=sliding_window, block_tokens=block_tokens
-    )
+    with patch.dict(BLOCK_TOKENS, cpu=block_tokens):
+        output, d_output = block_attention(*primals, given, scale=SCALE, sliding_window=sliding_window)
+        without, _ = block_attention(*primals, scale=SCALE, sliding_window=sliding_window)
     assert (output.dtype, output.shape) == (dtype, primals[0].shape)
-    without, _ = block_attention(*primals, scale=SCALE, sliding_window=sliding_window, block_tokens=block_tokens)
     assert torch.equal(output, without)  # the losses of a pass do not depend on whether it carries tangents
 
     seen = visible(num_tokens, sliding_window)
@@ -121,7 +122,8 @@ def test_scores_far_beyond_the_range_of_exp(growing: bool) -> None:
     (query, key, value), tangents = inputs(40)
     steps = torch.arange(40.0, dtype=torch.float64)[:, None]
     query, key = query.abs() + 1, (key.abs() + 1) * (steps if growing else 40 - steps) * 10
-    output, d_output = block_attention(query, key, value, tangents, scale=SCALE, block_tokens=(16, 16))
+    with patch.dict(BLOCK_TOKENS, cpu=(16, 16)):
+        output, d_output = block_attention(query, key, value, tangents, scale=SCALE)
     seen = visible(40)
     expected = torch.func.jvp(lambda q, k, v: unfused(q, k, v, seen), (query, key, value), tangents)
     torch.testing.assert_close((output, d_output), expected, rtol=1e-9, atol=1e-9)
@@ -132,8 +134,9 @@ def test_a_token_does_not_depend_on_later_ones() -> None:
     later = [tensor.clone() for tensor in (*primals, *tangents)]
     for tensor in later:
         tensor[:, :, 20:] = torch.nan
-    before = block_attention(*primals, tangents, scale=SCALE, block_tokens=(20, 20))
-    after = block_attention(*later[:3], tuple(later[3:]), scale=SCALE, block_tokens=(20, 20))
+    with patch.dict(BLOCK_TOKENS, cpu=(20, 20)):
+        before = block_attention(*primals, tangents, scale=SCALE)
+        after = block_attention(*later[:3], tuple(later[3:]), scale=SCALE)
     for x, y in zip(before, after, strict=True):
         assert torch.equal(x[:, :, :20], y[:, :, :20])
 

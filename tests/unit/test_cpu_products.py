@@ -13,6 +13,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from tests.helpers.cpu_kernels import replaced_kernels
 from vcore_ds import cpu_products
 from vcore_ds.errors import UserError
 
@@ -36,7 +37,7 @@ def pytorchs_kernels() -> Iterator[None]:
 def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """fp16 too, on every CPU."""
     monkeypatch.setattr(cpu_products, "_types_without_instructions", lambda: set(HALVES))
-    with cpu_products.replaced_kernels():
+    with replaced_kernels():
         yield
 
 
@@ -177,7 +178,7 @@ def attention_errors() -> dict[str, float]:
 
 def test_attention_is_at_least_as_exact_as_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     native = attention_errors()
-    with cpu_products.replaced_kernels():
+    with replaced_kernels():
         ours = attention_errors()
     for name, error in ours.items():
         assert error <= 1.02 * native[name] + 1e-6, (name, ours, native)
@@ -246,7 +247,7 @@ def everything_else() -> list[Tensor]:
 
 def test_everything_else_stays_as_it_is_bit_for_bit() -> None:
     before = everything_else()
-    with cpu_products.replaced_kernels():
+    with replaced_kernels():
         during = everything_else()
     assert len(before) == len(during) and all(map(torch.equal, before, during))
 
@@ -267,17 +268,17 @@ def test_what_pytorch_refuses_is_refused_in_its_words() -> None:
         return str(caught.value).split(",")[0]
 
     before = list(map(message, calls))
-    with cpu_products.replaced_kernels():
+    with replaced_kernels():
         during = list(map(message, calls))
     assert during == before
 
 
 def test_pytorchs_kernels_are_back_afterwards() -> None:
-    with cpu_products.replaced_kernels():
+    with replaced_kernels():
         during = torch._C._dispatch_dump("aten::mm")
     after = torch._C._dispatch_dump("aten::mm")
     assert during != after
-    with cpu_products.replaced_kernels():
+    with replaced_kernels():
         pass
     assert torch._C._dispatch_dump("aten::mm") == after
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers import tiny
+from tests.helpers.allocations import Allocations
 from tests.helpers.recipes import smallest_recipe
 from tests.helpers.setups import write_model
 from tests.helpers.tokenizer import CHATML
 from vcore_ds.cli import main
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.commands.plan.allocations import Allocations
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError

@@ -15,8 +15,8 @@ from torch.nn.functional import dropout, linear
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import tiny
+from tests.helpers.allocations import Allocations
 from tests.helpers.step_runs import relative_error
-from vcore_ds.commands.plan.allocations import Allocations
 from vcore_ds.config import schema as recipes
 from vcore_ds.errors import UserError
 from vcore_ds.models.lora import add_lora

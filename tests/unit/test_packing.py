@@ -20,9 +20,7 @@ def all_rows(
     lengths: list[int], num_ranks: int, row_tokens: int, attention: float, micro_step_cost: float = 0.0
 ) -> list[list[list[int]]]:
     """By rank."""
-    ids = [1000 + i for i in range(len(lengths))]
     micro_steps = pack_batch(
-        ids,
         lengths,
         num_groups=num_ranks,
         row_tokens=row_tokens,
@@ -45,24 +43,24 @@ def test_every_sequence_once_and_no_row_too_long(lengths, num_ranks, room, atten
     per_rank = all_rows(lengths, num_ranks, row_tokens, attention)
     assert len({len(rows) for rows in per_rank}) == 1
     packed = [i for rows in per_rank for row in rows for i in row]
-    assert sorted(packed) == [1000 + i for i in range(len(lengths))]
-    assert all(sum(lengths[i - 1000] for i in row) <= row_tokens for rows in per_rank for row in rows)
+    assert sorted(packed) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= row_tokens for rows in per_rank for row in rows)
     assert per_rank == all_rows(lengths, num_ranks, row_tokens, attention)
 
 
 def test_by_hand() -> None:
     # The longest first, each to the cheapest row: 9 and 6, then 5 to the 6, then 2 to the 9.
     (first,), (second,) = all_rows([9, 6, 5, 2], 2, 11, 1e9)
-    assert sorted([sorted(first), sorted(second)]) == [[1000, 1003], [1001, 1002]]
+    assert sorted([sorted(first), sorted(second)]) == [[0, 3], [1, 2]]
     # A long sequence sets the level of its micro-step, and the short ones are filled up to it: 10 beside 5 + 5, then
     # 3 beside 3. Rows of equal numbers of tokens, 8 and 8 twice, would be waited for as long with less in them.
     per_rank = all_rows([10, 5, 5, 3, 3], 2, 10, 1e9)
-    assert {frozenset(rows[0]) for rows in per_rank} == {frozenset({1000}), frozenset({1001, 1002})}
-    assert {frozenset(rows[1]) for rows in per_rank} == {frozenset({1003}), frozenset({1004})}
+    assert {frozenset(rows[0]) for rows in per_rank} == {frozenset({0}), frozenset({1, 2})}
+    assert {frozenset(rows[1]) for rows in per_rank} == {frozenset({3}), frozenset({4})}
 
 
 def test_more_ranks_than_sequences() -> None:
-    assert sorted(all_rows([7, 7, 7], 5, 10, 1e9)) == [[[1000]], [[1001]], [[1002]]]
+    assert sorted(all_rows([7, 7, 7], 5, 10, 1e9)) == [[[0]], [[1]], [[2]]]
 
 
 def test_a_further_micro_step_has_to_save_its_cost() -> None:
@@ -70,7 +68,7 @@ def test_a_further_micro_step_has_to_save_its_cost() -> None:
 
     def row_sums(micro_step_cost: float) -> list[list[int]]:
         per_rank = all_rows(lengths, 2, 40, 1e9, micro_step_cost)
-        return [[sum(lengths[i - 1000] for i in row) for row in rows] for rows in per_rank]
+        return [[sum(lengths[i] for i in row) for row in rows] for rows in per_rank]
 
     # 12 and 8 tokens one after the other take as long as 20 at once, but for a little less attention.
     assert row_sums(0.0) == [[12, 7], [11, 8]]
@@ -133,15 +131,12 @@ def test_ranks_wait_little_for_each_other_on_long_tailed_lengths(batch_size: int
         lengths = long_tailed(batch_size, seed)
         per_rank = all_rows(lengths, 8, ROW_TOKENS, attention, micro_step_cost=1272.0)
         costs = np.array(
-            [
-                [sum(lengths[i - 1000] * (1 + lengths[i - 1000] / attention) for i in row) for row in rows]
-                for rows in per_rank
-            ]
+            [[sum(lengths[i] * (1 + lengths[i] / attention) for i in row) for row in rows] for rows in per_rank]
         )
         waiting.append(costs.max(0).sum() / costs.mean(0).sum())  # of every micro-step, the slowest rank
-        tokens = [sum(lengths[i - 1000] for i in row) for rows in per_rank for row in rows]
+        tokens = [sum(lengths[i] for i in row) for rows in per_rank for row in rows]
         padding.append(1 - sum(tokens) / sum(-(-n // 8) * 8 for n in tokens))
-        by_position = [[[i - 1000 for i in row] for row in rows] for rows in zip(*per_rank, strict=True)]
+        by_position = [list(rows) for rows in zip(*per_rank, strict=True)]
         found = waste(by_position, lengths, attention, is_packed=True, num_ranks=8)
         assert found.padding_share == pytest.approx(padding[-1]) and found.rank_imbalance == pytest.approx(waiting[-1])
     print(f"|B| {batch_size}: slowest rank {np.mean(waiting):.3f} x mean, padding {np.mean(padding):.2%}")
@@ -149,8 +144,8 @@ def test_ranks_wait_little_for_each_other_on_long_tailed_lengths(batch_size: int
 
 
 def by_group(ids: list[int], lengths: list[int], num_groups: int, micro_batch_size: int) -> list:
-    micro_steps = split_batch(ids, lengths, num_groups=num_groups, micro_batch_size=micro_batch_size)
-    return [list(micro_batches) for micro_batches in zip(*micro_steps, strict=True)]
+    micro_steps = split_batch(lengths, num_groups=num_groups, micro_batch_size=micro_batch_size)
+    return [[[ids[i] for i in micro] for micro in group] for group in zip(*micro_steps, strict=True)]
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 4, 8])

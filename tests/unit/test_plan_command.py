@@ -39,7 +39,7 @@ def test_every_shipped_recipe_plans(path: Path) -> None:
     plan = plan_run(recipe, Cluster(GPUS["H200"], 16), shape)
     assert 0 < plan.utilization < 0.4  # what products achieve, at most
     assert plan.cost.seconds_step > 0 and plan.tokens_per_day > 0
-    smallest = smallest_cluster(plan, shape)
+    smallest = smallest_cluster(plan)
     assert smallest is not None and smallest.fits_with_margin
     sft = plan_run(of_method(recipe, "sft"), plan.cluster, shape)
     assert sft.cost.seconds_step < plan.cost.seconds_step

@@ -8,7 +8,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from vcore_ds.commands.plan.allocations import Allocations
+from tests.helpers.allocations import Allocations
 from vcore_ds.models.token_loss import token_entropy, token_loss
 
 # The package exports a function of the module's name, which hides the module from an ordinary import.
@@ -25,7 +25,7 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 def set_block(monkeypatch: pytest.MonkeyPatch, num_tokens: int, vocabulary: int) -> None:
-    monkeypatch.setattr(module, "BLOCK_LOGITS_BYTES", 4 * vocabulary * num_tokens + 3)
+    monkeypatch.setattr(module, "LOSS_BLOCK_BYTES", 4 * vocabulary * num_tokens + 3)
 
 
 def inputs(seed: int = 0, num_tokens: int = NUM_TOKENS, vocabulary: int = VOCABULARY, hidden: int = HIDDEN):

@@ -67,7 +67,7 @@ def rows_of(weight: Tensor, rank: int, num_ranks: int) -> Tensor:
 @pytest.fixture(params=[23, 4], ids=lambda size: f"{size} tokens a block", autouse=True)
 def _block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of 4 rows; a rank of fewer rows has larger blocks, as all ranks have equally many.
-    monkeypatch.setattr(module, "BLOCK_LOGITS_BYTES", 4 * 4 * request.param + 3)
+    monkeypatch.setattr(module, "LOSS_BLOCK_BYTES", 4 * 4 * request.param + 3)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

@@ -76,7 +76,7 @@ def plan_on(arguments: argparse.Namespace, recipe: Recipe) -> str:
     def reload(extra: Sequence[str]) -> Recipe:
         return load_recipe(arguments.recipe, [*arguments.overrides, *extra])
 
-    raise UserError(describe_refusal(plan, cheapest_ways(plan, shape, reload)))
+    raise UserError(describe_refusal(plan, cheapest_ways(plan, reload)))
 
 
 def describe_missing(recipe: Recipe) -> Iterator[str]:

@@ -100,3 +100,9 @@ def first_rank_first(work: Callable[[], Result]) -> Result:
     finally:
         dist.destroy_process_group(waiting)
     return cast(Result, result)
+
+
+def on_first_rank(work: Callable[[], Result]) -> Result | None:
+    """`work()` on rank 0, for which the others wait; None on them. A collective with the errors of
+    `first_rank_first`."""
+    return first_rank_first(lambda: work() if layout.is_first() else None)

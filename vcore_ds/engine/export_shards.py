@@ -25,8 +25,7 @@ from vcore_ds.files import model_folder as files
 from vcore_ds.files.aside import discard, unfinished_path
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import read_config
-from vcore_ds.models.folder_check import empty_model
-from vcore_ds.models.lora import add_lora
+from vcore_ds.models.lora import empty_adapted
 
 if TYPE_CHECKING:
     from vcore_ds.models.megatron.model import ParallelTokenLossModel
@@ -134,9 +133,7 @@ def _described_parallel(
     of all weights."""
     if parallel.lora is None:
         return None, files.described_weights(path, dtype)
-    base = empty_model(path, read_config(path))
-    with torch.device("meta"):
-        model = add_lora(base, parallel.lora)
+    model = empty_adapted(path, read_config(path), parallel.lora)
     return model, {name: p.to(dtype) for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -64,12 +64,12 @@ def reading(where: str, path: Path, expected: str) -> Iterator[None]:
         yield
 
 
-def refuse_existing(where: str, path: Path, expected: str) -> None:
-    """Raises UserError where `path` exists, or cannot be looked at; `where` and `expected` as for `writing`."""
-    with writing(where, path, expected):
+def refuse_existing(path: Path, expected: str) -> None:
+    """Raises UserError where `path`, an --output, exists or cannot be looked at; `expected` as for `writing`."""
+    with writing("--output", path, expected):
         is_there = path.exists()
     if is_there:
-        raise UserError(f"{_place(where, path)}: is there already; expected {expected}. Name another one, or remove it")
+        raise UserError(f"--output: {path}: is there already; expected {expected}. Name another one, or remove it")
 
 
 def check_folder(folder: Path) -> None:

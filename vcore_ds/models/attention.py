@@ -1,7 +1,7 @@
 """Attention of every pass: causal, each sequence of a row by itself, heads shared out over the ranks of a row.
 
-Hugging Face's models find the two functions below by name and hand them what the decoder was called with. So the layout
-of the rows comes as a keyword argument, and a layer that is recomputed in a backward finds the layout it ran with.
+Hugging Face's models find the functions below by name and hand them what the decoder was called with. So the layout of
+the rows comes as a keyword argument, and a layer that is recomputed in a backward finds the layout it ran with.
 
 No mask is made. A row of packed sequences under Hugging Face's own attention has one of `[T, T]`, 0.8 GB a call at
 16,384 tokens, and loses the fused kernel.
@@ -33,7 +33,7 @@ FORWARD_MODE_ATTENTION = "vcore_forward_mode"
 """Name under which Hugging Face models find `forward_mode_attention`."""
 
 FUSED_ATTENTION = "vcore_fused"
-"""Name under which they find `vcore_ds.models.fused_attention.fused_attention`."""
+"""Name under which they find the attention of `vcore_ds.models.fused_attention`."""
 
 OUR_ATTENTION = (TRAINING_ATTENTION, FORWARD_MODE_ATTENTION, FUSED_ATTENTION)
 """Those that know the layout of the rows."""
@@ -81,58 +81,66 @@ class RowLayout:
                 start += n
 
 
-def training_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    row_layout: RowLayout | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Hugging Face's attention interface around the fused kernels, for passes with a gradient.
+def hugging_face_attention(
+    attend: Callable[[Tensor, Tensor, Tensor, RowLayout, float | None, int | None], Tensor],
+) -> Callable[..., tuple[Tensor, None]]:
+    """Hugging Face's attention interface around `attend(query, key, value, layout, scaling, sliding_window)`.
 
     Args:
-        query: `[b, A, t, D]`.
-        key, value: `[b, K, t, D]`; the values of some architectures have fewer dimensions.
-        attention_mask: None.
-        scaling: factor on the scores; None for `1 / sqrt(D)`.
-        sliding_window: a query sees this many last keys, itself included; None for all.
+        attend: takes query `[b, A, t, D]`; key and value `[b, K, t, D]`, where the values of some architectures have
+            fewer dimensions; the layout of the rows; the factor on the scores, None for `1 / sqrt(D)`; and how many
+            last keys a query sees, itself included, None for all. Gives `[b, t, A, D]`.
 
-    Returns the output `[b, t, A, D]`, and None for the attention weights.
-
-    Raises:
-        UserError: the model caps its scores, uses attention sinks or a mask of its own, or does not hand the layout
-            through.
+    Returns what gives that output, and None for the attention weights. It raises UserError where the model caps its
+    scores, uses attention sinks or a mask of its own, or does not hand the layout through.
     """
-    layout = check_call(module, attention_mask, row_layout, softcap, s_aux)
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        row_layout: RowLayout | None = None,
+        **_: object,
+    ) -> tuple[Tensor, None]:
+        problems = {
+            "caps its attention scores": softcap is not None,
+            "uses attention sinks": s_aux is not None,
+            "makes an attention mask of its own": attention_mask is not None,
+            "does not hand keyword arguments from the decoder to its attention": row_layout is None,
+        }
+        found = next((words for words, is_so in problems.items() if is_so), None)
+        if found is not None or row_layout is None:
+            raise UserError(
+                f"model.path: {type(module).__name__} {found}, so attention here cannot take its place; expected "
+                "another architecture, or model.attention eager with a method or estimator other than vcore by jvp"
+            )
+        return attend(query, key, value, row_layout, scaling, sliding_window), None
+
+    return attention
+
+
+def attend_with_graph(
+    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """By the fused kernels, for passes with a gradient."""
     value_dim = value.shape[-1]
     query, key, value = to_heads([query, key, as_wide(value, key)], layout.sequence_parallel)
     output = causal_attention(query, key, value, layout, scaling, sliding_window)[..., :value_dim]
     (output,) = to_tokens([output], layout.sequence_parallel)
-    return output.transpose(1, 2).contiguous(), None
+    return output.transpose(1, 2).contiguous()
 
 
-def forward_mode_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    row_layout: RowLayout | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """The same around attention with tangents, for passes without a gradient; inputs may be dual tensors, and the
-    output is one where an input is."""
-    layout = check_call(module, attention_mask, row_layout, softcap, s_aux)
+def attend_on_duals(
+    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """With tangents, for passes without a gradient; inputs may be dual tensors, and the output is one where an input
+    is."""
     k, value_dim = layout.sequence_parallel, value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     primals: Sequence[Tensor]
@@ -145,7 +153,7 @@ def forward_mode_attention(
     output, d_output = attend_with_tangents(primals, tangents, layout, scale, sliding_window)
     found = to_tokens([x[..., :value_dim] for x in (output, d_output) if x is not None], k)
     found = [x.transpose(1, 2).contiguous() for x in found]
-    return found[0] if d_output is None else forward_ad.make_dual(*found), None
+    return found[0] if d_output is None else forward_ad.make_dual(*found)
 
 
 def causal_attention(
@@ -290,30 +298,8 @@ def as_wide(value: Tensor, key: Tensor) -> Tensor:
     return nn.functional.pad(value, (0, missing)) if missing else value
 
 
-def check_call(
-    module: nn.Module,
-    attention_mask: Tensor | None,
-    row_layout: RowLayout | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> RowLayout:
-    """The layout of the rows. Raises UserError where the model asks for something that our attention does not do."""
-    what = {
-        "caps its attention scores": softcap is not None,
-        "uses attention sinks": s_aux is not None,
-        "makes an attention mask of its own": attention_mask is not None,
-        "does not hand keyword arguments from the decoder to its attention": row_layout is None,
-    }
-    found = next((words for words, is_so in what.items() if is_so), None)
-    if found is not None:
-        raise UserError(
-            f"model.path: {type(module).__name__} {found}, so attention here cannot take its place; expected another "
-            "architecture, or model.attention eager with a method or estimator other than vcore by jvp"
-        )
-    assert row_layout is not None
-    return row_layout
-
-
+training_attention = hugging_face_attention(attend_with_graph)
+forward_mode_attention = hugging_face_attention(attend_on_duals)
 # Additions under names of our own: no other model of the process is changed. No mask function is registered under them,
 # so Hugging Face makes no mask, and does not look at positions for packed rows, which would wait for the device.
 AttentionInterface.register(TRAINING_ATTENTION, training_attention)

@@ -38,7 +38,6 @@ def block_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
-    block_tokens: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Causal attention output and its tangent.
 
@@ -48,13 +47,12 @@ def block_attention(
         tangents: of query, key and value, each shaped like it or None for zero.
         scale: factor on the scores.
         sliding_window: a query sees this many last keys, itself included; None for all.
-        block_tokens: queries and keys of a score block; None takes those of the device.
 
     Returns:
         output `[B, A, T, D]` in the dtype of `query`, and its tangent, None where all tangents are None.
     """
     with_tangent = any(tangent is not None for tangent in tangents)
-    blocks = _Blocks(query, key, value, tangents, scale, sliding_window, block_tokens)
+    blocks = _Blocks(query, key, value, tangents, scale, sliding_window)
     output = torch.empty_like(query)
     d_output = torch.empty_like(query) if with_tangent else None
     for queries in blocks.of_queries():
@@ -93,16 +91,15 @@ def block_attention_tangent(
     log_sum_exp: Tensor,
     *,
     scale: float,
-    block_tokens: tuple[int, int] | None = None,
 ) -> Tensor:
     """The tangent alone, `[B, A, T, D]`, of causal attention that another kernel has computed.
 
     Args:
-        query, key, value, tangents, scale, block_tokens: as in `block_attention`; at least one tangent.
+        query, key, value, tangents, scale: as in `block_attention`; at least one tangent.
         output: `[B, A, T, D]`.
         log_sum_exp: `[B, A, T]`, of each query's scaled scores.
     """
-    blocks = _Blocks(query, key, value, tangents, scale, None, block_tokens)
+    blocks = _Blocks(query, key, value, tangents, scale, None)
     d_output = torch.empty_like(query)
     for queries in blocks.of_queries():
         normalizer = blocks.rows(log_sum_exp[..., None], queries, blocks.accumulate)
@@ -130,11 +127,10 @@ class _Blocks:
         tangents: tuple[Tensor | None, Tensor | None, Tensor | None],
         scale: float,
         sliding_window: int | None,
-        block_tokens: tuple[int, int] | None,
     ):
         """Arguments as for `block_attention`."""
         self._num_tokens, self._scale, self._sliding_window = query.shape[2], scale, sliding_window
-        self._query_tokens, self._key_tokens = block_tokens or BLOCK_TOKENS[query.device.type]
+        self._query_tokens, self._key_tokens = BLOCK_TOKENS[query.device.type]
         self.accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
         # Tensor cores multiply halves and accumulate in fp32; a CPU multiplies in fp32.
         in_halves = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)

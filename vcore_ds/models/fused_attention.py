@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 
 from vcore_ds.models.attention import (
@@ -13,41 +13,30 @@ from vcore_ds.models.attention import (
     RowLayout,
     as_wide,
     attend_on_cpu,
+    attend_with_graph,
     attend_with_tangents,
     by_sequence,
     causal_attention,
-    check_call,
-    training_attention,
+    hugging_face_attention,
 )
 from vcore_ds.models.block_attention import block_attention_tangent
 from vcore_ds.models.dual_numbers import make_dual
 from vcore_ds.models.sequence_exchange import to_heads, to_tokens
 
 
-def fused_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    row_layout: RowLayout | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Hugging Face's attention interface, see `training_attention`: its output and graph, with a tangent that has none.
+def attend_with_graph_beside_tangents(
+    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """The output and graph of `attend_with_graph`, with a tangent that has none; see `hugging_face_attention`.
 
     Its value is always that of the training kernel, within activation checkpoints too: the loss of such a forward is
     that of plain fine-tuning, bit for bit, and what the backward recomputes is what the forward had.
     """
-    layout = check_call(module, attention_mask, row_layout, softcap, s_aux)
     primals: Sequence[Tensor]
     tangents: Sequence[Tensor | None]
     primals, tangents = zip(*(forward_ad.unpack_dual(x) for x in (query, key, value)), strict=True)
     if all(tangent is None for tangent in tangents):
-        return training_attention(module, query, key, value, None, scaling, sliding_window, row_layout=layout)
+        return attend_with_graph(query, key, value, layout, scaling, sliding_window)
     k, value_dim = layout.sequence_parallel, value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     primals = to_heads([*primals[:2], as_wide(primals[2], primals[1])], k)
@@ -60,7 +49,7 @@ def fused_attention(
     with torch.no_grad():
         (d_output,) = to_tokens([d_output[..., :value_dim]], k)
         d_output = d_output.transpose(1, 2).contiguous()
-    return make_dual(output.transpose(1, 2).contiguous(), d_output), None
+    return make_dual(output.transpose(1, 2).contiguous(), d_output)
 
 
 def _value_and_tangent(
@@ -98,4 +87,4 @@ def _value_and_tangent(
     return output, d_output
 
 
-AttentionInterface.register(FUSED_ATTENTION, fused_attention)
+AttentionInterface.register(FUSED_ATTENTION, hugging_face_attention(attend_with_graph_beside_tangents))

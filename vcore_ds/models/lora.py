@@ -3,12 +3,14 @@
 import warnings
 
 import peft
+import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from vcore_ds.config.schema import LoraConfig
 from vcore_ds.errors import UserError
+from vcore_ds.models.folder_check import empty_model
 from vcore_ds.models.lora_linear import add_before_rounding
 
 
@@ -42,6 +44,16 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     # around that layer passes none to the adapters, and ZeRO-3's backward hook on it runs before they have theirs.
     adapted.enable_input_require_grads()
     return adapted
+
+
+def empty_adapted(path: str, config: PretrainedConfig, lora: LoraConfig) -> PeftModel:
+    """A model without weights, with adapters, for names, shapes and configuration; see `empty_model`.
+
+    Raises UserError as `empty_model` and `add_lora` do.
+    """
+    base = empty_model(path, config)
+    with torch.device("meta"):  # nor is anything drawn
+        return add_lora(base, lora)
 
 
 def _check_names(model: PreTrainedModel, targets: list[str]) -> None:

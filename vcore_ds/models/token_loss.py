@@ -26,8 +26,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-BLOCK_LOGITS_BYTES = 256 * 2**20
-"""Bytes of one fp32 `[block, V]` tensor; a handful of them are alive at a time."""
+from vcore_ds.planning.memory import LOSS_BLOCK_BYTES
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def token_entropy(
 
 
 def _block_size(weight: Tensor) -> int:
-    return max(1, BLOCK_LOGITS_BYTES // (4 * weight.shape[0]))
+    return max(1, LOSS_BLOCK_BYTES // (4 * weight.shape[0]))
 
 
 def _accumulation_dtype(tensor: Tensor) -> torch.dtype:

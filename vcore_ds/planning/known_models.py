@@ -1,6 +1,6 @@
 """Shapes of published models by name, for planning without their files."""
 
-from vcore_ds.planning.model_shape import ModelShape, layer_parameters
+from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, layer_parameters
 
 
 def _shape(
@@ -27,7 +27,7 @@ KNOWN_MODELS = {
     "Qwen3-4B": _shape(36, 2560, 32, 8, 128, 9728, 151936, tied=True, normalizes_heads=True),
     "Qwen3-8B": _shape(36, 4096, 32, 8, 128, 12288, 151936, tied=False, normalizes_heads=True),
     "Qwen3-14B": _shape(40, 5120, 40, 8, 128, 17408, 151936, tied=False, normalizes_heads=True),
-    "Qwen3-32B": _shape(64, 5120, 64, 8, 128, 25600, 151936, tied=False, normalizes_heads=True),
+    "Qwen3-32B": QWEN3_32B,
     "Llama-3.1-8B": _shape(32, 4096, 32, 8, 128, 14336, 128256, tied=False, normalizes_heads=False),
     "Mistral-7B-Instruct-v0.3": _shape(32, 4096, 32, 8, 128, 14336, 32768, tied=False, normalizes_heads=False),
     "SmolLM2-135M": _shape(30, 576, 9, 3, 64, 1536, 49152, tied=True, normalizes_heads=False),

@@ -8,7 +8,7 @@ Transient bytes of small models were estimated within 17% of what was measured.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from vcore_ds.planning.memory_settings import MemorySettings, ParameterCounts, parameter_counts
@@ -17,7 +17,7 @@ from vcore_ds.planning.model_shape import ModelShape
 Phase = Literal["probe", "utility", "main", "step"]
 
 LOSS_BLOCK_BYTES = 256 * 2**20
-"""Largest block of fp32 logits of the token loss; a few are alive at a time."""
+"""Bytes of one fp32 `[block, V]` tensor of the token loss; a handful of them are alive at a time."""
 
 SUB_GROUP_NUMEL = 10**9
 """Parameters that DeepSpeed updates at a time (`sub_group_size`), whose gradients it copies to do so."""
@@ -41,7 +41,7 @@ class MemoryEstimate:
     """By kind, on the device at the peak of each phase that the run has, beyond what is persistent."""
     host: Mapping[str, int]
     """By kind, in host memory: what is offloaded."""
-    with_tangents: Mapping[str, int] = field(default_factory=dict)
+    with_tangents: Mapping[str, int]
     """By kind, beyond what is persistent, while the main forward carries tangents; the peak of main is at least that.
     Empty where it carries none."""
 

@@ -13,22 +13,21 @@ _LENGTH_MULTIPLE = 8
 """Rows are padded to a multiple of this many tokens, which suits matrix units."""
 
 
-def padded_length(num_tokens: int, sequence_parallel: int = 1) -> int:
+def padded_length(num_tokens: int, sequence_parallel: int) -> int:
     """Length in tokens of all rows of a batch whose longest row has `num_tokens`."""
     multiple = _LENGTH_MULTIPLE * sequence_parallel
     return -(-num_tokens // multiple) * multiple
 
 
 def pack_batch(
-    ids: Sequence[int],
     lengths: Sequence[int],
     *,
     num_groups: int,
     row_tokens: int,
     work: Callable[[int], float],
-    micro_step_cost: float = 0.0,
+    micro_step_cost: float,
 ) -> list[list[list[int]]]:
-    """Micro-steps of one row per group of the global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens.
+    """Micro-steps of one row per group, of a global batch whose sequence i has `lengths[i]` tokens.
 
     Every group gets the same number of rows, and rows that run at the same time cost about the same: ZeRO-3 gathers the
     layers together, so the slowest rank of a micro-step is waited for. A row is as long as what it holds, so packing
@@ -41,9 +40,9 @@ def pack_batch(
             layers; it has to save more.
 
     Returns:
-        Ids by micro-step and group, the same on every rank; together all ids, each once.
+        Sequences by micro-step and group, the same on every rank; together all of them, each once.
     """
-    num_groups = min(num_groups, len(ids))
+    num_groups = min(num_groups, len(lengths))
     costs = [work(n) for n in lengths]
     fewest = max(1, -(-sum(lengths) // (row_tokens * num_groups)))
     best: list[list[list[int]]] | None = None
@@ -58,27 +57,24 @@ def pack_batch(
                 break
             best, best_time = micro_steps, time
     assert best is not None
-    return [[[ids[i] for i in row] for row in rows] for rows in best]
+    return best
 
 
-def split_batch(
-    ids: Sequence[int], lengths: Sequence[int], *, num_groups: int, micro_batch_size: int
-) -> list[list[list[int]]]:
-    """Ids by micro-step and group of the global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens.
+def split_batch(lengths: Sequence[int], *, num_groups: int, micro_batch_size: int) -> list[list[list[int]]]:
+    """Sequences by micro-step and group, of a global batch whose sequence i has `lengths[i]` tokens.
 
     Sorted from long to short, each run of num_groups * micro_batch_size sequences is dealt out to the groups one by
     one: at any micro-step all ranks have sequences of about the same length and none waits for another. Every group
     gets the same number of micro-batches; where sequences run out, the last ones may be smaller or empty.
     """
-    num_groups = min(num_groups, len(ids))
-    order = sorted(range(len(ids)), key=lambda i: -lengths[i])
+    num_groups = min(num_groups, len(lengths))
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     size = num_groups * micro_batch_size
     runs = [order[start : start + size] for start in range(0, len(order), size)]
-    return [_deal(run, ids, num_groups) for run in runs]
+    return [_deal(run, num_groups) for run in runs]
 
 
 def group_batch(
-    ids: Sequence[int],
     lengths: Sequence[int],
     *,
     num_groups: int,
@@ -96,9 +92,9 @@ def group_batch(
         row_time: of a row of so many tokens, padding included.
         micro_step_time: what a further micro-step costs whatever it holds, in the same unit.
     """
-    num_groups = min(num_groups, len(ids))
-    order = sorted(range(len(ids)), key=lambda i: -lengths[i])
-    starts = range(0, len(ids), num_groups)  # of a row for each group
+    num_groups = min(num_groups, len(lengths))
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    starts = range(0, len(lengths), num_groups)  # of a row for each group
     # From the end, for each place: the shortest time of the sequences from there on, and the rows of its micro-batch.
     best: list[tuple[float, int]] = [(0.0, 0)] * (len(starts) + 1)
     for place in reversed(range(len(starts))):
@@ -111,14 +107,14 @@ def group_batch(
     found, place = [], 0
     while place < len(starts):
         run = order[place * num_groups : (place + best[place][1]) * num_groups]
-        found.append(_deal(run, ids, num_groups))
+        found.append(_deal(run, num_groups))
         place += best[place][1]
     return found
 
 
-def _deal(run: Sequence[int], ids: Sequence[int], num_groups: int) -> list[list[int]]:
-    """Ids by group of the positions `run`, dealt out one by one."""
-    return [[ids[i] for i in run[group::num_groups]] for group in range(num_groups)]
+def _deal(run: list[int], num_groups: int) -> list[list[int]]:
+    """The positions `run` by group, dealt out one by one."""
+    return [run[group::num_groups] for group in range(num_groups)]
 
 
 def _fill(

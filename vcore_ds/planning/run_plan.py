@@ -36,6 +36,10 @@ class RunPlan:
 
     recipe: Recipe
     cluster: Cluster
+    shape: ModelShape
+    """Of the whole model."""
+    mean_tokens: float
+    """Of the simulated sequences, before those above data.cutoff_length are cut."""
     batch: BatchPlan
     memory: MemoryPlan
     passes: Mapping[Part, Utilization]
@@ -71,6 +75,11 @@ class RunPlan:
 
     def gpu_hours(self, num_steps: int) -> float:
         return num_steps * self.cost.seconds_step * self.cluster.num_gpus / 3600
+
+    def on(self, num_gpus: int) -> "RunPlan":
+        """The same on so many GPUs. Raises RecipeError as `plan_run` does."""
+        cluster = replace(self.cluster, num_gpus=num_gpus)
+        return plan_run(self.recipe, cluster, self.shape, mean_tokens=self.mean_tokens)
 
 
 def find_shape(path: str) -> tuple[ModelShape, str] | None:
@@ -118,6 +127,7 @@ def plan_run(recipe: Recipe, cluster: Cluster, shape: ModelShape, *, mean_tokens
     predicted with those of the cluster.
 
     Args:
+        shape: of the whole model.
         mean_tokens: of the simulated sequences, before those above data.cutoff_length are cut.
     """
     plan = plan_batch(recipe, cluster.num_gpus, shape, ranks_per_node=cluster.gpus_per_node)
@@ -150,6 +160,8 @@ def plan_run(recipe: Recipe, cluster: Cluster, shape: ModelShape, *, mean_tokens
     return RunPlan(
         recipe,
         cluster,
+        shape,
+        mean_tokens,
         plan,
         memory,
         passes,
@@ -173,14 +185,14 @@ def needed_passes(recipe: Recipe, settings: MemorySettings) -> StepPasses:
     return passes_of(recipe, replace(settings, is_checkpointed=False))
 
 
-def smallest_cluster(plan: RunPlan, shape: ModelShape, *, mean_tokens: float = SIMULATED_MEAN) -> RunPlan | None:
+def smallest_cluster(plan: RunPlan) -> RunPlan | None:
     """The plan on the fewest GPUs of the same kind on which the recipe fits with its margin; None above `MOST_GPUS`.
 
     Parts of a node are tried in powers of two, then whole nodes.
     """
     for num_gpus in _sizes(plan.cluster.gpus_per_node):
         try:
-            found = plan_run(plan.recipe, replace(plan.cluster, num_gpus=num_gpus), shape, mean_tokens=mean_tokens)
+            found = plan.on(num_gpus)
         except RecipeError:  # rows that this number of ranks cannot share
             continue
         if found.fits_with_margin:
@@ -207,13 +219,7 @@ class Way:
     plan: RunPlan
 
 
-def cheapest_ways(
-    plan: RunPlan,
-    shape: ModelShape,
-    reload: Callable[[Sequence[str]], Recipe],
-    *,
-    mean_tokens: float = SIMULATED_MEAN,
-) -> list[Way]:
+def cheapest_ways(plan: RunPlan, reload: Callable[[Sequence[str]], Recipe]) -> list[Way]:
     """The changes with which the run fits that take the fewest GPU hours, cheapest first.
 
     Args:
@@ -224,7 +230,7 @@ def cheapest_ways(
         recipe = reload(remedy.overrides) if remedy.overrides else plan.recipe
         cluster = replace(plan.cluster, num_gpus=remedy.num_ranks or plan.cluster.num_gpus)
         try:
-            found = plan_run(recipe, cluster, shape, mean_tokens=mean_tokens)
+            found = plan_run(recipe, cluster, plan.shape, mean_tokens=plan.mean_tokens)
         except RecipeError:
             continue
         if found.fits:

@@ -101,7 +101,6 @@ def spread(
         row_tokens = limit.row_tokens(k, max(lengths))
         if limit.is_packed:
             positions = pack_batch(
-                range(len(ids)),
                 lengths,
                 num_groups=num_groups,
                 row_tokens=row_tokens,
@@ -109,12 +108,9 @@ def spread(
                 micro_step_cost=k * (time_model.micro_step + time_model.exchanges(k)),
             )
         elif limit.num_sequences is not None:
-            positions = split_batch(
-                range(len(ids)), lengths, num_groups=num_groups, micro_batch_size=limit.num_sequences
-            )
+            positions = split_batch(lengths, num_groups=num_groups, micro_batch_size=limit.num_sequences)
         else:
             positions = group_batch(
-                range(len(ids)),
                 lengths,
                 num_groups=num_groups,
                 sequence_parallel=k,

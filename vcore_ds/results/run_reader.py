@@ -90,17 +90,8 @@ def read_environment_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def read_held_out_of(folder: Path) -> dict[str, float]:
-    """Held-out losses after training, in nats by name of the set; empty where the run measured none.
-
-    Raises:
-        UserError: held_out.json cannot be read.
-    """
-    return read_held_out_losses(folder)[1]
-
-
 def read_held_out_losses(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """The same before and after training.
+    """Held-out losses before and after training, in nats by name of the set; empty where the run measured none.
 
     Raises:
         UserError: held_out.json cannot be read.

@@ -89,7 +89,6 @@ def gather_record(
     sequence_parallel: int,
     first_trusted_id: int | None,
     seed: int,
-    most_tokens: int = MOST_TOKENS,
 ) -> TokenRecord:
     """The record on every rank, the same at any number of ranks. A collective; see `record_tokens` and `choose`."""
     # Ranks that share rows hold the same sequences: the first of them speaks.
@@ -97,7 +96,7 @@ def gather_record(
     sizes = layout.gather_objects("shards", [(sequence.sequence_id, len(sequence)) for sequence in own])
     found = sorted((i, n, rank, k) for rank, part in enumerate(sizes) for k, (i, n) in enumerate(part))
     lengths = [n for _, n, _, _ in found]
-    chosen = {found[place][2:] for place in choose(lengths, generator(Stream.TOKEN_RECORDS, seed, step), most_tokens)}
+    chosen = {found[place][2:] for place in choose(lengths, generator(Stream.TOKEN_RECORDS, seed, step), MOST_TOKENS)}
     here = layout.rank("shards")
     # What is left out is not sent: a large batch has many times the tokens of a record.
     parts = layout.gather_objects("shards", [sequence for k, sequence in enumerate(own) if (here, k) in chosen])

@@ -14,7 +14,7 @@ from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.positions import mark
-from vcore_ds.distributed.process_group import first_rank_first, start_process_group
+from vcore_ds.distributed.process_group import first_rank_first, on_first_rank, start_process_group
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.export_shards import save_hugging_face
@@ -97,7 +97,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     console = Console(enabled=layout.is_first())
     plan, folder = plan_ranks(recipe), Path(recipe.run.output_dir)
     ds_config = deepspeed_config(recipe, plan)
-    first_rank_first(lambda: run_folder.check_output_folder(folder) if layout.is_first() else None)
+    on_first_rank(lambda: run_folder.check_output_folder(folder))
 
     checkpoints = Checkpoints(recipe, console)
     found = None
@@ -144,9 +144,9 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
         checkpoints.clear_above(num_done)
     else:  # not earlier: what the user has to fix is found before anything is written
         first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
-    log = first_rank_first(lambda: begin_folder(recipe, num_done, checkpoints, console) if layout.is_first() else None)
+    log = on_first_rank(lambda: begin_folder(recipe, num_done, checkpoints, console))
     counts = count_data(recipe, feed, validation)
-    first_rank_first(lambda: run_folder.write_data_counts(folder, counts) if layout.is_first() else None)
+    on_first_rank(lambda: run_folder.write_data_counts(folder, counts))
     run = Run(
         recipe,
         Trainer(engine, estimator, step_settings(recipe), schedule),
@@ -235,9 +235,9 @@ def write_result(run: Run, tokenizer: PreTrainedTokenizerBase, last_step: StepMe
     after = validate(run.trainer.engine, run.data, run.log.console)
     mark("export")
     if after:
-        first_rank_first(lambda: run_folder.write_held_out(run.folder, before, after) if layout.is_first() else None)
+        on_first_rank(lambda: run_folder.write_held_out(run.folder, before, after))
     folder = run_folder.export_folder(run.folder, is_adapter=recipe.lora is not None)
-    card = first_rank_first(lambda: describe_result(recipe) if layout.is_first() else None)
+    card = on_first_rank(lambda: describe_result(recipe))
     save_hugging_face(run.trainer.engine, tokenizer, recipe.model.path, folder, card=card)
     if run.log.metrics is not None:
         run.log.metrics.close()

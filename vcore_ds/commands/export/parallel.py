@@ -12,8 +12,7 @@ from vcore_ds.engine.export_shards import CheckpointTensors
 from vcore_ds.files import checkpoint_folder
 from vcore_ds.files.model_folder import described_weights
 from vcore_ds.models.configuration import read_config
-from vcore_ds.models.folder_check import empty_model
-from vcore_ds.models.lora import add_lora
+from vcore_ds.models.lora import empty_adapted
 from vcore_ds.models.megatron.adapters import adapted_layers, adapter_pieces
 from vcore_ds.models.megatron.weights import Piece, pieces, put_together
 
@@ -32,9 +31,7 @@ class ParallelCheckpointWeights:
         if lora is None:
             described, of_rank = described_weights(path, torch.float32), partial(pieces, config)
         else:
-            base = empty_model(path, config)
-            with torch.device("meta"):
-                adapted = add_lora(base, lora)
+            adapted = empty_adapted(path, config, lora)
             described = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
             of_rank = partial(adapter_pieces, adapted_layers(path, config, lora), config, lora)
         self.shapes = {name: like.shape for name, like in described.items()}

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from peft.utils import CONFIG_NAME
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.config.schema import Recipe
@@ -23,7 +23,7 @@ from vcore_ds.files.base_model import CARD, OWN_TAG, BaseModel, base_model_of, c
 from vcore_ds.files.user_paths import check_folder, reading, refuse_existing, writing
 from vcore_ds.models.configuration import read_config
 from vcore_ds.models.folder_check import check_model_folder
-from vcore_ds.models.lora import add_lora
+from vcore_ds.models.lora import empty_adapted
 from vcore_ds.results.model_card import CardRequest, Kind, model_card
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -113,7 +113,7 @@ def export_run(
         raise UserError(f"{run}: found --merge with a run that trained all parameters; expected no --merge")
     check_base_model(recipe)
     if output is not None and not reuse:
-        refuse_existing("--output", output, NEW_FOLDER)
+        refuse_existing(output, NEW_FOLDER)
     # Before checksums are computed, which takes minutes.
     with writing("--output", output or run / "export", NEW_FOLDER):
         check_folder(output or run / "export")
@@ -121,7 +121,9 @@ def export_run(
         trained = find_trained_weights(run, checkpoint, recipe)
     kind: Kind = "model" if recipe.lora is None else "merged" if merge else "adapter"
     folder = output if output is not None else run / "export" / trained.name / kind
-    request = CardRequest(kind, _step_of(trained.name), base or base_model_of(recipe.model.path), evaluations)
+    request = CardRequest(
+        kind, checkpoint_folder.step_of(Path(trained.name)), base or base_model_of(recipe.model.path), evaluations
+    )
     card = model_card(run, recipe, request)
     if reuse and folder.is_dir():
         check_earlier_export(folder, kind)
@@ -129,7 +131,7 @@ def export_run(
             unfinished.write_text(card, encoding="utf-8")
         print(f"{folder}: is there already; only its model card was written anew")
         return folder
-    refuse_existing("--output", folder, NEW_FOLDER)
+    refuse_existing(folder, NEW_FOLDER)
     print(f"{kind} of {trained.name}", flush=True)
     tokenizer = load_tokenizer(recipe.model.path)
     try:
@@ -145,12 +147,6 @@ def export_run(
     seconds = time.perf_counter() - started
     print(f"Result: {folder} (Hugging Face format), {num_bytes / 1e9:.3g} GB of weights in {seconds:.1f} s")
     return folder
-
-
-def _step_of(name: str) -> int | None:
-    """Optimizer steps in the name of a checkpoint; None for the adapter of a finished run."""
-    number = name.removeprefix("step_")
-    return int(number) if number.isdecimal() else None
 
 
 def check_earlier_export(folder: Path, kind: Kind) -> None:
@@ -235,10 +231,7 @@ def whole_weights(recipe: Recipe, trained: TrainedWeights, weights: dict[str, Te
     misfits = sorted(trained.shapes.keys() - used)
     misfits += [n for n in used & trained.shapes.keys() if scale is None and weights[n].shape != trained.shapes[n]]
     if misfits:
-        raise UserError(
-            f"model.path: {recipe.model.path}: has no place for what was trained: {', '.join(misfits[:5])}; expected "
-            "the model that the run began with" + (" and adapters of linear layers only" if scale is not None else "")
-        )
+        raise _misfit(recipe, misfits, " and adapters of linear layers only" if scale is not None else "")
     needs_base = scale is not None or weights.keys() - trained.shapes.keys()
     base = files.WeightFiles(recipe.model.path) if needs_base else None
 
@@ -258,6 +251,13 @@ def whole_weights(recipe: Recipe, trained: TrainedWeights, weights: dict[str, Te
     return stream()
 
 
+def _misfit(recipe: Recipe, names: list[str], expected_too: str = "") -> UserError:
+    return UserError(
+        f"model.path: {recipe.model.path}: has no place for what was trained: {', '.join(names[:5])}; expected the "
+        f"model that the run began with{expected_too}"
+    )
+
+
 def adapter_names(name: str) -> tuple[str, str]:
     """Names of the two matrices that peft adds to the linear layer with the weight `name`."""
     layer = ADAPTED + name.removesuffix(".weight")
@@ -274,15 +274,10 @@ def write_adapter(
 ) -> int:
     """Writes the adapter in peft's format; returns the bytes of its weights."""
     assert recipe.lora is not None
-    with torch.device("meta"):  # names and configuration only
-        model = AutoModelForCausalLM.from_config(read_config(recipe.model.path))
-        adapted = add_lora(model, recipe.lora)
+    adapted = empty_adapted(recipe.model.path, read_config(recipe.model.path), recipe.lora)
     expected = {name: parameter.shape for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     if expected != trained.shapes:
         differing = sorted({name for name, _ in expected.items() ^ trained.shapes.items()})
-        raise UserError(
-            f"model.path: {recipe.model.path}: has no place for what was trained: {', '.join(differing[:5])}; expected "
-            "the model that the run began with"
-        )
+        raise _misfit(recipe, differing)
     adapter = {name: trained.read(name).to(dtype) for name in expected}
     return files.write_adapter(adapted, adapter, folder, tokenizer, card)

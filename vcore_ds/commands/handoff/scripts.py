@@ -136,9 +136,9 @@ def versions(target: str, model: str, data: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def length_note(settings: Mapping[str, str], model_length: int) -> str | None:
+def length_note(settings: Mapping[str, str]) -> str | None:
     """A sentence where answers will be cut off by the model's length (--faithful); None elsewhere."""
-    prompt, response = int(settings[PROMPT]), int(settings[RESPONSE])
+    prompt, response, model_length = (int(settings[key]) for key in (PROMPT, RESPONSE, MODEL_LENGTH))
     if model_length >= prompt + response:
         return None
     return (

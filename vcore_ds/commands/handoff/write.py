@@ -18,7 +18,7 @@ from vcore_ds.commands.handoff.scripts import (
     verl_script,
     versions,
 )
-from vcore_ds.commands.handoff.settings import MODEL_LENGTH, PROMPT, paper_settings
+from vcore_ds.commands.handoff.settings import PROMPT, paper_settings
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.tokenization import load_tokenizer
@@ -44,15 +44,15 @@ class HandoffRequest:
     output: Path
     overrides: dict[str, str]
     """Settings by verl's names, for TRL too."""
-    checkpoint: str | None = None
-    from_base: bool = False
+    checkpoint: str | None
+    from_base: bool
     """Hand over the model that the run began with, for comparison."""
-    faithful: bool = False
-    prompt: Literal["math", "plain"] = "math"
-    sample: int | None = None
-    held_out: int = 64
-    seed: int = 42
-    split: str = "train"
+    faithful: bool
+    prompt: Literal["math", "plain"]
+    sample: int | None
+    held_out: int
+    seed: int
+    split: str
 
 
 def hand_over(request: HandoffRequest) -> None:
@@ -62,7 +62,7 @@ def hand_over(request: HandoffRequest) -> None:
         UserError: for whatever the user can fix; no folder is left.
     """
     recipe = read_recipe_of(request.run)
-    refuse_existing("--output", request.output, NEW_FOLDER)
+    refuse_existing(request.output, NEW_FOLDER)
     limit = getattr(read_config(recipe.model.path).get_text_config(), "max_position_embeddings", None)
     if request.to == "trl":
         check_trl_overrides(request.overrides)
@@ -152,7 +152,7 @@ def _hash(path: Path) -> str:
 def _say(request: HandoffRequest, settings: dict[str, str], rows: HandedRows) -> None:
     for reason, number in rows.left_out.items():
         print(f"{number:,} problems left out: {reason}")
-    note = length_note(settings, int(settings[MODEL_LENGTH]))
+    note = length_note(settings)
     if note is not None:
         print(note)
     batch = int(settings["data.train_batch_size"])

@@ -10,7 +10,6 @@ from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.planning.gpus import Achieved, Cluster, Gpu
-from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.run_plan import (
     RunPlan,
     Way,
@@ -47,10 +46,8 @@ class Columns:
     recipe_name: str
     model: str
     """Where its shape is from, in words."""
-    shape: ModelShape
     columns: list[Column]
     calibration: Calibration | None
-    mean_tokens: float
 
     @property
     def cluster(self) -> Cluster:
@@ -79,8 +76,8 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
     def column(title: str, recipe: Recipe, reload: Callable[[Sequence[str]], Recipe]) -> Column:
         own = find_shape(recipe.model.path) or (shape, model)
         plan = plan_run(recipe, cluster, own[0], mean_tokens=arguments.mean_tokens)
-        ways = [] if plan.fits else cheapest_ways(plan, own[0], reload, mean_tokens=arguments.mean_tokens)
-        return Column(title, plan, smallest_cluster(plan, own[0], mean_tokens=arguments.mean_tokens), ways)
+        ways = [] if plan.fits else cheapest_ways(plan, reload)
+        return Column(title, plan, smallest_cluster(plan), ways)
 
     columns = []
     if arguments.compare:
@@ -99,7 +96,7 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
                 return of_method(reload(extra), name)
 
             columns.append(column(name, with_method(()), with_method))
-    return Columns(arguments.recipe, model, shape, columns, calibration, arguments.mean_tokens)
+    return Columns(arguments.recipe, model, columns, calibration)
 
 
 def of_method(recipe: Recipe, name: str) -> Recipe:

@@ -1,13 +1,13 @@
 """Memory and seconds of a step against the number of GPUs, as a picture."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 
 from vcore_ds.commands.plan.columns import Columns
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.files.user_paths import writing
-from vcore_ds.planning.run_plan import RunPlan, find_shape, plan_run
+from vcore_ds.planning.run_plan import RunPlan
 
 _GIB = 2**30
 
@@ -25,7 +25,7 @@ def draw(found: Columns, path: Path) -> None:
     figure, (memory, seconds) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     most = max(64, 4 * found.cluster.num_gpus)
     for column in found.columns:
-        plans = list(plans_by_size(column.plan, found.mean_tokens, most))
+        plans = list(plans_by_size(column.plan, most))
         sizes = [plan.cluster.num_gpus for plan in plans]
         memory.plot(sizes, [plan.memory.estimate.peak_bytes / _GIB for plan in plans], marker="o", label=column.title)
         fitting = [plan for plan in plans if plan.fits]
@@ -48,15 +48,10 @@ def draw(found: Columns, path: Path) -> None:
     pyplot.close(figure)
 
 
-def plans_by_size(plan: RunPlan, mean_tokens: float, most: int) -> Iterator[RunPlan]:
+def plans_by_size(plan: RunPlan, most: int) -> Iterator[RunPlan]:
     """The plan on 1, 2, 4, ... GPUs, without sizes on which the recipe's rows are not possible."""
-    shape = plan.batch.time_model.shape
-    found = find_shape(plan.recipe.model.path)
     size = 1
     while size <= most:
-        try:
-            cluster = replace(plan.cluster, num_gpus=size)
-            yield plan_run(plan.recipe, cluster, shape if found is None else found[0], mean_tokens=mean_tokens)
-        except RecipeError:
-            pass
+        with suppress(RecipeError):
+            yield plan.on(size)
         size *= 2

@@ -1,11 +1,9 @@
 """A plan as a table and as JSON."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vcore_ds.commands.plan.columns import Column, Columns
-from vcore_ds.commands.plan.verify import Comparison, describe_comparisons
 from vcore_ds.planning.batch_plan import Part
 from vcore_ds.planning.gpus import GPUS, Achieved, Cluster
 from vcore_ds.planning.memory import Phase
@@ -18,8 +16,8 @@ _PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "
 _GIB = 2**30
 
 
-def describe(found: Columns, comparisons: Sequence[Comparison] | None = None) -> str:
-    """The table, with what it assumes below, and the comparison with a real engine where there was one."""
+def describe(found: Columns) -> str:
+    """The table, with what it assumes below."""
     lines = [
         f"Plan: {found.recipe_name} on {found.cluster.describe()}",
         f"Model: {found.model}: {found.columns[0].plan.counts.all:,} parameters, "
@@ -31,20 +29,17 @@ def describe(found: Columns, comparisons: Sequence[Comparison] | None = None) ->
         "",
         *_assumptions(found),
     ]
-    if comparisons is not None:
-        lines += ["", describe_comparisons(comparisons)]
     return "\n".join(lines)
 
 
-def as_dict(found: Columns, comparisons: Sequence[Comparison] | None = None) -> dict[str, Any]:
+def as_dict(found: Columns) -> dict[str, Any]:
     """The plan for programs: bytes, seconds and counts, without units of the table."""
     return {
         "recipe": found.recipe_name,
         "model": found.model,
         "cluster": _cluster(found.cluster),
-        "mean_tokens": found.mean_tokens,
+        "mean_tokens": found.columns[0].plan.mean_tokens,
         "columns": [_column(column) for column in found.columns],
-        "verified": None if comparisons is None else [asdict(one) for one in comparisons],
     }
 
 
@@ -153,10 +148,10 @@ def _ways(column: Column) -> Iterator[str]:
 def _assumptions(found: Columns) -> Iterator[str]:
     cluster, achieved = found.cluster, found.cluster.achieved
     gpu = cluster.gpu
-    longest = found.columns[0].plan.recipe.data.cutoff_length
+    first = found.columns[0].plan
     yield (
-        f"Assumed: lengths of reasoning traces (lognormal, mean {found.mean_tokens:,.0f} tokens, cut at {longest:,}; "
-        f"{found.columns[0].plan.tokens_per_step:,.0f} tokens a step)"
+        f"Assumed: lengths of reasoning traces (lognormal, mean {first.mean_tokens:,.0f} tokens, cut at "
+        f"{first.recipe.data.cutoff_length:,}; {first.tokens_per_step:,.0f} tokens a step)"
     )
     yield (
         f"Assumed: of {gpu.name}'s {gpu.flops / 1e12:,.0f} TFLOP/s products reach {achieved.compute:.0%}, fused "

@@ -11,7 +11,7 @@ from vcore_ds.config.files import SHIPPED_RECIPES
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.distributed.process_group import on_first_rank, start_process_group
 from vcore_ds.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -30,21 +30,19 @@ def prepare(overrides: Sequence[str]) -> list[str]:
     folder. A collective."""
     recipe, needs_pool = load_with_pool(overrides)
     start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
-    problem: str | None = None
-    found: dict[str, Any] = {}
-    if layout.is_first():
-        try:
-            data = prepare_quickstart_data(DATA)
-            # As JSON, which is YAML: a path may hold a comma.
-            held_out = json.dumps({"correct": str(data.correct), "incorrect": str(data.incorrect)})
-            found = {"model.path": data.model, "data.train_path": data.train, "data.validation_path": held_out}
-        except UserError as error:
-            problem = str(error)
-        found["run.output_dir"] = _free_folder(REPOSITORY / recipe.run.output_dir)
-    # Every rank hears of a failure, or the others would wait until the timeout.
-    problem, found = layout.gather_objects("job", (problem, found))[0]
-    if problem is not None:
-        raise UserError(problem)
+
+    def find() -> dict[str, Any]:
+        data = prepare_quickstart_data(DATA)
+        # As JSON, which is YAML: a path may hold a comma.
+        held_out = json.dumps({"correct": str(data.correct), "incorrect": str(data.incorrect)})
+        return {
+            "model.path": data.model,
+            "data.train_path": data.train,
+            "data.validation_path": held_out,
+            "run.output_dir": _free_folder(REPOSITORY / recipe.run.output_dir),
+        }
+
+    found: dict[str, Any] = layout.gather_objects("job", on_first_rank(find))[0]
     pool = [f"data.probe_path={DATA / 'trusted.jsonl'}"] if needs_pool else []
     return pool + without_chosen(found, recipe, overrides)
 

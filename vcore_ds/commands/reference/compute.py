@@ -12,7 +12,7 @@ from vcore_ds.data.sequence_log_probabilities import write_reference
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import first_rank_first, start_process_group
+from vcore_ds.distributed.process_group import on_first_rank, start_process_group
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.log_probabilities import log_probabilities
 from vcore_ds.engine.zero3 import Engine
@@ -37,7 +37,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
 
 def _compute_and_write(recipe: Recipe, output: Path) -> None:
     """The same with the process group up. A collective."""
-    first_rank_first(lambda: check_output(output) if layout.is_first() else None)
+    on_first_rank(lambda: check_output(output))
     console = Console(enabled=layout.is_first())
     plan = plan_ranks(recipe)
     tokenizer = load_tokenizer(recipe.model.path)
@@ -55,7 +55,7 @@ def _compute_and_write(recipe: Recipe, output: Path) -> None:
             found.update(_group_values(feed, dataset, engine, group))
             progress.advance(sum(int(dataset.lengths[i]) for i in group))
     values = [found[i] for i in range(num_sequences)]
-    first_rank_first(lambda: write(output, dataset, values, recipe.model.path) if layout.is_first() else None)
+    on_first_rank(lambda: write(output, dataset, values, recipe.model.path))
     engine.close()
     console.say(
         f"Written: {output}, {num_sequences:,} sequences. Train with: methods/iw_sft.yaml "

@@ -17,4 +17,4 @@ def check_request(recipe: Recipe, output: Path) -> None:
             "lora: found adapters; expected null: with lora the reference of iw_sft is the model without its adapters, "
             "and training needs no file"
         )
-    refuse_existing("--output", output, NEW_FILE)
+    refuse_existing(output, NEW_FILE)

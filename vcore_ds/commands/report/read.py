@@ -57,6 +57,10 @@ class ReportedRun:
     cell: str | None = None
     """Cell of the sweep; None for a run by itself."""
 
+    def total(self, key: str) -> float:
+        """Sum over the lines of metrics.jsonl, of those that have a value."""
+        return sum(line.get(key) or 0.0 for line in self.metrics)
+
 
 @dataclass(frozen=True, eq=False)
 class Group:

@@ -37,7 +37,7 @@ def summary(runs: Sequence[ReportedRun]) -> str:
     kind = "all parameters" if run.recipe.lora is None else f"LoRA of rank {run.recipe.lora.rank}"
     counts = [_count(_num_steps(run), "optimizer step")]
     for key, name in (("sequences", "sequence"), ("supervised_tokens", "supervised token")):
-        if total := _sum(run, key):
+        if total := run.total(key):
             counts.append(_count(total, name))
     ranks = run.environment.get("world_size")
     where = f" on {_count(ranks, 'rank')}" if isinstance(ranks, int) else ""
@@ -81,13 +81,9 @@ def _num_steps(run: ReportedRun) -> int:
     return int(run.metrics[-1]["step"] or 0)
 
 
-def _sum(run: ReportedRun, key: str) -> float:
-    return sum(line.get(key) or 0.0 for line in run.metrics)
-
-
 def _duration(run: ReportedRun) -> str:
     """Of all steps."""
-    seconds = _sum(run, "seconds")
+    seconds = run.total("seconds")
     if seconds < 59.5:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)

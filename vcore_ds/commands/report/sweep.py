@@ -11,7 +11,6 @@ from vcore_ds.commands.report.read import ReportedRun
 from vcore_ds.commands.report.scaling import scaling_tables
 from vcore_ds.commands.report.tables import NOTHING, Table
 from vcore_ds.errors import UserError
-from vcore_ds.results.run_reader import read_held_out_of
 from vcore_ds.results.seed_statistics import cell, paired
 from vcore_ds.results.sweep_folder import State, SweepFolder, read_sweep_folder
 
@@ -102,7 +101,7 @@ Measure = Callable[[ReportedRun], float | None]
 
 def _measures(runs: Sequence[ReportedRun]) -> dict[str, Measure]:
     """Title -> value of a run: the held-out losses that any run has, and the training loss."""
-    names = dict.fromkeys(name for run in runs for name in read_held_out_of(run.folder))
+    names = dict.fromkeys(name for run in runs for name in run.held_out[1])
     measures: dict[str, Measure] = {}
     for name in names:
         measures[f"held-out loss{name and f', {name}'}"] = partial(_held_out_loss, name)
@@ -111,7 +110,7 @@ def _measures(runs: Sequence[ReportedRun]) -> dict[str, Measure]:
 
 
 def _held_out_loss(name: str, run: ReportedRun) -> float | None:
-    return read_held_out_of(run.folder).get(name)
+    return run.held_out[1].get(name)
 
 
 def _last_loss(run: ReportedRun) -> float | None:
@@ -132,7 +131,7 @@ def _cost_table(by_cell: dict[str, dict[int, ReportedRun]]) -> Table:
     for name, found in by_cell.items():
         runs = list(found.values())
         steps = [run.metrics[-1]["step"] or 0 for run in runs]
-        seconds = [_sum(run, "seconds") for run in runs]
+        seconds = [run.total("seconds") for run in runs]
         ranks = [run.environment.get("world_size") for run in runs]
         # A step that was lost and taken again counts once; so does the first, which allocates and compiles.
         cells = [NOTHING] * 4
@@ -140,13 +139,9 @@ def _cost_table(by_cell: dict[str, dict[int, ReportedRun]]) -> Table:
             hours = [each * rank / 3600 for each, rank in zip(seconds, ranks, strict=True) if isinstance(rank, int)]
             cells = [
                 f"{np.mean(steps):,.0f}",
-                f"{np.mean([_sum(run, 'supervised_tokens') for run in runs]):,.0f}",
+                f"{np.mean([run.total('supervised_tokens') for run in runs]):,.0f}",
                 f"{np.sum(seconds) / max(1, np.sum(steps)):.3g}",
                 f"{np.mean(hours):.3g}" if hours else NOTHING,
             ]
         rows.append([name, *cells])
     return Table("Cost, mean over seeds", head, rows)
-
-
-def _sum(run: ReportedRun, key: str) -> float:
-    return sum(line.get(key) or 0.0 for line in run.metrics)

@@ -26,8 +26,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.errors import UserError
 from vcore_ds.models.dropout import TokenDropout
 from vcore_ds.models.dual_numbers import value_and_tangent
-from vcore_ds.models.folder_check import empty_model
-from vcore_ds.models.lora import add_lora
+from vcore_ds.models.lora import empty_adapted
 from vcore_ds.models.lora_linear import linear_tangent
 from vcore_ds.models.megatron.token_exchange import gather_tokens
 from vcore_ds.models.megatron.weights import COLUMN_LAYERS, Piece, divided
@@ -68,9 +67,7 @@ def adapted_layers(path: str, config: PretrainedConfig, lora: LoraConfig) -> lis
     Raises:
         UserError: `lora.target_modules` names nothing, or something else than linear layers of the decoder layers.
     """
-    base = empty_model(path, config)
-    with torch.device("meta"):  # nor is anything drawn
-        model = add_lora(base, lora)
+    model = empty_adapted(path, config, lora)
     trained = {name.partition(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
     found = []
     for name, module in model.named_modules():
@@ -90,7 +87,7 @@ def adapted_layers(path: str, config: PretrainedConfig, lora: LoraConfig) -> lis
 class PartDropout(TokenDropout):
     """The dropout of the other provider's adapter, with its masks, on this rank's tokens or features."""
 
-    def __init__(self, p: float, number: int, *, first_feature: int = 0, of_own_tokens: bool = False):
+    def __init__(self, p: float, number: int, *, first_feature: int, of_own_tokens: bool):
         """Args:
         number: the adapter's place among those of the model.
         first_feature: where this rank's features begin.

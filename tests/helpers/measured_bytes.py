@@ -1,8 +1,6 @@
-"""What one rank measures of a step on the scaled-down model: `python -m ... FOLDER`, started once for each rank."""
+"""What one rank measures of a step: what it keeps, the peaks of the phases, what it receives."""
 
 import gc
-import json
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vcore_ds.commands.plan.allocations import Allocations, ReceivedBytes
-from vcore_ds.commands.plan.scaled import CASES, Case, recipe_of
-from vcore_ds.commands.plan.verify import DEEPSPEED_JSON, MEASURED, MODEL
+from tests.helpers.allocations import Allocations, ReceivedBytes
+from tests.helpers.scaled_model import CASES, Case, recipe_of
 from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.partitioned import as_partitioned
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.configuration import model_shape
@@ -53,7 +49,7 @@ class PhaseRecorder(StepRecorder):
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
     """Bytes that this rank keeps, by kind; the peak of each phase of a step beyond that; bytes received in it."""
-    recipe = recipe_of(case, folder / MODEL, folder / DEEPSPEED_JSON)
+    recipe = recipe_of(case, folder)
     plan = plan_batch(recipe, layout.size("shards"), model_shape(recipe.model.path), ranks_per_node=layout.size("job"))
     engine = build_engine(recipe, deepspeed_config(recipe, plan))
     estimator = build_estimator(recipe, engine, batches_per_pass=plan.batches_per_utility_pass)
@@ -107,15 +103,3 @@ def measure_all(folder: str) -> list[dict[str, Any]]:
     """Every case in turn, on this rank. A collective."""
     layout.make_sequence_groups({case.sequence_parallel for case in CASES}, timeout_minutes=10)
     return [measure(case, Path(folder)) for case in CASES]
-
-
-def main() -> None:
-    folder = Path(sys.argv[1])
-    start_process_group(timeout_minutes=10)
-    found = measure_all(str(folder))
-    if layout.is_first():
-        (folder / MEASURED).write_text(json.dumps(found), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
@@ -14,6 +17,8 @@ NUM_RANKS = 2
 
 NUM_TOKENS = 1024
 """Tokens of a micro-batch on each rank."""
+
+MODEL, DEEPSPEED_JSON = "model", "deepspeed.json"
 
 _HEAD_DIM = 16
 _NUM_LAYERS = 4
@@ -79,12 +84,9 @@ def scaled_shape(shape: ModelShape) -> ModelShape:
     )
 
 
-def write_config(shape: ModelShape, folder: Path) -> None:
-    """config.json of a Qwen3, or where heads are not normalized of a Llama."""
-    from transformers import LlamaConfig, Qwen3Config
-
-    kind = Qwen3Config if shape.normalizes_heads else LlamaConfig
-    kind(
+def config_of(shape: ModelShape, kind: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
+    """The configuration of a model with these sizes."""
+    return kind(
         num_hidden_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
@@ -93,24 +95,31 @@ def write_config(shape: ModelShape, folder: Path) -> None:
         intermediate_size=shape.intermediate_size,
         vocab_size=shape.vocabulary_size,
         tie_word_embeddings=shape.is_tied,
-        max_position_embeddings=8 * NUM_TOKENS,
-    ).save_pretrained(folder)
+        **more,
+    )
 
 
-def write_deepspeed_json(large: ModelShape, small: ModelShape, path: Path) -> None:
-    """The shipped JSON for large models, with sizes as much smaller as the layers are."""
-    config = json.loads((SHIPPED_DEEPSPEED_CONFIGS / "zero3_bf16_large.json").read_text(encoding="utf-8"))
-    zero = config["zero_optimization"]
+def write_scaled_model(large: ModelShape, folder: Path) -> None:
+    """The small model with random weights, a Qwen3, or where heads are not normalized a Llama; and the shipped
+    DeepSpeed JSON for large models, with sizes as much smaller as the layers are."""
+    small = scaled_shape(large)
+    config = config_of(
+        small, Qwen3Config if small.normalizes_heads else LlamaConfig, max_position_embeddings=8 * NUM_TOKENS
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / MODEL)
+    deepspeed = json.loads((SHIPPED_DEEPSPEED_CONFIGS / "zero3_bf16_large.json").read_text(encoding="utf-8"))
+    zero = deepspeed["zero_optimization"]
     for key in _SIZES:
         zero[key] = max(1, round(zero[key] * small.layer_parameters / large.layer_parameters))
-    path.write_text(json.dumps(config), encoding="utf-8")
+    (folder / DEEPSPEED_JSON).write_text(json.dumps(deepspeed), encoding="utf-8")
 
 
-def recipe_of(case: Case, model: Path, deepspeed_json: Path) -> Recipe:
-    """VCORE by jvp in bf16, with a probe batch half as large as the main one."""
+def recipe_of(case: Case, folder: Path) -> Recipe:
+    """VCORE by jvp in bf16, with a probe batch half as large as the main one, on what `write_scaled_model` wrote."""
     sections: dict[str, dict[str, Any] | None] = {
         "method": {"kl_budget": 0.005},
-        "model": {"path": str(model), "gradient_checkpointing": case.checkpoints},
+        "model": {"path": str(folder / MODEL), "gradient_checkpointing": case.checkpoints},
         "lora": {"rank": 4, "alpha": 8} if case.lora else None,
         "data": {"train_path": "none", "cutoff_length": max(case.lengths)},
         "batch": {
@@ -123,6 +132,6 @@ def recipe_of(case: Case, model: Path, deepspeed_json: Path) -> Recipe:
         "optimizer": {"learning_rate": 1e-5},
         "schedule": {"num_steps": 1},
         "run": {"output_dir": "none"},
-        "engine": {"deepspeed_config": str(deepspeed_json), "coalesce_gradient_reduction": False},
+        "engine": {"deepspeed_config": str(folder / DEEPSPEED_JSON), "coalesce_gradient_reduction": False},
     }
     return Recipe.model_validate(sections)

@@ -1,0 +1,17 @@
+"""The products of CPUs without bf16 instructions, on any CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vcore_ds import cpu_products
+
+
+@contextmanager
+def replaced_kernels() -> Iterator[None]:
+    """A context in which PyTorch's kernels are replaced, as `use_fast_cpu_products` does where that is faster."""
+    library = None if cpu_products._replaced is not None else cpu_products._replace_kernels()
+    try:
+        yield
+    finally:
+        if library is not None:
+            library._destroy()
