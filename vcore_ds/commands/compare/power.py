@@ -79,6 +79,6 @@ def number_needed(difference: float, variance: float) -> int:
 
 
 def detectable_difference(variance: float, num: int) -> float:
-    """The difference that `POWER` of all comparisons of `num` values detect; by chance, none has the other sign."""
+    """The difference that `POWER` of all comparisons of `num` values detect, without those that find the wrong sign."""
     shift = nctdtrinc(num - 1, 1 - POWER, stdtrit(num - 1, 0.975))
     return float(shift) * math.sqrt(variance / num)
