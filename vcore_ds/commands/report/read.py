@@ -9,14 +9,8 @@ from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files.evaluation_folder import EVALUATION, OF_A_RUN, TaskResult, read_evaluation
-from vcore_ds.files.run_folder import TOKENS
-from vcore_ds.results.run_reader import (
-    read_environment_of,
-    read_held_out_losses,
-    read_metrics_of,
-    read_recipe_of,
-    tokenizer_of,
-)
+from vcore_ds.files.run_folder import TOKENS, read_environment
+from vcore_ds.results.run_reader import read_held_out_losses, read_metrics_of, read_recipe_of, tokenizer_of
 from vcore_ds.results.token_tables import TokenTables, are_uniform, make_tables
 from vcore_ds.results.token_texts import TokenTexts
 from vcore_ds.track.followed_records import FollowedRecord, read_all_followed
@@ -94,7 +88,7 @@ def read_runs(
 
 def _read_run(folder: Path, name: str, top: int, tokenizer_path: str | None) -> ReportedRun:
     recipe = read_recipe_of(folder)
-    environment, metrics = read_environment_of(folder), read_metrics_of(folder)
+    environment, metrics = read_environment(folder), read_metrics_of(folder)
     records, followed = read_records(folder), read_all_followed(folder)
     held_out = read_held_out_losses(folder)
     evaluation = folder / OF_A_RUN

@@ -11,6 +11,7 @@ from vcore_ds.commands.report.read import ReportedRun
 from vcore_ds.commands.report.scaling import scaling_tables
 from vcore_ds.commands.report.tables import NOTHING, Table
 from vcore_ds.errors import UserError
+from vcore_ds.results.presentation import markdown_rows
 from vcore_ds.results.run_reader import read_held_out_of
 from vcore_ds.results.seed_statistics import cell, paired
 from vcore_ds.results.sweep_folder import State, SweepFolder, read_sweep_folder
@@ -37,8 +38,8 @@ class SweepTables:
     def markdown(self) -> str:
         parts = [f"# {self.name}", *([self.missing] if self.missing else [])]
         for table in self.tables:
-            head = ["| " + " | ".join(table.head) + " |", "|" + "---|" * len(table.head)]
-            parts.append("\n".join([*head, *("| " + " | ".join(row) + " |" for row in table.rows)]))
+            head, *rows = markdown_rows([table.head, *table.rows])
+            parts.append("\n".join([head, "|" + "---|" * len(table.head), *rows]))
         return "\n\n".join([*parts, self.note]) + "\n"
 
 
