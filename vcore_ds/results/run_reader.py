@@ -84,17 +84,8 @@ def _line(text: bytes) -> tuple[int, dict[str, float | None]] | None:
     return step, {key: None if value is None or not math.isfinite(value) else value for key, value in numbers.items()}
 
 
-def read_held_out_of(folder: Path) -> dict[str, float]:
-    """Held-out losses after training, in nats by name of the set; empty where the run measured none.
-
-    Raises:
-        UserError: held_out.json cannot be read.
-    """
-    return read_held_out_losses(folder).after
-
-
 def read_held_out_losses(folder: Path) -> HeldOutLosses:
-    """The same before and after training.
+    """Before and after training; empty where the run measured none.
 
     Raises:
         UserError: held_out.json cannot be read.

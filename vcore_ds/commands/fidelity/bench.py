@@ -11,8 +11,8 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.tokens import Tokens
-from vcore_ds.track.step_metrics import StepRecorder
 from vcore_ds.models.loading import DTYPES
+from vcore_ds.track.step_metrics import StepRecorder
 from vcore_ds.train.feed import Feed
 from vcore_ds.train.setup import build_estimator, learning_rate_at, measures_noise, step_seed
 from vcore_ds.train.step import take_direction, train_step

@@ -10,7 +10,13 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files.evaluation_folder import EVALUATION, OF_A_RUN, TaskResult, read_evaluation
 from vcore_ds.files.run_folder import TOKENS, read_environment
-from vcore_ds.results.run_reader import read_held_out_losses, read_metrics_of, read_recipe_of, tokenizer_of
+from vcore_ds.results.run_reader import (
+    HeldOutLosses,
+    read_held_out_losses,
+    read_metrics_of,
+    read_recipe_of,
+    tokenizer_of,
+)
 from vcore_ds.results.token_tables import TokenTables, are_uniform, make_tables
 from vcore_ds.results.token_texts import TokenTexts
 from vcore_ds.track.followed_records import FollowedRecord, read_all_followed
@@ -37,8 +43,8 @@ class ReportedRun:
     environment: dict[str, Any]
     metrics: list[dict[str, float | None]]
     """Lines of metrics.jsonl, at least one."""
-    held_out: tuple[dict[str, float], dict[str, float]]
-    """Held-out losses before and after training, nats by name of the set; empty where none were measured."""
+    held_out: HeldOutLosses
+    """Empty where none were measured."""
     evaluated: dict[str, TaskResult]
     """By task; empty where the run's folder holds no finished evaluation of its result."""
     records: list[TokenRecord]

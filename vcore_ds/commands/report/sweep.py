@@ -12,7 +12,6 @@ from vcore_ds.commands.report.scaling import scaling_tables
 from vcore_ds.commands.report.tables import NOTHING, Table
 from vcore_ds.errors import UserError
 from vcore_ds.results.presentation import markdown_rows
-from vcore_ds.results.run_reader import read_held_out_of
 from vcore_ds.results.seed_statistics import cell, paired
 from vcore_ds.results.sweep_folder import State, SweepFolder, read_sweep_folder
 
@@ -103,7 +102,7 @@ Measure = Callable[[ReportedRun], float | None]
 
 def _measures(runs: Sequence[ReportedRun]) -> dict[str, Measure]:
     """Title -> value of a run: the held-out losses that any run has, and the training loss."""
-    names = dict.fromkeys(name for run in runs for name in read_held_out_of(run.folder))
+    names = dict.fromkeys(name for run in runs for name in run.held_out.after)
     measures: dict[str, Measure] = {}
     for name in names:
         measures[f"held-out loss{name and f', {name}'}"] = partial(_held_out_loss, name)
@@ -112,7 +111,7 @@ def _measures(runs: Sequence[ReportedRun]) -> dict[str, Measure]:
 
 
 def _held_out_loss(name: str, run: ReportedRun) -> float | None:
-    return read_held_out_of(run.folder).get(name)
+    return run.held_out.after.get(name)
 
 
 def _last_loss(run: ReportedRun) -> float | None:
