@@ -1,5 +1,6 @@
 """Answers of a model in this process: a batch of prompts in, the answers' tokens out, each with why it ended."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -20,9 +21,9 @@ class AnswerTokens(NamedTuple):
     stop_reason: StopReason
 
 
-def longest_sequence(model: AnsweringModel) -> int | None:
-    """Tokens of a prompt and its answer that the model takes; None where its configuration does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def longest_sequence(model: AnsweringModel) -> int:
+    """Tokens of a prompt and its answer that the model takes, as far as its configuration says."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 @torch.inference_mode()
@@ -43,8 +44,7 @@ def generate_answers(
         options: others of `transformers.GenerationMixin.generate`, such as a streamer.
     """
     longest = longest_sequence(model)
-    rooms = [None if longest is None else longest - len(prompt) for prompt in prompts]
-    limits = [limit if room is None else min(limit, room) for limit, room in zip(max_new_tokens, rooms, strict=True)]
+    limits = [min(limit, longest - len(prompt)) for limit, prompt in zip(max_new_tokens, prompts, strict=True)]
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), settings.pad_token_id)
     mask = torch.zeros_like(ids)
@@ -57,10 +57,8 @@ def generate_answers(
     )
     answers = []
     for row, limit, wanted in zip(whole[:, width:].tolist(), limits, max_new_tokens, strict=True):
-        # Rows that end early are padded by others of their batch.
-        end = next((i for i, token in enumerate(row[:limit]) if token in settings.eos_token_id), None)
-        if end is not None:
-            answers.append(AnswerTokens(row[: end + 1], "stop"))
-        else:
-            answers.append(AnswerTokens(row[:limit], "max_tokens" if limit == wanted else "model_length"))
+        at_limit: StopReason = "max_tokens" if limit == wanted else "model_length"
+        # Rows that end early are padded to the length of the others.
+        end = next((i for i, token in enumerate(row[:limit], start=1) if token in settings.eos_token_id), None)
+        answers.append(AnswerTokens(row[:limit], at_limit) if end is None else AnswerTokens(row[:end], "stop"))
     return answers

@@ -136,7 +136,7 @@ def answer_question(voice: Voice, messages: list[Message], sampling: Sampling) -
             f"chat: the chat template of {tokenizer.name_or_path} refuses the conversation: {error}"
         ) from None
     prompt, longest = tokenizer(text, add_special_tokens=False)["input_ids"], longest_sequence(model)
-    if longest is not None and len(prompt) >= longest:
+    if len(prompt) >= longest:
         raise UserError(
             f"chat: found {len(prompt):,} tokens so far; expected fewer than the {longest:,} that the model takes"
         )

@@ -61,7 +61,7 @@ class InProcessModel:
         """
         longest = longest_sequence(self._model)
         request = max(requests, key=lambda request: len(request.prompt_ids))
-        if longest is not None and len(request.prompt_ids) >= longest:
+        if len(request.prompt_ids) >= longest:
             raise UserError(
                 f"{request.problem_id}: found a prompt of {len(request.prompt_ids):,} tokens; expected fewer than "
                 f"{longest:,}, the model's longest sequence"
