@@ -20,7 +20,7 @@ from vcore_ds.files.evaluation_folder import TaskResult, read_evaluation
 from vcore_ds.files.run_folder import DataCounts, read_data_counts, read_environment
 from vcore_ds.results.presentation import markdown_rows
 from vcore_ds.results.public_recipe import public_recipe, public_source
-from vcore_ds.results.run_reader import read_held_out_losses, read_metrics_of
+from vcore_ds.results.run_reader import HeldOutLosses, read_held_out_losses, read_metrics_of
 
 METHODS = {"vcore": "VCORE", "sft": "SFT", "dft": "DFT", "iw_sft": "iw-SFT", "random": "random masking"}
 
@@ -76,7 +76,7 @@ def model_card(folder: Path, recipe: Recipe, request: CardRequest) -> str:
     sections = [
         _summary(recipe, request, base, last),
         _data(read_data_counts(folder), lines, recipe.schedule.num_steps),
-        _losses(lines, *(read_held_out_losses(folder) if at_end else ({}, {}))),
+        _losses(lines, read_held_out_losses(folder) if at_end else HeldOutLosses({}, {})),
         _evaluation(evaluations),
         _hyperparameters(recipe),
         _use(recipe, request, base),
@@ -161,12 +161,10 @@ def _data(counts: Sequence[DataCounts], lines: Sequence[Mapping[str, float | Non
     return text
 
 
-def _losses(
-    lines: Sequence[Mapping[str, float | None]], before: Mapping[str, float], after: Mapping[str, float]
-) -> str:
+def _losses(lines: Sequence[Mapping[str, float | None]], held_out: HeldOutLosses) -> str:
     rows = [
-        [f"held-out loss{name and f', {name}'}", _number(before.get(name)), _number(loss)]
-        for name, loss in after.items()
+        [f"held-out loss{name and f', {name}'}", _number(held_out.before.get(name)), _number(loss)]
+        for name, loss in held_out.after.items()
     ]
     if lines:
         rows.append(["training loss, first and last step", *(_number(lines[i].get("loss")) for i in (0, -1))])

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from vcore_ds.errors import UserError
 
@@ -52,7 +52,7 @@ def check_matplotlib(option: str) -> None:
         raise UserError(f"{option}: {error}; expected matplotlib. Install it with `pip install matplotlib`") from None
 
 
-def new_figure(width: float, height: float, layout: Literal["constrained", "none"] = "constrained") -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
     """An empty picture of so many inches, without pyplot, which keeps pictures and may open windows."""
     from matplotlib.figure import Figure
 

@@ -2,8 +2,9 @@
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class HeldOutLosses(NamedTuple):
+@dataclass(frozen=True)
+class HeldOutLosses:
     """What held_out.json holds: mean nats per token, by name of the set."""
 
     before: dict[str, float]

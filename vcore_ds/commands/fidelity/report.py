@@ -234,7 +234,7 @@ def draw(report: FidelityReport, path: Path) -> None:
         ),
     ]
     panels = [panel for panel in panels if panel[1]]
-    figure = new_figure(5.0 * len(panels), 4.0, layout="none")
+    figure = new_figure(5.0 * len(panels), 4.0)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     for axis, (label, positions, lines) in zip(axes[0], panels, strict=True):
         for (name, values), style in zip(lines, ("o-", "s--", "x:"), strict=False):
@@ -250,5 +250,6 @@ def draw(report: FidelityReport, path: Path) -> None:
     model, lora = report.recipe["model"]["path"], report.recipe["lora"]
     trained = "full-parameter" if lora is None else f"LoRA rank {lora['rank']}"
     figure.suptitle(f"{Path(model).name}, {trained}, {report.precision}, after {report.steps_before} steps")
+    figure.set_layout_engine("none")  # it is laid out once, here
     figure.tight_layout()
     figure.savefig(path, format="png", dpi=120)  # named, as the unfinished file's suffix does not tell
