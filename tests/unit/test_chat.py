@@ -133,11 +133,11 @@ def test_settings_of_the_user_replace_those_of_the_model(base):
     (voice,) = load_voices(find_named_model(str(base)), with_base=False, dtype=None)
     model, tokenizer = voice.model, voice.tokenizer
     model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.95, eos_token_id=[1, 2])
-    own = generation_settings(model, tokenizer, Sampling(9), 9)
+    own = generation_settings(model, tokenizer, Sampling(9))
     assert (own.do_sample, own.temperature, own.top_p) == (True, 0.6, 0.95)
     assert own.eos_token_id == sorted({1, 2, tokenizer.eos_token_id})
-    assert not generation_settings(model, tokenizer, Sampling(9, temperature=0.0), 9).do_sample
-    mixed = generation_settings(model, tokenizer, Sampling(9, temperature=1.2, top_k=7), 9)
+    assert not generation_settings(model, tokenizer, Sampling(9, temperature=0.0)).do_sample
+    mixed = generation_settings(model, tokenizer, Sampling(9, temperature=1.2, top_k=7))
     assert (mixed.temperature, mixed.top_p, mixed.top_k) == (1.2, 0.95, 7)
 
 

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -12,8 +11,9 @@ from tests.helpers.report_runs import step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.files.base_model import BaseModel, base_model_of
+from vcore_ds.files.evaluation_folder import Evaluation, TaskResult, write_evaluation
 from vcore_ds.results.model_card import CardRequest, model_card
-from vcore_ds.results.run_reader import read_evaluation, read_recipe_of
+from vcore_ds.results.run_reader import read_recipe_of
 
 ENVIRONMENT = {
     "python": "3.11.7",
@@ -60,15 +60,14 @@ def card_of(run: Path, request: CardRequest) -> tuple[ModelCard, str]:
     return ModelCard(text), text
 
 
-def write_evaluation(folder: Path, **changes: Any) -> Path:
-    folder.mkdir()
-    task = {"num_problems": 60, "accuracy": 0.4833, "truncated_share": 0.125, "mean_length": 5000}
-    (folder / "evaluation.json").write_text(json.dumps({"format": 1, "tasks": {"aime": task}, **changes}))
+def evaluated(folder: Path) -> Path:
+    task = TaskResult(60, 1, 0.4833, truncated_share=0.125, unanswered_share=0.0, mean_tokens=5000.0)
+    write_evaluation(folder, Evaluation({"path": "m"}, None, {}, {}, {"aime": task}))
     return folder
 
 
 def test_the_metadata_is_what_huggingface_hub_reads(run: Path, tmp_path: Path) -> None:
-    evaluation = write_evaluation(tmp_path / "evaluation")
+    evaluation = evaluated(tmp_path / "evaluation")
     card, text = card_of(run, CardRequest("adapter", base=QWEN, evaluations=[evaluation]))
     assert card_problems(text) == []
     assert card.data.base_model == "Qwen/Qwen3-8B" and card.data.base_model_relation == "adapter"
@@ -80,7 +79,7 @@ def test_the_metadata_is_what_huggingface_hub_reads(run: Path, tmp_path: Path) -
 
 
 def test_it_says_what_was_trained_and_what_came_of_it(run: Path, tmp_path: Path) -> None:
-    evaluation = write_evaluation(tmp_path / "evaluation")
+    evaluation = evaluated(tmp_path / "evaluation")
     _, text = card_of(run, CardRequest("adapter", base=QWEN, evaluations=[evaluation]))
     for expected in (
         "# Qwen3-8B, fine-tuned with VCORE (LoRA)",
@@ -147,14 +146,22 @@ def test_a_damaged_card_of_the_base_is_no_obstacle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"format": 2}, {"tasks": []}, {"tasks": {"aime": {"num_problems": 60}}}, {"tasks": {"aime": 0.5}}]
+    ("changes", "found"),
+    [
+        ({"format": 2}, "format: Input should be 1"),
+        ({"tasks": []}, "tasks: "),
+        ({"tasks": {"aime": {"num_problems": 60}}}, "tasks.aime.num_samples_per_problem: Field required"),
+        ({"tasks": {"aime": 0.5}}, "tasks.aime: "),
+    ],
 )
-def test_an_evaluation_of_another_format_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    folder = write_evaluation(tmp_path / "evaluation", **changes)
-    with pytest.raises(UserError, match="evaluation.json: expected .*found something else"):
-        read_evaluation(folder)
-    with pytest.raises(UserError, match="found no evaluation.json there"):
-        read_evaluation(tmp_path)
+def test_an_evaluation_of_another_format_is_refused(run: Path, tmp_path: Path, changes: dict, found: str) -> None:
+    folder = evaluated(tmp_path / "evaluation")
+    path = folder / "evaluation.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match=rf"evaluation.json: is damaged, or of another version \({found}.*; expected"):
+        card_of(run, CardRequest("adapter", evaluations=[folder]))
+    with pytest.raises(UserError, match=f"--evaluation: {tmp_path}: found no evaluation.json; expected"):
+        card_of(run, CardRequest("adapter", evaluations=[tmp_path]))
 
 
 def test_damaged_counts_of_data_are_refused(run: Path) -> None:

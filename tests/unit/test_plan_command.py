@@ -238,11 +238,13 @@ def write_run(folder: Path, achieved: Achieved, device: str = "NVIDIA H100 80GB 
     environment = {"devices": [device] * 8, "world_size": 16}
     line = {"supervised_tokens": 32 * 3000, "sequences": 32}
     line |= {f"seconds_{phase}": seconds for phase, seconds in plan.cost.seconds.items()}
-    first = {**line, "seconds_main": 1000.0}
+    lines = [
+        {**line, "step": step, "seconds_main": 1000.0 if step <= 2 else line["seconds_main"]} for step in range(1, 6)
+    ]
     folder.mkdir()
     (folder / "recipe.yaml").write_text(dump_recipe(recipe))
     (folder / "environment.json").write_text(json.dumps(environment))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [first, first, line, line, line]))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
 
 
 def test_calibration_finds_the_shares_that_a_run_achieved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,14 +267,15 @@ def test_a_run_that_says_nothing_of_gpus_calibrates_nothing(tmp_path: Path) -> N
         calibrate(str(tmp_path / "cpu"))
     write_run(tmp_path / "short", Achieved())
     metrics = tmp_path / "short" / "metrics.jsonl"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
+    whole = metrics.read_text()
+    metrics.write_text("".join(whole.splitlines(keepends=True)[:2]))
     with pytest.raises(UserError, match="found 2 steps or fewer"):
         calibrate(str(tmp_path / "short"))
     (tmp_path / "short" / "environment.json").write_text('{"devices": []}')
-    metrics.write_text(metrics.read_text() * 2)
+    metrics.write_text(whole)
     with pytest.raises(UserError, match="environment.json: expected devices and world_size"):
         calibrate(str(tmp_path / "short"))
-    for text in ("{", '{"step": 1}\n' * 4):
+    for text in ("{", "".join(f'{{"step": {step}}}\n' for step in range(1, 5))):
         metrics.write_text(text)
         with pytest.raises(UserError, match="metrics.jsonl"):
             calibrate(str(tmp_path / "short"))

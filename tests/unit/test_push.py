@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, constants
 from safetensors.torch import load
 
 from tests.helpers import fake_hub
+from tests.helpers.evaluations import write_answers
 from tests.helpers.setups import write_model
 from tests.unit.test_export import trained_masters, write_run
 from vcore_ds.cli import main
@@ -93,10 +94,7 @@ def test_a_second_push_needs_update_and_takes_the_folder_that_is_there(
     assert "there is a repository of that name" in refusal(capsys, run, "--push", "me/result")
     assert not any("POST" in request for request in hub.requests[num_requests:])
 
-    evaluation = tmp_path / "evaluation"
-    evaluation.mkdir()
-    task = {"num_problems": 60, "accuracy": 0.5, "truncated_share": 0.1}
-    (evaluation / "evaluation.json").write_text(json.dumps({"format": 1, "tasks": {"aime": task}}))
+    evaluation = write_answers(tmp_path / "evaluation", {"aime": [[k % 2] for k in range(60)]}, truncated=6)
     words = ["--push", "me/result", "--update", "--evaluation", str(evaluation)]
     assert main(["export", str(run), *words]) == 0
     assert "only its model card was written anew" in capsys.readouterr().out

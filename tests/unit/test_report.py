@@ -379,8 +379,9 @@ def test_other_damaged_files(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     record.write_bytes(good)
     for name in ("held_out.json", "evaluation/evaluation.json"):
         (run / name).parent.mkdir(exist_ok=True)
-        (run / name).write_text("{")
-        assert f"{run / name}: is damaged" in refused(capsys, run)
+        for text in ("{", "[{}, {}]", '{"format": 1, "before": {}}'):
+            (run / name).write_text(text)
+            assert f"{run / name}: is damaged" in refused(capsys, run)
         (run / name).unlink()
     for text in ("[]", "{", "\0"):
         (run / "environment.json").write_text(text)

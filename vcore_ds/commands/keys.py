@@ -6,6 +6,7 @@ from difflib import get_close_matches
 
 from vcore_ds.config.keys import Key, recipe_keys, section_meaning
 from vcore_ds.errors import UserError
+from vcore_ds.results.presentation import markdown_rows
 
 HELP = "list the keys of a recipe: values, default, meaning"
 DESCRIPTION = "List the keys of a recipe with the values they may have, their defaults and what they mean."
@@ -64,7 +65,6 @@ def markdown(section: str, keys: list[Key]) -> str:
         (f"`{key.name}`", key.values, "required" if key.default is None else f"`{key.default}`", key.meaning)
         for key in keys
     ]
-    table = [("key", "values", "default", "meaning"), ("---",) * 4, *rows]
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table]
+    lines = markdown_rows([("key", "values", "default", "meaning"), ("---",) * 4, *rows])
     meaning = textwrap.fill(section_meaning(section), WIDTH_OF_PAGE, break_on_hyphens=False)
     return "\n".join(["", f"## {section}", "", meaning, "", *lines, ""])

@@ -4,24 +4,28 @@ evaluation.json is written last: an evaluation whose evaluation.json is there ha
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
+from vcore_ds.files.json_files import parse_json, read_json
 from vcore_ds.files.user_paths import reading
 
 EVALUATION = "evaluation.json"
 OF_A_RUN = "evaluation"
 """Folder, in a run's, of the evaluation of its result that training with --eval ends with."""
-FORMAT = 1
-"""Number of the format described here."""
 _EXPECTED = "the folder of a finished evaluation (vcore-ds eval --output)"
+_REMEDY = "Evaluate again, with this version"
+_EXACT = ConfigDict(strict=True, extra="forbid")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_EXACT)
 class SampleResult:
     """A line of NAME.jsonl: one answer of the model to one problem."""
 
@@ -40,7 +44,7 @@ class SampleResult:
     output: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_EXACT)
 class TaskResult:
     """An entry of `tasks` in evaluation.json. Shares are of all samples, from 0 to 1."""
 
@@ -52,7 +56,7 @@ class TaskResult:
     mean_tokens: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_EXACT)
 class Evaluation:
     """What evaluation.json holds."""
 
@@ -67,6 +71,11 @@ class Evaluation:
     generations: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Tasks that other programs grade (code): their file and the same numbers as `tasks`, without `accuracy`. They have
     no NAME.jsonl."""
+    format: Literal[1] = 1
+    """Number of the format described here."""
+
+
+_EVALUATION, _SAMPLE = TypeAdapter(Evaluation), TypeAdapter(SampleResult)
 
 
 def samples_path(folder: Path, task: str) -> Path:
@@ -101,7 +110,8 @@ def write_samples(folder: Path, task: str, samples: Iterable[SampleResult]) -> N
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
     """Writes evaluation.json, when all NAME.jsonl are there. Raises OSError."""
-    text = json.dumps({"format": FORMAT, **asdict(evaluation)}, indent=2, ensure_ascii=False) + "\n"
+    contents = {"format": evaluation.format, **asdict(evaluation)}  # first in the file
+    text = json.dumps(contents, indent=2, ensure_ascii=False) + "\n"
     with written_aside(folder / EVALUATION) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
@@ -109,31 +119,21 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_evaluation(folder: Path) -> Evaluation:
+def read_evaluation(folder: Path, option: str = "") -> Evaluation:
     """What evaluation.json says.
+
+    Args:
+        option: of the command line, which names the folder; empty where messages begin with the folder.
 
     Raises:
         UserError: it is missing, damaged or of another format.
     """
     path = folder / EVALUATION
-    with reading("", folder, _EXPECTED):
+    with reading(option, folder, _EXPECTED):
         if not path.is_file():
-            raise UserError(f"{folder}: found no {EVALUATION}; expected {_EXPECTED}. Finish it, or name another folder")
-        text = path.read_text(encoding="utf-8", errors="replace")
-    try:
-        values = json.loads(text)
-        if values["format"] != FORMAT:
-            raise UserError(
-                f"{path}: format: found {values['format']!r}, expected {FORMAT}. Evaluate again with this version"
-            )
-        tasks = {name: TaskResult(**task) for name, task in values["tasks"].items()}
-        found = {name: values[name] for name in ("model", "sampling", "versions")}
-        found["generations"] = values.get("generations", {})
-        if not all(isinstance(value, dict) for value in found.values()):
-            raise TypeError
-        return Evaluation(preset=values["preset"], tasks=tasks, **found)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{path}: is damaged; expected what vcore-ds eval writes there. Evaluate again") from None
+            place = f"{option}: {folder}" if option else str(folder)
+            raise UserError(f"{place}: found no {EVALUATION}; expected {_EXPECTED}. Finish it, or name another folder")
+    return read_json(path, _EVALUATION, "what vcore-ds eval writes there", _REMEDY)
 
 
 def read_samples(folder: Path, task: str) -> list[SampleResult]:
@@ -144,29 +144,9 @@ def read_samples(folder: Path, task: str) -> list[SampleResult]:
     """
     path = samples_path(folder, task)
     with reading("", path, _EXPECTED):
-        text = path.read_text(encoding="utf-8", errors="replace")
-    return [_sample(line, f"{path}:{number}") for number, line in enumerate(text.split("\n"), start=1) if line]
-
-
-def _sample(line: str, where: str) -> SampleResult:
-    try:
-        sample = SampleResult(**json.loads(line))
-        if not _has_its_types(sample):
-            raise TypeError
-        return sample
-    except (ValueError, TypeError, RecursionError):
-        raise UserError(f"{where}: is damaged; expected a line of vcore-ds eval. Evaluate again") from None
-
-
-def _has_its_types(sample: SampleResult) -> bool:
-    expected: Mapping[str, Any] = {
-        "problem_id": str,
-        "sample": int,
-        "correct": bool,
-        "answered": bool,
-        "truncated": bool,
-        "num_tokens": int,
-        "answer": (str, type(None)),
-        "output": str,
-    }
-    return all(isinstance(getattr(sample, name), kind) for name, kind in expected.items())
+        lines = path.read_bytes().split(b"\n")
+    return [
+        parse_json(line, _SAMPLE, f"{path}:{number}", "a line of vcore-ds eval", _REMEDY)
+        for number, line in enumerate(lines, start=1)
+        if line
+    ]

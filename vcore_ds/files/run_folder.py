@@ -8,13 +8,16 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from vcore_ds import __version__
-from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
+from vcore_ds.files.json_files import read_json
 from vcore_ds.files.user_paths import check_folder, writing
 
 PACKAGES = ("torch", "deepspeed", "transformers", "peft", "megatron-core")
@@ -102,30 +105,46 @@ def write_data_counts(folder: Path, counts: list[dict[str, Any]]) -> None:
         _replace(folder / DATA, json.dumps(counts, indent=2) + "\n")
 
 
-def read_data_counts(folder: Path) -> list[dict[str, Any]]:
-    """For each set of data that the run reads its `part` in the run, `path`, `hub_ids`, and its numbers of `sequences`,
-    `tokens` and `supervised_tokens`; empty where the run wrote none.
+@dataclass(frozen=True)
+class DataCounts:
+    """An entry of data.json: how much of one set of data the run reads."""
+
+    part: str
+    """What the run reads it for."""
+    path: str
+    hub_ids: list[str]
+    sequences: int
+    tokens: int
+    supervised_tokens: int
+
+
+_DATA_COUNTS, _ENVIRONMENT = TypeAdapter(list[DataCounts]), TypeAdapter(dict[str, Any])
+
+
+def read_data_counts(folder: Path) -> list[DataCounts]:
+    """What data.json says of each set of data; empty where the run wrote none.
 
     Raises:
         UserError: the file is damaged.
     """
     path = folder / DATA
-    if not path.is_file():
-        return []
-    try:
-        found = json.loads(path.read_bytes())
-        keys = {"part", "path", "hub_ids", "sequences", "tokens", "supervised_tokens"}
-        if all(keys <= entry.keys() for entry in found):
-            return found
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        pass
-    raise UserError(f"{path}: is damaged; expected the counts of data that a run writes there. Remove the file")
+    return read_json(path, _DATA_COUNTS, "the counts of data that a run writes there") if path.is_file() else []
+
+
+def read_environment(folder: Path) -> dict[str, Any]:
+    """environment.json; empty where the folder has none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = folder / ENVIRONMENT
+    return read_json(path, _ENVIRONMENT, "the JSON object that a run writes there") if path.is_file() else {}
 
 
 def _record_environment(folder: Path, world_size: int, num_done: int) -> None:
     now = {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **environment(world_size)}
-    if (folder / ENVIRONMENT).is_file():
-        first = json.loads((folder / ENVIRONMENT).read_text())
+    first = read_environment(folder)
+    if first:
         now = first | {"resumed": [*first.get("resumed", []), {"step": num_done, **now}]}
     _replace(folder / ENVIRONMENT, json.dumps(now, indent=2) + "\n")
 

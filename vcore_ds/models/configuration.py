@@ -21,10 +21,10 @@ from vcore_ds.planning.model_shape import (
     ATTENTION_LAYERS,
     OTHER_LAYERS,
     QWEN3_32B,
+    REQUIRED_SIZES,
+    SIZE_NAMES,
     ModelShape,
-    layer_parameters,
-    memory_sizes,
-    row_obstacles,
+    shape_of_sizes,
 )
 
 _EXPECTED = "expected a decoder-only language model (Qwen3, Llama, ...)"
@@ -42,19 +42,20 @@ def read_config(path: str, *, local_files_only: bool = False) -> PretrainedConfi
     raw = _read_json(path, local_files_only)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
-        raise UserError(
-            f"model.path: {path}: config.json: found no model_type, expected the name of an architecture; "
-            "is this a Hugging Face model?"
+        raise bad_config(
+            path, "found no model_type, expected the name of an architecture; is this a Hugging Face model?"
         )
     if model_type not in CONFIG_MAPPING:
         if "auto_map" in raw:
-            raise UserError(
-                f"model.path: {path}: config.json: model_type {model_type!r} needs code of the model's own "
-                f"(trust_remote_code), which is not run here; {_EXPECTED} that transformers has itself"
+            raise bad_config(
+                path,
+                f"model_type {model_type!r} needs code of the model's own (trust_remote_code), which is not run here; "
+                f"{_EXPECTED} that transformers has itself",
             )
-        raise UserError(
-            f"model.path: {path}: config.json: model_type {model_type!r} is unknown to transformers "
-            f"{transformers.__version__}; install a newer transformers, or choose another model"
+        raise bad_config(
+            path,
+            f"model_type {model_type!r} is unknown to transformers {transformers.__version__}; install a newer "
+            "transformers, or choose another model",
         )
     _check_sizes(path, raw)
     try:
@@ -69,6 +70,11 @@ def read_config(path: str, *, local_files_only: bool = False) -> PretrainedConfi
     return config
 
 
+def bad_config(path: str, problem: str) -> UserError:
+    """What a user reads of the config.json of a model."""
+    return UserError(f"model.path: {path}: config.json: {problem}")
+
+
 def _read_json(path: str, local_files_only: bool) -> dict[str, Any]:
     """config.json as it is written."""
     try:
@@ -77,9 +83,9 @@ def _read_json(path: str, local_files_only: bool) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"model.path: {path}: no configuration can be read: {first_line(error)}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"model.path: {path}: config.json: not JSON ({first_line(error)})") from None
+        raise bad_config(path, f"not JSON ({first_line(error)})") from None
     if not isinstance(raw, dict):
-        raise UserError(f"model.path: {path}: config.json: found {type(raw).__name__}, expected a JSON object")
+        raise bad_config(path, f"found {type(raw).__name__}, expected a JSON object")
     return raw
 
 
@@ -90,7 +96,7 @@ def _check_sizes(path: str, raw: dict[str, Any]) -> None:
         for key, largest in _MAX_SIZES.items():
             value = section.get(key)
             if isinstance(value, int) and not 1 <= value <= largest:
-                raise UserError(f"model.path: {path}: config.json: {key}: found {value:.6g}, expected 1 to {largest:,}")
+                raise bad_config(path, f"{key}: found {value:.6g}, expected 1 to {largest:,}")
 
 
 def _check_kind(path: str, config: PretrainedConfig) -> None:
@@ -102,18 +108,19 @@ def _check_kind(path: str, config: PretrainedConfig) -> None:
         kind = "no causal language model"
     else:
         return
-    raise UserError(f"model.path: {path}: config.json: model_type {config.model_type!r} is {kind}; {_EXPECTED}")
+    raise bad_config(path, f"model_type {config.model_type!r} is {kind}; {_EXPECTED}")
 
 
 def _check_heads(path: str, config: PretrainedConfig) -> None:
     num_heads, num_kv_heads = (_size(config, key) for key in ("num_attention_heads", "num_key_value_heads"))
     for key, value in (("num_attention_heads", num_heads), ("num_key_value_heads", num_kv_heads)):
         if value is not None and value < 1:
-            raise UserError(f"model.path: {path}: config.json: {key}: found {value}, expected at least 1")
+            raise bad_config(path, f"{key}: found {value}, expected at least 1")
     if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
-        raise UserError(
-            f"model.path: {path}: config.json: found num_attention_heads {num_heads} together with "
-            f"num_key_value_heads {num_kv_heads}; expected a multiple of it"
+        raise bad_config(
+            path,
+            f"found num_attention_heads {num_heads} together with num_key_value_heads {num_kv_heads}; expected a "
+            "multiple of it",
         )
 
 
@@ -126,33 +133,13 @@ def model_shape(path: str) -> ModelShape:
     """What time and memory of a pass depend on. Architectures whose configuration has other names are taken for dense
     Llama-like ones, those without heads for a model of the usual sizes whose rows cannot be shared or packed."""
     config = read_config(path)
-    sizes = {key: _size(config, key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")}
-    num_layers, num_heads, hidden = sizes.values()
-    if num_layers is None or num_heads is None or hidden is None:
-        missing = next(key for key, value in sizes.items() if value is None)
+    sizes = {size: _size(config, names[0]) for size, names in SIZE_NAMES.items()}
+    shape = shape_of_sizes(sizes, config.get_text_config().to_dict())
+    if shape is None:
+        missing = next(SIZE_NAMES[size][0] for size in REQUIRED_SIZES if sizes[size] is None)
         why = f"whose configuration has no single {missing}"
         return replace(QWEN3_32B, unshareable=why, unpackable=why, hidden_size=0)
-    head_dim = _size(config, "head_dim") or max(1, hidden // num_heads)
-    num_kv_heads = _size(config, "num_key_value_heads") or num_heads
-    parameters = layer_parameters(hidden, num_heads, num_kv_heads, head_dim, _size(config, "intermediate_size"))
-    unshareable, unpackable = row_obstacles(config.get_text_config().to_dict())
-    if not can_replace_attention(config):
-        unshareable = "whose attention is its own code"
-    memory = {
-        "hidden_size": hidden,
-        "intermediate_size": _size(config, "intermediate_size"),
-        "vocabulary_size": _size(config, "vocab_size"),
-    }
-    return ModelShape(
-        num_layers,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        parameters,
-        unshareable,
-        unpackable,
-        **memory_sizes(config.get_text_config().to_dict(), memory),
-    )
+    return shape if can_replace_attention(config) else replace(shape, unshareable="whose attention is its own code")
 
 
 def _size(config: PretrainedConfig, name: str) -> int | None:

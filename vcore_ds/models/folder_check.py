@@ -14,7 +14,7 @@ from vcore_ds.errors import UserError, last_line
 from vcore_ds.files.model_folder import INDEX, SINGLE_FILE
 from vcore_ds.files.safetensors_ranges import BadSafetensors, StoredTensor, read_header
 from vcore_ds.files.user_paths import reading
-from vcore_ds.models.configuration import read_config
+from vcore_ds.models.configuration import bad_config, read_config
 
 _REMEDY = "is the download complete?"
 
@@ -54,10 +54,8 @@ def empty_model(path: str, config: PretrainedConfig) -> PreTrainedModel:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except Exception as error:  # of any class: sizes and names go into the architecture's own code as they are
-        raise UserError(
-            f"model.path: {path}: config.json: no {config.model_type} can be built from its values: "
-            f"{type(error).__name__}: {last_line(error)}"
-        ) from None
+        problem = f"{type(error).__name__}: {last_line(error)}"
+        raise bad_config(path, f"no {config.model_type} can be built from its values: {problem}") from None
 
 
 def _read_shapes(folder: Path) -> Shapes | None:
@@ -127,9 +125,10 @@ def _check_number_of_layers(path: str, config: PretrainedConfig, shapes: Shapes)
     found = max(numbers) + 1
     num_extra = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
     if found not in (expected, expected + num_extra):
-        raise UserError(
-            f"model.path: {path}: config.json: num_hidden_layers: found {expected}, expected {found}, the number of "
-            "layers in the weights; configuration and weights are of different models"
+        raise bad_config(
+            path,
+            f"num_hidden_layers: found {expected}, expected {found}, the number of layers in the weights; "
+            "configuration and weights are of different models",
         )
 
 

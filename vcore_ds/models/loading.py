@@ -10,6 +10,9 @@ from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.configuration import can_replace_attention, read_config
 from vcore_ds.models.stored_weights import check_nothing_is_missing, unreadable_model
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+"""By what recipes and command lines call them."""
+
 
 def load_causal_lm(
     path: str, *, dtype: torch.dtype | str, attention: str, gradient_checkpointing: bool

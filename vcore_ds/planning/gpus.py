@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from vcore_ds.planning.traffic import Machine
-
-_GIB = 2**30
+from vcore_ds.planning.units import GIB
 
 
 @dataclass(frozen=True)
@@ -28,23 +27,23 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         # NVIDIA A100 data sheet, SXM 80 GB; DGX A100: eight 200 Gb/s adapters.
-        Gpu("A100", 79 * _GIB, 312e12, 2.039e12, 300e9, 25e9),
+        Gpu("A100", 79 * GIB, 312e12, 2.039e12, 300e9, 25e9),
         # NVIDIA H100 data sheet, SXM 80 GB; DGX H100: eight 400 Gb/s adapters.
-        Gpu("H100", 79 * _GIB, 989e12, 3.35e12, 450e9, 50e9),
+        Gpu("H100", 79 * GIB, 989e12, 3.35e12, 450e9, 50e9),
         # NVIDIA H200 data sheet, SXM 141 GB; DGX H200: eight 400 Gb/s adapters.
-        Gpu("H200", 139 * _GIB, 989e12, 4.8e12, 450e9, 50e9),
+        Gpu("H200", 139 * GIB, 989e12, 4.8e12, 450e9, 50e9),
         # NVIDIA HGX B200: 36 PFLOP/s sparse bf16, 1.4 TB and 14.4 TB/s of NVLink in both directions over 8; DGX B200:
         # 64 TB/s of memory over 8, eight 400 Gb/s adapters. 183,359 MiB by nvidia-smi.
-        Gpu("B200", 178 * _GIB, 2250e12, 8e12, 900e9, 50e9),
+        Gpu("B200", 178 * GIB, 2250e12, 8e12, 900e9, 50e9),
         # NVIDIA HGX B300: 36 PFLOP/s sparse bf16 over 8, 8 TB/s of memory, eight 800 Gb/s adapters. 288 GB, which is
         # 268 GiB.
-        Gpu("B300", 267 * _GIB, 2250e12, 8e12, 900e9, 100e9),
+        Gpu("B300", 267 * GIB, 2250e12, 8e12, 900e9, 100e9),
         # NVIDIA GB200 NVL72: 360 PFLOP/s sparse bf16, 13.4 TB, 576 TB/s and 130 TB/s of NVLink in both directions over
         # 72; a 400 Gb/s adapter a GPU. Its NVLink joins the nodes of a rack (--gpus-per-node 72).
-        Gpu("GB200", 184 * _GIB, 2500e12, 8e12, 900e9, 50e9),
+        Gpu("GB200", 184 * GIB, 2500e12, 8e12, 900e9, 50e9),
         # NVIDIA RTX Blackwell PRO architecture paper, Workstation Edition: 503.8 TFLOP/s with fp32 sums, 96 GB of GDDR7
         # at 1,792 GB/s; PCIe 5.0 x16 instead of NVLink. 400 Gb/s a GPU as in NVIDIA's RTX PRO servers.
-        Gpu("RTX PRO 6000", 94 * _GIB, 503.8e12, 1.792e12, 64e9, 50e9),
+        Gpu("RTX PRO 6000", 94 * GIB, 503.8e12, 1.792e12, 64e9, 50e9),
     )
 }
 """By the name that `--gpu` takes. Memory is what nvidia-smi shows for such devices, less what its context takes."""
@@ -94,7 +93,7 @@ class Cluster:
     num_gpus: int
     gpus_per_node: int = 8
     achieved: Achieved = Achieved()
-    host_bytes_per_node: int = 2048 * _GIB
+    host_bytes_per_node: int = 2048 * GIB
     """Host memory, for what is offloaded."""
 
     @property

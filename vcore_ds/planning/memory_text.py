@@ -3,15 +3,16 @@
 from collections.abc import Mapping
 
 from vcore_ds.planning.memory_plan import Available, MemoryPlan
+from vcore_ds.planning.units import gib
 
 
 def describe_memory(plan: MemoryPlan) -> str:
     """One line on what a rank needs."""
     estimate = plan.estimate
-    host = f", {_gib(estimate.host_bytes, 1)} GiB in host memory" if estimate.host else ""
+    host = f", {gib(estimate.host_bytes, 1)} GiB in host memory" if estimate.host else ""
     return (
-        f"Memory of each rank, estimated: {_gib(estimate.persistent_bytes, 1)} GiB for the whole run, "
-        f"{_gib(estimate.peak_bytes, 1)} GiB at the peak ({estimate.peak_phase}, "
+        f"Memory of each rank, estimated: {gib(estimate.persistent_bytes, 1)} GiB for the whole run, "
+        f"{gib(estimate.peak_bytes, 1)} GiB at the peak ({estimate.peak_phase}, "
         f"{plan.settings.main_tokens:,} tokens in a micro-batch){host}"
     )
 
@@ -20,8 +21,8 @@ def describe_tightness(plan: MemoryPlan, available: Available) -> str:
     """The warning of a run that fits without a margin."""
     estimate = plan.estimate
     return (
-        f"memory: {_gib(estimate.peak_bytes)} of {_gib(available.device)} GiB a rank are needed by the estimate, "
-        f"in {estimate.peak_phase}; it may be short by {_gib(estimate.margin_bytes)} GiB. Less is taken with\n"
+        f"memory: {gib(estimate.peak_bytes)} of {gib(available.device)} GiB a rank are needed by the estimate, "
+        f"in {estimate.peak_phase}; it may be short by {gib(estimate.margin_bytes)} GiB. Less is taken with\n"
         + _remedies(plan, available)
     )
 
@@ -39,7 +40,7 @@ def describe_shortage(plan: MemoryPlan, available: Available, remedies: str = ""
         where, needed, room = "host memory", estimate.host_bytes, available.host
     phase = estimate.peak_phase
     lines = [
-        f"memory: found {_gib(room)} GiB of {where} for each rank; expected {_gib(needed)} GiB, by an estimate for "
+        f"memory: found {gib(room)} GiB of {where} for each rank; expected {gib(needed)} GiB, by an estimate for "
         f"{plan.plan.num_ranks_of_job:,} rank(s) and {plan.settings.main_tokens:,} tokens in a micro-batch on a "
         f"{plan.plan.member}:",
         *_table("for the whole run", estimate.persistent),
@@ -55,19 +56,15 @@ def _table(title: str, kinds: Mapping[str, int]) -> list[str]:
     """GiB by kind, one line each, below their sum; nothing where there are none."""
     if not kinds:
         return []
-    rows = [f"  {_gib(num_bytes):>10}    {kind}" for kind, num_bytes in kinds.items() if num_bytes]
-    return [f"  {_gib(sum(kinds.values())):>10}  {title}", *rows]
+    rows = [f"  {gib(num_bytes):>10}    {kind}" for kind, num_bytes in kinds.items() if num_bytes]
+    return [f"  {gib(sum(kinds.values())):>10}  {title}", *rows]
 
 
 def _remedies(plan: MemoryPlan, available: Available) -> str:
     lines = []
     for remedy in plan.remedies(available):
         estimate = remedy.estimate
-        host = f" and {_gib(estimate.host_bytes)} in host memory" if estimate.host else ""
+        host = f" and {gib(estimate.host_bytes)} in host memory" if estimate.host else ""
         verdict = "" if available.holds(estimate) else ", not enough alone"
-        lines.append(f"  {remedy.change}: {_gib(estimate.peak_bytes)} GiB{host}{verdict}")
+        lines.append(f"  {remedy.change}: {gib(estimate.peak_bytes)} GiB{host}{verdict}")
     return "\n".join(lines) or "  (nothing that the recipe could say)"
-
-
-def _gib(num_bytes: int, digits: int = 2) -> str:
-    return f"{num_bytes / 2**30:,.{digits}f}"

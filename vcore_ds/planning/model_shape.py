@@ -9,7 +9,7 @@ from typing import Any
 _TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")
 """Where a config.json may keep its language model, as in transformers' `get_text_config`."""
 
-_NAMES = {
+SIZE_NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "num_heads": ("num_attention_heads", "n_head", "num_heads"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -18,7 +18,7 @@ _NAMES = {
     "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim"),
     "vocabulary_size": ("vocab_size",),
 }
-"""What architectures call a size in config.json."""
+"""What architectures call a size in config.json; the first name is transformers' own for all of them."""
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "moe", "dense", "sparse"})
 """Kinds of layers (`layer_types`) in which tokens see each other through attention that can be replaced, and no other
@@ -33,7 +33,7 @@ _ROPE_OF_THE_ROW = frozenset({"longrope", "dynamic"})
 _NORMALIZED_HEADS = ("qwen3", "olmo2", "olmo3", "gemma3")
 """How the names of architectures begin whose queries and keys have norms of their own."""
 
-_REQUIRED = ("num_layers", "num_heads", "hidden_size")
+REQUIRED_SIZES = ("num_layers", "num_heads", "hidden_size")
 
 
 @dataclass(frozen=True)
@@ -86,23 +86,30 @@ class ModelShape:
         return self.layer_parameters / (self.num_heads * self.head_dim)
 
 
-def memory_sizes(config: Mapping[str, Any], sizes: Mapping[str, int | None]) -> dict[str, Any]:
-    """The fields of `ModelShape` that memory depends on; none where a size is missing.
+def shape_of_sizes(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -> ModelShape | None:
+    """The shape of a decoder, taken for a dense, Llama-like one; None where one of `REQUIRED_SIZES` is missing.
 
     Args:
-        config: of the language model, as in config.json.
-        sizes: `hidden_size`, `intermediate_size` and `vocabulary_size`, as far as they are known.
+        sizes: those of `SIZE_NAMES`, None where the configuration has none.
+        config: of the language model, as in config.json; what is malformed is passed over.
     """
-    hidden, vocabulary = sizes["hidden_size"], sizes["vocabulary_size"]
-    if hidden is None or vocabulary is None:
-        return {}
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": sizes["intermediate_size"] or 4 * hidden,
-        "vocabulary_size": vocabulary,
-        "is_tied": bool(config.get("tie_word_embeddings", False)),
-        "normalizes_heads": str(config.get("model_type", "")).startswith(_NORMALIZED_HEADS),
-    }
+    num_layers, num_heads, hidden = (sizes[key] for key in REQUIRED_SIZES)
+    if num_layers is None or num_heads is None or hidden is None:
+        return None
+    num_kv_heads, head_dim = sizes["num_kv_heads"] or num_heads, sizes["head_dim"] or max(1, hidden // num_heads)
+    width, vocabulary = sizes["intermediate_size"], sizes["vocabulary_size"]
+    parameters = layer_parameters(hidden, num_heads, num_kv_heads, head_dim, width)
+    shape = ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, *_row_obstacles(config))
+    if vocabulary is None:
+        return shape
+    return replace(
+        shape,
+        hidden_size=hidden,
+        intermediate_size=width or 4 * hidden,
+        vocabulary_size=vocabulary,
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        normalizes_heads=str(config.get("model_type", "")).startswith(_NORMALIZED_HEADS),
+    )
 
 
 def layer_parameters(
@@ -113,7 +120,7 @@ def layer_parameters(
     return attention + 3 * hidden_size * (intermediate_size or 4 * hidden_size)
 
 
-def row_obstacles(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def _row_obstacles(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """`unshareable` and `unpackable` of a configuration, as far as its layers and positions go.
 
     Args:
@@ -175,16 +182,9 @@ def _shape(raw: Mapping[str, Any]) -> ModelShape | None:
             raw = raw[section]
             break
     sizes: dict[str, int | None] = {}
-    for size, names in _NAMES.items():
+    for size, names in SIZE_NAMES.items():
         found = [raw[name] for name in names if raw.get(name) is not None]
         if any(type(value) is not int or not 1 <= value < 2**31 for value in found):
             return None
         sizes[size] = found[0] if found else None
-    num_layers, num_heads, hidden = (sizes[key] for key in _REQUIRED)
-    if num_layers is None or num_heads is None or hidden is None:
-        return None
-    num_kv_heads = sizes["num_kv_heads"] or num_heads
-    head_dim = sizes["head_dim"] or max(1, hidden // num_heads)
-    parameters = layer_parameters(hidden, num_heads, num_kv_heads, head_dim, sizes["intermediate_size"])
-    obstacles = row_obstacles(raw)
-    return ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, *obstacles, **memory_sizes(raw, sizes))
+    return shape_of_sizes(sizes, raw)

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from vcore_ds.planning.memory_text import describe_shortage
 from vcore_ds.planning.run_plan import RunPlan, Way
-
-_GIB = 2**30
+from vcore_ds.planning.units import gib
 
 
 def plan_verdict(plan: RunPlan) -> str:
@@ -17,8 +16,8 @@ def describe_plan(plan: RunPlan) -> str:
     """One line, such as `Plan on 64 H100 (8 nodes of 8): 3.98 s a step, 2,066 million tokens a day, ...`."""
     estimate = plan.memory.estimate
     return (
-        f"Plan on {plan.cluster.describe()}: {plan_verdict(plan)}, {estimate.peak_bytes / _GIB:,.1f} of "
-        f"{plan.available.device / _GIB:,.0f} GiB; {plan.cost.seconds_step:,.3g} s a step, "
+        f"Plan on {plan.cluster.describe()}: {plan_verdict(plan)}, {gib(estimate.peak_bytes, 1)} of "
+        f"{gib(plan.available.device, 0)} GiB; {plan.cost.seconds_step:,.3g} s a step, "
         f"{plan.tokens_per_day / 1e6:,.0f} million tokens a day, {plan.gpu_hours(100):,.1f} GPU hours of 100 steps "
         "(assumed speeds: vcore-ds plan)"
     )
@@ -27,7 +26,7 @@ def describe_plan(plan: RunPlan) -> str:
 def describe_refusal(plan: RunPlan, ways: Sequence[Way]) -> str:
     """The message of a run that does not fit: bytes by kind, and the changes with which it would, cheapest first."""
     lines = [
-        f"  {way.change}: {way.plan.memory.estimate.peak_bytes / _GIB:,.2f} GiB, "
+        f"  {way.change}: {gib(way.plan.memory.estimate.peak_bytes)} GiB, "
         f"{way.plan.gpu_hours(100):,.1f} GPU hours of 100 steps"
         for way in ways
     ]

@@ -16,9 +16,11 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.config.yaml_text import dump_yaml
 from vcore_ds.errors import UserError
 from vcore_ds.files.base_model import OWN_TAG, BaseModel, base_model_of
-from vcore_ds.files.run_folder import read_data_counts
+from vcore_ds.files.evaluation_folder import TaskResult, read_evaluation
+from vcore_ds.files.run_folder import DataCounts, read_data_counts, read_environment
+from vcore_ds.results.presentation import markdown_rows
 from vcore_ds.results.public_recipe import public_recipe, public_source
-from vcore_ds.results.run_reader import read_environment_of, read_evaluation, read_held_out_losses, read_metrics_of
+from vcore_ds.results.run_reader import HeldOutLosses, read_held_out_losses, read_metrics_of
 
 METHODS = {"vcore": "VCORE", "sft": "SFT", "dft": "DFT", "iw_sft": "iw-SFT", "random": "random masking"}
 
@@ -67,16 +69,18 @@ def model_card(folder: Path, recipe: Recipe, request: CardRequest) -> str:
     last = int(lines[-1]["step"] or 0) if lines else None
     at_end = request.step is None or request.step == last
     lines = [line for line in lines if request.step is None or (line["step"] or 0) <= request.step]
-    evaluations = [found for path in request.evaluations for found in read_evaluation(path).items()]
+    evaluations = [
+        found for path in request.evaluations for found in read_evaluation(path, "--evaluation").tasks.items()
+    ]
     metadata = _metadata(recipe, request, base, read_data_counts(folder), evaluations)
     sections = [
         _summary(recipe, request, base, last),
         _data(read_data_counts(folder), lines, recipe.schedule.num_steps),
-        _losses(lines, *(read_held_out_losses(folder) if at_end else ({}, {}))),
+        _losses(lines, read_held_out_losses(folder) if at_end else HeldOutLosses({}, {})),
         _evaluation(evaluations),
         _hyperparameters(recipe),
         _use(recipe, request, base),
-        _origin(read_environment_of(folder), lines),
+        _origin(read_environment(folder), lines),
         f"## Recipe\n\n```yaml\n{dump_yaml(public_recipe(recipe, base)).strip()}\n```",
     ]
     return f"---\n{metadata}\n---\n\n" + "\n\n".join(section for section in sections if section) + "\n"
@@ -86,14 +90,13 @@ def _metadata(
     recipe: Recipe,
     request: CardRequest,
     base: BaseModel,
-    counts: Sequence[Mapping[str, Any]],
-    evaluations: Sequence[tuple[str, Mapping[str, Any]]],
+    counts: Sequence[DataCounts],
+    evaluations: Sequence[tuple[str, TaskResult]],
 ) -> str:
     """YAML by huggingface_hub's own class."""
-    hub_data = sorted({name for entry in counts for name in entry["hub_ids"]})
+    hub_data = sorted({name for entry in counts for name in entry.hub_ids})
     results = [
-        EvalResult("text-generation", name, name, "accuracy", round(found["accuracy"], 4))
-        for name, found in evaluations
+        EvalResult("text-generation", name, name, "accuracy", round(found.accuracy, 4)) for name, found in evaluations
     ]
     of_license: dict[str, Any] = dict(base.license)  # keys of LICENSE_KEYS
     card = ModelCardData(
@@ -137,14 +140,12 @@ def _summary(recipe: Recipe, request: CardRequest, base: BaseModel, last: int | 
     return text
 
 
-def _data(
-    counts: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, float | None]], num_planned: int | None
-) -> str:
+def _data(counts: Sequence[DataCounts], lines: Sequence[Mapping[str, float | None]], num_planned: int | None) -> str:
     rows = [
         [
-            entry["part"],
-            public_source(entry["path"]),
-            *(f"{entry[key]:,}" for key in ("sequences", "tokens", "supervised_tokens")),
+            entry.part,
+            public_source(entry.path),
+            *(f"{number:,}" for number in (entry.sequences, entry.tokens, entry.supervised_tokens)),
         ]
         for entry in counts
     ]
@@ -160,26 +161,19 @@ def _data(
     return text
 
 
-def _losses(
-    lines: Sequence[Mapping[str, float | None]], before: Mapping[str, float], after: Mapping[str, float]
-) -> str:
+def _losses(lines: Sequence[Mapping[str, float | None]], held_out: HeldOutLosses) -> str:
     rows = [
-        [f"held-out loss{name and f', {name}'}", _number(before.get(name)), _number(loss)]
-        for name, loss in after.items()
+        [f"held-out loss{name and f', {name}'}", _number(held_out.before.get(name)), _number(loss)]
+        for name, loss in held_out.after.items()
     ]
     if lines:
         rows.append(["training loss, first and last step", *(_number(lines[i].get("loss")) for i in (0, -1))])
     return "## Losses\n\nMean nats per token.\n\n" + _table(["", "before", "after"], rows) if rows else ""
 
 
-def _evaluation(evaluations: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def _evaluation(evaluations: Sequence[tuple[str, TaskResult]]) -> str:
     rows = [
-        [
-            name,
-            f"{found['num_problems']:,}",
-            f"{found['accuracy']:.1%}",
-            f"{found['truncated_share']:.1%}" if "truncated_share" in found else "-",
-        ]
+        [name, f"{found.num_problems:,}", f"{found.accuracy:.1%}", f"{found.truncated_share:.1%}"]
         for name, found in evaluations
     ]
     return "## Evaluation\n\n" + _table(["task", "problems", "accuracy", "truncated answers"], rows) if rows else ""
@@ -224,7 +218,7 @@ def _origin(environment: Mapping[str, Any], lines: Sequence[Mapping[str, float |
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; numbers to the right."""
     lines = [head, ["---", *("---:" for _ in head[1:])], *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(markdown_rows(lines))
 
 
 def _number(value: float | None) -> str:

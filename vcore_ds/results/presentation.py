@@ -1,10 +1,13 @@
-"""What commands print and draw alike: tables as text, and the formats and colours of pictures."""
+"""What commands print and draw alike: tables as text and in Markdown, and the formats and colours of pictures."""
 
 from collections.abc import Collection, Sequence
-from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vcore_ds.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PICTURE_FORMATS = (".png", ".pdf", ".svg")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -29,9 +32,28 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[str] = ()) -> list[s
     ]
 
 
+def markdown_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table; the second one, of `---` and `---:`, aligns its columns."""
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+
+
 def check_picture(option: str, path: Path) -> None:
     """Raises UserError where the format of the picture that an option names is unknown, or matplotlib is missing."""
     if path.suffix.lower() not in PICTURE_FORMATS:
         raise UserError(f"{option}: found {path.name}; expected a name that ends in {', '.join(PICTURE_FORMATS)}")
-    if find_spec("matplotlib") is None:
-        raise UserError(f"{option}: found no matplotlib; expected it: pip install matplotlib")
+    check_matplotlib(option)
+
+
+def check_matplotlib(option: str) -> None:
+    """Raises UserError where matplotlib, which an option needs, is missing."""
+    try:
+        import matplotlib.figure  # noqa: F401  (takes a second, and only pictures need it)
+    except ImportError as error:
+        raise UserError(f"{option}: {error}; expected matplotlib. Install it with `pip install matplotlib`") from None
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty picture of so many inches, without pyplot, which keeps pictures and may open windows."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")

@@ -1,21 +1,34 @@
-"""A run's folder, read back: recipe, environment, metrics, tokenizer. Neither the model nor the data are needed."""
+"""A run's folder, read back: recipe, metrics, held-out losses, tokenizer. Neither the model nor the data are needed."""
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
 
 from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
-from vcore_ds.files.evaluation_folder import EVALUATION
-from vcore_ds.files.run_folder import ENVIRONMENT, HELD_OUT, METRICS, RECIPE, export_folder
+from vcore_ds.files.json_files import read_json
+from vcore_ds.files.run_folder import HELD_OUT, METRICS, RECIPE, export_folder
 from vcore_ds.files.user_paths import reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+@dataclass(frozen=True)
+class HeldOutLosses:
+    """What held_out.json holds: mean nats per token, by name of the set."""
+
+    before: dict[str, float]
+    after: dict[str, float]
+
+
+_HELD_OUT = TypeAdapter(HeldOutLosses)
 _A_STEP = "the JSON object of an optimizer step, with `step` from 1 on and ascending"
 
 
@@ -73,65 +86,16 @@ def _line(text: bytes) -> tuple[int, dict[str, float | None]] | None:
     return step, {key: None if value is None or not math.isfinite(value) else value for key, value in numbers.items()}
 
 
-def read_environment_of(folder: Path) -> dict[str, Any]:
-    """environment.json; empty where the folder has none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    path = folder / ENVIRONMENT
-    try:
-        with reading("", path, "what a run writes there"):
-            found = json.loads(path.read_bytes()) if path.is_file() else {}
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: is damaged; expected the JSON object that a run writes there. Remove the file")
-    return found
-
-
-def read_held_out_losses(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """Held-out losses before and after training, in nats by name of the set; empty where the run measured none.
+def read_held_out_losses(folder: Path) -> HeldOutLosses:
+    """Before and after training; empty where the run measured none.
 
     Raises:
         UserError: held_out.json cannot be read.
     """
     path = folder / HELD_OUT
     if not path.is_file():
-        return {}, {}
-    try:
-        with reading("", path, "what a run writes there"):
-            found = json.loads(path.read_bytes())
-        before, after = ({name: float(loss) for name, loss in found[key].items()} for key in ("before", "after"))
-        return before, after
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise UserError(f"{path}: is damaged; expected the held-out losses that a run writes there") from None
-
-
-def read_evaluation(folder: Path) -> dict[str, dict[str, Any]]:
-    """The tasks in the evaluation.json of a folder: each with `num_problems`, `accuracy` and what else was measured.
-
-    Raises:
-        UserError: there is no such file, or it has another format.
-    """
-    path = folder / EVALUATION
-    with reading("--evaluation", folder, f"a folder with an {EVALUATION}"):
-        text = path.read_bytes() if path.is_file() else None
-    if text is None:
-        raise UserError(f"--evaluation: {folder}: found no {EVALUATION} there; expected the folder of an evaluation")
-    try:
-        found = json.loads(text)
-        tasks = {str(name): dict(task) for name, task in found["tasks"].items()}
-        for task in tasks.values():
-            int(task["num_problems"]), float(task["accuracy"]), float(task.get("truncated_share", 0.0))
-        if found["format"] == 1:
-            return tasks
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        pass
-    raise UserError(
-        f'{path}: expected {{"format": 1, "tasks": {{NAME: {{"num_problems": .., "accuracy": ..}}}}}}; found something '
-        "else. Is it of another version?"
-    )
+        return HeldOutLosses({}, {})
+    return read_json(path, _HELD_OUT, "the held-out losses that a run writes there")
 
 
 def tokenizer_of(folder: Path, recipe: Recipe, path: str | None) -> "PreTrainedTokenizerBase":

@@ -6,6 +6,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from vcore_ds.planning.units import gib
 from vcore_ds.progress import Progress, duration
 from vcore_ds.track.token_records import SequenceTokens
 
@@ -75,7 +76,7 @@ def _short(values: dict[str, Any]) -> str:
         f"|g| {values['grad_norm']:.3g}",
         f"lr {values['learning_rate']:.2e}",
         f"{values['supervised_tokens_per_second']:.0f} tok/s",
-        f"{values['peak_memory_bytes'] / 2**30:.1f} GiB",
+        f"{gib(values['peak_memory_bytes'], 1)} GiB",
     ]
     if values["utilization"] is not None:
         parts.append(f"MFU {values['utilization']:.1%}")

@@ -17,6 +17,7 @@ from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import check_forward_mode, model_shape, read_config
 from vcore_ds.models.folder_check import check_model_folder
+from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import add_lora
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.run_plan import COALESCING_SHARE
@@ -109,7 +110,7 @@ def load_model(recipe: Recipe, ds_config: dict) -> "TokenLossModel | ParallelTok
 
 
 def _dtype(recipe: Recipe) -> torch.dtype:
-    return torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32
+    return DTYPES[recipe.model.precision]
 
 
 def coalesces(recipe: Recipe, model: torch.nn.Module) -> bool:

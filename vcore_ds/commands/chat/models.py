@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import torch
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -12,9 +11,8 @@ from transformers.utils import logging
 from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
+from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.named_model import AnsweringModel, NamedModel, find_named_model, load_to_answer
-
-DTYPES: dict[str | None, torch.dtype | str] = {"bf16": torch.bfloat16, "fp32": torch.float32, None: "auto"}
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,11 @@ def load_voices(found: NamedModel, *, with_base: bool, dtype: str | None) -> lis
     base = find_named_model(found.base) if with_base and found.base is not None else None
     tokenizer = load_tokenizer(found.tokenizer, "RUN|MODEL")
     check_tokenizer(tokenizer)
-    model = load_to_answer(found, DTYPES[dtype])
+    in_memory = "auto" if dtype is None else DTYPES[dtype]
+    model = load_to_answer(found, in_memory)
     tuned = Voice("tuned" if found.base is not None else "model", model, tokenizer)
     if base is None:
         return [tuned]
     if isinstance(model, PeftModel):
         return [Voice("base", model, tokenizer, model.disable_adapter), tuned]
-    return [Voice("base", load_to_answer(base, DTYPES[dtype]), load_tokenizer(base.tokenizer, "RUN|MODEL")), tuned]
+    return [Voice("base", load_to_answer(base, in_memory), load_tokenizer(base.tokenizer, "RUN|MODEL")), tuned]

@@ -14,6 +14,7 @@ from vcore_ds.data.conversations import Message
 from vcore_ds.data.rendering import render_prompt
 from vcore_ds.errors import UserError
 from vcore_ds.grading.prompts import code_prompt, math_prompt
+from vcore_ds.models.generation import generate_answers, longest_sequence
 from vcore_ds.models.named_model import AnsweringModel, end_token_ids
 
 PROMPTS: dict[str, Callable[[str], str]] = {"plain": str, "math": math_prompt, "code": code_prompt}
@@ -134,30 +135,24 @@ def answer_question(voice: Voice, messages: list[Message], sampling: Sampling) -
         raise UserError(
             f"chat: the chat template of {tokenizer.name_or_path} refuses the conversation: {error}"
         ) from None
-    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
-    num_prompt, limit = inputs["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", None)
-    room = sampling.max_new_tokens if limit is None else min(sampling.max_new_tokens, limit - num_prompt)
-    if room < 1:
+    prompt, longest = tokenizer(text, add_special_tokens=False)["input_ids"], longest_sequence(model)
+    if len(prompt) >= longest:
         raise UserError(
-            f"chat: found {num_prompt:,} tokens so far; expected fewer than the {limit:,} that the model takes"
+            f"chat: found {len(prompt):,} tokens so far; expected fewer than the {longest:,} that the model takes"
         )
     stream, start = _Stream(tokenizer), time.perf_counter()
-    end: End = "finished"
-    settings = generation_settings(model, tokenizer, sampling, room)
+    settings = generation_settings(model, tokenizer, sampling)
     try:
-        with voice.during(), torch.inference_mode():
-            tokens = model.generate(**inputs, generation_config=settings, streamer=stream)[0, num_prompt:].tolist()
-        if not tokens or tokens[-1] not in settings.eos_token_id:
-            end = "cut off"
+        with voice.during():
+            (answer,) = generate_answers(model, [prompt], [sampling.max_new_tokens], settings, streamer=stream)
+        end: End = "finished" if answer.stop_reason == "stop" else "cut off"
     except KeyboardInterrupt:
         stream.end()
         end = "stopped"
     return Answer("".join(stream.pieces).strip(), stream.num_tokens, end, time.perf_counter() - start)
 
 
-def generation_settings(
-    model: AnsweringModel, tokenizer: Any, sampling: Sampling, max_new_tokens: int
-) -> GenerationConfig:
+def generation_settings(model: AnsweringModel, tokenizer: Any, sampling: Sampling) -> GenerationConfig:
     """The model's own settings with those of the user in their place."""
     own = model.generation_config
     ends = end_token_ids(own, tokenizer)
@@ -166,7 +161,7 @@ def generation_settings(
     temperature = sampling.temperature
     if temperature is None:
         temperature = (own.temperature or 1.0) if samples else 0.0
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": ends, "pad_token_id": pad}
+    settings: dict[str, Any] = {"eos_token_id": ends, "pad_token_id": pad}
     if own.repetition_penalty is not None:
         settings["repetition_penalty"] = own.repetition_penalty
     if temperature == 0:

@@ -5,7 +5,7 @@ from typing import Any
 
 from vcore_ds.commands.compare.differences import Comparison
 from vcore_ds.files.user_paths import writing
-from vcore_ds.results.presentation import COLOURS
+from vcore_ds.results.presentation import COLOURS, new_figure
 
 
 def draw(found: Comparison, path: Path) -> None:
@@ -14,11 +14,9 @@ def draw(found: Comparison, path: Path) -> None:
 
     Raises UserError where the file cannot be written.
     """
-    from matplotlib.figure import Figure  # takes a second to import, and only this needs it
-
     differences = found.differences
     sides = [side.name for side in found.sides[1:]]
-    figure = Figure(figsize=(6.0, 1.2 + 0.3 * len(differences)), layout="constrained")
+    figure = new_figure(6.0, 1.2 + 0.3 * len(differences))
     axes = figure.add_subplot()
     axes.axvline(0.0, color="black", linewidth=0.8)
     for place, one in enumerate(differences):

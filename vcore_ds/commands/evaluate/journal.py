@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from vcore_ds.files.aside import written_aside
+from vcore_ds.models.generation import StopReason
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,12 @@ class Request:
         return self.problem_id, self.sample
 
 
-StopReason = Literal["stop", "max_tokens", "model_length"]
-
-
 @dataclass(frozen=True)
 class Generation:
     """What the model answered."""
 
     output: str
     stop_reason: StopReason
-    """Why it ended: the model's own end token, the limit on new tokens, or the model's longest sequence."""
     num_tokens: int
     """The end token included."""
 

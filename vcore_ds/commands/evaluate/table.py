@@ -4,7 +4,7 @@ from typing import Any
 
 from vcore_ds.commands.evaluate.official import HOW_TO_GRADE
 from vcore_ds.files.evaluation_folder import Evaluation
-from vcore_ds.results.presentation import aligned
+from vcore_ds.results.presentation import aligned, markdown_rows
 
 PAPER_COLUMNS = {
     "AIME": "aime",
@@ -44,8 +44,7 @@ def paper_table(evaluation: Evaluation) -> str:
 
     columns = ["Model", *PAPER_COLUMNS]
     row = [str(evaluation.model["path"]), *map(cell, PAPER_COLUMNS.values())]
-    lines = (columns, ["---", *["---:"] * len(PAPER_COLUMNS)], row)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(markdown_rows([columns, ["---", *["---:"] * len(PAPER_COLUMNS)], row]))
 
 
 def _row(name: str, values: dict[str, Any]) -> tuple[str, ...]:

@@ -23,10 +23,10 @@ from vcore_ds.files.base_model import CARD, OWN_TAG, BaseModel, base_model_of, c
 from vcore_ds.files.user_paths import check_folder, reading, refuse_existing, writing
 from vcore_ds.models.configuration import read_config
 from vcore_ds.models.folder_check import check_model_folder
+from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import empty_adapted
 from vcore_ds.results.model_card import CardRequest, Kind, model_card
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ADAPTED = "base_model.model."
 """Where peft keeps the model that an adapter was added to."""
 NEW_FOLDER = "a new folder that can be written, with room for the weights"

@@ -12,6 +12,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.tokens import Tokens
+from vcore_ds.models.loading import DTYPES
 from vcore_ds.train.feed import Feed
 from vcore_ds.train.settings import Schedule, step_settings
 from vcore_ds.train.setup import build_estimator
@@ -25,7 +26,6 @@ from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
 from vcore_ds.utility.passes import measured_losses
 
 REFERENCE_PRECISION = {"bf16": "fp32", "fp32": "fp64"}
-_DTYPE = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Bench:
@@ -64,7 +64,7 @@ class Bench:
 
     def reference(self) -> tuple[Tensor, Tensor]:
         """Losses and utilities in `reference_precision`."""
-        with forward_mode(self.engine, self.direction, _DTYPE[self.reference_precision]):
+        with forward_mode(self.engine, self.direction, DTYPES[self.reference_precision]):
             found = [losses_and_utilities(self.engine, batch) for batch in self.batches]
         return self.over_ranks([losses for losses, _ in found]), self.over_ranks([utilities for _, utilities in found])
 

@@ -14,6 +14,7 @@ from vcore_ds.commands.fidelity.output import JSON_NAME, PICTURE_NAME
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.user_paths import writing
 from vcore_ds.method.weights import segment_sum
+from vcore_ds.results.presentation import new_figure
 
 RELIABLE_SPEARMAN = 0.9
 """Rank correlation from which on utilities order the tokens well enough to train with."""
@@ -204,11 +205,6 @@ def _without_nan(value: Any) -> Any:
 
 def draw(report: FidelityReport, path: Path) -> None:
     """Plots rank correlation against epsilon, probe size and steps kept: a panel for each that was measured."""
-    import matplotlib  # takes a second to import, and only this needs it
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     jvp = next(found for found in report.estimators if found.epsilon is None)
     differences = sorted(
         (found for found in report.estimators if found.epsilon is not None), key=lambda e: e.epsilon or 0.0
@@ -238,7 +234,8 @@ def draw(report: FidelityReport, path: Path) -> None:
         ),
     ]
     panels = [panel for panel in panels if panel[1]]
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4), sharey=True, squeeze=False)
+    figure = new_figure(5.0 * len(panels), 4.0)
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     for axis, (label, positions, lines) in zip(axes[0], panels, strict=True):
         for (name, values), style in zip(lines, ("o-", "s--", "x:"), strict=False):
             drawn = [math.nan if value is None else value for value in values]
@@ -253,6 +250,6 @@ def draw(report: FidelityReport, path: Path) -> None:
     model, lora = report.recipe["model"]["path"], report.recipe["lora"]
     trained = "full-parameter" if lora is None else f"LoRA rank {lora['rank']}"
     figure.suptitle(f"{Path(model).name}, {trained}, {report.precision}, after {report.steps_before} steps")
+    figure.set_layout_engine("none")  # it is laid out once, here
     figure.tight_layout()
     figure.savefig(path, format="png", dpi=120)  # named, as the unfinished file's suffix does not tell
-    pyplot.close(figure)

@@ -1,14 +1,12 @@
 """Achieved speeds from a run's metrics.jsonl, for the plan of another one."""
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.errors import UserError
-from vcore_ds.files.run_folder import ENVIRONMENT, METRICS, RECIPE
+from vcore_ds.files.run_folder import ENVIRONMENT, METRICS, read_environment
 from vcore_ds.planning.gpus import Achieved, Cluster, find_gpu
 from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.run_plan import find_model, plan_run
@@ -50,15 +48,21 @@ def calibrate(run: str) -> Calibration:
 
     Raises UserError for a folder without a run, a run that is too short, or one on devices without a data sheet here.
     """
+    from vcore_ds.results.run_reader import read_metrics_of, read_recipe_of  # imports numpy, and only this needs it
+
     folder = Path(run)
-    recipe = read_resolved_recipe(folder / RECIPE)
-    found = _read(folder / ENVIRONMENT, json.loads)
-    environment = found if isinstance(found, dict) else {}
-    lines = _read(folder / METRICS, lambda text: [json.loads(line) for line in text.splitlines()])[NUM_WARM_UP:]
-    if not lines:
+    try:
+        recipe, environment, steps = read_recipe_of(folder), read_environment(folder), read_metrics_of(folder)
+    except UserError as error:
+        raise UserError(f"--calibrate: {str(error).removeprefix('RUN: ')}") from None
+    if len(steps) <= NUM_WARM_UP:
         raise UserError(f"--calibrate: {folder / METRICS}: found {NUM_WARM_UP} steps or fewer; expected more")
     needed = {"supervised_tokens", "sequences", *(f"seconds_{phase}" for phase in _PHASES)}
-    if not all(isinstance(line, dict) and needed <= line.keys() for line in lines):
+    lines = [
+        {key: value for key, value in step.items() if key in needed and value is not None}
+        for step in steps[NUM_WARM_UP:]
+    ]
+    if any(line.keys() != needed for line in lines):
         raise UserError(f"--calibrate: {folder / METRICS}: expected {', '.join(sorted(needed))} in every line")
     devices = environment.get("devices")
     if not isinstance(devices, list) or not devices or not isinstance(environment.get("world_size"), int):
@@ -102,10 +106,3 @@ def _share_for(seconds: Callable[[float], float], measured: float) -> float:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if seconds(middle) > measured else (low, middle)
     return high
-
-
-def _read(path: Path, parse: Callable[[str], list | dict]) -> list | dict:
-    try:
-        return parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--calibrate: {path}: {error}; expected what a run writes") from None

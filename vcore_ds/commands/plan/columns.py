@@ -20,8 +20,7 @@ from vcore_ds.planning.run_plan import (
     plan_run,
     smallest_cluster,
 )
-
-_GIB = 2**30
+from vcore_ds.planning.units import GIB
 
 _KL_BUDGET = 0.005
 """Nats, of `vcore` beside a recipe of another method; what a step costs does not depend on it."""
@@ -70,7 +69,7 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
         arguments.gpus,
         arguments.gpus_per_node,
         Achieved() if calibration is None else calibration.achieved,
-        int(arguments.host_memory * _GIB),
+        int(arguments.host_memory * GIB),
     )
 
     def column(title: str, recipe: Recipe, reload: Callable[[Sequence[str]], Recipe]) -> Column:
@@ -122,7 +121,7 @@ def choose_gpu(arguments: argparse.Namespace) -> Gpu:
     """
     gpu = named_gpu(arguments.gpu)
     options = {
-        "memory_bytes": ("gpu_memory", _GIB),
+        "memory_bytes": ("gpu_memory", GIB),
         "flops": ("tflops", 1e12),
         "memory_bandwidth": ("bandwidth", 1e12),
         "node_bandwidth": ("nvlink", 1e9),

@@ -8,8 +8,8 @@ from vcore_ds.commands.plan.columns import Columns
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.files.user_paths import writing
 from vcore_ds.planning.run_plan import RunPlan
-
-_GIB = 2**30
+from vcore_ds.planning.units import GIB
+from vcore_ds.results.presentation import new_figure
 
 
 def draw(found: Columns, path: Path) -> None:
@@ -17,22 +17,20 @@ def draw(found: Columns, path: Path) -> None:
 
     Raises UserError where the file cannot be written.
     """
-    import matplotlib  # takes a second to import, and only this needs it
+    from matplotlib import ticker  # takes a second to import, and only this needs it
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
-    figure, (memory, seconds) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure = new_figure(10.0, 4.0)
+    memory, seconds = figure.subplots(1, 2)
     most = max(64, 4 * found.cluster.num_gpus)
     for column in found.columns:
         plans = list(plans_by_size(column.plan, most))
         sizes = [plan.cluster.num_gpus for plan in plans]
-        memory.plot(sizes, [plan.memory.estimate.peak_bytes / _GIB for plan in plans], marker="o", label=column.title)
+        memory.plot(sizes, [plan.memory.estimate.peak_bytes / GIB for plan in plans], marker="o", label=column.title)
         fitting = [plan for plan in plans if plan.fits]
         times = [plan.cost.seconds_step for plan in fitting]
         seconds.plot([plan.cluster.num_gpus for plan in fitting], times, marker="o", label=column.title)
     gpu = found.cluster.gpu
-    memory.axhline(gpu.memory_bytes / _GIB, color="black", linestyle="--", label=gpu.name)
+    memory.axhline(gpu.memory_bytes / GIB, color="black", linestyle="--", label=gpu.name)
     memory.set(title="Memory of a GPU at the peak", ylabel="GiB")
     seconds.set(title="Step, where it fits (assumed speeds)", ylabel="seconds")
     for axes in (memory, seconds):
@@ -45,7 +43,6 @@ def draw(found: Columns, path: Path) -> None:
     figure.legend(*memory.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     with writing("--picture", path):
         figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def plans_by_size(plan: RunPlan, most: int) -> Iterator[RunPlan]:

@@ -9,11 +9,10 @@ from vcore_ds.planning.gpus import GPUS, Achieved, Cluster
 from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.plan_text import plan_verdict
 from vcore_ds.planning.run_plan import RunPlan
+from vcore_ds.planning.units import gib
 
 _PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "main", "step": "update"}
 """What the phases of a step are called in the table."""
-
-_GIB = 2**30
 
 
 def describe(found: Columns) -> str:
@@ -70,17 +69,17 @@ def _rows(plans: list[RunPlan]) -> Iterator[Row]:
 
     yield "Memory of a GPU, GiB", []
     yield from _kinds([dict(estimate.persistent) for estimate in estimates])
-    yield "  for the whole run", [_gib(estimate.persistent_bytes) for estimate in estimates]
+    yield "  for the whole run", [gib(estimate.persistent_bytes) for estimate in estimates]
     for phase, name in _PHASES.items():
         yield from _kinds([dict(estimate.phases.get(phase, {})) for estimate in estimates], f"{name}: ")
     yield from _kinds([dict(estimate.with_tangents) for estimate in estimates], "main, forward with tangents: ")
-    yield row("  at the peak", lambda plan: _gib(plan.memory.estimate.peak_bytes))
+    yield row("  at the peak", lambda plan: gib(plan.memory.estimate.peak_bytes))
     yield row("  in phase", lambda plan: _PHASES[plan.memory.estimate.peak_phase])
-    yield row("  margin", lambda plan: _gib(plan.memory.estimate.margin_bytes))
-    yield row("  of", lambda plan: _gib(plan.available.device))
+    yield row("  margin", lambda plan: gib(plan.memory.estimate.margin_bytes))
+    yield row("  of", lambda plan: gib(plan.available.device))
     if any(estimate.host for estimate in estimates):
-        yield row("  in host memory", lambda plan: _gib(plan.memory.estimate.host_bytes))
-        yield row("  of host memory", lambda plan: _gib(plan.available.host))
+        yield row("  in host memory", lambda plan: gib(plan.memory.estimate.host_bytes))
+        yield row("  of host memory", lambda plan: gib(plan.available.host))
     yield row("  verdict", plan_verdict)
     if any(plan.batch.tensor > 1 for plan in plans):
         yield row("tensor parallelism", lambda plan: str(plan.batch.tensor))
@@ -119,7 +118,7 @@ def _kinds(of_plans: list[dict[str, int]], prefix: str = "") -> Iterator[Row]:
     for kind in dict.fromkeys(kind for kinds in of_plans for kind in kinds):
         values = [kinds.get(kind, 0) for kinds in of_plans]
         if any(values):
-            yield f"  {prefix}{kind}", [_gib(value) if value else "-" for value in values]
+            yield f"  {prefix}{kind}", [gib(value) if value else "-" for value in values]
 
 
 def _cluster_rows(columns: list[Column]) -> Iterator[Row]:
@@ -140,7 +139,7 @@ def _ways(column: Column) -> Iterator[str]:
     for way in column.ways:
         plan = way.plan
         yield (
-            f"  {way.change}: {_gib(plan.memory.estimate.peak_bytes)} GiB, {_seconds(plan.cost.seconds_step)} s a step,"
+            f"  {way.change}: {gib(plan.memory.estimate.peak_bytes)} GiB, {_seconds(plan.cost.seconds_step)} s a step,"
             f" {plan.gpu_hours(100):,.1f} GPU hours of 100 steps"
         )
 
@@ -236,10 +235,6 @@ def _numbers(plan: RunPlan) -> dict[str, Any]:
         "model_flops_utilization": plan.utilization,
         "gpu_hours_per_100_steps": plan.gpu_hours(100),
     }
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:,.2f}"
 
 
 def _gb(num_bytes: float) -> str:

@@ -99,12 +99,13 @@ def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
 def output_bytes(recipe: Recipe) -> int:
     """Free space that the run's folder will still take: checkpoints, one more than are kept while one is written, and
     the result."""
-    from vcore_ds.models.parameter_counts import count_parameters  # here: seconds to import, and one rank needs it
+    from vcore_ds.models.loading import DTYPES  # here: seconds to import, and one rank needs it
+    from vcore_ds.models.parameter_counts import count_parameters
 
     num_parts = recipe.parallel.tensor
     counts = count_parameters(recipe.model.path, recipe.lora, num_parts)
     num_fp32_states = 3 if recipe.optimizer.name == "adamw" else 1  # the master, and AdamW's two moments
-    parameter_bytes = 2 if recipe.model.precision == "bf16" else 4
+    parameter_bytes = DTYPES[recipe.model.precision].itemsize
     checkpoint = num_parts * counts.trained * (4 * num_fp32_states + parameter_bytes)  # a kept probe direction too
     written = len(list(Path(recipe.run.output_dir).glob("checkpoints/step_*/COMPLETE")))
     result = num_parts * (counts.all if recipe.lora is None else counts.trained) * parameter_bytes

@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-TEMPORARY_BYTES = 2 * 2**30
+from vcore_ds.planning.units import GIB, gib
+
+TEMPORARY_BYTES = 2 * GIB
 """Free space wanted in the temporary folder: compiled kernels, and the files of the processes."""
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,13 @@ def find_problems(nodes: Sequence[Node], needed: Needed) -> list[str]:
             )
         elif node.free_output_bytes < needed.output_bytes:
             problems.append(
-                f"{node.host}: free disk: found {_gib(node.free_output_bytes)} in {needed.output_folder}, expected "
-                f"{_gib(needed.output_bytes)}. Free some, set run.output_dir, or lower checkpoint.keep_last"
+                f"{node.host}: free disk: found {_space(node.free_output_bytes)} in {needed.output_folder}, expected "
+                f"{_space(needed.output_bytes)}. Free some, set run.output_dir, or lower checkpoint.keep_last"
             )
         if node.free_temporary_bytes < needed.temporary_bytes:
             problems.append(
-                f"{node.host}: free disk: found {_gib(node.free_temporary_bytes)} in {needed.temporary_folder}, "
-                f"expected {_gib(needed.temporary_bytes)}. Free some, or set TMPDIR to another disk of the node"
+                f"{node.host}: free disk: found {_space(node.free_temporary_bytes)} in {needed.temporary_folder}, "
+                f"expected {_space(needed.temporary_bytes)}. Free some, or set TMPDIR to another disk of the node"
             )
     return problems
 
@@ -109,16 +110,16 @@ def describe(nodes: Sequence[Node], needed: Needed) -> str:
     lines = [
         f"preflight: {len(nodes)} nodes; on {first.host}: commit {first.commit}, "
         + ", ".join(f"{name} {version}" for name, version in first.packages.items()),
-        f"  needed: {_gib(needed.output_bytes)} in {needed.output_folder}, "
-        f"{_gib(needed.temporary_bytes)} in {needed.temporary_folder}",
+        f"  needed: {_space(needed.output_bytes)} in {needed.output_folder}, "
+        f"{_space(needed.temporary_bytes)} in {needed.temporary_folder}",
     ]
     for node in nodes:
         gpus = ", ".join(f"{count} x {name}" for name, count in Counter(node.gpus).items()) or "no GPU"
         lines.append(
-            f"  {node.host}: {gpus}; free: {_gib(node.free_output_bytes)} and {_gib(node.free_temporary_bytes)}"
+            f"  {node.host}: {gpus}; free: {_space(node.free_output_bytes)} and {_space(node.free_temporary_bytes)}"
         )
     return "\n".join(lines)
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.3g} MiB"
+def _space(num_bytes: int) -> str:
+    return f"{gib(num_bytes, 1)} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.3g} MiB"

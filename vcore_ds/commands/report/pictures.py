@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from vcore_ds.commands.report.curves import Chart, make_charts
 from vcore_ds.commands.report.read import ReportedRun, group_runs
-from vcore_ds.errors import UserError
 from vcore_ds.files.user_paths import writing
-from vcore_ds.results.presentation import COLOURS
+from vcore_ds.results.presentation import COLOURS, check_matplotlib, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,10 +22,7 @@ def write_pictures(runs: Sequence[ReportedRun], folder: Path) -> list[Path]:
     Raises:
         UserError: matplotlib is missing, or the folder cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError(f"--png: {error}; expected matplotlib. Install it with `pip install matplotlib`") from None
+    check_matplotlib("--png")
     groups = group_runs(runs)
     written = []
     with writing("--png", folder):
@@ -34,7 +30,7 @@ def write_pictures(runs: Sequence[ReportedRun], folder: Path) -> list[Path]:
         for chart in make_charts(groups):
             if chart.is_constant():
                 continue
-            figure = Figure(figsize=(4.0, 2.8), layout="constrained")
+            figure = new_figure(4.0, 2.8)
             axes = figure.add_subplot()
             _draw(axes, chart, [group.label for group in groups])
             for ending in (".png", ".pdf"):

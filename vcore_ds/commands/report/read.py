@@ -9,9 +9,9 @@ from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files.evaluation_folder import EVALUATION, OF_A_RUN, TaskResult, read_evaluation
-from vcore_ds.files.run_folder import TOKENS, export_folder
+from vcore_ds.files.run_folder import TOKENS, export_folder, read_environment
 from vcore_ds.results.run_reader import (
-    read_environment_of,
+    HeldOutLosses,
     read_held_out_losses,
     read_metrics_of,
     read_recipe_of,
@@ -43,8 +43,8 @@ class ReportedRun:
     environment: dict[str, Any]
     metrics: list[dict[str, float | None]]
     """Lines of metrics.jsonl, at least one."""
-    held_out: tuple[dict[str, float], dict[str, float]]
-    """Held-out losses before and after training, nats by name of the set; empty where none were measured."""
+    held_out: HeldOutLosses
+    """Empty where none were measured."""
     evaluated: dict[str, TaskResult]
     """By task; empty where the run's folder holds no finished evaluation of its result."""
     records: list[TokenRecord]
@@ -98,7 +98,7 @@ def read_runs(
 
 def _read_run(folder: Path, name: str, top: int, tokenizer_path: str | None) -> ReportedRun:
     recipe = read_recipe_of(folder)
-    environment, metrics = read_environment_of(folder), read_metrics_of(folder)
+    environment, metrics = read_environment(folder), read_metrics_of(folder)
     records, followed = read_records(folder), read_all_followed(folder)
     held_out = read_held_out_losses(folder)
     evaluation = folder / OF_A_RUN

@@ -62,7 +62,7 @@ def results_table(runs: Sequence[ReportedRun]) -> Table:
 
 def _results_of(run: ReportedRun) -> dict[str, Result]:
     """By name of the measure."""
-    before, after = run.held_out
+    before, after = run.held_out.before, run.held_out.after
     found = {f"held-out loss{name and f', {name}'} (nats)": Result(before.get(name), after[name]) for name in after}
     losses = [line.get("loss") for line in run.metrics]
     found["training loss, first and last step (nats)"] = Result(losses[0], losses[-1])

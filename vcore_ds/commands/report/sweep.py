@@ -11,6 +11,7 @@ from vcore_ds.commands.report.read import ReportedRun
 from vcore_ds.commands.report.scaling import scaling_tables
 from vcore_ds.commands.report.tables import NOTHING, Table
 from vcore_ds.errors import UserError
+from vcore_ds.results.presentation import markdown_rows
 from vcore_ds.results.seed_statistics import cell, paired
 from vcore_ds.results.sweep_folder import State, SweepFolder, read_sweep_folder
 
@@ -36,8 +37,8 @@ class SweepTables:
     def markdown(self) -> str:
         parts = [f"# {self.name}", *([self.missing] if self.missing else [])]
         for table in self.tables:
-            head = ["| " + " | ".join(table.head) + " |", "|" + "---|" * len(table.head)]
-            parts.append("\n".join([*head, *("| " + " | ".join(row) + " |" for row in table.rows)]))
+            head, *rows = markdown_rows([table.head, *table.rows])
+            parts.append("\n".join([head, "|" + "---|" * len(table.head), *rows]))
         return "\n\n".join([*parts, self.note]) + "\n"
 
 
@@ -101,7 +102,7 @@ Measure = Callable[[ReportedRun], float | None]
 
 def _measures(runs: Sequence[ReportedRun]) -> dict[str, Measure]:
     """Title -> value of a run: the held-out losses that any run has, and the training loss."""
-    names = dict.fromkeys(name for run in runs for name in run.held_out[1])
+    names = dict.fromkeys(name for run in runs for name in run.held_out.after)
     measures: dict[str, Measure] = {}
     for name in names:
         measures[f"held-out loss{name and f', {name}'}"] = partial(_held_out_loss, name)
@@ -110,7 +111,7 @@ def _measures(runs: Sequence[ReportedRun]) -> dict[str, Measure]:
 
 
 def _held_out_loss(name: str, run: ReportedRun) -> float | None:
-    return run.held_out[1].get(name)
+    return run.held_out.after.get(name)
 
 
 def _last_loss(run: ReportedRun) -> float | None:
