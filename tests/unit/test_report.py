@@ -388,7 +388,7 @@ def test_other_damaged_files(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert f"{run / 'environment.json'}: is damaged" in refused(capsys, run)
     (run / "environment.json").write_text(json.dumps({"devices": 3, "packages": [1], "resumed": "no", "started": None}))
     (run / "recipe.yaml").write_text("method: [")
-    assert f"{run / 'recipe.yaml'}: " in refused(capsys, run)
+    assert f"{run / 'recipe.yaml'}:1:10: cannot be read as YAML" in refused(capsys, run)
 
 
 def test_odd_environments_are_shown(tmp_path: Path) -> None:
