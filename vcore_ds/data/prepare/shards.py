@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from vcore_ds.data.conversations import Conversation, Message
 from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare.request import PrepareRequest, write_json
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard
-from vcore_ds.data.prepare.statements import Statements
+from vcore_ds.data.prepare.statements import find_statement
 from vcore_ds.data.rendering import RenderedConversation, render_conversation
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
@@ -226,7 +226,7 @@ def _curate(request: PrepareRequest, row: Any, checker: AnswerChecker, shapes: C
     if request.kind == "math":
         return curation.math_messages(row, checker.check)
     if request.kind == "code":
-        return curation.code_messages(row, _statements(request.statements).find)
+        return curation.code_messages(row, partial(find_statement, request.statements))
     shape, messages = curation.chat_messages(row)
     shapes[shape] += 1
     return messages
@@ -249,5 +249,4 @@ def _read_messages(folder: Path, row: Curated) -> list[Message]:
         return json.loads(file.readline())
 
 
-_statements = lru_cache(maxsize=1)(Statements)
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)
