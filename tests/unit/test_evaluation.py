@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -125,7 +126,7 @@ def test_the_folder(whole: Path, base: Path) -> None:
     assert found.generations["ojbench"]["num_problems"] == 1 and "accuracy" not in found.generations["ojbench"]
     prompts = found.sampling.pop("prompts")
     assert prompts.keys() == {*found.tasks, *found.generations} and len(set(prompts.values())) == len(prompts)
-    assert found.sampling == PAPER.as_json() | {"max_new_tokens": 8} and found.preset == "paper"
+    assert found.sampling == asdict(PAPER) | {"max_new_tokens": 8} and found.preset == "paper"
     assert found.model["base"] == str(base) and {"inspect_ai", "math-verify"} <= found.versions.keys()
     assert [sample.problem_id for sample in read_samples(whole, "olympiad")] == ["1606", "1610"]
     assert not (whole / "unfinished").exists() and list((whole / "inspect_logs").glob("*.eval"))

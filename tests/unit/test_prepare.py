@@ -4,6 +4,7 @@ import json
 import resource
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.prepare.report import LengthSummary, PrepareReport
 from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
-from vcore_ds.data.prepare.statements import Statements
+from vcore_ds.data.prepare.statements import find_statement
 from vcore_ds.data.store import TokenStore
 from vcore_ds.errors import UserError
 from vcore_ds.grading.prompts import code_prompt, math_prompt
@@ -218,7 +219,7 @@ def test_malformed_math_rows_say_what_was_found(checker: AnswerChecker, row: Any
 
 
 @pytest.fixture(scope="module")
-def statements(tmp_path_factory: pytest.TempPathFactory) -> Statements:
+def statements(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Local copies of two of the data sets, in the hub's layout and their schemas, loaded by `datasets`."""
     folder = tmp_path_factory.mktemp("statements")
     codeforces = {
@@ -232,16 +233,17 @@ def statements(tmp_path_factory: pytest.TempPathFactory) -> Statements:
     for name, table in rows.items():
         (folder / name / "data").mkdir(parents=True)
         pq.write_table(pa.Table.from_pylist(table), folder / name / "data" / "train-00000-of-00001.parquet")
-    return Statements(str(folder))
+    return str(folder)
 
 
-def test_code_rows_take_their_statement_where_they_refer_to(statements: Statements) -> None:
-    user, assistant = curation.code_messages(code_row(), statements.find)
+def test_code_rows_take_their_statement_where_they_refer_to(statements: str) -> None:
+    find = partial(find_statement, statements)
+    user, assistant = curation.code_messages(code_row(), find)
     assert user["content"] == code_prompt("one")
     assert assistant["content"] == "<think>\nRead, add.\n</think>\n\n```cpp\nint main() {}\n```"
-    own, _ = curation.code_messages(code_row(question="Mine.", dataset=None), statements.find)
+    own, _ = curation.code_messages(code_row(question="Mine.", dataset=None), find)
     assert own["content"] == code_prompt("Mine.")
-    user, _ = curation.code_messages(code_row(dataset="open-r1/codeforces", index="0"), statements.find)
+    user, _ = curation.code_messages(code_row(dataset="open-r1/codeforces", index="0"), find)
     statement = "Add.\n\nInput\n\nTwo numbers.\n\nExamples\n\nInput\n\n1 2\n\nOutput\n\n3"
     assert user["content"] == code_prompt(statement)
 
@@ -257,17 +259,17 @@ def test_code_rows_take_their_statement_where_they_refer_to(statements: Statemen
         (code_row(dataset="open-r1/codeforces"), curation.NO_STATEMENT),
     ],
 )
-def test_code_rows_are_dropped_by_rule(statements: Statements, row: dict, rule: str) -> None:
+def test_code_rows_are_dropped_by_rule(statements: str, row: dict, rule: str) -> None:
     with pytest.raises(curation.Dropped) as dropped:
-        curation.code_messages(row, statements.find)
+        curation.code_messages(row, partial(find_statement, statements))
     assert dropped.value.args == (rule,)
 
 
-def test_statements_that_cannot_be_loaded_are_an_error(statements: Statements, tmp_path: Path) -> None:
+def test_statements_that_cannot_be_loaded_are_an_error(statements: str, tmp_path: Path) -> None:
     with pytest.raises(curation.Malformed, match="`index` is 'x'"):
-        curation.code_messages(code_row(index="x"), statements.find)
+        curation.code_messages(code_row(index="x"), partial(find_statement, statements))
     with pytest.raises(UserError, match="problem statements of apps .train. cannot be loaded.*--statements"):
-        Statements(str(tmp_path)).find("apps", "train", 0)
+        find_statement(str(tmp_path), "apps", "train", 0)
 
 
 CHAT = {
@@ -447,11 +449,11 @@ def test_all_rows_are_accounted_for(run, tmp_path: Path) -> None:
     assert not (tmp_path / "store.unfinished").exists()
 
 
-def test_code_goes_the_same_way(run, tmp_path: Path, statements: Statements) -> None:
+def test_code_goes_the_same_way(run, tmp_path: Path, statements: str) -> None:
     rows = [code_row(), code_row(judgement="wrong"), code_row(index="9"), code_row(index="x"), code_row(index="0")]
     source = tmp_path / "cpp-00000-of-00001.parquet"
     pq.write_table(pa.Table.from_pylist(rows), source)
-    report = run("code", source, statements=statements.folder)
+    report = run("code", source, statements=statements)
     assert report.dropped == {curation.NOT_RIGHT: 1, curation.NO_STATEMENT: 1}
     assert (report.num_malformed, report.num_kept) == (1, 2)
     assert f"{source}:4: `index` is 'x'" in (tmp_path / "store.malformed.txt").read_text()

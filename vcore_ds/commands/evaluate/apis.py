@@ -20,7 +20,7 @@ from tenacity import wait_exponential
 
 from vcore_ds.commands.evaluate.generation import InProcessModel
 from vcore_ds.commands.evaluate.journal import Generation, Journal, Request
-from vcore_ds.commands.evaluate.server import Server
+from vcore_ds.commands.evaluate.server import Server, api_key
 from vcore_ds.errors import UserError
 
 KEY = "vcore_ds_request"
@@ -85,7 +85,7 @@ class ServerAPI(OpenAICompatibleCompletionsAPI):
         super().__init__(
             model_name=server.name,
             base_url=server.url,
-            api_key=server.api_key,
+            api_key=api_key(),
             service="vcore",
             client_timeout=REQUEST_SECONDS,
             max_retries=0,  # of the client; inspect has its own, which the session bounds

@@ -84,9 +84,9 @@ def run_task(
         raise RunStopped("eval: interrupted; the answers so far are kept, and the same command resumes")
     (log,) = found
     if log.status != "success":
-        if api.problem is None or (isinstance(api, InProcessAPI) and not isinstance(api.problem, UserError)):
-            raise api.problem or RuntimeError(log.error.message if log.error is not None else log.status)
-        if isinstance(api.problem, UserError):
+        if api.problem is None:
+            raise RuntimeError(log.error.message if log.error is not None else log.status)
+        if isinstance(api, InProcessAPI) or isinstance(api.problem, UserError):
             raise api.problem
         raise UserError(
             f"--url: {api.base_url}: a request failed {MAX_RETRIES + 1} times or was refused: "
@@ -136,8 +136,3 @@ def _result(task: Task, request: Request, sample: EvalSample) -> SampleResult:
         answer=answer,
         output=output.completion,
     )
-
-
-def num_requests_at_a_time(api: InProcessAPI | ServerAPI, batch_size: int, num_requests: int) -> int:
-    """Enough to keep the model busy: a server decides itself; in this process, the next batch waits while one runs."""
-    return min(num_requests, batch_size if isinstance(api, ServerAPI) else 2 * batch_size)

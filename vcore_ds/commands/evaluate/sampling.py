@@ -1,7 +1,7 @@
 """How answers are drawn: the model's own settings, the paper's, or what the command line says."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 PAPER_MAX_NEW_TOKENS = 8_192
@@ -24,9 +24,6 @@ class Sampling:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 PAPER = Sampling()

@@ -43,10 +43,6 @@ class Server:
         """Whether a prompt may be given as tokens; `transformers serve` takes text only."""
         return self.software != "transformers"
 
-    @property
-    def api_key(self) -> str:
-        return os.environ.get("OPENAI_API_KEY") or "none"
-
     def extra_body(self, max_new_tokens: int) -> dict[str, Any]:
         """The sampling fields that OpenAI's API does not have, each under the name that this server knows."""
         ours = self.sampling
@@ -63,6 +59,11 @@ class Server:
             settings |= {"temperature": ours.temperature, "top_p": ours.top_p, "min_p": ours.min_p}
             settings["top_k"] = max(ours.top_k, 0)
         return {"generation_config": json.dumps(settings)}
+
+
+def api_key() -> str:
+    """What a server that asks for no key takes, too."""
+    return os.environ.get("OPENAI_API_KEY") or "none"
 
 
 def open_server(
@@ -177,7 +178,7 @@ def _optional(url: str) -> Any:
 
 def _request(method: str, url: str, body: dict[str, Any] | None, timeout_seconds: float) -> Any:
     """The JSON of an answer; tried `NUM_TRIES` times where the server is down or fails."""
-    headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY') or 'none'}"}
+    headers = {"Authorization": f"Bearer {api_key()}"}
     for attempt in range(1, NUM_TRIES + 1):
         try:
             answer = httpx.request(method, url, json=body, headers=headers, timeout=timeout_seconds)

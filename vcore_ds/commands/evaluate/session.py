@@ -16,7 +16,7 @@ from transformers.utils import logging
 from vcore_ds import __version__
 from vcore_ds.commands.evaluate import apis, table
 from vcore_ds.commands.evaluate.generation import InProcessModel
-from vcore_ds.commands.evaluate.inspection import num_requests_at_a_time, run_task
+from vcore_ds.commands.evaluate.inspection import run_task
 from vcore_ds.commands.evaluate.journal import Journal, Request
 from vcore_ds.commands.evaluate.official import write_generations
 from vcore_ds.commands.evaluate.problems import Problem, Task
@@ -155,7 +155,7 @@ def _request_of(model: NamedModel, settings: Settings) -> dict[str, Any]:
         "adapter": model.adapter,
         "preset": settings.preset,
         "served": settings.url is not None,
-        **settings.sampling.as_json(),
+        **asdict(settings.sampling),
     }
     if settings.url is None:  # these decide the last bits of a logit
         request |= {"precision": settings.precision, "batch_size": settings.batch_size}
@@ -219,6 +219,7 @@ def _answer(
         api = apis.ServerAPI(source, requests, journal)
     else:
         api = apis.InProcessAPI(model.name, source, requests, settings.batch_size, journal)
+        at_a_time *= 2  # the next batch waits while one runs
     return run_task(
         task,
         problems,
@@ -226,7 +227,7 @@ def _answer(
         api,
         sampling=settings.sampling,
         logs=settings.output / "inspect_logs",
-        max_connections=num_requests_at_a_time(api, settings.batch_size, len(requests)),
+        max_connections=min(at_a_time, len(requests)),
     )
 
 
@@ -252,7 +253,7 @@ def _describe_sampling(settings: Settings) -> dict[str, Any]:
     limits = {name: settings.limit_of(task) for name, (task, _) in settings.tasks.items()}
     same = len(set(limits.values())) == 1
     return {
-        **settings.sampling.as_json(),
+        **asdict(settings.sampling),
         "max_new_tokens": next(iter(limits.values())) if same else limits,
         # So that a comparison of evaluations with other prompts is refused.
         "prompts": {name: _digest(problems) for name, (_, problems) in settings.tasks.items()},

@@ -10,8 +10,8 @@ consists of the rows with the smallest keys, and a row's key is a hash of the se
 
 import importlib.util
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from heapq import nsmallest
 from itertools import islice
@@ -24,7 +24,7 @@ from vcore_ds.data.prepare.pool import Pool
 from vcore_ds.data.prepare.report import LengthSummary, PrepareReport
 from vcore_ds.data.prepare.request import PrepareRequest, check_finished, describe_origin, resume_or_begin
 from vcore_ds.data.prepare.selection import SPARE, choose, read_block, read_sequences, select
-from vcore_ds.data.prepare.shards import Curated, CurationTask, ShardReport, TokenizationTask
+from vcore_ds.data.prepare.shards import Curated, FirstRow, ShardReport
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
 from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.store import write_store
@@ -135,7 +135,8 @@ def prepare(
         staged.rename(output)  # already flushed
         flush(output.parent)
         if faults or report.num_malformed:
-            say(f"malformed rows: {_keep_fault_report(folder, output)}")
+            kept = (folder / "malformed.txt").rename(output.with_name(f"{output.name}.malformed.txt"))
+            say(f"malformed rows: {kept}")
     shutil.rmtree(folder)  # not while its lock is held: NFS keeps a file that is open, and with it the folder
     note(report.describe())
     return report
@@ -155,7 +156,7 @@ def _curate(
             keys = [row.key for row in work.read_curated(folder, shard_number)]
             best_keys = nsmallest(spare, best_keys + keys)
 
-    finished = {i for i in range(len(raw_shards)) if work.read_report(folder, i) is not None}
+    finished = {i for i in range(len(raw_shards)) if work.is_finished(folder, i)}
     for i in finished:
         learn_keys(i)
     if finished:
@@ -164,45 +165,23 @@ def _curate(
     def calls() -> Iterator[Callable[[], int]]:
         for i, shard in enumerate(raw_shards):
             if i not in finished:
-                task = CurationTask(
-                    request.kind, i, shard, request.seed, request.answer_seconds, request.statements, folder
-                )
                 # A row with a larger key than this many others cannot be in the sample, and is not written.
                 is_full = spare is not None and len(best_keys) == spare
-                yield partial(_curate_one, task, best_keys[-1] + 1 if is_full else _ALL_KEYS)
+                key_limit = best_keys[-1] + 1 if is_full else _ALL_KEYS
+                yield partial(work.curate_shard, request, shard, i, folder, key_limit)
 
     with Progress("Reading and filtering rows", len(raw_shards) - len(finished), say=say) as progress:
         for shard_number in progress.over(pool.run(calls())):
             learn_keys(shard_number)
-    reports = [work.read_report(folder, i) for i in range(len(raw_shards))]
-    return [report for report in reports if report is not None]
+    return [work.read_report(folder, i) for i in range(len(raw_shards))]
 
 
-def _curate_one(task: CurationTask, key_limit: int) -> int:
-    work.curate_shard(task, key_limit)
-    return task.shard_number
-
-
-@dataclass(frozen=True)
-class _FirstRow:
-    """The position of a shard's first row."""
-
-    source: str
-    of_source: int
-    """row (or line) of its source, from 0"""
-    of_all: int
-    """row among all sources, from 0"""
-
-    def locate(self, number: int) -> str:
-        return f"{self.source}:{self.of_source + number + 1}"
-
-
-def _first_row_numbers(raw_shards: Sequence[Shard], reports: Sequence[ShardReport]) -> list[_FirstRow]:
+def _first_row_numbers(raw_shards: Sequence[Shard], reports: Sequence[ShardReport]) -> list[FirstRow]:
     first_rows, of_source, of_all, source = [], 0, 0, ""
     for shard, report in zip(raw_shards, reports, strict=True):
         of_source = of_source if shard.source == source else 0
         source = shard.source
-        first_rows.append(_FirstRow(source, of_source, of_all))
+        first_rows.append(FirstRow(source, of_source, of_all))
         of_source += report.num_numbers
         of_all += report.num_numbers
     return first_rows
@@ -211,7 +190,7 @@ def _first_row_numbers(raw_shards: Sequence[Shard], reports: Sequence[ShardRepor
 def _tokenize(
     request: PrepareRequest,
     candidates: Sequence[Curated],
-    first_rows: Sequence[_FirstRow],
+    first_rows: Sequence[FirstRow],
     folder: Path,
     pool: Pool,
     say: Callable[[str], None],
@@ -219,43 +198,23 @@ def _tokenize(
     """Tokenizes all blocks, or as many as the sample needs; returns them in order."""
     target = folder / "tokenized"
     target.mkdir(exist_ok=True)
-    blocks: dict[int, Any] = {}
+    blocks: list[Any] = []
     num_blocks = -(-len(candidates) // _BLOCK)
     wanted = len(candidates) if request.sample is None else min(request.sample, len(candidates))
 
-    def call(block_number: int) -> Callable[[], int]:
+    def call(block_number: int) -> Callable[[], None]:
         rows = candidates[block_number * _BLOCK : (block_number + 1) * _BLOCK]
-        task = TokenizationTask(
-            block_number,
-            rows,
-            [first_rows[row.shard_number].locate(row.number) for row in rows],
-            [first_rows[row.shard_number].of_all + row.number for row in rows],
-            request.tokenizer,
-            request.cutoff_length,
-            request.overlong,
-            folder / "curated",
-            target,
-        )
-        return partial(_tokenize_one, task)
+        return partial(work.tokenize_block, request, block_number, rows, first_rows, folder)
 
     with Progress("Tokenizing", num_blocks, say=say) as progress:
-        while len(blocks) < num_blocks and (num_missing := wanted - _num_kept(blocks.values())) > 0:
-            begin, end = len(blocks), min(num_blocks, len(blocks) - (-num_missing // _BLOCK))
-            missing = [i for i in range(begin, end) if not (target / f"{i:05d}.npz").is_file()]
-            progress.advance(end - begin - len(missing))
-            for _ in progress.over(pool.run(call(i) for i in missing)):
+        while len(blocks) < num_blocks and (lacking := wanted - sum(len(block["lengths"]) for block in blocks)) > 0:
+            numbers = range(len(blocks), min(num_blocks, len(blocks) - (-lacking // _BLOCK)))
+            unfinished = [i for i in numbers if not (target / f"{i:05d}.npz").is_file()]
+            progress.advance(len(numbers) - len(unfinished))
+            for _ in progress.over(pool.run(map(call, unfinished))):
                 pass
-            blocks |= {i: read_block(target, i) for i in range(begin, end)}
-    return [blocks[i] for i in range(len(blocks))]
-
-
-def _tokenize_one(task: TokenizationTask) -> int:
-    work.tokenize_block(task)
-    return task.block_number
-
-
-def _num_kept(blocks: Iterable[Any]) -> int:
-    return sum(int((block["outcomes"] == work.KEPT).sum()) for block in blocks)
+            blocks += [read_block(target, i) for i in numbers]
+    return blocks
 
 
 def _say_shapes(raw_shards: Sequence[Shard], say: Callable[[str], None]) -> None:
@@ -289,7 +248,3 @@ def _refuse_faults(
             f"The first: {faults[0]}\nMore of them: {path}. {advice}."
         )
         raise UserError(message) if num_faults == num_rows else TooManyFaults(message, num_faults / num_rows)
-
-
-def _keep_fault_report(folder: Path, output: Path) -> Path:
-    return (folder / "malformed.txt").rename(output.with_name(f"{output.name}.malformed.txt"))

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, as_completed, wait
 from multiprocessing import connection, parent_process
 from typing import Any
 
@@ -40,9 +40,7 @@ class Pool:
             if len(running) >= 2 * self.processes:
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)
-        while running:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in done)
+        yield from (future.result() for future in as_completed(running))
 
 
 def _end_with_parent() -> None:

@@ -7,7 +7,8 @@ from typing import Self
 
 from vcore_ds.data.prepare import shards as work
 from vcore_ds.data.prepare.curation import RULES
-from vcore_ds.data.prepare.shards import Kind, ShardReport
+from vcore_ds.data.prepare.request import Kind
+from vcore_ds.data.prepare.shards import ShardReport
 
 PAPER_MEAN_LENGTHS = {"math": 3155.01, "code": 2861.25}
 """Average CoT length of the 3,200 examples for Qwen3 (paper, section "Experiments"), in tokens."""

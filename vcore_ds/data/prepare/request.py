@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vcore_ds.data.prepare import curation
-from vcore_ds.data.prepare.shards import Kind, write_json
 from vcore_ds.data.prepare.sources import Shard, describe_source
 from vcore_ds.data.store import MANIFEST, describe_tokenizer
 from vcore_ds.errors import UserError
+from vcore_ds.files.aside import written_aside
 from vcore_ds.files.locks import LOCK
 from vcore_ds.grading.prompts import code_prompt, math_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Kind = Literal["math", "code", "chat"]
 
 SPLITS = {"math": "cot", "code": "cpp", "chat": "train"}
 """Default split of hub data."""
@@ -93,6 +95,13 @@ def resume_or_begin(folder: Path, made_from: dict[str, Any], say: Callable[[str]
         elif left.name != LOCK:
             left.unlink()
     write_json(path, made_from)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Readable JSON, written aside."""
+    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    with written_aside(path, several_writers=True) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def _filters(request: PrepareRequest) -> dict[str, Any]:

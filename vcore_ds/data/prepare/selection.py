@@ -50,23 +50,18 @@ def read_block(folder: Path, block_number: int) -> dict[str, np.ndarray]:
 def choose(request: PrepareRequest, blocks: Sequence[Any], report: PrepareReport) -> list[ChosenSequence]:
     """The kept sequences, of a sample the first ones; counts what became of the others."""
     chosen: list[ChosenSequence] = []
-    num_looked_at = 0
-    noticed: Counter[str] = Counter()
-    outcomes: Counter[int] = Counter()
     for block_number, block in enumerate(blocks):
-        start = num_kept = 0
-        for outcome in block["outcomes"].tolist():
-            if len(chosen) == request.sample:
-                break
-            num_looked_at += 1
-            outcomes[outcome] += 1
-            if outcome == work.KEPT:
-                length = int(block["lengths"][num_kept])
-                chosen.append(ChosenSequence(int(block["sequence_ids"][num_kept]), length, block_number, start))
-                noticed.update({what: int(block[what][num_kept]) for what in NOTICED})
-                start += length
-                num_kept += 1
-    report.count_outcomes(outcomes, num_kept=len(chosen), num_not_sampled=report.num_curated - num_looked_at)
+        starts = np.cumsum(block["lengths"]) - block["lengths"]
+        for sequence_id, length, start in zip(block["sequence_ids"], block["lengths"], starts, strict=True):
+            chosen.append(ChosenSequence(int(sequence_id), int(length), block_number, int(start)))
+    chosen = chosen[: request.sample]
+    outcomes = np.concatenate([block["outcomes"] for block in blocks])
+    num_looked_at = len(outcomes)
+    if len(chosen) == request.sample:  # up to the last one of the sample
+        num_looked_at = int(np.flatnonzero(outcomes == work.KEPT)[len(chosen) - 1]) + 1
+    counts = Counter(outcomes[:num_looked_at].tolist())
+    report.count_outcomes(counts, num_kept=len(chosen), num_not_sampled=report.num_curated - num_looked_at)
+    noticed = {what: int(np.concatenate([block[what] for block in blocks])[: len(chosen)].sum()) for what in NOTICED}
     report.noticed = {text: noticed[what] for what, text in NOTICED.items() if noticed[what]}
     return chosen
 

@@ -6,16 +6,17 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from vcore_ds.data.conversations import Conversation, Message
 from vcore_ds.data.prepare import curation
+from vcore_ds.data.prepare.request import PrepareRequest, write_json
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard
-from vcore_ds.data.prepare.statements import Statements
+from vcore_ds.data.prepare.statements import find_statement
 from vcore_ds.data.rendering import RenderedConversation, render_conversation
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
@@ -30,24 +31,6 @@ MAX_FAULT_CHARACTERS = 1_000
 """Longest reason that is reported: it quotes the row, which can be of any size."""
 
 _EMPTY_THINKING = re.compile(r"<think>\s*</think>")
-
-Kind = Literal["math", "code", "chat"]
-
-
-@dataclass(frozen=True)
-class CurationTask:
-    """A shard of raw rows to curate."""
-
-    kind: Kind
-    shard_number: int
-    shard: Shard
-    seed: int
-    answer_seconds: int
-    """CPU seconds for comparing one answer"""
-    statements_folder: str | None
-    """folder with problem statements; None for the hub"""
-    folder: Path
-    """where the shard's files go"""
 
 
 @dataclass
@@ -79,27 +62,30 @@ class Curated:
     """start of its line in the shard's file of conversations, bytes"""
 
 
-def curate_shard(task: CurationTask, key_limit: int) -> ShardReport:
+def curate_shard(request: PrepareRequest, shard: Shard, shard_number: int, folder: Path, key_limit: int) -> int:
     """Applies the rules to all rows of a shard, and writes the rows that pass and have a key below `key_limit`.
 
     The files `NNNNN.jsonl` (conversations), `NNNNN.npy` (their keys, numbers and offsets) and `NNNNN.json` (the report,
-    written last) replace those of an interrupted run.
+    written last) replace those of an interrupted run. Returns the shard's number.
     """
     report = ShardReport()
     dropped: Counter[str] = Counter()
     shapes: Counter[str] = Counter()
     index: list[tuple[int, int, int]] = []
-    checker = AnswerChecker(task.answer_seconds)
-    rows = task.folder / f"{task.shard_number:05d}.jsonl"
+    checker = AnswerChecker(request.answer_seconds)
+    name = folder / f"{shard_number:05d}"
     try:
-        with written_aside(rows, several_writers=True) as unfinished, unfinished.open("wb") as file:
-            for number, row in task.shard.rows():
+        with (
+            written_aside(name.with_suffix(".jsonl"), several_writers=True) as unfinished,
+            unfinished.open("wb") as file,
+        ):
+            for number, row in shard.rows():
                 report.num_numbers = number + 1
                 if row is BLANK:
                     continue
                 report.num_rows += 1
                 try:
-                    line = _encode(_curate(task, row, checker, shapes))
+                    line = _encode(_curate(request, row, checker, shapes))
                 except curation.Dropped as reason:
                     dropped[reason.args[0]] += 1
                     continue
@@ -109,20 +95,17 @@ def curate_shard(task: CurationTask, key_limit: int) -> ShardReport:
                         report.faults.append((number, reason.args[0][:MAX_FAULT_CHARACTERS]))
                     continue
                 report.num_curated += 1
-                key = sample_key(task.seed, task.shard_number, number)
+                key = sample_key(request.seed, shard_number, number)
                 if key < key_limit:
                     index.append((key, number, file.tell()))
                     file.write(line)
     finally:
         checker.close()
     report.dropped, report.shapes = dict(dropped), dict(shapes)
-    with (
-        written_aside(task.folder / f"{task.shard_number:05d}.npy", several_writers=True) as unfinished,
-        unfinished.open("wb") as file,
-    ):
+    with written_aside(name.with_suffix(".npy"), several_writers=True) as unfinished, unfinished.open("wb") as file:
         np.save(file, np.array(index, dtype=np.uint64).reshape(-1, 3))
-    write_json(task.folder / f"{task.shard_number:05d}.json", asdict(report))
-    return report
+    write_json(name.with_suffix(".json"), asdict(report))
+    return shard_number
 
 
 def sample_key(seed: int, shard_number: int, number: int) -> int:
@@ -131,10 +114,14 @@ def sample_key(seed: int, shard_number: int, number: int) -> int:
     return int.from_bytes(digest, "big")
 
 
-def read_report(folder: Path, shard_number: int) -> ShardReport | None:
-    """The report of a finished shard; None for any other."""
-    path = folder / f"{shard_number:05d}.json"
-    return ShardReport(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+def is_finished(folder: Path, shard_number: int) -> bool:
+    """Whether all files of a shard are there."""
+    return (folder / f"{shard_number:05d}.json").is_file()
+
+
+def read_report(folder: Path, shard_number: int) -> ShardReport:
+    """The report of a finished shard."""
+    return ShardReport(**json.loads((folder / f"{shard_number:05d}.json").read_text(encoding="utf-8")))
 
 
 def read_curated(folder: Path, shard_number: int) -> list[Curated]:
@@ -144,20 +131,18 @@ def read_curated(folder: Path, shard_number: int) -> list[Curated]:
 
 
 @dataclass(frozen=True)
-class TokenizationTask:
-    """Curated conversations to tokenize."""
+class FirstRow:
+    """The position of a shard's first row."""
 
-    block_number: int
-    rows: Sequence[Curated]
-    locations: Sequence[str]
-    """source and number of each row, for messages"""
-    sequence_ids: Sequence[int]
-    """id of each row, from 0"""
-    tokenizer: str
-    cutoff_length: int
-    overlong: Literal["drop", "truncate"]
-    curated_folder: Path
-    folder: Path
+    source: str
+    of_source: int
+    """row (or line) of its source, from 0"""
+    of_all: int
+    """row among all sources, from 0"""
+
+    def locate(self, number: int) -> str:
+        """For messages: a row of the shard, by its number there."""
+        return f"{self.source}:{self.of_source + number + 1}"
 
 
 OVERLONG, UNSUPERVISED, REFUSED, LONG_PROMPT, KEPT = range(5)
@@ -165,59 +150,61 @@ OVERLONG, UNSUPERVISED, REFUSED, LONG_PROMPT, KEPT = range(5)
 sequences are truncated; where long ones are dropped, it counts among them."""
 
 
-def tokenize_block(task: TokenizationTask) -> None:
-    """Writes `NNNNN.npz`: the outcome of each row, and the tokens of the kept ones one after another."""
-    tokenizer = _tokenizer(task.tokenizer)
-    outcomes = np.zeros(len(task.rows), dtype=np.uint8)
+def tokenize_block(
+    request: PrepareRequest, block_number: int, rows: Sequence[Curated], first_rows: Sequence[FirstRow], folder: Path
+) -> None:
+    """Writes `tokenized/NNNNN.npz`: the outcome of each row, and the tokens of the kept ones one after another.
+
+    Args:
+        rows: curated conversations, in `curated/`.
+        first_rows: of each shard.
+    """
+    tokenizer, cutoff = _tokenizer(request.tokenizer), request.cutoff_length
+    outcomes = np.full(len(rows), REFUSED, dtype=np.uint8)
     faults: list[str] = []
-    rendered: list[RenderedConversation] = []
-    for i, row in enumerate(task.rows):
-        messages = _read_messages(task.curated_folder, row)
-        # Messages about a conversation begin with its location, "path:row".
-        path, _, number = task.locations[i].rpartition(":")
+    rendered: dict[int, RenderedConversation] = {}
+    for i, row in enumerate(rows):
+        first, messages = first_rows[row.shard_number], _read_messages(folder / "curated", row)
         try:
-            rendered.append(render_conversation(Conversation(int(number), messages, path), tokenizer))
-            outcomes[i] = KEPT
+            conversation = Conversation(first.of_source + row.number + 1, messages, first.source)
+            rendered[i] = render_conversation(conversation, tokenizer)
         except UserError as error:
-            outcomes[i] = REFUSED
             faults.append(str(error)[:MAX_FAULT_CHARACTERS])
-    ids, marks, lengths, sequence_ids = [], [], [], []
-    truncated, unsupervised_turns, empty_thinking = [], [], []
-    sequences = iter(zip(rendered, tokenize_rendered(rendered, tokenizer), strict=True) if rendered else ())
-    for i in np.flatnonzero(outcomes == KEPT).tolist():
-        item, sequence = next(sequences)
-        outcomes[i] = _judge(sequence, task.cutoff_length, task.overlong)
-        if outcomes[i] == LONG_PROMPT and task.overlong == "truncate":
+    sequences = tokenize_rendered(list(rendered.values()), tokenizer) if rendered else []
+    kept: list[tuple[int, RenderedConversation, TokenizedSequence]] = []
+    for (i, item), sequence in zip(rendered.items(), sequences, strict=True):
+        outcomes[i] = _judge(sequence, cutoff, request.overlong)
+        if outcomes[i] == KEPT:
+            kept.append((first_rows[rows[i].shard_number].of_all + rows[i].number, item, sequence))
+        elif outcomes[i] == LONG_PROMPT and request.overlong == "truncate":
             prompt_length = int(np.flatnonzero(sequence.supervised)[0])
             faults.append(
-                f"{task.locations[i]}: the prompt alone has {prompt_length:,} tokens, expected fewer than the cutoff, "
-                f"{task.cutoff_length:,}"
+                f"{item.conversation.location}: the prompt alone has {prompt_length:,} tokens, expected fewer than the "
+                f"cutoff, {cutoff:,}"
             )
-        if outcomes[i] != KEPT:
-            continue
-        assert sequence.in_answer is not None
-        ids.append(sequence.input_ids[: task.cutoff_length])
-        mark = sequence.supervised * SUPERVISED + sequence.in_answer * IN_ANSWER
-        marks.append(mark[: task.cutoff_length].astype(np.uint8))
-        lengths.append(len(ids[-1]))
-        sequence_ids.append(task.sequence_ids[i])
-        truncated.append(len(sequence) > task.cutoff_length)
-        unsupervised_turns.append(item.spans.count(None))
-        empty_thinking.append(_adds_empty_thinking(item))
-    block = task.folder / f"{task.block_number:05d}.npz"
+    block = folder / "tokenized" / f"{block_number:05d}.npz"
     with written_aside(block, several_writers=True) as unfinished, unfinished.open("wb") as file:
         np.savez(
             file,
             outcomes=outcomes,
             faults=np.array(faults, dtype=np.str_),
-            lengths=np.array(lengths, dtype=np.int64),
-            sequence_ids=np.array(sequence_ids, dtype=np.int64),
-            truncated=np.array(truncated, dtype=np.bool_),
-            unsupervised_turns=np.array(unsupervised_turns, dtype=np.int64),
-            empty_thinking=np.array(empty_thinking, dtype=np.bool_),
-            ids=np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32),
-            marks=np.concatenate(marks) if marks else np.zeros(0, dtype=np.uint8),
+            lengths=np.array([min(len(sequence), cutoff) for _, _, sequence in kept], dtype=np.int64),
+            sequence_ids=np.array([sequence_id for sequence_id, _, _ in kept], dtype=np.int64),
+            truncated=np.array([len(sequence) > cutoff for _, _, sequence in kept], dtype=np.bool_),
+            unsupervised_turns=np.array([item.spans.count(None) for _, item, _ in kept], dtype=np.int64),
+            empty_thinking=np.array([_adds_empty_thinking(item) for _, item, _ in kept], dtype=np.bool_),
+            ids=_joined([sequence.input_ids[:cutoff] for _, _, sequence in kept], np.int32),
+            marks=_joined([_marks(sequence)[:cutoff] for _, _, sequence in kept], np.uint8),
         )
+
+
+def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *arrays])
+
+
+def _marks(sequence: TokenizedSequence) -> np.ndarray:
+    assert sequence.in_answer is not None
+    return (sequence.supervised * SUPERVISED + sequence.in_answer * IN_ANSWER).astype(np.uint8)
 
 
 def _adds_empty_thinking(item: RenderedConversation) -> bool:
@@ -233,20 +220,13 @@ def _judge(sequence: TokenizedSequence, cutoff_length: int, overlong: str) -> in
     return OVERLONG if overlong == "drop" and len(sequence) > cutoff_length else KEPT
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Readable JSON, written aside."""
-    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    with written_aside(path, several_writers=True) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
-
-
-def _curate(task: CurationTask, row: Any, checker: AnswerChecker, shapes: Counter[str]) -> list[Message]:
+def _curate(request: PrepareRequest, row: Any, checker: AnswerChecker, shapes: Counter[str]) -> list[Message]:
     if isinstance(row, Broken):
         raise curation.Malformed(row.reason)
-    if task.kind == "math":
+    if request.kind == "math":
         return curation.math_messages(row, checker.check)
-    if task.kind == "code":
-        return curation.code_messages(row, _statements(task.statements_folder).find)
+    if request.kind == "code":
+        return curation.code_messages(row, partial(find_statement, request.statements))
     shape, messages = curation.chat_messages(row)
     shapes[shape] += 1
     return messages
@@ -269,5 +249,4 @@ def _read_messages(folder: Path, row: Curated) -> list[Message]:
         return json.loads(file.readline())
 
 
-_statements = lru_cache(maxsize=1)(Statements)
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)

@@ -3,6 +3,7 @@
 As its data card prescribes, `dataset`, `split` and `index` of a row lead to the statement in one of four data sets.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +20,42 @@ _HUB: dict[str, dict[str, Any]] = {
 }
 
 
-class Statements:
-    """Statements by data set, split and index. Each split is loaded when first asked for, and mapped, not read."""
+def find_statement(folder: str | None, dataset: str, split: str, index: int) -> str | None:
+    """The statement of a problem; None where there is no such problem, or it has none.
 
-    def __init__(self, folder: str | None) -> None:
-        """`folder`: local copies of the data sets, in its subfolders `taco`, `apps`, `code_contests`, `codeforces`;
-        None downloads them from the hub."""
-        self.folder = folder
-        self._splits: dict[tuple[str, str], Any] = {}
+    Args:
+        folder: local copies of the data sets, in its subfolders `taco`, `apps`, `code_contests`, `codeforces`; None
+            downloads them from the hub.
 
-    def find(self, dataset: str, split: str, index: int) -> str | None:
-        """None where there is no such problem, or it has no statement.
+    Raises:
+        UserError: the data set cannot be loaded.
+    """
+    if dataset not in _HUB:
+        return None
+    rows = _rows(folder, dataset, split)
+    if not 0 <= index < len(rows):
+        return None
+    row = rows[index]
+    if dataset in ("taco", "apps"):
+        return row["question"]
+    return _codeforces_statement(row) if dataset == "open-r1/codeforces" else row["description"]
 
-        Raises:
-            UserError: the data set cannot be loaded.
-        """
-        if dataset not in _HUB:
-            return None
-        rows = self._split(dataset, split)
-        if not 0 <= index < len(rows):
-            return None
-        row = rows[index]
-        if dataset in ("taco", "apps"):
-            return row["question"]
-        return _codeforces_statement(row) if dataset == "open-r1/codeforces" else row["description"]
 
-    def _split(self, dataset: str, split: str) -> Any:
-        if (dataset, split) not in self._splits:
-            from datasets import load_dataset
+@cache
+def _rows(folder: str | None, dataset: str, split: str) -> Any:
+    """Mapped, not read."""
+    from datasets import load_dataset
 
-            where = _HUB[dataset]
-            if self.folder is not None:
-                where = {"path": str(Path(self.folder) / dataset.rpartition("/")[2])}
-            try:
-                self._splits[dataset, split] = load_dataset(**where, split=split)
-            except Exception as error:  # offline, gated, no such folder: a dozen exception classes
-                raise UserError(
-                    f"{where['path']}: problem statements of {dataset} ({split}) cannot be loaded: "
-                    f"{first_line(error)}; download the data sets and name their folder with --statements"
-                ) from None
-        return self._splits[dataset, split]
+    where = _HUB[dataset]
+    if folder is not None:
+        where = {"path": str(Path(folder) / dataset.rpartition("/")[2])}
+    try:
+        return load_dataset(**where, split=split)
+    except Exception as error:  # offline, gated, no such folder: a dozen exception classes
+        raise UserError(
+            f"{where['path']}: problem statements of {dataset} ({split}) cannot be loaded: {first_line(error)}; "
+            "download the data sets and name their folder with --statements"
+        ) from None
 
 
 def _codeforces_statement(row: dict[str, Any]) -> str | None:
