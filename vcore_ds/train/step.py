@@ -60,9 +60,9 @@ def train_step(
 
     # Line 4: the utility of every token of B.
     with recorder.part("utility"):
-        forward = estimator.begin(main, seed=seed, measure_noise=measure_noise, ahead=method.weights_sequences)
-        known = forward.known
-        factors, tilt = sequence_factors(method, counts, main, known) if method.weights_sequences else (None, {})
+        ahead = method.weights_sequences
+        forward = estimator.begin(main, seed=seed, measure_noise=measure_noise, ahead=ahead)
+        factors, tilt = sequence_factors(method, counts, main, forward.known) if ahead else (None, {})
         measured |= {**forward.measured, **tilt}
         if settings.reference_is_base:
             main = with_reference_of_adapters(engine, main)
