@@ -1,4 +1,4 @@
-"""Rows that 4 ranks share: memory of a rank against the length and the degree, and the time of a step.
+"""Sequence parallelism on 4 ranks: memory of a rank against the length and the degree, and the time of a step.
 
     python -m tests.benchmarks.sequence_parallel memory
     python -m tests.benchmarks.sequence_parallel time [--rounds 5]

@@ -1,4 +1,4 @@
-"""`make chaos`: runs of a tiny model on two ranks, or on two pairs that share every layer, killed at random again and
+"""`make chaos`: runs of a tiny model on two ranks, or on two tensor-parallel pairs, killed at random again and
 again, against an undisturbed run.
 
 The real command is hit at any moment from its first seconds on, and given again. The exit code is 1 where a run does
@@ -201,10 +201,10 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
     parser.add_argument(
-        "--sequence-parallel", choices=("auto", "1", "2"), default="auto", help="ranks that share a row"
+        "--sequence-parallel", choices=("auto", "1", "2"), default="auto", help="degree of sequence parallelism"
     )
     parser.add_argument(
-        "--tensor", type=int, choices=(1, 2), default=1, help="ranks that share every layer; with 2, a run has 4 ranks"
+        "--tensor", type=int, choices=(1, 2), default=1, help="degree of tensor parallelism; with 2, a run has 4 ranks"
     )
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="vcore_ds_chaos_"))

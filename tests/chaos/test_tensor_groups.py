@@ -1,4 +1,4 @@
-"""Two pairs of ranks that share every layer: after a killed rank and a stop request the run ends, bit for bit, like an
+"""Two tensor-parallel pairs of ranks: after a killed rank and a stop request the run ends, bit for bit, like an
 undisturbed one."""
 
 import re

@@ -31,7 +31,7 @@ class TinyRun:
     num_steps: int
     changes: tuple[str, ...] = ()
     tensor: int = 1
-    """Ranks that share every layer, in parallel layers."""
+    """Tensor-parallel degree, in parallel layers."""
     logs: list[Path] = field(default_factory=list)
 
     @property

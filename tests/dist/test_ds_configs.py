@@ -67,7 +67,7 @@ def train_two_steps(
     lora: bool,
     degrees: tuple[int, int] = (1, 1),
 ) -> Outcome:
-    """`degrees`: ranks that share a row of the main batch and of the probe."""
+    """`degrees`: degrees of sequence parallelism of the main batch and of the probe."""
     recipe = make_recipe(model, json_file, precision, estimator, lora)
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes it once a process, and here are many engines
     engine = build_engine(recipe, deepspeed_config(recipe, plan_batch(recipe, layout.size("shards"), QWEN3_32B)))

@@ -1,4 +1,4 @@
-"""From a step number to micro-batches: where the probe comes from, how often, and the same at any number of ranks."""
+"""From a step number to micro-batches: where the probe comes from, how often, and the same at any world size."""
 
 import tempfile
 from collections import Counter

@@ -34,7 +34,7 @@ class Pass:
     sequence_parallel: int = 1
     tied: bool = False
     tensor: int = 1
-    """Ranks that share every layer, in megatron-core's parallel layers."""
+    """Tensor-parallel degree, in megatron-core's parallel layers."""
     kernel_norm: bool = False
     """With norms of a kernel, as TransformerEngine's, in the parallel layers."""
 

@@ -1,6 +1,6 @@
 """Parallel layers on 4 ranks against the Hugging Face model in one process, quantity by quantity.
 
-Two ranks share every layer, and two such pairs, or pairs of pairs that share their rows, make the ZeRO-3 shards.
+Two ranks are a tensor-parallel group, and two such pairs, or sequence-parallel pairs of pairs, make the ZeRO-3 shards.
 """
 
 from dataclasses import dataclass, replace
@@ -77,9 +77,9 @@ CASES = {
     "lora, clipped, one reduction": Case(
         lora=True, coalesce=True, sections=sections(clipping=0.1, probe={"clip": 0.1})
     ),
-    "lora, ranks that share rows": Case(lora=True, sequence_parallel=(2, 2), sections=sections()),
-    "ranks that share rows": Case(sequence_parallel=(2, 2), sections=sections()),
-    "ranks that share rows, packed, checkpointed": Case(
+    "lora, sequence-parallel": Case(lora=True, sequence_parallel=(2, 2), sections=sections()),
+    "sequence-parallel": Case(sequence_parallel=(2, 2), sections=sections()),
+    "sequence-parallel, packed, checkpointed": Case(
         sequence_parallel=(2, 1), packed=True, checkpointing=True, sections=sections(**SEPARATE)
     ),
     "norms of a kernel, packed": Case(kernel_norm=True, packed=True, sections=sections()),

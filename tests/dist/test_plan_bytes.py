@@ -87,7 +87,7 @@ def _compare(case: Case, folder: Path, measured: Mapping[str, Any]) -> Iterator[
     yield Comparison(case.name, "received in reductions", traffic["gradients"].inside, received["reductions"])
     if k > 1:  # a k-th of what is counted stays with the rank
         exchanges = received["exchanges"] * (k - 1) / k
-        yield Comparison(case.name, "received in exchanges", traffic["shared rows"].inside, exchanges)
+        yield Comparison(case.name, "received in exchanges", traffic["sequence-parallel activations"].inside, exchanges)
 
 
 def describe_comparisons(found: Sequence[Comparison]) -> str:

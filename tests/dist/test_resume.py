@@ -371,7 +371,7 @@ def at_two_ranks(folder: Path, disk: Path | None) -> dict[str, Any]:
 
 
 def across(folder: Path, name: str, main: int | str = "auto", probe: int | str = "auto") -> Recipe:
-    """`main`, `probe`: ranks that share a row of the main batch and of the probe."""
+    """`main`, `probe`: degrees of sequence parallelism of the main batch and of the probe."""
     degrees = {"batch": main, "probe": probe}
     sections = {key: ACROSS_WORLD_SIZES[key] | {"sequence_parallel": degree} for key, degree in degrees.items()}
     return recipe(folder, name, ACROSS_WORLD_SIZES | sections)

@@ -1,4 +1,4 @@
-"""Rows that ranks share: the step against the oracle at every degree, models, dropout, and what is exchanged."""
+"""Sequence parallelism: the step against the oracle at every degree, models, dropout, and what is exchanged."""
 
 import math
 from collections.abc import Callable, Iterator

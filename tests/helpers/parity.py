@@ -30,14 +30,14 @@ class Case:
     batches_per_utility_pass: int = 1
     probe_every: int = 1
     sequence_parallel: tuple[int, int] = (1, 1)
-    """Ranks that share a row of the main batch and of the probe."""
+    """Degrees of sequence parallelism of the main batch and of the probe."""
     packed: bool = False
     """A micro-batch is one row of all its sequences."""
     num_kv_heads: int = 2
     """Of 4 query heads."""
     vocabulary: int = tiny.VOCABULARY
     tensor: int = 1
-    """Ranks that share every layer, in megatron-core's parallel layers."""
+    """Tensor-parallel degree, in megatron-core's parallel layers."""
     kernel_norm: bool = False
     """With norms of a kernel, as TransformerEngine's, in the parallel layers."""
     config: dict[str, Any] = field(default_factory=dict)

@@ -63,7 +63,7 @@ def deal(batch: Batch, micro_batch_size: int, sequence_parallel: int = 1, *, pac
     """This rank's micro-batches of a global batch: rows are dealt out in turn, with idle batches where they run out.
 
     Args:
-        sequence_parallel: ranks that share a row.
+        sequence_parallel: the degree.
         packed: the sequences of a micro-batch are one row.
     """
     k = sequence_parallel

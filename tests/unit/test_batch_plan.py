@@ -47,7 +47,10 @@ def test_the_size_of_a_micro_batch_is_left_to_the_time_model_unless_it_changes_t
     sizes = chosen.micro_batch_size_per_rank, chosen.probe_micro_batch_size_per_rank
     assert (*sizes, chosen.utility_micro_batch_size_per_rank, chosen.batches_per_utility_pass) == (None, None, None, 1)
     assert chosen.may_pack and "short ones packed into rows" in chosen.describe()
-    for changes in ({"unpackable": "whose layers (conv) mix tokens"}, {"unshareable": "whose attention is its own"}):
+    for changes in (
+        {"unpackable": "whose layers (conv) mix tokens"},
+        {"no_sequence_parallelism": "whose attention is its own"},
+    ):
         of_rows = plan(2, replace(QWEN3_32B, **changes))
         assert not of_rows.may_pack and "those of similar length in a micro-batch" in of_rows.describe()
     assert not plan(2, model={"path": "none", "attention": "sdpa"}).may_pack  # it would need a mask of the whole row
@@ -86,7 +89,7 @@ def test_degrees() -> None:
     assert plan(64).main_degrees == (1, 2, 4, 8, 16, 32, 64)
     fixed = plan(64, batch={"sequence_parallel": 4}, probe={"sequence_parallel": 16})
     assert (fixed.main_degrees, fixed.probe_degrees, fixed.degrees) == ((4,), (16,), [4, 16])
-    own_code = replace(QWEN3_32B, unshareable="whose attention is its own code")
+    own_code = replace(QWEN3_32B, no_sequence_parallelism="whose attention is its own code")
     assert plan(64, own_code).degrees == [1]
     assert plan(64, own_code, batch={"sequence_parallel": 1}).main_degrees == (1,)
     assert plan(64, model={"path": "m", "attention": "eager"}).degrees == [1]
@@ -117,7 +120,7 @@ def test_degrees() -> None:
         ),
         (
             4,
-            replace(QWEN3_32B, unshareable="whose attention is its own code"),
+            replace(QWEN3_32B, no_sequence_parallelism="whose attention is its own code"),
             {"batch": {"sequence_parallel": 2}},
             "batch.sequence_parallel: found 2 together with model.path MODEL, whose attention is its own code; "
             "expected 1 or auto: Ulysses sequence parallelism works through an attention that takes the place of "

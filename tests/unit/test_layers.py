@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "vcore_ds"
 
 LEVELS = (
-    ("errors", "imports", "progress", "random_streams", "grading", "method"),
+    ("errors", "imports", "progress", "random_streams", "units", "grading", "method"),
     ("cpu_products", "config"),
     ("distributed", "files", "planning"),
     ("data",),
@@ -32,23 +32,24 @@ MAY_IMPORT = {
     "imports": "",
     "progress": "",
     "random_streams": "",
+    "units": "",
     "grading": "",
     "method": "",
     "cpu_products": "errors",
     "config": "errors",
     "distributed": "errors cpu_products",
     "files": "errors cpu_products",
-    "planning": "errors config",
+    "planning": "errors units config",
     "data": "errors imports progress random_streams grading method files planning",
     "models": "errors imports cpu_products config distributed files planning data",
     "engine": "errors imports progress random_streams method config distributed files data models",
-    "track": "errors progress random_streams method config distributed files data",
+    "track": "errors progress random_streams units method config distributed files data",
     "utility": "random_streams method distributed data models engine",
     "results": "errors grading config files planning data track",
     "train": "errors progress random_streams cpu_products method config distributed files planning data models engine "
     "track utility results",
-    "commands": "errors imports progress random_streams grading method config distributed files planning data models "
-    "engine track utility results train",
+    "commands": "errors imports progress random_streams units grading method config distributed files planning data "
+    "models engine track utility results train",
     "cli": "errors distributed commands",
 }
 """What a room may import; the rest of what is below it, it does without."""

@@ -65,7 +65,7 @@ CONV = "whose layers (conv) are not all attention"
 
 
 @pytest.mark.parametrize(
-    "config, unshareable, unpackable",
+    "config, no_sequence_parallelism, unpackable",
     [
         (Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]), CONV, CONV),
         (Phi3Config(**SIZES, **LONGROPE, pad_token_id=0), "whose rotary embedding (longrope) depends on ", None),
@@ -78,11 +78,11 @@ CONV = "whose layers (conv) are not all attention"
     ids=lambda value: getattr(value, "model_type", ""),
 )
 def test_rows_that_cannot_be_shared_or_packed(
-    config: PretrainedConfig, unshareable: str | None, unpackable: str | None, tmp_path: Path
+    config: PretrainedConfig, no_sequence_parallelism: str | None, unpackable: str | None, tmp_path: Path
 ) -> None:
     config.save_pretrained(tmp_path)
     shape = model_shape(str(tmp_path))
-    for found, expected in ((shape.unshareable, unshareable), (shape.unpackable, unpackable)):
+    for found, expected in ((shape.no_sequence_parallelism, no_sequence_parallelism), (shape.unpackable, unpackable)):
         assert found == expected if expected is None else found is not None and found.startswith(expected)
 
 

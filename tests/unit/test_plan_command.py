@@ -94,7 +94,7 @@ def test_layers_that_gpus_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert shared["parameters"] == alone["parameters"] == 32_762_123_264 and shared["tensor"] == 8
     assert shared["sequence_parallel"] == {"main": 1, "probe": 1}
     received = shared["received_bytes"]
-    assert received["parameters"]["inside_node"] == received["shared layers"]["between_nodes"] == 0
+    assert received["parameters"]["inside_node"] == received["tensor-parallel activations"]["between_nodes"] == 0
     # A GPU has an eighth of the layers and all of the norms, and one gradient of two bytes in each of two passes.
     of_rank = (32_762_123_264 - 676_864) // 8 + 676_864
     assert received["gradients"]["between_nodes"] == pytest.approx(2 * 2 * of_rank * 3 / 4)

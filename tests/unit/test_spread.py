@@ -1,4 +1,4 @@
-"""How a batch is spread over ranks that may share a row: complete, the same everywhere, and even."""
+"""How a batch is spread over sequence-parallel groups: complete, the same everywhere, and even."""
 
 import math
 import random

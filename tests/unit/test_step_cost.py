@@ -107,7 +107,9 @@ def test_bytes_of_shared_rows_by_hand() -> None:
     cost = cost_of(JVP, FAST, 2, [32], k=2)
     # A forward: 16 tokens, 2 layers, 8 x (2 x 4 + 2 x 2) numbers of 2 bytes, half of them to the other rank.
     forward = 16 * 2 * 96 * 2 / 2
-    assert cost.traffic["shared rows"] == Traffic(inside=(2 + 3) * forward)  # of the probe, and of main with tangents
+    assert cost.traffic["sequence-parallel activations"] == Traffic(
+        inside=(2 + 3) * forward
+    )  # of the probe, and of main with tangents
 
 
 FULL = replace(SFT, tensor=2)
@@ -135,11 +137,11 @@ def test_layers_that_gpus_share() -> None:
     cost = cost_of(FULL, FAST, 4, [16] * 2)
     alone = cost_of(SFT, FAST, 2, [16] * 2)
     assert cost.seconds["main"] == pytest.approx(alone.seconds["main"] / 2)
-    assert cost.traffic["shared layers"] == Traffic(inside=24 * 16 * 10 * 2 / 2)
+    assert cost.traffic["tensor-parallel activations"] == Traffic(inside=24 * 16 * 10 * 2 / 2)
     assert cost.traffic["gradients"] == alone.traffic["gradients"] * 0.5 == Traffic(inside=3000 / 2)
     with_adapters = cost_of(replace(FULL, adapters=AdapterShape(4)), FAST, 4, [16] * 2)
     # Twice, 5 x 4 numbers of 4 bytes in each of 2 layers, of which half are another GPU's.
-    assert with_adapters.traffic["shared layers"].inside == 16 * (19 * 10 * 2 + 2 * 2 * 5 * 4 * 4) / 2
+    assert with_adapters.traffic["tensor-parallel activations"].inside == 16 * (19 * 10 * 2 + 2 * 2 * 5 * 4 * 4) / 2
     latency = cost_of(FULL, FAST, 4, [16] * 2, exchange_latency=0.25).parts["exchanges"]
     assert latency == pytest.approx(24 * 0.25)
     slow = cost_of(FULL, replace(FAST, node_bandwidth=384.0), 4, [16] * 2)

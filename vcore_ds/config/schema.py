@@ -37,7 +37,7 @@ class ModelConfig(Section):
     """Data type of the parameters in forward and backward; the master copy and the accumulated gradients are fp32."""
     provider: Literal["huggingface", "megatron"] = "huggingface"
     """Whose layers compute: `huggingface` any causal language model of transformers; `megatron` dense Qwen3, Qwen2,
-    Llama and Mistral models in megatron-core's parallel layers, which several ranks can share (parallel.tensor)."""
+    Llama and Mistral models in megatron-core's parallel layers, for tensor parallelism (parallel.tensor)."""
     attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention of the passes with a gradient: `auto` the fused kernel of the device, without masks, with Ulysses
     sequence parallelism; the others are Hugging Face's kernels, for architectures whose attention cannot be

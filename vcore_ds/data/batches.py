@@ -16,7 +16,7 @@ IGNORED_LABEL = -100
 
 @dataclass
 class Batch:
-    """One micro-batch of one rank, or of the ranks that share its rows: b rows, padded on the right to T tokens.
+    """One micro-batch of one rank, or of a sequence-parallel group: b rows, padded on the right to T tokens.
 
     A row is one sequence, or several that are packed one after the other and do not see each other. There is no
     attention mask: attention is causal, so no token sees the padding that follows it, and positions that start again at

@@ -5,8 +5,8 @@ elements a rank, is that of `torch.chunk`, which is what `Shard(0)` means. So th
 `DTensor`, and reading them at another world size needs no conversion. Tensors are the optimizer's own, where they are
 (offloaded ones on the CPU): no copy of the state is made.
 
-Where ranks share layers, each place along the tensor axis has tensors of its own, with names that say which
-(`stored_name`): they are read by as many ranks to a layer as have written them.
+With tensor parallelism each place along the tensor axis has tensors of its own, with names that say which
+(`stored_name`): they are read at the tensor-parallel degree that wrote them.
 """
 
 import platform

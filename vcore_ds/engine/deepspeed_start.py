@@ -36,7 +36,7 @@ def start_deepspeed() -> None:
 
 
 class TensorAxis:
-    """The ranks that share every layer, as DeepSpeed asks for them ("mpu").
+    """The tensor-parallel group, as DeepSpeed asks for them ("mpu").
 
     With it ZeRO-3 shards over the other axes, and the norm of the gradient is taken over all parts of each layer.
     Parameters without the mark `tensor_model_parallel` count once.

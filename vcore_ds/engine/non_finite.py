@@ -15,8 +15,8 @@ class NonFiniteGradient(RunFailed):
 
 
 def sequences_by_rank(own_sequence_ids: Sequence[int], sequence_parallel: int) -> str:
-    """Sequence ids by rank, for a message; ranks without any are left out, and of ranks that share rows or layers all
-    but the first. A collective.
+    """Sequence ids by rank, for a message; ranks without any are left out, and of a sequence- or tensor-parallel
+    group all but the first. A collective.
 
     Args:
         sequence_parallel: degree of the pass that computed the sequences.

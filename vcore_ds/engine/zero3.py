@@ -1,7 +1,7 @@
 """A wrapper around `deepspeed.initialize` with ZeRO-3.
 
 The caller scales losses by global counts before the first backward. So gradients are summed here: nothing is averaged
-over micro-batches, and DeepSpeed's division by the number of ranks is undone.
+over micro-batches, and DeepSpeed's division by the world size is undone.
 
 docs/zero3.md lists the DeepSpeed internals on which this package relies.
 """

@@ -138,8 +138,12 @@ def model_shape(path: str) -> ModelShape:
     if shape is None:
         missing = next(SIZE_NAMES[size][0] for size in REQUIRED_SIZES if sizes[size] is None)
         why = f"whose configuration has no single {missing}"
-        return replace(QWEN3_32B, unshareable=why, unpackable=why, hidden_size=0)
-    return shape if can_replace_attention(config) else replace(shape, unshareable="whose attention is its own code")
+        return replace(QWEN3_32B, no_sequence_parallelism=why, unpackable=why, hidden_size=0)
+    return (
+        shape
+        if can_replace_attention(config)
+        else replace(shape, no_sequence_parallelism="whose attention is its own code")
+    )
 
 
 def _size(config: PretrainedConfig, name: str) -> int | None:

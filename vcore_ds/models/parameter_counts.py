@@ -14,13 +14,13 @@ from vcore_ds.planning.memory_settings import ParameterCounts
 
 
 def count_parameters(path: str, lora: LoraConfig | None, tensor: int = 1) -> ParameterCounts:
-    """The model's parameters, or a rank's part where ranks share every layer, from a model without weights; zeros
+    """The model's parameters, or a rank's part with tensor parallelism, from a model without weights; zeros
     where it cannot be read, which is said elsewhere.
 
     Args:
         path: of the model.
         lora: its adapters, which are then all that is trained.
-        tensor: ranks that share every layer.
+        tensor: degree of tensor parallelism.
     """
     try:
         config = read_config(path)

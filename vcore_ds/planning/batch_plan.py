@@ -8,8 +8,8 @@ from vcore_ds.config.fields import LARGEST_COUNT
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.rank_words import count, count_ranks, member_of
-from vcore_ds.planning.shared_ranks import check_shared_layers, row_degrees
+from vcore_ds.planning.parallel_degrees import check_tensor_parallel, sequence_parallel_degrees
+from vcore_ds.planning.rank_text import count, count_ranks, member_of
 from vcore_ds.planning.spread import RowLimit, Spread, possible_degrees, spread
 from vcore_ds.planning.time_model import H100, TimeModel
 from vcore_ds.planning.traffic import Machine
@@ -101,7 +101,7 @@ class BatchPlan:
     def may_pack(self) -> bool:
         """Whether the attention knows packed sequences by their lengths, so that packing them costs nothing."""
         shape = self.time_model.shape
-        return shape.unpackable is None and shape.unshareable is None
+        return shape.unpackable is None and shape.no_sequence_parallelism is None
 
     def simulate(self, longest: int) -> dict[Part, Utilization]:
         """How batches of simulated lengths, of `longest` tokens at most, would use the ranks. Nothing of batches so
@@ -137,7 +137,7 @@ class BatchPlan:
             key, size, degrees = "probe.batch_size", self.probe_batch_size_global or 0, self.probe_degrees
             limit = self._limit(self.probe_micro_batch_size_per_rank)
         shape = self.time_model.shape
-        if shape.unshareable is None and list(degrees) != possible_degrees(self.num_ranks, shape.num_heads):
+        if shape.no_sequence_parallelism is None and list(degrees) != possible_degrees(self.num_ranks, shape.num_heads):
             return f"set {_SECTIONS[part]}.sequence_parallel to auto"
         enough = _SEQUENCES_PER_GROUP * self.num_ranks // degrees[-1]
         if size >= enough and not limit.is_packed:
@@ -181,7 +181,7 @@ def plan_batch(
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
     tensor = recipe.parallel.tensor
-    check_shared_layers(tensor, num_ranks, ranks_per_node, shape, recipe.model.path)
+    check_tensor_parallel(tensor, num_ranks, ranks_per_node, shape, recipe.model.path)
     ranks_per_node = min(ranks_per_node, num_ranks)
     num_ranks, ranks_per_node, shape = num_ranks // tensor, ranks_per_node // tensor, shape.of_part(tensor)
     if recipe.batch.packed_row_tokens is not None and shape.unpackable is not None:
@@ -192,7 +192,9 @@ def plan_batch(
             ]
         )
     if recipe.model.attention != "auto":
-        shape = replace(shape, unshareable="whose attention is not replaced")  # kernels without sequence parallelism
+        shape = replace(
+            shape, no_sequence_parallelism="whose attention is not replaced"
+        )  # kernels without sequence parallelism
     micro: int | None = None
     if recipe.batch.micro_batch_size_per_rank != "auto":
         micro = recipe.batch.micro_batch_size_per_rank
@@ -201,7 +203,7 @@ def plan_batch(
     has_probe = recipe.method.uses_utilities and recipe.probe.source == "batch"
     probe_batch_size = None if recipe.probe.batch_size == "all" else recipe.probe.batch_size
     sections: tuple[Literal["batch", "probe"], ...] = ("batch", "probe") if has_probe else ("batch",)
-    degrees = {section: row_degrees(recipe, section, num_ranks, shape) for section in sections}
+    degrees = {section: sequence_parallel_degrees(recipe, section, num_ranks, shape) for section in sections}
     return BatchPlan(
         num_ranks=num_ranks,
         global_batch_size=recipe.batch.global_size,

@@ -98,7 +98,7 @@ def _accumulation_problems(config: dict[str, Any]) -> Iterator[str]:
     if found not in (_MISSING, "auto"):
         yield (
             f"gradient_accumulation_steps: found {show(found)}; expected no such key in the JSON (remove it: how many "
-            "micro-batches a step has follows from its sequences and the number of ranks)"
+            "micro-batches a step has follows from its sequences and the world size)"
         )
 
 
@@ -151,7 +151,7 @@ def _placement_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str
         yield (
             f"zero_optimization.zero_hpz_partition_size: found {hpz} together with parallel.tensor "
             f"{plan.tensor}; expected no such key: DeepSpeed makes these groups of neighbouring ranks, "
-            "which share layers here"
+            "of a tensor-parallel group"
         )
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
         if _get(config, f"zero_optimization.{key}") is True:

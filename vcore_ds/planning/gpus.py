@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from vcore_ds.planning.traffic import Machine
-from vcore_ds.planning.units import GIB
+from vcore_ds.units import GIB
 
 
 @dataclass(frozen=True)

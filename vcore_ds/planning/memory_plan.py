@@ -60,10 +60,10 @@ class _Change:
     """What they change in `MemorySettings`."""
 
     def __str__(self) -> str:
-        return " ".join(self.words)
+        return " ".join(self.arguments)
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def arguments(self) -> tuple[str, ...]:
         return tuple(f"{key}={value}" for key, value in self.overrides.items())
 
 
@@ -74,7 +74,7 @@ class MemoryPlan:
     plan: BatchPlan
     settings: MemorySettings
     degree: int
-    """Ranks that share a row in most passes over the main batch."""
+    """Degree of sequence parallelism in most passes over the main batch."""
     cutoff_length: int
     """Longest sequence, in tokens."""
     counts: ParameterCounts | None = None
@@ -87,13 +87,13 @@ class MemoryPlan:
     def remedies(self, available: Available) -> list[Remedy]:
         """Changes by themselves, from the cheapest on; and together, where none of them is enough."""
         changes = [*self._changes(available)]
-        found = [Remedy(str(change), self._with(change.settings), change.words) for change in changes]
+        found = [Remedy(str(change), self._with(change.settings), change.arguments) for change in changes]
         found += self._more_ranks(available)
         if len(changes) > 1 and not any(available.holds(remedy.estimate) for remedy in found):
             overrides = {key: value for change in changes for key, value in change.overrides.items()}
             settings = {key: value for change in changes for key, value in change.settings.items()}
             together = _Change(overrides, settings)
-            found.append(Remedy(str(together), self._with(settings), together.words))
+            found.append(Remedy(str(together), self._with(settings), together.arguments))
             if not available.holds(found[-1].estimate):
                 found += self._more_ranks(available, together)
         return found
@@ -118,7 +118,7 @@ class MemoryPlan:
             yield _Change(overrides, {"is_checkpointed": True, "offloads_checkpoints": True})
 
     def _smaller_rows(self) -> Iterator[_Change]:
-        """Fewer tokens in a micro-batch: half of a packed row, one sequence, or a row that more ranks share."""
+        """Fewer tokens on a rank: half of a packed row, one sequence, or more sequence parallelism."""
         plan, row = self.plan, self.plan.packed_row_tokens
         if row is not None:
             half = row // 2
@@ -130,7 +130,7 @@ class MemoryPlan:
             yield _Change({"batch.micro_batch_size_per_rank": "1"}, self._fewer_tokens(share))
         shape = plan.time_model.shape
         larger = [k for k in possible_degrees(plan.num_ranks, shape.num_heads) if k > self.degree]
-        if larger and shape.unshareable is None:
+        if larger and shape.no_sequence_parallelism is None:
             overrides = {"batch.sequence_parallel": str(larger[0])}
             if plan.probe_batch_size_global != 0:
                 overrides["probe.sequence_parallel"] = str(larger[0])
@@ -148,7 +148,7 @@ class MemoryPlan:
             estimate = self._with(settings)
             if available.holds(estimate):
                 words = f"{num_ranks} ranks" if change is None else f"{num_ranks} ranks and {change}"
-                yield Remedy(words, estimate, () if change is None else change.words, num_ranks)
+                yield Remedy(words, estimate, () if change is None else change.arguments, num_ranks)
                 return
             num_groups *= 2
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from vcore_ds.planning.memory_plan import Available, MemoryPlan
-from vcore_ds.planning.units import gib
+from vcore_ds.units import gib
 
 
 def describe_memory(plan: MemoryPlan) -> str:

@@ -49,7 +49,7 @@ class ModelShape:
     """D."""
     layer_parameters: int
     """P, parameters of the linear layers of one decoder layer."""
-    unshareable: str | None = None
+    no_sequence_parallelism: str | None = None
     """Why sequence parallelism is not possible, such as `whose attention is its own code`; None where it is."""
     unpackable: str | None = None
     """Why a row cannot hold several sequences, in the same form; None where it can."""
@@ -121,7 +121,7 @@ def layer_parameters(
 
 
 def _row_obstacles(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """`unshareable` and `unpackable` of a configuration, as far as its layers and positions go.
+    """`no_sequence_parallelism` and `unpackable` of a configuration, as far as its layers and positions go.
 
     Args:
         config: of the language model, as in config.json; what is malformed is passed over.

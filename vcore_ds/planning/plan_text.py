@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from vcore_ds.planning.memory_text import describe_shortage
 from vcore_ds.planning.run_plan import RunPlan, Way
-from vcore_ds.planning.units import gib
+from vcore_ds.units import gib
 
 
 def plan_verdict(plan: RunPlan) -> str:

@@ -193,7 +193,7 @@ def smallest_cluster(plan: RunPlan) -> RunPlan | None:
     for num_gpus in _sizes(plan.cluster.gpus_per_node):
         try:
             found = plan.on(num_gpus)
-        except RecipeError:  # rows that this number of ranks cannot share
+        except RecipeError:  # no such degree of sequence parallelism at this world size
             continue
         if found.fits_with_margin:
             return found

@@ -140,13 +140,15 @@ class StepModel:
             hidden += self._host_seconds(work)
             if k > 1:
                 handed_over = b * exchanged_numbers(shape, k) * shape.num_layers * tokens * work.exchanges
-                moved["shared rows"] = exchanged(handed_over, k, self._groups_per_node)
-                seconds = moved["shared rows"].seconds(machine)
+                moved["sequence-parallel activations"] = exchanged(handed_over, k, self._groups_per_node)
+                seconds = moved["sequence-parallel activations"].seconds(machine)
                 seconds += work.exchanges * 2 * shape.num_layers * machine.exchange_latency
                 sums.spend(phase, "exchanges", weight * seconds)
             if self.settings.tensor > 1:
-                moved["shared layers"], num_exchanges = self.between_layers(work, tokens)
-                seconds = moved["shared layers"].seconds(machine) + num_exchanges * machine.exchange_latency
+                moved["tensor-parallel activations"], num_exchanges = self.between_layers(work, tokens)
+                seconds = (
+                    moved["tensor-parallel activations"].seconds(machine) + num_exchanges * machine.exchange_latency
+                )
                 sums.spend(phase, "exchanges", weight * seconds)
             exposed = max(hidden - achieved.hidden * compute, _NEVER_HIDDEN * hidden)
             sums.spend(phase, "products", weight * compute)

@@ -39,7 +39,7 @@ class Cell:
     name: str
     choices: Mapping[str, str]
     """Axis of the grid -> what was chosen on it; empty for a cell of the list."""
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     """Fragments and overrides, as on a command line."""
 
 
@@ -79,7 +79,7 @@ def load_sweep(path: str | Path, num_ranks: int | None = None) -> Sweep:
     draft = _read(Path(path))
     cells = [*_grid_cells(draft), *_listed_cells(draft)]
     seeds, recipe, folder = _seeds(draft), _text(draft, "recipe"), _text(draft, "output_dir")
-    common = _words(draft, "common", draft.values.get("common"))
+    common = _overrides(draft, "common", draft.values.get("common"))
     names = [cell.name for cell in cells]
     for name in sorted(name for name, count in Counter(names).items() if count > 1):
         draft.add("cells", f"found two cells that are called {show(name)}; expected different names")
@@ -149,26 +149,26 @@ def _seeds(draft: _Draft) -> list[int]:
     return []
 
 
-def _words(draft: _Draft, key: str, value: Any) -> tuple[str, ...]:
+def _overrides(draft: _Draft, key: str, value: Any) -> tuple[str, ...]:
     """Fragments and overrides: a word, a list of them, or null for none."""
-    words = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
+    overrides = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(overrides, list) or not all(isinstance(word, str) and word for word in overrides):
         draft.add(key, f"found {show(value)}; expected FRAGMENT.yaml or section.key=value, or a list of these")
         return ()
-    for word in words:
+    for word in overrides:
         if word.partition("=")[0].strip() in _SET_BY_THE_SWEEP:
             draft.add(key, f"found {show(word)}; expected no {word.partition('=')[0]}: the sweep sets it")
-    return tuple(words)
+    return tuple(overrides)
 
 
 def _named(draft: _Draft, key: str, value: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
     if not isinstance(value, dict) or not value:
-        draft.add(key, f"found {show(value)}; expected NAME: its words, one or more")
+        draft.add(key, f"found {show(value)}; expected NAME: its overrides, one or more")
         return
-    for name, words in value.items():
+    for name, overrides in value.items():
         if not _NAME.fullmatch(name):
             draft.add(key, f"found the name {show(name)}; expected letters, digits and . _ + -")
-        yield name, _words(draft, f"{key}.{name}", words)
+        yield name, _overrides(draft, f"{key}.{name}", overrides)
 
 
 def _listed_cells(draft: _Draft) -> list[Cell]:
@@ -176,14 +176,14 @@ def _listed_cells(draft: _Draft) -> list[Cell]:
         if "grid" not in draft.values:
             draft.add("cells", "found neither cells nor grid; expected at least one")
         return []
-    return [Cell(name, {}, words) for name, words in _named(draft, "cells", draft.values["cells"])]
+    return [Cell(name, {}, overrides) for name, overrides in _named(draft, "cells", draft.values["cells"])]
 
 
 def _grid_cells(draft: _Draft) -> list[Cell]:
     """The product of the axes, the last one fastest."""
     grid = draft.values.get("grid", {})
     if not isinstance(grid, dict) or ("grid" in draft.values and not grid):
-        draft.add("grid", f"found {show(grid)}; expected axes: section.key: [values], or NAME: {{choice: words}}")
+        draft.add("grid", f"found {show(grid)}; expected axes: section.key: [values], or NAME: {{choice: overrides}}")
         return []
     axes = {axis: list(_choices(draft, axis, value)) for axis, value in grid.items()}
     if math.prod(map(len, axes.values())) > MOST_RUNS:
@@ -192,13 +192,13 @@ def _grid_cells(draft: _Draft) -> list[Cell]:
     cells = []
     for chosen in itertools.product(*axes.values()) if axes else ():
         labels = [label for label, _ in chosen]
-        words = tuple(word for _, own in chosen for word in own)
-        cells.append(Cell(",".join(labels), dict(zip(axes, labels, strict=True)), words))
+        overrides = tuple(word for _, own in chosen for word in own)
+        cells.append(Cell(",".join(labels), dict(zip(axes, labels, strict=True)), overrides))
     return cells
 
 
 def _choices(draft: _Draft, axis: str, value: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(label, words) along an axis: the values of a key of the recipe, or named words."""
+    """(label, overrides) along an axis: the values of a key of the recipe, or named overrides."""
     if "." not in axis:
         yield from _named(draft, f"grid.{axis}", value)
         return
@@ -247,14 +247,14 @@ def _resolve(
     for cell in cells:
         for seed in seeds:
             name = f"{cell.name}/seed_{seed}"
-            words = [
+            overrides = [
                 *common,
-                *cell.words,
+                *cell.overrides,
                 f"run.seed={seed}",
                 f"run.output_dir={json.dumps(str(folder / 'runs' / name))}",
             ]
             try:
-                loaded = load_recipe(recipe, words)
+                loaded = load_recipe(recipe, overrides)
                 plan = plan_batch(loaded, num_ranks or _enough_ranks(loaded), shape_or_assumed(loaded.model.path))
                 deepspeed_config(loaded, plan)
             except UserError as error:

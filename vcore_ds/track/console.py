@@ -6,9 +6,9 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from vcore_ds.planning.units import gib
 from vcore_ds.progress import Progress, duration
 from vcore_ds.track.token_records import SequenceTokens
+from vcore_ds.units import gib
 
 _NUM_SHOWN = 3
 """Tokens of the example trace that are printed at either end."""

@@ -69,7 +69,7 @@ def record_tokens(
 
     Args:
         own: this rank's sequences of the main batch.
-        sequence_parallel: ranks that share its rows, and hold the same sequences.
+        sequence_parallel: the degree; a group of as many ranks holds the same sequences.
         first_trusted_id: see `TokenRecord`.
         seed: of the run.
     """
@@ -90,8 +90,8 @@ def gather_record(
     first_trusted_id: int | None,
     seed: int,
 ) -> TokenRecord:
-    """The record on every rank, the same at any number of ranks. A collective; see `record_tokens` and `choose`."""
-    # Ranks that share rows hold the same sequences: the first of them speaks.
+    """The record on every rank, the same at any world size. A collective; see `record_tokens` and `choose`."""
+    # Ranks of a sequence-parallel group hold the same sequences: the first of them speaks.
     own = own if layout.rank("sequence", sequence_parallel) == 0 else []
     sizes = layout.gather_objects("shards", [(sequence.sequence_id, len(sequence)) for sequence in own])
     found = sorted((i, n, rank, k) for rank, part in enumerate(sizes) for k, (i, n) in enumerate(part))

@@ -38,7 +38,7 @@ def sequence_factors(
         shares.append(sequence_shares(tokens.num_tokens(), counts, method.normalization))
     own = torch.stack([torch.cat(gains), torch.cat(shares)]).double()
     k = batches[0].sequence_parallel
-    # Ranks that share rows hold the same sequences: the first of them speaks.
+    # Ranks of a sequence-parallel group hold the same sequences: the first of them speaks.
     of_ranks = layout.gather_objects("shards", own.cpu() if layout.rank("sequence", k) == 0 else own[:, :0].cpu())
     all_gains, all_shares = torch.cat(of_ranks, 1)
     there = all_shares > 0  # an idle row has no tokens, and no share

@@ -31,7 +31,7 @@ from vcore_ds.track.console import Console
 
 @dataclass(frozen=True)
 class Feed:
-    """From a step number to this rank's batches; the same sequences at any number of ranks."""
+    """From a step number to this rank's batches; the same sequences at any world size."""
 
     dataset: Dataset
     plan: BatchPlan

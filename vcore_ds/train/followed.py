@@ -31,7 +31,7 @@ from vcore_ds.utility.estimators import Estimator
 
 @dataclass(frozen=True)
 class FollowedTraces:
-    """The traces that a run follows, the same at every step, on any number of ranks and after resuming."""
+    """The traces that a run follows, the same at every step, at any world size and after resuming."""
 
     origins: Sequence[Origin]
     batches: Sequence[Batch]
@@ -111,7 +111,7 @@ def measure_followed(
         utilities = [found for _, found in known] if known else [None] * len(batches)
         if settings.reference_is_base:
             batches = with_reference_of_adapters(engine, batches)
-        # Ranks that share rows hold the same traces: the first of them speaks.
+        # Ranks of a sequence-parallel group hold the same traces: the first of them speaks.
         if layout.rank("sequence", k) == 0:
             for batch, (losses, entropies), own in zip(batches, measured, utilities, strict=True):
                 weights = token_weights(settings.method, batch.tokens(losses, own)).weights

@@ -16,7 +16,7 @@ from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.memory_plan import MemoryPlan
 from vcore_ds.planning.memory_settings import ParameterCounts
 from vcore_ds.planning.memory_text import describe_memory
-from vcore_ds.planning.rank_words import count
+from vcore_ds.planning.rank_text import count
 from vcore_ds.planning.run_plan import COALESCING_SHARE
 from vcore_ds.planning.utilization import Utilization
 from vcore_ds.train.feed import Feed, store_behind

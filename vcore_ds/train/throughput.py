@@ -21,7 +21,7 @@ class Throughput:
     """What turns the seconds of a step into rates."""
 
     shape: ModelShape
-    """Shape of the whole model, also where ranks share its layers."""
+    """Shape of the whole model, also with tensor parallelism."""
     passes: StepPasses | None
     """Those that a step needs; None for a model whose sizes are unknown."""
     peak_flops: float | None

@@ -156,7 +156,7 @@ def signal_to_noise(below: Tensor, base: Tensor, above: Tensor) -> float:
         rms(signal) / sqrt(2 r^2) over all ranks: well above 1 is a measurement, below 1 is noise.
     """
     antisymmetric, symmetric = (above - below) / 2, above + below - 2 * base
-    # Ranks that share rows all count them: a ratio of sums is the same.
+    # All ranks of a sequence-parallel group count them: a ratio of sums is the same.
     squares = layout.sum_over("shards", [float(antisymmetric.square().sum()), float(symmetric.square().sum())])
     rounding = squares[1] / 6
     signal = max(0.0, squares[0] - rounding / 2)

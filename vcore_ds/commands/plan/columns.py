@@ -20,7 +20,7 @@ from vcore_ds.planning.run_plan import (
     plan_run,
     smallest_cluster,
 )
-from vcore_ds.planning.units import GIB
+from vcore_ds.units import GIB
 
 _KL_BUDGET = 0.005
 """Nats, of `vcore` beside a recipe of another method; what a step costs does not depend on it."""
@@ -82,10 +82,10 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
     if arguments.compare:
         columns.append(column("recipe", recipe, reload))
         for setting in arguments.compare:
-            words = split_setting(setting)
+            overrides = split_setting(setting)
 
-            def with_setting(extra: Sequence[str], words: Sequence[str] = words) -> Recipe:
-                return reload([*words, *extra])
+            def with_setting(extra: Sequence[str], overrides: Sequence[str] = overrides) -> Recipe:
+                return reload([*overrides, *extra])
 
             columns.append(column(setting, with_setting(()), with_setting))
     else:
@@ -107,7 +107,7 @@ def of_method(recipe: Recipe, name: str) -> Recipe:
 
 
 def split_setting(setting: str) -> list[str]:
-    """The words of a column's setting."""
+    """The overrides of a column's setting."""
     try:
         return shlex.split(setting)
     except ValueError as error:

@@ -8,8 +8,8 @@ from vcore_ds.commands.plan.columns import Columns
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.files.user_paths import writing
 from vcore_ds.planning.run_plan import RunPlan
-from vcore_ds.planning.units import GIB
 from vcore_ds.results.presentation import new_figure
+from vcore_ds.units import GIB
 
 
 def draw(found: Columns, path: Path) -> None:

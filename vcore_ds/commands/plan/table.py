@@ -9,7 +9,7 @@ from vcore_ds.planning.gpus import GPUS, Achieved, Cluster
 from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.plan_text import plan_verdict
 from vcore_ds.planning.run_plan import RunPlan
-from vcore_ds.planning.units import gib
+from vcore_ds.units import gib
 
 _PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "main", "step": "update"}
 """What the phases of a step are called in the table."""
@@ -110,7 +110,7 @@ def _rows(plans: list[RunPlan]) -> Iterator[Row]:
 
 
 def _sharing(plan: RunPlan, part: Part) -> str:
-    """GPUs that share a row in most passes, among them those that share every layer."""
+    """GPUs of a sequence-parallel group in most passes, times those of a tensor-parallel group."""
     return str(plan.passes[part].typical_degree * plan.batch.tensor) if part in plan.passes else "-"
 
 

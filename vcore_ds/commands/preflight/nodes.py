@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.planning.units import GIB, gib
+from vcore_ds.units import GIB, gib
 
 TEMPORARY_BYTES = 2 * GIB
 """Free space wanted in the temporary folder: compiled kernels, and the files of the processes."""
@@ -94,7 +94,7 @@ def find_split_groups(ranks_of_hosts: Mapping[str, int], tensor: int) -> list[st
 
     Args:
         ranks_of_hosts: number of ranks by host.
-        tensor: ranks that share every layer.
+        tensor: degree of tensor parallelism.
     """
     return [
         f"{host}: parallel.tensor: found {tensor} with {num_ranks} ranks on the node, expected a divisor of them: "

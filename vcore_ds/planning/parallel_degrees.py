@@ -6,11 +6,11 @@ from typing import Literal
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.rank_words import count, count_ranks, member_of
+from vcore_ds.planning.rank_text import count, count_ranks, member_of
 from vcore_ds.planning.spread import possible_degrees
 
 
-def check_shared_layers(tensor: int, num_ranks: int, ranks_per_node: int, shape: ModelShape, model: str) -> None:
+def check_tensor_parallel(tensor: int, num_ranks: int, ranks_per_node: int, shape: ModelShape, model: str) -> None:
     """Raises RecipeError where `parallel.tensor` does not divide the ranks, those of a node, or the model's layers.
 
     Args:
@@ -41,7 +41,7 @@ def check_shared_layers(tensor: int, num_ranks: int, ranks_per_node: int, shape:
     raise RecipeError([f"parallel.tensor: found {tensor} {found}"])
 
 
-def row_degrees(
+def sequence_parallel_degrees(
     recipe: Recipe, section: Literal["batch", "probe"], num_ranks: int, shape: ModelShape
 ) -> tuple[int, ...]:
     """Sequence-parallel degrees that are possible in the passes over this section's batch, ascending.
@@ -57,14 +57,14 @@ def row_degrees(
     one, on = member_of(recipe.parallel.tensor), f"on {count_ranks(num_ranks, recipe.parallel.tensor)}"
     # Any number of heads may be that of a model that cannot be seen.
     heads = num_ranks if shape.is_assumed and wanted != "auto" else shape.num_heads
-    possible = possible_degrees(num_ranks, heads) if shape.unshareable is None else [1]
+    possible = possible_degrees(num_ranks, heads) if shape.no_sequence_parallelism is None else [1]
     if wanted == "auto":
         chosen = possible
     elif wanted in possible:
         chosen = [wanted]
-    elif shape.unshareable is not None:
+    elif shape.no_sequence_parallelism is not None:
         is_replaced = recipe.model.attention == "auto"
-        why = f"model.path {recipe.model.path}, {shape.unshareable}"
+        why = f"model.path {recipe.model.path}, {shape.no_sequence_parallelism}"
         why = why if is_replaced else f"model.attention {recipe.model.attention}"
         remedy = "1 or auto" if is_replaced else "1 or auto, or model.attention auto"
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""Whole runs on rows that ranks share: the same sequences and losses as on one rank, also resumed at another degree."""
+"""Whole runs with sequence parallelism: the sequences and losses of one rank, also resumed at another degree."""
 
 import json
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.dist
 FOLLOWING = ("alone", "2_4", "resumed")
 """Runs with followed traces: on one rank, and on rows of two ranks, also of four after resuming."""
 DEGREES = [(1, 1), (2, 4), (4, 2), ("auto", "auto")]
-"""Ranks that share a row of the main batch and of the probe batch, on 4 ranks."""
+"""Degrees of sequence parallelism of the main batch and of the probe batch, on 4 ranks."""
 
 
 def recipe(folder: Path, name: str, degrees: tuple[Any, Any], row_tokens: int = 128) -> Recipe:
