@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from scipy import stats
 
 from tests.helpers.recipes import smallest_recipe
 from tests.helpers.report_runs import step_line, write_run
@@ -19,7 +20,7 @@ from vcore_ds.commands.sweep.status import describe
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.errors import UserError
 from vcore_ds.planning.sweep import Sweep, load_sweep
-from vcore_ds.results.seed_statistics import cell, interval, paired
+from vcore_ds.results.seed_statistics import cell, interval, paired, student_t_quantile
 from vcore_ds.results.sweep_folder import ATTEMPT, State, SweepFolder, begin_sweep, read_sweep_folder
 
 SWEEPS = sorted((Path(__file__).resolve().parents[2] / "launch_scripts" / "sweeps").glob("*.yaml"))
@@ -62,13 +63,11 @@ def problems(**changes: Any) -> tuple[str, ...]:
 # ---- statistics ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num", "quantile"), [(3, 4.303), (5, 2.776), (10, 2.262), (31, 2.042), (121, 1.980)])
-def test_half_an_interval_is_students_quantile_times_the_standard_error(num: int, quantile: float) -> None:
-    """Tables of Student's t print these for 95%, two-sided, and one degree of freedom less than there are values."""
-    mean, half = interval(np.arange(num))
-    assert mean == (num - 1) / 2
-    # The variance of 0 to num - 1 is (num + 1) num / 12.
-    assert half == pytest.approx(quantile * math.sqrt((num + 1) / 12), rel=2.5e-4)
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 10, 31, 200])
+@pytest.mark.parametrize("probability", [0.5, 0.9, 0.975, 0.9995])
+def test_students_quantile_is_scipys(probability: float, degrees: int) -> None:
+    expected = stats.t.ppf(probability, degrees)
+    assert student_t_quantile(probability, degrees) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
@@ -343,7 +342,7 @@ def test_the_tables_of_a_sweep(folder: Path, capsys: pytest.CaptureFixture[str])
     assert "5 of 6 runs are done; missing: vcore/seed_3 (waiting)." in text
     rows = [[word.strip() for word in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     assert rows[0][:5] == ["cell", "seeds", "compared with", "held-out loss", "difference"]
-    half = 4.302653 / math.sqrt(3)
+    half = stats.t.ppf(0.975, 2) / math.sqrt(3)
     assert rows[2] == ["sft", "3", "", f"2.0000 ± {half:.4f}", "", f"2.5000 ± {half:.4f}", ""]
     # Two seeds support no interval.
     assert rows[3] == ["vcore", "2", "sft", "1.3500", "-0.1500", "1.8500", "-0.1500"]

@@ -1,5 +1,6 @@
 """Means over seeds with their 95% confidence intervals (Student's t), and differences that are paired by seed."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -11,12 +12,10 @@ FEWEST_SEEDS = 3
 
 def interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Mean and half-width of its 95% confidence interval; nan for fewer values than `FEWEST_SEEDS`."""
-    from scipy.special import stdtrit
-
     table = np.asarray(values, dtype=np.float64)
     if len(table) < FEWEST_SEEDS:
         return float(table.mean()), math.nan
-    half = stdtrit(len(table) - 1, 0.975) * table.std(ddof=1) / math.sqrt(len(table))
+    half = student_t_quantile(0.975, len(table) - 1) * table.std(ddof=1) / math.sqrt(len(table))
     return float(table.mean()), float(half)
 
 
@@ -30,3 +29,27 @@ def cell(values: Sequence[float], digits: int, *, difference: bool = False) -> s
 def paired(values: Mapping[int, float], reference: Mapping[int, float]) -> list[float]:
     """Differences at the seeds that both have, in the order of the seeds."""
     return [values[seed] - reference[seed] for seed in sorted(values.keys() & reference.keys())]
+
+
+@functools.cache
+def student_t_quantile(probability: float, degrees: int) -> float:
+    """Where Student's t distribution reaches the probability, from 0.5 to below 1, by bisection."""
+    low, high = 0.0, 1.0
+    while student_t_probability(high, degrees) < probability:
+        high *= 2
+    while (middle := (low + high) / 2) not in (low, high):
+        low, high = (middle, high) if student_t_probability(middle, degrees) < probability else (low, middle)
+    return high
+
+
+def student_t_probability(t: float, degrees: int) -> float:
+    """The distribution function at t >= 0, for whole degrees of freedom: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    angle = math.atan(t / math.sqrt(degrees))
+    is_odd = degrees % 2
+    term = math.cos(angle) if is_odd else 1.0
+    total = 0.0
+    for k in range(1 + is_odd, degrees, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * k / (k + 1)
+    both_sides = (angle + math.sin(angle) * total) * 2 / math.pi if is_odd else math.sin(angle) * total
+    return 0.5 + both_sides / 2

@@ -4,16 +4,21 @@ A difference is detected where Student's t says p < 0.05, two-sided. The spread 
 """
 
 import math
-from bisect import bisect_left
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
-from scipy.special import nctdtr, nctdtrinc, stdtrit
+
+from vcore_ds.commands.compare.statistics import Z
+from vcore_ds.results.seed_statistics import student_t_quantile
 
 POWER = 0.8
 """Share of comparisons that are to detect the difference."""
 FEWEST = 3
 """Problems, or seeds, below which there are no intervals."""
+SMALL = 200
+"""Numbers up to which power is computed exactly; beyond, Guenther's formula is right to less than 1."""
+_Z_POWER = NormalDist().inv_cdf(POWER)
 
 
 @dataclass(frozen=True)
@@ -62,10 +67,20 @@ def _within(side: np.ndarray, reference: np.ndarray) -> float | None:
 
 
 def power(ratio: float, num: int) -> float:
-    """Probability that `num` values detect a mean that is `ratio` standard deviations away from 0."""
-    degrees, shift = num - 1, ratio * math.sqrt(num)
-    quantile = stdtrit(degrees, 0.975)
-    return float(1 - nctdtr(degrees, shift, quantile) + nctdtr(degrees, shift, -quantile))
+    """Probability that `num` values detect a mean that is `ratio` standard deviations away from 0.
+
+    The standard deviation is estimated from the values too, so the normal probability at each possible estimate is
+    averaged over its distribution (the noncentral t distribution by quadrature).
+    """
+    degrees = num - 1
+    quantile = student_t_quantile(0.975, degrees)
+    width = 8 / math.sqrt(2 * degrees)
+    estimates = np.linspace(max(1e-6, 1 - width), 1 + width, 801)  # in units of the true standard deviation
+    logs = (degrees - 1) * np.log(estimates) - degrees * estimates**2 / 2
+    weights = np.exp(logs - logs.max())
+    shift = ratio * math.sqrt(num)
+    detected = [_normal(shift - quantile * one) + _normal(-shift - quantile * one) for one in estimates.tolist()]
+    return float(np.dot(weights, detected) / weights.sum())
 
 
 def number_needed(difference: float, variance: float) -> int:
@@ -73,12 +88,25 @@ def number_needed(difference: float, variance: float) -> int:
     if variance == 0:
         return FEWEST
     ratio = difference / math.sqrt(variance)
-    # With a known standard deviation 7.85 / ratio^2 values suffice, and Student's t takes a few more.
-    candidates = range(FEWEST, FEWEST + 10 + math.ceil(8 / ratio**2))
-    return candidates[bisect_left(candidates, POWER, key=lambda num: power(ratio, num))]
+    guess = math.ceil(((Z + _Z_POWER) / ratio) ** 2 + Z**2 / 2)
+    if guess > SMALL:
+        return guess
+    num = FEWEST
+    while power(ratio, num) < POWER:
+        num += 1
+    return num
 
 
 def detectable_difference(variance: float, num: int) -> float:
-    """The difference that `POWER` of all comparisons of `num` values detect, without those that find the wrong sign."""
-    shift = nctdtrinc(num - 1, 1 - POWER, stdtrit(num - 1, 0.975))
-    return float(shift) * math.sqrt(variance / num)
+    """The difference that `POWER` of all comparisons of `num` values detect."""
+    low, high = 0.0, 1.0
+    while power(high, num) < POWER:
+        high *= 2
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if power(middle, num) < POWER else (low, middle)
+    return high * math.sqrt(variance)
+
+
+def _normal(x: float) -> float:
+    return math.erfc(-x / math.sqrt(2)) / 2

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
 
-from vcore_ds.results.seed_statistics import FEWEST_SEEDS
+from vcore_ds.results.seed_statistics import interval, student_t_probability, student_t_quantile
 
 NUM_RESAMPLES = 10_000
 BOOTSTRAP_SEED = 0
@@ -43,10 +42,10 @@ def t_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     clusters this is the clustered standard error (Miller, arXiv 2411.00640).
     """
     table = np.asarray(values, dtype=np.float64)
-    mean, num = float(table.mean()), len(table)
-    if num < FEWEST_SEEDS or np.ptp(table) < NO_SPREAD:
+    mean, half = interval(table)
+    if math.isnan(half) or np.ptp(table) < NO_SPREAD:
         return Estimate(mean, None, None)
-    return _estimate(mean, float(table.std(ddof=1)) / math.sqrt(num), num - 1)
+    return _estimate(mean, half / student_t_quantile(0.975, len(table) - 1), len(table) - 1)
 
 
 def two_way_estimate(table: np.ndarray) -> Estimate:
@@ -69,9 +68,9 @@ def two_way_estimate(table: np.ndarray) -> Estimate:
 
 
 def _estimate(mean: float, standard_error: float, degrees: int) -> Estimate:
-    half = float(stdtrit(degrees, 0.975)) * standard_error
-    p_value = 2 * float(stdtr(degrees, -abs(mean) / standard_error))
-    return Estimate(mean, (mean - half, mean + half), p_value)
+    half = student_t_quantile(0.975, degrees) * standard_error
+    p_value = 2 * (1 - student_t_probability(abs(mean) / standard_error, degrees))
+    return Estimate(mean, (mean - half, mean + half), min(1.0, max(0.0, p_value)))
 
 
 def bootstrap_interval(differences: np.ndarray) -> Interval:
