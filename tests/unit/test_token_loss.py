@@ -286,9 +286,7 @@ def test_the_bf16_gradient_of_the_weight_is_summed_over_blocks_in_fp32(monkeypat
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
-def measure_allocations(
-    num_tokens: int, vocabulary: int, transform: LogitTransform
-) -> tuple[Allocations, Allocations]:
+def measure_allocations(num_tokens: int, vocabulary: int, transform: LogitTransform) -> tuple[Allocations, Allocations]:
     """Memory of forward + backward, and of the tangent pass, everything moving."""
     tensors = [t.float() for t in inputs(num_tokens=num_tokens, vocabulary=vocabulary, hidden=4)[:3]]
     targets = torch.zeros(num_tokens, dtype=torch.int64)

@@ -160,7 +160,7 @@ def why_not_fused(engine: Engine) -> str | None:
     """Why the main forward cannot carry tangents; None where it can."""
     if engine.has_dropout:
         return "dropout is on, and utilities belong to the model without it"
-    if engine.module.base.config._attn_implementation != TRAINING_ATTENTION:
+    if engine.module.base.config.get_text_config()._attn_implementation != TRAINING_ATTENTION:
         return "the model has attention of its own (model.attention), which carries no tangents"
     return None
 
