@@ -179,7 +179,10 @@ def forwards() -> Iterator[tuple[str, str]]:
     for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         folder = Path(transformers.__file__).parent / "models" / transformers._class_to_module[name].split(".")[1]
         sources = (file.read_text(encoding="utf-8") for file in folder.glob("modeling_*.py"))
-        found = (re.search(rf"^class {name}\(.*?(?=^(?:class |@|__all__)|\Z)", text, re.S | re.M) for text in sources)
+        found = (
+            re.search(rf"^class {name}\(.*?(?=^(?:class |@|__all__)|\Z)", text, re.DOTALL | re.MULTILINE)
+            for text in sources
+        )
         yield model_type, next(match[0] for match in found if match)
 
 

@@ -38,8 +38,8 @@ class TokenLossHead(nn.Module):
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, *, with_entropies: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Losses `[N]` of `targets [N]` given `hidden [N, H]`; where no targets are given the products `[..., V]`, which
-        the architecture's own forward makes logits of.
+        """Losses `[N]` of `targets [N]` given `hidden [N, H]`; where no targets are given the products `[..., V]`, of
+        which the architecture's own forward makes logits.
 
         `with_entropies`: losses and entropies, both `[N]`.
         """

@@ -28,7 +28,7 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
 
 
 def _declared(config: PretrainedConfig, names: tuple[str, ...]) -> float | None:
-    """The value of the one of the fields that the architecture has. A config.json may hold others, which nothing reads."""
+    """Value of the one of the fields that the architecture has. A config.json may hold others, which nothing reads."""
     return next((getattr(config, name) for name in names if hasattr(type(config), name)), None)
 
 

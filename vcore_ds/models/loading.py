@@ -69,8 +69,8 @@ def attention_name(config: PretrainedConfig, attention: str) -> str:
 
 
 def prepare_for_training(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrainedModel:
-    """The loaded model without cache, its language model trainable and nothing else, with activation checkpointing where
-    it is asked for; in place."""
+    """The loaded model without cache, what no text goes through frozen, with activation checkpointing where it is asked
+    for; in place."""
     model.config.use_cache = False
     freeze_towers(model)
     if gradient_checkpointing:

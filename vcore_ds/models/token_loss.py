@@ -1,6 +1,6 @@
 r"""Per-token cross-entropy from hidden states, a block of tokens at a time; and the entropy of the predictions.
 
-`l[t] = logsumexp_j(z[t, j]) - z[t, y[t]]` (natural log; `\ell_t` of the paper's Preliminaries), where the logits are the
+`l[t] = logsumexp_j(z[t, j]) - z[t, y[t]]` (natural log; `\ell_t` of the paper's Preliminaries). Its logits are the
 products `z[t, j] = h[t] . W[j]`, or what the architecture makes of them (`LogitTransform`).
 
 Why our own: VCORE needs three things together that no fused loss offers. The gradient must be right for *arbitrary*
@@ -173,15 +173,15 @@ def _by_products(
 class _TokenLoss(torch.autograd.Function):
     """Losses, and their tangents, without a gradient; None where no input has a tangent.
 
-    With `p` the probabilities and `e` the one-hot target, a token's loss has the gradient `q = (p - e) s` by its products
-    with the output embedding, where `s` is the slope of the logits by them (1 without a transform), the gradient `g = q W`
-    by its hidden state, and the tangent
+    With `p` the probabilities, `e` the one-hot target and `s` the slope of the logits by the products with the output
+    embedding (1 without a transform), a token's loss has the gradient `q = (p - e) s` by these products, `g = q W` by
+    its hidden state, and the tangent
 
         dl = g . dh + (q dW) . h + q . db
 
-    which takes as many products as `dh W^T + h dW^T`, the tangent of the logits, and, but for the slope of a softcap, no
-    second `[block, V]`. And `g` serves the backward, in which the upstream gradient is a factor of each token. `p - e` is
-    made in fp32: where a token is likely, rounding p to bf16 first would lose it.
+    which takes as many products as `dh W^T + h dW^T`, the tangent of the products, and no second `[block, V]` but the
+    slope of a softcap. And `g` serves the backward, in which the upstream gradient is a factor of each token. `p - e`
+    is made in fp32: where a token is likely, rounding p to bf16 first would lose it.
     """
 
     @staticmethod
