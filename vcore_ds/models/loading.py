@@ -9,6 +9,7 @@ from vcore_ds.errors import UserError, first_line
 from vcore_ds.files.model_folder import auto_class
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.configuration import can_replace_attention, read_config
+from vcore_ds.models.experts import OUR_EXPERTS
 from vcore_ds.models.language_model import freeze_towers
 from vcore_ds.models.stored_weights import check_nothing_is_missing, unreadable_model
 
@@ -58,6 +59,7 @@ def training_config(path: str) -> PretrainedConfig:
     if getattr(text, "attention_dropout", 0.0):
         # Utilities are those of the model without dropout, and attention reads its rate where no hook can reach it.
         text.attention_dropout = 0.0
+    text._experts_implementation = OUR_EXPERTS  # without effect on dense models
     return config
 
 
