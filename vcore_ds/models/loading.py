@@ -59,7 +59,7 @@ def training_config(path: str) -> PretrainedConfig:
     if getattr(text, "attention_dropout", 0.0):
         # Utilities are those of the model without dropout, and attention reads its rate where no hook can reach it.
         text.attention_dropout = 0.0
-    text._experts_implementation = OUR_EXPERTS  # without effect on dense models
+    config._experts_implementation = OUR_EXPERTS  # without effect on dense models
     return config
 
 
