@@ -15,7 +15,14 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from vcore_ds.errors import UserError
@@ -34,12 +41,23 @@ class BadExport(RuntimeError):
 # ---- what a folder holds -------------------------------------------------------------------------------------------
 
 
+def is_vision_language(config: PretrainedConfig) -> bool:
+    """Whether the model has a language model as one of its parts, with a configuration of its own."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
+
+
+def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """The class that opens the whole model. Of a vision-language model, the one for causal language models opens the
+    language model alone, or nothing."""
+    return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
+
+
 def described_weights(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Name -> shape and dtype (a tensor on the meta device, without memory) of every weight that a folder of `path`'s
     architecture holds, in Hugging Face's order; tied weights once."""
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = auto_class(config).from_config(config, dtype=dtype)
     weights: dict[str, Tensor] = dict(model.named_parameters())
     all_parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return weights | {name: kept for name, kept in model.state_dict().items() if name not in all_parameters}
