@@ -62,15 +62,24 @@ def _stacked(module: nn.Module) -> list[str]:
 
 
 def _all_linear(model: PreTrainedModel) -> list[str]:
-    """Every linear layer but the output embedding, what decides between experts, and experts that are linear layers
-    of their own."""
-    head = model.get_output_embeddings()
-    names = [name for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
-    return [name for name in names if not _ROUTING.search(name)]
+    """Every linear layer but the output embedding, what decides between experts, experts that are linear layers of
+    their own, and those projections of Mamba whose weights its kernels read past the layer."""
+    head, found = model.get_output_embeddings(), []
+    for name, layer in model.named_modules():
+        parent, _, own_name = name.rpartition(".")
+        if not isinstance(layer, (nn.Linear, Conv1D)) or layer is head or _ROUTING.search(name):
+            continue
+        if own_name in _READ_BY_KERNELS and hasattr(model.get_submodule(parent), "D"):
+            continue
+        found.append(name)
+    return found
 
 
 _ROUTING = re.compile(r"(^|\.)(router|gate|experts|shared_expert_gate)(\.|$)")
 """Parts of the names of linear layers that weigh experts, and of experts."""
+
+_READ_BY_KERNELS = ("x_proj", "dt_proj", "out_proj")
+"""In modules of Mamba, which alone have a parameter D."""
 
 
 # ---- peft and the names of mixtures --------------------------------------------------------------------------------
