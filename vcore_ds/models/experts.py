@@ -1,7 +1,7 @@
 """Experts of a mixture, with tangents: tokens sorted by expert, and one grouped product for all experts.
 
-Hugging Face's mixtures find the function below by name, as they find attention. Their own takes PyTorch's grouped product,
-which has no forward-mode rule; their fallback for devices without that kernel drops tangents without a word.
+Hugging Face's mixtures find the function below by name, as they find attention. Their own takes PyTorch's grouped
+product, which has no forward-mode rule, or a fallback that drops tangents without a word.
 
 Shapes: n tokens, k experts for each, E experts, H hidden size, F width of an expert, S = n k.
 """
