@@ -101,6 +101,11 @@ def token_entropy(
     return entropies
 
 
+def token_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Logits `[N, V]` of `hidden [N, H]`, in the precision in which `token_loss` has them; all at a time."""
+    return _logits(hidden, weight, bias)
+
+
 def _block_size(weight: Tensor) -> int:
     return max(1, LOSS_BLOCK_BYTES // (4 * weight.shape[0]))
 
