@@ -155,23 +155,7 @@ def _size(config: PretrainedConfig, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def check_forward_mode(path: str) -> None:
-    """Raises UserError where forward mode cannot go through the model: its attention is its own code, and cannot be
-    replaced by one with a tangent. A model that is not there yet, or cannot be read, passes: loading says so."""
-    try:
-        config = read_config(path, local_files_only=True)
-    except UserError:
-        return
-    if not can_replace_attention(config):
-        name = _causal_lm_class(config).__name__
-        raise UserError(
-            f"utility.estimator: found jvp together with model.path {path} ({name}), whose attention "
-            "cannot be replaced by one with a forward-mode derivative; expected finite_difference "
-            "(utility.estimator=finite_difference utility.epsilon=auto), or another architecture"
-        )
-
-
-def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class that transformers loads; its mapping is typed for tasks that have a pair of them."""
     return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
 
@@ -179,6 +163,6 @@ def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 def can_replace_attention(config: PretrainedConfig) -> bool:
     """Whether the architecture finds its attention function by name, so that one of our own can serve: one that knows
     causality and sliding windows, and none of the masks that chunked or sparse attention makes for itself."""
-    finds_by_name = bool(_causal_lm_class(config)._supports_attention_backend)
+    finds_by_name = bool(causal_lm_class(config)._supports_attention_backend)
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
     return finds_by_name and set(layer_types) <= ATTENTION_LAYERS | OTHER_LAYERS

@@ -16,7 +16,7 @@ class ParameterCounts:
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """Low-rank adapters on all linear layers of the decoder."""
+    """Low-rank adapters on all linear layers of the decoder; routers and experts have none."""
 
     rank: int
     has_dropout: bool = False
@@ -71,9 +71,17 @@ def parameter_counts(shape: ModelShape, adapters: AdapterShape | None = None) ->
     if adapters is None:
         return ParameterCounts(base, base)
     # Inputs and outputs of query, key, value and output; of gate, up and down.
-    widths = 4 * shape.hidden_size + 2 * heads + 3 * (shape.hidden_size + shape.intermediate_size)
-    added = shape.num_layers * adapters.rank * widths
+    added = adapters.rank * shape.num_layers * (4 * shape.hidden_size + 2 * heads)
+    added += adapters.rank * sum(3 * n * (shape.hidden_size + width) for n, width in _adapted_mlps(shape))
     return ParameterCounts(base + added, added)
+
+
+def _adapted_mlps(shape: ModelShape) -> list[tuple[int, int]]:
+    """Numbers and widths of the MLPs that adapters on all linear layers are put on: not of routed experts."""
+    if (experts := shape.experts) is None:
+        return [(shape.num_layers, shape.intermediate_size)]
+    dense = shape.num_layers - experts.num_layers, shape.intermediate_size
+    return [dense, (experts.num_layers if experts.shared_width else 0, experts.shared_width)]
 
 
 def active_parameters(shape: ModelShape) -> int:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
-_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size")
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts")
 _SHARED_WIDTH = (
     "shared_expert_intermediate_size",
@@ -44,10 +44,20 @@ class Experts:
         return (self.num_experts - self.per_token) * self.width
 
 
+def differences_refused(path: str) -> str:
+    """Why no finite difference is taken on a mixture, for a recipe that asks for one."""
+    return (
+        f"utility.estimator: found finite_difference together with model.path {path}, a mixture of experts: the "
+        "perturbation sends tokens to other experts, and the jumps of their losses are taken for utility; expected jvp "
+        "(utility.estimator=jvp utility.epsilon=null), or a method without utilities (methods/sft.yaml)"
+    )
+
+
 def is_mixture(config: Mapping[str, Any]) -> bool:
     """Whether a language model's configuration, as in config.json, is that of a mixture of experts: which parameters
     a token goes through depends on the parameters."""
-    is_off = config.get("enable_moe_block") is False  # Gemma 4 has dense models of the same class
+    # Gemma 4 and Doge have dense models of the same class.
+    is_off = config.get("enable_moe_block") is False or config.get("is_moe") is False
     return not is_off and (_number(config, _NUM_EXPERTS) or 0) > 1
 
 
@@ -95,6 +105,8 @@ def _num_sparse_layers(config: Mapping[str, Any], num_layers: int) -> int:
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     """The first of these that is a natural number; a list with one for each layer counts as its largest."""
+    mlp = config.get("ffn_config")  # DBRX keeps them there
+    config = {**config, **mlp} if isinstance(mlp, dict) else config
     for name in names:
         value = config.get(name)
         if isinstance(value, list | tuple) and value and all(type(one) is int for one in value):

@@ -214,16 +214,26 @@ QWEN3_32B = ModelShape(
 def shape_on_disk(path: str) -> ModelShape | None:
     """The shape of a model in a folder, of a configuration in a .json file, or of a hub id in Hugging Face's cache;
     None where none of them can be read."""
-    own = Path(path) if path.endswith(".json") else Path(path) / "config.json"
-    for file in (own, _cached_config(path)):
+    for file in _config_files(path):
         try:
-            raw = json.loads(file.read_text(encoding="utf-8")) if file is not None else None
+            raw = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             continue
         shape = shape_of_config(raw) if isinstance(raw, dict) else None
         if shape is not None:
             return shape
     return None
+
+
+def is_on_disk(path: str) -> bool:
+    """Whether a model's configuration is where `shape_on_disk` reads it, in whatever state."""
+    return any(file.is_file() for file in _config_files(path))
+
+
+def _config_files(path: str) -> list[Path]:
+    """Where config.json may be, by preference."""
+    own, cached = Path(path) if path.endswith(".json") else Path(path) / "config.json", _cached_config(path)
+    return [own] if cached is None else [own, cached]
 
 
 def _cached_config(hub_id: str) -> Path | None:
