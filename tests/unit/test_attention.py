@@ -369,8 +369,10 @@ def test_models_give_the_losses_and_gradients_of_eager_attention(name: str) -> N
         found = {}
         for attention in ("eager", TRAINING_ATTENTION, FORWARD_MODE_ATTENTION):
             model.base.config._attn_implementation = attention
-            has_graph = torch.set_grad_enabled(attention != FORWARD_MODE_ATTENTION)
-            with has_graph, patch.object(attention_module, "Scoring", wraps=attention_module.Scoring) as scoring:
+            with (
+                torch.set_grad_enabled(attention != FORWARD_MODE_ATTENTION),
+                patch.object(attention_module, "Scoring", wraps=attention_module.Scoring) as scoring,
+            ):
                 # The mask that gpt-oss makes for eager attention does not keep packed sequences apart.
                 found[attention] = model(*tiny.inputs(unpacked if attention == "eager" else batch))
             assert scoring.call_count == (0 if attention == "eager" else 2)  # layers
