@@ -27,7 +27,7 @@ from tests.helpers.allocations import Allocations
 from vcore_ds.data.batches import Batch
 from vcore_ds.errors import UserError
 from vcore_ds.models import attention as attention_module
-from vcore_ds.models import explicit_attention
+from vcore_ds.models import explicit_attention, flash_attention
 from vcore_ds.models.attention import (
     FORWARD_MODE_ATTENTION,
     TRAINING_ATTENTION,
@@ -289,6 +289,54 @@ def test_sinks_in_single_precision(sliding_window: int | None, softcap: float | 
     for found, reference in [(output, expected), *zip(*gradients, strict=True)]:
         error = float((found.double() - reference).detach().norm() / reference.detach().norm())
         assert error < 1e-6, error
+
+
+@pytest.mark.parametrize("sliding_window", [None, 7])
+def test_sinks_around_the_kernel_of_gpus(sliding_window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for the kernel and its backward, which have their layouts: tokens first, log-sum-exp last."""
+    primals = (*inputs(60)[0], drawn_sinks(4)[0])
+    layout = RowLayout.of(LAYOUTS["short ones"], 1, CPU)
+    seen = visible(60, sliding_window, LAYOUTS["short ones"])
+
+    def scores_of(query: Tensor, key: Tensor) -> Tensor:
+        """Scores `[2, 4, 60, 60]` of query heads."""
+        rows = [x.unflatten(0, (2, 60)).transpose(1, 2) for x in (query, key)]
+        scores = SCALE * rows[0] @ rows[1].repeat_interleave(2, 1).transpose(2, 3)
+        return scores.masked_fill(~seen, -torch.inf)
+
+    def forward(query, key, value, ends, _ends, longest, _longest, *, scale, window_size, **_) -> tuple[Tensor, Tensor]:
+        assert (scale, longest) == (SCALE, 58) and ends.tolist() == layout.ends.tolist()
+        assert window_size == ((-1, 0) if sliding_window is None else (sliding_window - 1, 0))
+        scores = scores_of(query, key)
+        rows = value.unflatten(0, (2, 60)).transpose(1, 2).repeat_interleave(2, 1)
+        output = (scores.softmax(-1) @ rows).transpose(1, 2).flatten(0, 1)
+        return output, scores.logsumexp(-1).transpose(0, 1).flatten(1)
+
+    def backward(gradient, query, key, value, output, log_sum_exp, *rest, scale, window_size_left, window_size_right):
+        is_causal = rest[5]
+        assert is_causal == (sliding_window is None) and (window_size_left, window_size_right) != (-1, -1)
+        assert log_sum_exp.is_contiguous() and log_sum_exp.shape == (4, 120)
+        q, k, v, out, d_out = (x.unflatten(0, (2, 60)).transpose(1, 2) for x in (query, key, value, output, gradient))
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        weights = (scores_of(query, key) - log_sum_exp.unflatten(1, (2, 60)).transpose(0, 1)[..., None]).exp()
+        d_scores = SCALE * weights * (d_out @ v.transpose(2, 3) - (d_out * out).sum(-1, keepdim=True))
+        found = d_scores @ k, d_scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ d_out
+        found = (found[0], *(x.unflatten(1, (2, 2)).sum(2) for x in found[1:]))  # of a group's query heads
+        return tuple(x.transpose(1, 2).flatten(0, 1) for x in found)
+
+    monkeypatch.setattr(flash_attention, "varlen_attn", forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
+    kernel = flash_attention.CudaFlash(SCALE, sliding_window, layout.ends, layout.longest)
+    weight = torch.randn(2, 4, 60, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    found = []
+    for attend in (
+        lambda *x: flash_attention.flash_attention(*x, kernel)[0],
+        lambda q, k, v, s: unfused(q, k, v, seen, s),
+    ):
+        leaves = [x.clone().requires_grad_() for x in primals]
+        output = attend(*leaves)
+        found.append((output, *torch.autograd.grad((output * weight).sum(), leaves)))
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
 
 
 def test_masks_and_lost_layouts_are_refused() -> None:
