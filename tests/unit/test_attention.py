@@ -13,6 +13,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MiMoV2FlashConfig,
     MistralConfig,
@@ -255,6 +256,9 @@ def test_rows_by_their_lengths() -> None:
         (slice(1, 2), slice(0, 8)),
     ]
     assert list(RowLayout.of([[8], [8]], 1, CPU).sequences()) == [(slice(None), slice(None))]
+    assert layout.in_chunks(8) is layout
+    chunks = layout.in_chunks(3)
+    assert (chunks.lengths, chunks.ends.tolist()) == ([[3, 3, 2], [3, 3, 2]], [0, 3, 6, 8, 11, 14, 16])
 
 
 @pytest.mark.parametrize("attend", [training_attention, forward_mode_attention])
@@ -402,6 +406,9 @@ CONFIGS = {
         query_pre_attn_scalar=8,
         attn_logit_softcapping=0.05,
         final_logit_softcapping=None,
+    ),
+    "llama4, chunks": lambda: Llama4TextConfig(
+        **SIZES, **HEADS, head_dim=8, attention_chunk_size=7, moe_layers=[], intermediate_size_mlp=48, pad_token_id=0
     ),
 }
 
