@@ -76,7 +76,7 @@ CONV = "whose layers (conv) are not all attention"
     [
         (Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]), CONV, CONV),
         (Gemma4TextConfig(), None, None),  # as many query heads in each layer, of two sizes
-        (Llama4TextConfig(), "whose attention is its own code", "whose layers (chunked_attention) are not"),
+        (Llama4TextConfig(), *["whose layers (chunked_attention) are not"] * 2),
         (JambaConfig(**SIZES), "whose attention is its own code", "whose layers (linear_attention) are not"),
         (BambaConfig(**SIZES, **MAMBA), "whose attention is its own code", "whose layers (linear_attention) are not"),
         (FalconH1Config(**SIZES, **MAMBA), "whose attention is its own code", "whose layers (hybrid) are not"),

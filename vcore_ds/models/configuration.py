@@ -193,11 +193,11 @@ def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 def can_replace_attention(config: PretrainedConfig) -> bool:
     """Whether the architecture finds its attention function by name, so that one of our own can serve: one that knows
-    causality and sliding windows, and none of the masks that chunked or sparse attention makes for itself."""
+    causality, sliding windows and chunks, and none of the masks that sparse attention makes for itself."""
     causal_lm = causal_lm_class(config)
     # Hybrids of attention and recurrences look names up without saying so.
     finds_by_name = causal_lm._supports_attention_backend or hasattr(
         sys.modules[causal_lm.__module__], "ALL_ATTENTION_FUNCTIONS"
     )
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
-    return finds_by_name and set(layer_types) <= ATTENTION_LAYERS | OTHER_LAYERS
+    return finds_by_name and set(layer_types) <= ATTENTION_LAYERS | OTHER_LAYERS | {"chunked_attention"}
