@@ -1,8 +1,10 @@
 """Tiny random models and batches, made in memory."""
 
+from typing import Any
+
 import torch
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from vcore_ds.config.schema import LoraConfig
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, pack
@@ -24,6 +26,17 @@ def qwen3(*, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int =
     )
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def qwen3_moe(*, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A mixture of six experts a layer, two for each token; the first layer is dense."""
+    sizes = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=VOCABULARY, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16,
+    )  # fmt: skip
+    config = Qwen3MoeConfig(**{**sizes, **changes}, mlp_only_layers=[0], norm_topk_prob=True, use_cache=False)
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def lora(dropout: float = 0.0) -> LoraConfig:

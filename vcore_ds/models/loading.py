@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.configuration import can_replace_attention, read_config
+from vcore_ds.models.experts import OUR_EXPERTS
 from vcore_ds.models.stored_weights import check_nothing_is_missing, unreadable_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -72,6 +73,7 @@ def training_config(path: str) -> PretrainedConfig:
         if isinstance(getattr(text, name, None), float | int):
             # Utilities are those of the model without dropout, and these rates are read where no hook can reach them.
             setattr(text, name, 0.0)
+    config._experts_implementation = OUR_EXPERTS  # without effect on dense models
     return config
 
 
