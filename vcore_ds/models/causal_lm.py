@@ -12,7 +12,7 @@ from vcore_ds.data.batches import IGNORED_LABEL
 from vcore_ds.errors import UserError
 from vcore_ds.models.attention import OUR_ATTENTION, RowLayout
 from vcore_ds.models.dropout import use_token_dropout
-from vcore_ds.models.token_loss import token_entropy, token_logits, token_loss
+from vcore_ds.models.token_loss import output_products, token_entropy, token_loss
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config fields of architectures that transform logits after the head (Gemma 2, Cohere, Granite, Falcon-H1)."""
@@ -40,7 +40,7 @@ class TokenLossHead(nn.Module):
         `with_entropies`: losses and entropies, both `[N]`.
         """
         if targets is None:
-            return token_logits(hidden.flatten(0, -2), self.weight, self.bias).unflatten(0, hidden.shape[:-1])
+            return output_products(hidden.flatten(0, -2), self.weight, self.bias).unflatten(0, hidden.shape[:-1])
         losses = token_loss(hidden, self.weight, targets, self.bias)
         return (losses, token_entropy(hidden, self.weight, self.bias)) if with_entropies else losses
 

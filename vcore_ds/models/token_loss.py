@@ -101,9 +101,11 @@ def token_entropy(
     return entropies
 
 
-def token_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Logits `[N, V]` of `hidden [N, H]`, in the precision in which `token_loss` has them; all at a time."""
-    return _logits(hidden, weight, bias)
+def output_products(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Products `[N, V]` of `hidden [N, H]` with the output embedding, in the precision in which `token_loss` has them:
+    the logits, unless the architecture changes them. All at a time."""
+    products = _product(hidden, weight)
+    return products if bias is None else products + bias
 
 
 def _block_size(weight: Tensor) -> int:
