@@ -152,7 +152,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     tokenizer = make_tokenizer()
     tiny.qwen3(vocab_size=len(tokenizer), hidden_size=33, head_dim=6).save_pretrained(folder / "model")
-    tiny.qwen3_moe(vocab_size=len(tokenizer)).save_pretrained(folder / "mixture")
+    tiny.mixture(vocab_size=len(tokenizer)).save_pretrained(folder / "mixture")
     for name in ("model", "mixture"):
         tokenizer.save_pretrained(folder / name)
     write_conversations(folder / "train.jsonl", sums(range(12)))

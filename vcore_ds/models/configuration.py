@@ -10,6 +10,7 @@ import transformers
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     PretrainedConfig,
@@ -18,10 +19,18 @@ from transformers import (
 from transformers.utils import cached_file
 
 from vcore_ds.errors import UserError, first_line, last_line
+from vcore_ds.files.model_folder import is_vision_language
+from vcore_ds.models.language_model import unpadded_vocabulary
 from vcore_ds.planning.model_shape import QWEN3_32B, REQUIRED_SIZES, SIZE_NAMES, ModelShape, shape_of_sizes
 from vcore_ds.planning.shared_rows import ATTENTION_LAYERS, OTHER_LAYERS
 
 _EXPECTED = "expected a decoder-only language model (Qwen3, Llama, ...)"
+
+VISION_LANGUAGE = (
+    "gemma3", "gemma4", "llama4", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+)  # fmt: skip
+"""Types of vision-language models whose language model can be trained: on text alone, it gives the logits of the whole
+from token ids and positions."""
 
 _MAX_SIZES = {"num_hidden_layers": 10_000, "num_layers": 10_000, "n_layer": 10_000, "vocab_size": 2**31 - 1}
 """Largest values that can be meant: an architecture builds lists of its layers, and token ids are int32."""
@@ -98,6 +107,15 @@ def _check_kind(path: str, config: PretrainedConfig) -> None:
         kind = "an encoder and a decoder (seq2seq)"
     elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         kind = "an encoder, whose tokens see those behind them"
+    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "modernbert-decoder":
+        kind = "a decoder with more than an output embedding between its hidden states and its logits"
+    elif is_vision_language(config):
+        if config.model_type in VISION_LANGUAGE:
+            return
+        kind = (
+            f"a vision-language model of another kind than those whose language model can be trained "
+            f"({', '.join(VISION_LANGUAGE)}); save its language model as a model of its own"
+        )
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = "no causal language model"
     else:
@@ -119,8 +137,9 @@ def _check_heads(path: str, config: PretrainedConfig) -> None:
 
 
 def vocabulary_size(path: str) -> int:
-    """Rows of the input embedding: token ids are below it."""
-    return read_config(path).get_text_config().vocab_size
+    """Number of tokens: token ids are below it."""
+    config = read_config(path)
+    return unpadded_vocabulary(config) or config.get_text_config().vocab_size
 
 
 def model_shape(path: str) -> ModelShape:
@@ -166,31 +185,16 @@ def check_routing(path: str) -> None:
         )
 
 
-def check_forward_mode(path: str) -> None:
-    """Raises UserError where forward mode cannot go through the model: its attention is its own code, and cannot be
-    replaced by one with a tangent. A model that is not there yet, or cannot be read, passes: loading says so."""
-    try:
-        config = read_config(path, local_files_only=True)
-    except UserError:
-        return
-    if not can_replace_attention(config):
-        name = _causal_lm_class(config).__name__
-        raise UserError(
-            f"utility.estimator: found jvp together with model.path {path} ({name}), whose attention "
-            "cannot be replaced by one with a forward-mode derivative; expected finite_difference "
-            "(utility.estimator=finite_difference utility.epsilon=auto), or another architecture"
-        )
-
-
-def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class that transformers loads; its mapping is typed for tasks that have a pair of them."""
-    return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_vision_language(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    return cast(type[PreTrainedModel], mapping[type(config)])
 
 
 def can_replace_attention(config: PretrainedConfig) -> bool:
     """Whether the architecture finds its attention function by name, so that one of our own can serve: one that knows
     causality and sliding windows, and none of the masks that chunked or sparse attention makes for itself."""
-    causal_lm = _causal_lm_class(config)
+    causal_lm = causal_lm_class(config)
     # Hybrids of attention and recurrences look names up without saying so.
     finds_by_name = causal_lm._supports_attention_backend or hasattr(
         sys.modules[causal_lm.__module__], "ALL_ATTENTION_FUNCTIONS"
