@@ -111,7 +111,7 @@ def failures(model: TokenLossModel, *, is_packed: bool = True) -> set[str]:
     return {next((start for start in known if problem.startswith(start)), problem) for problem in wrong}
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("architecture", ["qwen3", "mixtral", "gpt_oss"])
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_models_that_are_right_pass(architecture: str, is_packed: bool) -> None:
     assert failures(make(architecture), is_packed=is_packed) == set()
