@@ -13,7 +13,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from vcore_ds.config.schema import LoraConfig
 from vcore_ds.data.batches import IGNORED_LABEL
-from vcore_ds.files.model_folder import auto_class, is_vision_language
 from vcore_ds.models.attention import RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import VISION_LANGUAGE
@@ -21,8 +20,10 @@ from vcore_ds.models.language_model import (
     DIVISORS,
     FACTORS,
     SOFTCAPS,
+    auto_class,
     decoder,
     freeze_towers,
+    is_vision_language,
     logit_transform,
     unpadded_vocabulary,
 )
