@@ -82,11 +82,11 @@ def text_config(model_type: str, **changes: object) -> PretrainedConfig:
     return CONFIG_MAPPING[model_type](**{**SIZES, **changes})
 
 
-def vision_language_config(model_type: str) -> PretrainedConfig:
+def vision_language_config(model_type: str, **changes: int) -> PretrainedConfig:
     default = CONFIG_MAPPING[model_type]()
     vision = "gemma4_vision" if model_type == "gemma4" else default.vision_config.model_type
     return CONFIG_MAPPING[model_type](
-        text_config={**SIZES, **TEXT_OF[model_type], "model_type": default.get_text_config().model_type},
+        text_config={**SIZES, **TEXT_OF[model_type], **changes, "model_type": default.get_text_config().model_type},
         vision_config={**VISION, "model_type": vision},
     )
 

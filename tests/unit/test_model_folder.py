@@ -103,6 +103,18 @@ CHANGES = {
     "encoder": (dict(model_type="bert"), "'bert' is an encoder"),
     "seq2seq": (dict(model_type="t5"), "'t5' is an encoder and a decoder (seq2seq); expected a decoder-only"),
     "vision model": (dict(model_type="vit"), "'vit' is no causal language model"),
+    "more than a linear head": (
+        dict(model_type="modernbert-decoder", pad_token_id=0),
+        "'modernbert-decoder' is a decoder with more than an output embedding between its hidden states and its logits",
+    ),
+    "an encoder as a decoder": (
+        dict(model_type="bert", is_decoder=True),
+        "'bert' is a decoder with more than an output embedding",
+    ),
+    "vision-language model": (
+        dict(model_type="paligemma"),
+        "'paligemma' is a vision-language model of another kind than those whose language model can be trained (gemma3",
+    ),
 }
 
 
