@@ -20,15 +20,8 @@ from transformers.utils import cached_file
 
 from vcore_ds.errors import UserError, first_line, last_line
 from vcore_ds.models.language_model import is_vision_language, unpadded_vocabulary
-from vcore_ds.planning.model_shape import (
-    ATTENTION_LAYERS,
-    OTHER_LAYERS,
-    QWEN3_32B,
-    REQUIRED_SIZES,
-    SIZE_NAMES,
-    ModelShape,
-    shape_of_sizes,
-)
+from vcore_ds.planning.model_shape import QWEN3_32B, REQUIRED_SIZES, SIZE_NAMES, ModelShape, shape_of_sizes
+from vcore_ds.planning.shared_rows import ATTENTION_LAYERS, OTHER_LAYERS
 
 _EXPECTED = "expected a decoder-only language model (Qwen3, Llama, ...)"
 
@@ -153,16 +146,18 @@ def model_shape(path: str) -> ModelShape:
     Llama-like ones, those without heads for a model of the usual sizes whose rows cannot be shared or packed."""
     config = read_config(path)
     sizes = {size: _size(config, names[0]) for size, names in SIZE_NAMES.items()}
-    shape = shape_of_sizes(sizes, config.get_text_config().to_dict())
+    text = config.get_text_config()
+    # Jamba, Falcon-H1 and others derive the kinds of their layers, and to_dict() leaves them out.
+    shape = shape_of_sizes(sizes, text.to_dict() | {"layer_types": getattr(text, "layer_types", None)})
     if shape is None:
         missing = next(SIZE_NAMES[size][0] for size in REQUIRED_SIZES if sizes[size] is None)
         why = f"whose configuration has no single {missing}"
         return replace(QWEN3_32B, no_sequence_parallelism=why, unpackable=why, hidden_size=0)
-    return (
-        shape
-        if can_replace_attention(config)
-        else replace(shape, no_sequence_parallelism="whose attention is its own code")
-    )
+    if can_replace_attention(config):
+        return shape
+    # Nor is it known how such an attention tells packed sequences apart, or whether it does.
+    why = "whose attention is its own code"
+    return replace(shape, no_sequence_parallelism=why, unpackable=shape.unpackable or why)
 
 
 def _size(config: PretrainedConfig, name: str) -> int | None:
@@ -174,23 +169,22 @@ def _size(config: PretrainedConfig, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def check_forward_mode(path: str) -> None:
-    """Raises UserError where forward mode cannot go through the model: its attention is its own code, and cannot be
-    replaced by one with a tangent. A model that is not there yet, or cannot be read, passes: loading says so."""
+def check_routing(path: str) -> None:
+    """Raises UserError where the experts of each token are drawn at random in training. A model that is not there yet,
+    or cannot be read, passes: loading says so."""
     try:
         config = read_config(path, local_files_only=True)
     except UserError:
         return
-    if not can_replace_attention(config):
-        name = _causal_lm_class(config).__name__
+    if config.get_text_config().model_type == "phimoe":
         raise UserError(
-            f"utility.estimator: found jvp together with model.path {path} ({name}), whose attention "
-            "cannot be replaced by one with a forward-mode derivative; expected finite_difference "
-            "(utility.estimator=finite_difference utility.epsilon=auto), or another architecture"
+            f"model.path: {path}: found model_type 'phimoe' (Phi-3.5-MoE), which draws the experts of each token at "
+            "random in training and estimates its router's gradient (SparseMixer), so that neither losses nor "
+            "gradients are those of the model; expected another architecture"
         )
 
 
-def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class that transformers loads; its mapping is typed for tasks that have a pair of them."""
     mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_vision_language(config) else MODEL_FOR_CAUSAL_LM_MAPPING
     return cast(type[PreTrainedModel], mapping[type(config)])
@@ -199,7 +193,7 @@ def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 def can_replace_attention(config: PretrainedConfig) -> bool:
     """Whether the architecture finds its attention function by name, so that one of our own can serve: one that knows
     causality and sliding windows, and none of the masks that chunked or sparse attention makes for itself."""
-    causal_lm = _causal_lm_class(config)
+    causal_lm = causal_lm_class(config)
     # Hybrids of attention and recurrences look names up without saying so.
     finds_by_name = causal_lm._supports_attention_backend or hasattr(
         sys.modules[causal_lm.__module__], "ALL_ATTENTION_FUNCTIONS"

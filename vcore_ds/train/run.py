@@ -34,13 +34,16 @@ from vcore_ds.track.step_metrics import StepMetrics
 from vcore_ds.track.trackers import start_trackers
 from vcore_ds.track.wandb_log import FINISH_SECONDS, WandbLog
 from vcore_ds.train.checkpoints import Checkpoints
+from vcore_ds.train.derivative_check import check_derivatives
 from vcore_ds.train.feed import Feed, build_feed, count_data, read_dataset, read_training_data
 from vcore_ds.train.followed import choose_followed
 from vcore_ds.train.loop import Run, RunData, RunLog, run_steps, validate
 from vcore_ds.train.memory_check import check_memory
+from vcore_ds.train.model_check import check_model
 from vcore_ds.train.resume import can_resume
 from vcore_ds.train.settings import schedule_of, step_settings
-from vcore_ds.train.setup import build_engine, build_estimator, check_model, plan_ranks
+from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks
+from vcore_ds.train.start_check import check_start
 from vcore_ds.train.start_screen import describe_engine, describe_run, describe_use_of_ranks
 from vcore_ds.train.throughput import throughput_of
 from vcore_ds.train.trainer import Trainer
@@ -139,6 +142,8 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     if found is not None:
         mark("loading the checkpoint")
         num_done = checkpoints.load(found, engine, estimator)
+    check_start(engine, feed, console)
+    check_derivatives(engine, estimator, feed, console)
 
     if resumes:
         checkpoints.clear_above(num_done)
