@@ -19,8 +19,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from vcore_ds.errors import UserError, first_line, last_line
-from vcore_ds.files.model_folder import is_vision_language
-from vcore_ds.models.language_model import unpadded_vocabulary
+from vcore_ds.models.language_model import is_vision_language, unpadded_vocabulary
 from vcore_ds.planning.model_shape import QWEN3_32B, REQUIRED_SIZES, SIZE_NAMES, ModelShape, shape_of_sizes
 from vcore_ds.planning.shared_rows import ATTENTION_LAYERS, OTHER_LAYERS
 
