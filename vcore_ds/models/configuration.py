@@ -1,6 +1,7 @@
 """A model's configuration: reading it, and what follows from it before any weights are read."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -9,6 +10,7 @@ import transformers
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     PretrainedConfig,
@@ -17,6 +19,8 @@ from transformers import (
 from transformers.utils import cached_file
 
 from vcore_ds.errors import UserError, first_line, last_line
+from vcore_ds.files.model_folder import is_vision_language
+from vcore_ds.models.language_model import unpadded_vocabulary
 from vcore_ds.planning.model_shape import (
     ATTENTION_LAYERS,
     OTHER_LAYERS,
@@ -28,6 +32,12 @@ from vcore_ds.planning.model_shape import (
 )
 
 _EXPECTED = "expected a decoder-only language model (Qwen3, Llama, ...)"
+
+VISION_LANGUAGE = (
+    "gemma3", "gemma4", "llama4", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+)  # fmt: skip
+"""Types of vision-language models whose language model can be trained: on text alone, it gives the logits of the whole
+from token ids and positions."""
 
 _MAX_SIZES = {"num_hidden_layers": 10_000, "num_layers": 10_000, "n_layer": 10_000, "vocab_size": 2**31 - 1}
 """Largest values that can be meant: an architecture builds lists of its layers, and token ids are int32."""
@@ -104,6 +114,15 @@ def _check_kind(path: str, config: PretrainedConfig) -> None:
         kind = "an encoder and a decoder (seq2seq)"
     elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         kind = "an encoder, whose tokens see those behind them"
+    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "modernbert-decoder":
+        kind = "a decoder with more than an output embedding between its hidden states and its logits"
+    elif is_vision_language(config):
+        if config.model_type in VISION_LANGUAGE:
+            return
+        kind = (
+            f"a vision-language model of another kind than those whose language model can be trained "
+            f"({', '.join(VISION_LANGUAGE)}); save its language model as a model of its own"
+        )
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = "no causal language model"
     else:
@@ -125,8 +144,9 @@ def _check_heads(path: str, config: PretrainedConfig) -> None:
 
 
 def vocabulary_size(path: str) -> int:
-    """Rows of the input embedding: token ids are below it."""
-    return read_config(path).get_text_config().vocab_size
+    """Number of tokens: token ids are below it."""
+    config = read_config(path)
+    return unpadded_vocabulary(config) or config.get_text_config().vocab_size
 
 
 def model_shape(path: str) -> ModelShape:
@@ -157,12 +177,17 @@ def _size(config: PretrainedConfig, name: str) -> int | None:
 
 def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class that transformers loads; its mapping is typed for tasks that have a pair of them."""
-    return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_vision_language(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    return cast(type[PreTrainedModel], mapping[type(config)])
 
 
 def can_replace_attention(config: PretrainedConfig) -> bool:
     """Whether the architecture finds its attention function by name, so that one of our own can serve: one that knows
     causality and sliding windows, and none of the masks that chunked or sparse attention makes for itself."""
-    finds_by_name = bool(causal_lm_class(config)._supports_attention_backend)
+    causal_lm = causal_lm_class(config)
+    # Hybrids of attention and recurrences look names up without saying so.
+    finds_by_name = causal_lm._supports_attention_backend or hasattr(
+        sys.modules[causal_lm.__module__], "ALL_ATTENTION_FUNCTIONS"
+    )
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
     return finds_by_name and set(layer_types) <= ATTENTION_LAYERS | OTHER_LAYERS
