@@ -14,7 +14,7 @@ from vcore_ds.config.schema import LoraConfig
 from vcore_ds.errors import UserError
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.configuration import can_replace_attention, causal_lm_class, read_config
+from vcore_ds.models.configuration import can_replace_attention, causal_lm_class, check_routing, read_config
 from vcore_ds.models.folder_check import empty_model
 from vcore_ds.models.loading import attention_name
 from vcore_ds.models.lora import add_lora
@@ -33,6 +33,7 @@ def check_architecture(path: str, *, attention: str, lora: LoraConfig | None, es
         attention: of the recipe, `auto` or one of Hugging Face's kernels.
         estimator: of the utilities; None for a method without them.
     """
+    check_routing(path)
     config = read_config(path, local_files_only=True)
     if estimator is not None:
         check_estimator(path, config, estimator)

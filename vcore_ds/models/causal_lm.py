@@ -13,7 +13,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.models.attention import OUR_ATTENTION, RowLayout
 from vcore_ds.models.dropout import use_token_dropout
 from vcore_ds.models.language_model import decoder, logit_transform, unpadded_vocabulary
-from vcore_ds.models.token_loss import LogitTransform, VocabularyPart, token_entropy, token_loss
+from vcore_ds.models.token_loss import LogitTransform, VocabularyPart, token_entropy, token_products, token_loss
 
 
 class TokenLossHead(nn.Module):
@@ -40,12 +40,12 @@ class TokenLossHead(nn.Module):
         self, hidden: Tensor, targets: Tensor | None = None, *, with_entropies: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Losses `[N]` of `targets [N]` given `hidden [N, H]`; where no targets are given the products `[..., V]`, of
-        which the architecture's own forward makes logits.
+        which the architecture's own forward makes logits, in the precision in which the loss has them.
 
         `with_entropies`: losses and entropies, both `[N]`.
         """
         if targets is None:
-            return nn.functional.linear(hidden, self.weight, self.bias)
+            return token_products(hidden.flatten(0, -2), self.weight, self.bias).unflatten(0, hidden.shape[:-1])
         options = {"transform": self._transform, "part": self._part}
         losses = token_loss(hidden, self.weight, targets, self.bias, **options)
         return (losses, token_entropy(hidden, self.weight, self.bias, **options)) if with_entropies else losses
@@ -112,6 +112,7 @@ class TokenLossModel(nn.Module):
         row_layout: RowLayout,
         *,
         with_entropies: bool = False,
+        own_logits: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Losses in nats, fp32, `[N]`: the supervised tokens among this rank's columns, in row-major order.
 
@@ -121,6 +122,8 @@ class TokenLossModel(nn.Module):
             position_ids: `[b, t]`, from 0 in each sequence. Always given: a rank's columns need not begin a sequence.
             row_layout: which sequences the rows hold, and the sequence-parallel degree.
             with_entropies: also give the entropy of each token's prediction, `[N]`, without a graph.
+            own_logits: give the logits `[b, t, V]` of the architecture's own forward instead, which may do more than
+                the decoder and the output embedding. A part of this forward, since ZeRO-3 gathers within it.
         """
         # Hugging Face's own attention kernels know nothing of it, and tell packed sequences apart by their positions.
         attention = self.base.config.get_text_config()._attn_implementation
@@ -131,6 +134,8 @@ class TokenLossModel(nn.Module):
                 f"{attention}; expected 1, or model.attention auto with an architecture whose attention can be replaced"
             )
         options = {"row_layout": row_layout} if is_ours else {}
+        if own_logits:
+            return self.causal_lm(input_ids=input_ids, position_ids=position_ids, use_cache=False, **options).logits
         with save_on_cpu(pin_memory=input_ids.is_cuda) if self._activation_offload else nullcontext():
             hidden = self.decoder(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, **options

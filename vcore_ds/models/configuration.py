@@ -21,15 +21,8 @@ from transformers.utils import cached_file
 from vcore_ds.errors import UserError, first_line, last_line
 from vcore_ds.files.model_folder import is_vision_language
 from vcore_ds.models.language_model import unpadded_vocabulary
-from vcore_ds.planning.model_shape import (
-    ATTENTION_LAYERS,
-    OTHER_LAYERS,
-    QWEN3_32B,
-    REQUIRED_SIZES,
-    SIZE_NAMES,
-    ModelShape,
-    shape_of_sizes,
-)
+from vcore_ds.planning.model_shape import QWEN3_32B, REQUIRED_SIZES, SIZE_NAMES, ModelShape, shape_of_sizes
+from vcore_ds.planning.shared_rows import ATTENTION_LAYERS, OTHER_LAYERS
 
 _EXPECTED = "expected a decoder-only language model (Qwen3, Llama, ...)"
 
@@ -154,16 +147,18 @@ def model_shape(path: str) -> ModelShape:
     Llama-like ones, those without heads for a model of the usual sizes whose rows cannot be shared or packed."""
     config = read_config(path)
     sizes = {size: _size(config, names[0]) for size, names in SIZE_NAMES.items()}
-    shape = shape_of_sizes(sizes, config.get_text_config().to_dict())
+    text = config.get_text_config()
+    # Jamba, Falcon-H1 and others derive the kinds of their layers, and to_dict() leaves them out.
+    shape = shape_of_sizes(sizes, text.to_dict() | {"layer_types": getattr(text, "layer_types", None)})
     if shape is None:
         missing = next(SIZE_NAMES[size][0] for size in REQUIRED_SIZES if sizes[size] is None)
         why = f"whose configuration has no single {missing}"
         return replace(QWEN3_32B, no_sequence_parallelism=why, unpackable=why, hidden_size=0)
-    return (
-        shape
-        if can_replace_attention(config)
-        else replace(shape, no_sequence_parallelism="whose attention is its own code")
-    )
+    if can_replace_attention(config):
+        return shape
+    # Nor is it known how such an attention tells packed sequences apart, or whether it does.
+    why = "whose attention is its own code"
+    return replace(shape, no_sequence_parallelism=why, unpackable=shape.unpackable or why)
 
 
 def _size(config: PretrainedConfig, name: str) -> int | None:
@@ -173,6 +168,21 @@ def _size(config: PretrainedConfig, name: str) -> int | None:
     except RuntimeError:  # transformers' own word for the latter
         return None
     return value if isinstance(value, int) else None
+
+
+def check_routing(path: str) -> None:
+    """Raises UserError where the experts of each token are drawn at random in training. A model that is not there yet,
+    or cannot be read, passes: loading says so."""
+    try:
+        config = read_config(path, local_files_only=True)
+    except UserError:
+        return
+    if config.get_text_config().model_type == "phimoe":
+        raise UserError(
+            f"model.path: {path}: found model_type 'phimoe' (Phi-3.5-MoE), which draws the experts of each token at "
+            "random in training and estimates its router's gradient (SparseMixer), so that neither losses nor "
+            "gradients are those of the model; expected another architecture"
+        )
 
 
 def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:

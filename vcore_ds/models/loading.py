@@ -17,6 +17,21 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 """By what recipes and command lines call them."""
 
 
+FUNCTIONAL_DROPOUT = (
+    "attention_dropout",
+    "residual_dropout",  # Seed-OSS, StarCoder 2
+    "embedding_dropout",
+    "hidden_dropout",
+    "activation_dropout",  # OPT, BioGPT, XGLM
+    "dropout",
+    "layerdrop",
+    "router_jitter_noise",  # Mixtral, MiniMax
+    "input_jitter_noise",
+)
+"""Rates in config.json that architectures apply through functions: no module is there that a step could seed, as
+`vcore_ds.models.dropout` does with those that are modules (`resid_pdrop` of GPT-2 and Phi)."""
+
+
 def load_causal_lm(
     path: str, *, dtype: torch.dtype | str, attention: str, gradient_checkpointing: bool
 ) -> PreTrainedModel:
@@ -56,9 +71,10 @@ def training_config(path: str) -> PretrainedConfig:
     """The model's configuration, with what training changes in it. Raises UserError as `read_config` does."""
     config = read_config(path)
     text = config.get_text_config()
-    if getattr(text, "attention_dropout", 0.0):
-        # Utilities are those of the model without dropout, and attention reads its rate where no hook can reach it.
-        text.attention_dropout = 0.0
+    for name in FUNCTIONAL_DROPOUT:
+        if isinstance(getattr(text, name, None), float | int):
+            # Utilities are those of the model without dropout, and these rates are read where no hook can reach them.
+            setattr(text, name, 0.0)
     config._experts_implementation = OUR_EXPERTS  # without effect on dense models
     return config
 

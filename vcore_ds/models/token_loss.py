@@ -136,6 +136,12 @@ def token_entropy(
     return entropies
 
 
+def token_products(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Logits `[N, V]` of `hidden [N, H]` before any transform, in the precision in which `token_loss` has them; all at a
+    time."""
+    return _logits(hidden, weight, bias, LogitTransform())
+
+
 def _block_size(weight: Tensor) -> int:
     return max(1, LOSS_BLOCK_BYTES // (4 * weight.shape[0]))
 

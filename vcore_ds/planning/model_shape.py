@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vcore_ds.planning.mixtures import Experts, dense_width, experts_of
+from vcore_ds.planning.shared_rows import row_obstacles
 
 _TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")
 """Where a config.json may keep its language model, as in transformers' `get_text_config`."""
@@ -21,16 +22,6 @@ SIZE_NAMES = {
     "vocabulary_size": ("vocab_size",),
 }
 """What architectures call a size in config.json; the first name is transformers' own for all of them."""
-
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "moe", "dense", "sparse"})
-"""Kinds of layers (`layer_types`) in which tokens see each other through attention that can be replaced, and no other
-way. The last three say what follows the attention."""
-
-OTHER_LAYERS = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
-"""Kinds in which they also, or only, do so through code of the model's own: convolutions, recurrences."""
-
-_ROPE_OF_THE_ROW = frozenset({"longrope", "dynamic"})
-"""Kinds of rotary embedding whose frequencies depend on the largest position that they are given."""
 
 _NORMALIZED_HEADS = ("qwen3", "olmo2", "olmo3", "gemma3")
 """How the names of architectures begin whose queries and keys have norms of their own."""
@@ -56,6 +47,12 @@ class ModelShape:
     """Why sequence parallelism is not possible, such as `whose attention is its own code`; None where it is."""
     unpackable: str | None = None
     """Why a row cannot hold several sequences, in the same form; None where it can."""
+    rope: str = "default"
+    """Kind of the rotary embedding where its frequencies depend on the largest position in a forward."""
+    rope_limit: int | None = None
+    """Tokens of a sequence up to which they do not; None where they never do."""
+    is_alone: bool = False
+    """Whether each sequence needs a forward of its own."""
     is_assumed: bool = False
     """The model was not there to be read, and this is another one's shape."""
     hidden_size: int = 0
@@ -83,6 +80,15 @@ class ModelShape:
             widths = {"width": experts.width // num_parts, "shared_width": experts.shared_width // num_parts}
             parts["experts"] = replace(experts, **widths)
         return replace(self, **parts, vocabulary_size=rows)
+
+    def for_sequences_of(self, longest: int) -> "ModelShape":
+        """The shape for data whose longest sequence has `longest` tokens. Where one of them makes the rotary embedding
+        change its frequencies, another one in the same forward would be rotated by these too, and a rank that has only
+        the first columns of a row by others than the rest."""
+        if self.rope_limit is None or longest <= self.rope_limit:
+            return self
+        why = f"whose rotary embedding ({self.rope}) depends on the largest position in a forward"
+        return replace(self, no_sequence_parallelism=why, unpackable=why, is_alone=True)
 
     @property
     def idle_layer_parameters(self) -> int:
@@ -128,7 +134,7 @@ def shape_of_sizes(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -
         mlp = experts.num_layers * (3 * experts.active_width + experts.num_experts)  # with the router
         mlp += (num_layers - experts.num_layers) * 3 * width
         parameters = attention + hidden * mlp // num_layers
-    shape = ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, *_row_obstacles(config))
+    shape = ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, *row_obstacles(config))
     if vocabulary is None:
         return replace(shape, experts=experts)
     return replace(
@@ -182,26 +188,6 @@ def _with_linear_attention(
     of_linear = hidden * (2 * keys + 3 * values + 2 * value_heads)
     of_full = attention + hidden * query_size  # its output is gated
     return (num_full * of_full + (num_layers - num_full) * of_linear) // num_layers
-
-
-def _row_obstacles(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """`no_sequence_parallelism` and `unpackable` of a configuration, as far as its layers and positions go.
-
-    Args:
-        config: of the language model, as in config.json; what is malformed is passed over.
-    """
-    layers = config.get("layer_types")
-    layers = [kind for kind in layers if isinstance(kind, str)] if isinstance(layers, list | tuple) else []
-    unpackable = None
-    if others := sorted(OTHER_LAYERS.intersection(layers)):
-        unpackable = f"whose layers ({', '.join(others)}) are not all attention"
-    # Of the model, or of each kind of layer; under another name before transformers 5.
-    found = [part for part in (config.get("rope_parameters"), config.get("rope_scaling")) if isinstance(part, dict)]
-    found += [part for whole in found for part in whole.values() if isinstance(part, dict)]
-    ropes = [kind for part in found if isinstance(kind := part.get("rope_type", part.get("type")), str)]
-    if rope := sorted(_ROPE_OF_THE_ROW.intersection(ropes)):
-        return f"whose rotary embedding ({rope[0]}) depends on the last position that a rank has", unpackable
-    return unpackable, unpackable
 
 
 QWEN3_32B = ModelShape(
