@@ -35,6 +35,7 @@ def check_architecture(path: str, *, attention: str, lora: LoraConfig | None, es
     """
     check_routing(path)
     config = read_config(path, local_files_only=True)
+    check_routing(path)
     if estimator is not None:
         check_estimator(path, config, estimator)
     name = attention_name(config, attention)
