@@ -10,7 +10,7 @@ runs, so they can as well be replaced by copies in fp32 or fp64, and activations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -127,6 +127,7 @@ class _TangentGatherer:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._replaced_modules: list[nn.Module] = []
         self._linears: list[nn.Linear] = []
+        self._layers: list[nn.Module] = []
         self._were_dual: set[int] = set()
         self._whole: dict[int, Tensor] = {}
         self._in_flight: dict[int, layout.PendingGather | None] = {}
@@ -146,7 +147,10 @@ class _TangentGatherer:
                 prefetch = number + 1 if number == owned.get(id(unit)) and number + 1 < len(groups) else None
                 self._handles.append(unit.register_forward_pre_hook(self._gather_hook(number, prefetch)))
             self._replaced_modules += readers
-            self._handles.append(unit.register_forward_pre_hook(partial(self._replace_all, readers)))
+            if len(modules) > 1:
+                self._replace_in_forward(unit, readers)
+            else:
+                self._handles.append(unit.register_forward_pre_hook(partial(self._replace_all, readers)))
             self._handles.append(unit.register_forward_hook(partial(self._put_back_all, readers)))
             for number in needed:
                 self._handles.append(unit.register_forward_hook(self._release_hook(number)))
@@ -173,11 +177,12 @@ class _TangentGatherer:
             handle.remove()
         for module in self._replaced_modules:  # the forward may have raised between the hooks
             self._put_back(module)
-        for layer in self._linears:
+        for layer in (*self._linears, *self._layers):
             del layer.forward  # the instance's; the class's is in effect again
         for pending in filter(None, self._in_flight.values()):
             pending.wait()  # started on every rank, so it ends; otherwise it would meet the next collective
-        self._handles, self._replaced_modules, self._linears, self._in_flight, self._whole = [], [], [], {}, {}
+        self._handles, self._replaced_modules, self._linears, self._layers = [], [], [], []
+        self._in_flight, self._whole = {}, {}
 
     def _gather_hook(self, number: int, prefetch: int | None) -> Callable[[nn.Module, object], None]:
         def gather(module: nn.Module, _: object) -> None:
@@ -195,6 +200,20 @@ class _TangentGatherer:
                 self._whole.pop(id(parameter), None)
 
         return release
+
+    def _replace_in_forward(self, unit: nn.Module, modules: Sequence[nn.Module]) -> None:
+        """Makes the parameters dual at the start of the unit's forward, after all its pre-hooks and behind the node by
+        which ZeRO-3 sees that the layer's backward has ended. Autograd goes backwards through the order in which nodes
+        were made: a dual parameter's node that came before that one would receive its gradient after the layer's
+        gradients have been reduced, and zeros would be reduced instead."""
+        forward = unit.forward
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            self._replace_all(modules)
+            return forward(*args, **kwargs)
+
+        unit.forward = replaced  # type: ignore[method-assign]  # on the instance
+        self._layers.append(unit)
 
     def _replace_all(self, modules: Sequence[nn.Module], *_: object) -> None:
         for module in modules:
