@@ -133,7 +133,7 @@ def hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]
         if found is not None or row_layout is None:
             raise UserError(
                 f"model.path: {type(module).__name__} {found}, so attention here cannot take its place; expected "
-                "another architecture, or model.attention eager with a method or estimator other than vcore by jvp"
+                "another architecture, or model.attention eager with a method without utilities (methods/sft.yaml)"
             )
         k, value_dim = row_layout.sequence_parallel, value.shape[-1]
         scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
