@@ -140,7 +140,7 @@ def hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]
             found = no_layout if attention_mask is None else "makes an attention mask of its own"
             raise UserError(
                 f"model.path: {type(module).__name__} {found}, so attention here cannot take its place; expected "
-                "another architecture, or model.attention eager with a method or estimator other than vcore by jvp"
+                "another architecture, or model.attention eager with a method without utilities (methods/sft.yaml)"
             )
         row_layout = _layout_of_layer(module, row_layout)
         k, value_dim = row_layout.sequence_parallel, value.shape[-1]
