@@ -30,6 +30,10 @@ CASES = {
     "lora, checkpointed, merged passes": Case(
         lora=True, checkpointing=True, batches_per_utility_pass=2, sections=SEPARATE
     ),
+    "mixture, idle experts": Case(mixture="qwen3_moe", persistence_threshold=100_000),
+    "mixture, lora on experts": Case(mixture="deepseek_v3", lora=True, coalesce=True),
+    "mixture, idle experts, lora, checkpointed": Case(mixture="qwen3_moe", lora=True, checkpointing=True),
+    "mixture, lora, separate passes": Case(mixture="glm4_moe", lora=True, sections=SEPARATE),
     "finite difference": Case(sections=FINITE_DIFFERENCE),
     "finite difference, lora, checkpointed": Case(lora=True, checkpointing=True, sections=FINITE_DIFFERENCE),
     "token normalization, fixed temperature": Case(

@@ -26,14 +26,16 @@ def qwen3(*, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int =
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def lora(dropout: float = 0.0) -> LoraConfig:
-    return LoraConfig(rank=4, alpha=8, dropout=dropout)
+def lora(dropout: float = 0.0, targets: str | tuple[str, ...] = "all-linear") -> LoraConfig:
+    return LoraConfig(rank=4, alpha=8, dropout=dropout, target_modules=targets)
 
 
-def with_lora(model: PreTrainedModel, *, dropout: float = 0.0, seed: int = 1):
+def with_lora(
+    model: PreTrainedModel, *, dropout: float = 0.0, seed: int = 1, targets: str | tuple[str, ...] = "all-linear"
+):
     """`model` with adapters away from their initial point, where B = 0 and half of the gradients vanish."""
     torch.manual_seed(seed)
-    adapted = add_lora(model, lora(dropout))
+    adapted = add_lora(model, lora(dropout, targets))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
