@@ -69,8 +69,8 @@ def token_loss_mixture(
 
 
 def write_mixture(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
-    """The folder as on the hub: routers' biases in fp32, the layer that predicts further tokens, where the configuration
-    counts one, and the hub's name for Kimi-Linear's dense MLP, which transformers would not write."""
+    """The folder as on the hub: biases of routers in fp32, the layer that predicts further tokens, where the
+    configuration counts one, and the hub's name for Kimi-Linear's dense MLP, which transformers would not write."""
     mixture(name, dtype).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
