@@ -7,11 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.helpers import tiny
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.models.attention import TRAINING_ATTENTION
-from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.experts import OUR_EXPERTS
 
 _SIZES = dict(
     vocab_size=259, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -21,7 +17,7 @@ _SIZES = dict(
 _MLA = dict(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, num_key_value_heads=4)
 _SHARED = dict(n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1)
 MIXTURES = {
-    "qwen3_moe": dict(num_experts=64),  # most are idle in a batch of a test
+    "qwen3_moe": dict(num_experts=4),
     "deepseek_v3": dict(_MLA, **_SHARED, q_lora_rank=8, num_nextn_predict_layers=1),
     "glm4_moe": _SHARED,
     "mixtral": dict(num_local_experts=4),
@@ -49,23 +45,6 @@ def mixture(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **chan
         if "correction_bias" in key:
             torch.nn.init.normal_(buffer)
     return model
-
-
-def with_lora_on_experts(model: PreTrainedModel):
-    return tiny.with_lora(model, targets=("all-linear", "experts"))
-
-
-def token_loss_mixture(
-    name: str, *, lora: bool = False, checkpointing: bool = False, dtype: torch.dtype = torch.float32, **changes: int
-) -> TokenLossModel:
-    model = mixture(name, dtype, **changes)
-    model.set_attn_implementation(TRAINING_ATTENTION)
-    model.config._experts_implementation = OUR_EXPERTS
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    wrapped = TokenLossModel(with_lora_on_experts(model) if lora else model)
-    wrapped.train()
-    return wrapped
 
 
 def write_mixture(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.helpers import mixtures, step_runs, tiny
+from tests.helpers import step_runs, tiny
 from vcore_ds.data.batches import Batch
 from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.engine.log_probabilities import log_probabilities
@@ -18,8 +18,6 @@ from vcore_ds.random_streams import Stream, generator
 
 @dataclass(frozen=True)
 class Case:
-    mixture: str | None = None
-    """One of `MIXTURES` instead of the dense model; LoRA is on its experts too."""
     lora: bool = False
     tied: bool = False
     checkpointing: bool = False
@@ -42,6 +40,8 @@ class Case:
     """Tensor-parallel degree, in megatron-core's parallel layers."""
     kernel_norm: bool = False
     """With norms of a kernel, as TransformerEngine's, in the parallel layers."""
+    mixture_of: str | None = None
+    """Kind of a mixture, see `tiny.mixture`."""
     config: dict[str, Any] = field(default_factory=dict)
     """Changes of DeepSpeed's configuration, in its section on ZeRO."""
     sections: dict[str, Any] = field(default_factory=dict)
@@ -61,21 +61,20 @@ def run_case(case: Case) -> dict[str, float]:
     recipe = step_runs.recipe(**case.sections)
     sizes = dict(tied=case.tied, num_key_value_heads=case.num_kv_heads, vocab_size=case.vocabulary)
     dtype = torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32
-    plain = tiny.qwen3(dtype=dtype, **sizes)
-    if case.mixture is not None:
-        options = dict(dtype=dtype, vocab_size=case.vocabulary)
-        plain = mixtures.mixture(case.mixture, **options)
-        model = mixtures.token_loss_mixture(case.mixture, lora=case.lora, checkpointing=case.checkpointing, **options)
-    elif case.tensor > 1:
+    plain = tiny.qwen3(dtype=dtype, **sizes) if case.mixture_of is None else tiny.mixture(case.mixture_of)
+    plain.set_experts_implementation("eager")
+    if case.tensor > 1:
         from tests.helpers import megatron  # here alone, as megatron-core takes seconds to import
 
         norm_class = megatron.KernelNorm if case.kernel_norm else None
         options = dict(lora=case.lora, checkpointing=case.checkpointing, norm_class=norm_class)
         model = megatron.parallel_model(plain, **options)
     else:
-        model = tiny.token_loss_model(lora=case.lora, checkpointing=case.checkpointing, dtype=dtype, **sizes)
+        model = tiny.token_loss_model(
+            lora=case.lora, checkpointing=case.checkpointing, mixture_of=case.mixture_of, dtype=dtype, **sizes
+        )
     if case.lora:
-        plain = tiny.with_lora(plain) if case.mixture is None else mixtures.with_lora_on_experts(plain)
+        plain = tiny.with_lora(plain)
     plain = plain.float()  # the oracle computes in fp32, from the same weights
     reference = step_runs.reference_of(plain, recipe)
     engine = step_runs.make_engine(

@@ -143,12 +143,11 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def reference_of(model, recipe: Recipe) -> Reference:
-    """The oracle on a copy of `model`, with eager attention and experts, and the recipe's optimizer."""
+    """The oracle on a copy of `model`, with eager attention and the recipe's optimizer."""
     plain = copy.deepcopy(model)
     for module in plain.modules():
         if hasattr(module, "config") and hasattr(module.config, "_attn_implementation"):
             module.config._attn_implementation = "eager"
-            module.config._experts_implementation = "eager"  # without effect on dense models
     trained = [p for p in plain.parameters() if p.requires_grad]
     if recipe.optimizer.name == "sgd":
         optimizer = torch.optim.SGD(trained, lr=recipe.optimizer.learning_rate)

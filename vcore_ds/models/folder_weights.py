@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import WeightConverter, apply_converters, revert_weight_conversion
 
+from vcore_ds.files.model_folder import auto_class
 from vcore_ds.files.safetensors_ranges import DTYPES, StoredTensor
 from vcore_ds.models.configuration import read_config
 from vcore_ds.models.folder_check import empty_model
@@ -26,7 +26,7 @@ def described_weights(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     architecture has in memory, in Hugging Face's order; tied weights once."""
     config = read_config(path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = auto_class(config).from_config(config, dtype=dtype)
     weights: dict[str, Tensor] = dict(model.named_parameters())
     all_parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return weights | {name: kept for name, kept in model.state_dict().items() if name not in all_parameters}

@@ -1,5 +1,6 @@
 """Low-rank adapters (peft) on a causal language model."""
 
+import re
 import warnings
 
 import peft
@@ -9,13 +10,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from vcore_ds.config.schema import LoraConfig
 from vcore_ds.errors import UserError
+from vcore_ds.files.model_folder import is_vision_language
 from vcore_ds.models.folder_check import empty_model
+from vcore_ds.models.language_model import decoder
 from vcore_ds.models.lora_linear import add_before_rounding
 from vcore_ds.models.lora_targets import find_targets, names_as_they_are, taken_for_experts, write_as_parameters
 
 
 def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
-    """Freezes the model and adds trainable adapters, in place.
+    """Freezes the model and adds trainable adapters to its language model, in place.
 
     Raises UserError where no layer of the model has one of the names in `lora.target_modules`, or experts would get
     dropout.
@@ -30,6 +33,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft divides it by the rank, whatever its type
         lora_dropout=lora.dropout,
+        exclude_modules=_outside_the_decoder(model),
         target_modules=layers,
         target_parameters=parameters or None,
         task_type="CAUSAL_LM",
@@ -62,3 +66,11 @@ def empty_adapted(path: str, config: PretrainedConfig, lora: LoraConfig) -> Peft
     base = empty_model(path, config)
     with torch.device("meta"):  # nor is anything drawn
         return add_lora(base, lora)
+
+
+def _outside_the_decoder(model: PreTrainedModel) -> str | None:
+    """Pattern of the layers of a vision-language model that no text goes through: some have the decoder's names."""
+    if not is_vision_language(model.config):
+        return None
+    name = next(name for name, module in model.named_modules() if module is decoder(model))
+    return rf"(?!{re.escape(name)}\.).*"
