@@ -242,6 +242,12 @@ def test_tokenizer_and_settings_are_beside_the_weights(outcomes, name):
     assert not list(folder.parent.glob("*.unfinished"))
 
 
+def test_a_mixture_says_at_its_start_what_is_not_trained(outcomes):
+    for name in CASES:
+        said = "2 of 4 experts for a token; no auxiliary loss" in (outcomes[0][name].folder / "start.txt").read_text()
+        assert said is (CASES[name]["base"] == "mixture")
+
+
 @pytest.mark.parametrize("name", ADAPTED)
 def test_an_adapter_computes_what_the_engine_computed(outcomes, name):
     outcome, precision = outcomes[0][name], CASES[name]["precision"]

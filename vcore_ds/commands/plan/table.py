@@ -166,7 +166,7 @@ def _assumptions(found: Columns) -> Iterator[str]:
     if any(column.plan.recipe.lora is not None for column in found.columns):
         targets = {column.plan.recipe.lora.target_modules for column in found.columns if column.plan.recipe.lora}
         if targets != {"all-linear"}:
-            yield "Assumed: adapters on all linear layers, although lora.target_modules lists some"
+            yield "Assumed: adapters on all linear layers and on no experts, although lora.target_modules lists some"
     tensor = sorted({column.plan.batch.tensor for column in found.columns} - {1})
     if tensor:
         yield (
