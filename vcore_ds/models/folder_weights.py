@@ -68,7 +68,8 @@ class FolderWeights:
         places, conversions = find_places(self._model, headers)
         if self.is_whole:
             # Only what the input has gone through is undone: experts that its files hold joined stay so.
-            self._model._weight_conversions = [one for one in conversions if one.was_used()]
+            used = [one for one in conversions if one.was_used()]
+            self._model._weight_conversions = used  # type: ignore[assignment]  # as `from_pretrained` leaves them
         # Not left to transformers, whose renamings may differ on the way back: Kimi-Linear's dense MLP would get the
         # name of the sparse ones.
         self._renamed = {place.name: key for key, place in places.items() if not place.is_converted}
@@ -91,7 +92,8 @@ class FolderWeights:
     def _together(self, names: Iterable[str]) -> Iterable[tuple[str, ...]]:
         """The names in memory of each part: those of which one stored tensor is made."""
         used = getattr(self._model, "_weight_conversions", None) or []
-        converters = [one.reverse_transform() for one in used[::-1] if isinstance(one, WeightConverter)]
+        reversed_ones = [one.reverse_transform() for one in used[::-1]]
+        converters = [one for one in reversed_ones if isinstance(one, WeightConverter)]
         parts: dict[str, list[str]] = {}
         for name in names:
             joined, pattern = apply_converters(name, converters)

@@ -129,4 +129,5 @@ def read_as_layers(config: peft.LoraConfig) -> None:
     """Undoes `write_as_parameters`, so that these layers get the forward of linear layers again."""
     weights = [name for name in config.target_parameters or () if name.endswith(".weight")]
     config.target_parameters = [name for name in config.target_parameters or () if name not in weights] or None
-    config.target_modules = {*(config.target_modules or ()), *(name.removesuffix(".weight") for name in weights)}
+    if weights:  # of an adapter that another program has written, target_modules may be an expression
+        config.target_modules = [*(config.target_modules or ()), *(name.removesuffix(".weight") for name in weights)]
