@@ -19,6 +19,7 @@ from vcore_ds.config.schema import LoraConfig
 from vcore_ds.errors import UserError
 from vcore_ds.files.model_folder import describe
 from vcore_ds.models.experts import OUR_EXPERTS
+from vcore_ds.models.folder_weights import FolderWeights, described_weights
 from vcore_ds.models.lora import add_lora
 from vcore_ds.models.trained_adapter import add_trained_adapter
 
@@ -78,6 +79,16 @@ def test_experts_that_the_input_holds_joined_stay_so(bases, tmp_path):
     assert "model.layers.0.mlp.experts.gate_up_proj" in stored(folder)
     assert stored(folder).keys() == stored(base).keys()
     assert torch.equal(logits(load(folder)), logits(model))
+
+
+def test_of_quantized_files_the_names_are_those_of_save_pretrained(bases, tmp_path):
+    base = bases["deepseek_v3"]
+    config = read_config(base) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes())
+    folder = FolderWeights(str(tmp_path), described_weights(str(tmp_path), torch.bfloat16))
+    assert not folder.is_whole and not folder.copied
+    assert folder.stored.keys() == {name for name in stored(base) if "layers.2." not in name}
 
 
 def test_a_configuration_says_what_is_there(tmp_path):

@@ -12,7 +12,14 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.core_model_loading import WeightConverter, apply_converters, revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightTransform,
+    apply_converters,
+    revert_weight_conversion,
+)
 
 from vcore_ds.files.model_folder import auto_class
 from vcore_ds.files.safetensors_ranges import DTYPES, StoredTensor
@@ -68,8 +75,15 @@ class FolderWeights:
         places, conversions = find_places(self._model, headers)
         if self.is_whole:
             # Only what the input has gone through is undone: experts that its files hold joined stay so.
-            used = [one for one in conversions if one.was_used()]
-            self._model._weight_conversions = used  # type: ignore[assignment]  # as `from_pretrained` leaves them
+            self._conversions: list[WeightTransform] = [one for one in conversions if one.was_used()]
+        else:
+            self._conversions = [
+                one
+                for one in get_model_conversion_mapping(self._model, add_legacy=False)
+                if not isinstance(one, PrefixChange)
+            ]
+        # Where `revert_weight_conversion` looks for them.
+        self._model._weight_conversions = self._conversions  # type: ignore[assignment]
         # Not left to transformers, whose renamings may differ on the way back: Kimi-Linear's dense MLP would get the
         # name of the sparse ones.
         self._renamed = {place.name: key for key, place in places.items() if not place.is_converted}
@@ -91,8 +105,7 @@ class FolderWeights:
 
     def _together(self, names: Iterable[str]) -> Iterable[tuple[str, ...]]:
         """The names in memory of each part: those of which one stored tensor is made."""
-        used = getattr(self._model, "_weight_conversions", None) or []
-        reversed_ones = [one.reverse_transform() for one in used[::-1]]
+        reversed_ones = [one.reverse_transform() for one in self._conversions[::-1]]
         converters = [one for one in reversed_ones if isinstance(one, WeightConverter)]
         parts: dict[str, list[str]] = {}
         for name in names:
