@@ -1,0 +1,296 @@
+"""A tiny model through the package, against plain transformers; called through `run_ranks`."""
+
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from tests.helpers import step_runs, tiny
+from tests.models import families
+from tests.models.reference import Expected, Text, expected, plain_model
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.batches import Batch, idle_batch, pack
+from vcore_ds.data.tokenization import TokenizedSequence
+from vcore_ds.distributed import layout
+from vcore_ds.engine.optimizer import build_optimizer
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.errors import UserError
+from vcore_ds.models.configuration import model_shape, read_config
+from vcore_ds.train.setup import build_engine, check_model, load_model
+from vcore_ds.utility.direction import Direction
+from vcore_ds.utility.estimators import ForwardMode, why_not_fused
+from vcore_ds.utility.finite_difference import FiniteDifference
+
+BOUND = 1e-5
+"""Largest relative error of what is right, in fp32."""
+
+
+@dataclass
+class Found:
+    """What is known of one model."""
+
+    name: str
+    architecture: str = ""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Messages, by what was asked for; raised before weights are read."""
+    late: dict[str, str] = field(default_factory=dict)
+    """Messages that came later."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Last lines of tracebacks."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Relative errors in fp32; rank correlations where the name ends in `rank`."""
+    packing: str | None = None
+    sequence_parallelism: str | None = None
+    """Why they are not possible; None where they are."""
+
+
+def texts(num: int, seed: int, longest: int = 24) -> list[Text]:
+    """Random sequences of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [longest - 7 * (index % 3) for index in range(num)]
+    draw = [torch.randint(families.FIRST_TOKEN, families.END_TOKEN, (n,), generator=generator) for n in lengths]
+    return [Text(tokens, 4 + index) for index, tokens in enumerate(draw)]
+
+
+def own_batch(given: Sequence[Text], *, packed: bool = False, sequence_parallel: int = 1) -> Batch:
+    """This rank's part: each `world size`-th sequence, in rows of their own or all in one."""
+    rank, size = layout.rank("data", sequence_parallel), layout.size("data", sequence_parallel)
+    sequences = [
+        TokenizedSequence(i, text.tokens.int().numpy(), np.arange(len(text.tokens)) >= text.prompt)
+        for i, text in enumerate(given)
+        if i % size == rank
+    ]
+    if not sequences:
+        return idle_batch(0, sequence_parallel)
+    return pack([sequences] if packed else [[one] for one in sequences], 0, sequence_parallel)
+
+
+def by_sequence(batch: Batch, values: Tensor) -> Tensor:
+    """`values [N]` of every rank's tokens, in the order of the sequences; on all ranks."""
+    index = batch.sequence_index()
+    own = {i: values.detach().cpu()[index == row].double() for row, i in enumerate(batch.sequence_ids)}
+    found = {i: part for rank in layout.gather_objects("shards", own) for i, part in rank.items()}
+    return torch.cat([found[i] for i in sorted(found)])
+
+
+class Measured:
+    """An engine, with what it gives for the main sequences and the probe."""
+
+    def __init__(self, engine: Engine, main: Sequence[Text], probe: Sequence[Text]):
+        self.engine, self.main, self.probe = engine, main, probe
+        self.direction = Direction(engine)
+
+    def take_direction(self) -> dict[str, Tensor]:
+        self.direction.take([own_batch(self.probe)], normalization="sequence", clip=None)
+        return self.whole(self.direction)
+
+    def whole(self, direction: Direction) -> dict[str, Tensor]:
+        names = {id(p): name.removeprefix("causal_lm.") for name, p in self.engine.trainable}
+        found = {}
+        for number in range(len(direction.groups)):
+            parts = direction.finish_gather(number, direction.start_gather(number))
+            found |= {names[key]: part.detach().double().clone() for key, part in parts.items()}
+        return found
+
+    def utilities(self, *, fused: bool, **options: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Losses, utilities, and the gradient of the main batch."""
+        batch = own_batch(self.main, **options)
+        with self.engine.without_dropout():
+            forward = ForwardMode(self.engine, self.direction, fused=fused).begin([batch])
+            return self._backward(batch, forward)
+
+    def differences(self) -> tuple[Tensor, Tensor]:
+        batch = own_batch(self.main)
+        with self.engine.without_dropout():
+            estimator = FiniteDifference(self.engine, self.direction, epsilon="auto")
+            losses, utilities = estimator.begin([batch], measure_noise=True)(0)
+        return by_sequence(batch, losses), by_sequence(batch, utilities)
+
+    def training_losses(self, seed: int) -> Tensor:
+        self.engine.seed_dropout(seed)
+        batch = own_batch(self.main)
+        return by_sequence(batch, self.engine.token_losses(batch))
+
+    def _backward(self, batch: Batch, forward: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        with self.engine.accumulation(1):
+            losses, utilities = forward(0)
+            index = batch.sequence_index()
+            counts = torch.bincount(index, minlength=batch.num_sequences).double()
+            weights = (1 / counts[index]) / len(self.main)
+            self.engine.backward((weights.to(losses) * losses).sum())
+        other = Direction(self.engine)
+        other.take_gradient(clip=None, optimizer="sgd", decay=0.0)
+        return by_sequence(batch, losses), by_sequence(batch, utilities), self.whole(other)
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+def relative_of(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())[:4]
+    flat = [torch.cat([vector[name].flatten() for name in wanted]) for vector in (found, wanted)]
+    return relative(*flat)
+
+
+def rank_correlation(found: Tensor, wanted: Tensor) -> float:
+    """Spearman's."""
+    ranks = torch.stack([x.argsort().argsort().double() for x in (found, wanted)])
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+def recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
+    model = {"path": str(folder), "precision": "fp32", **sections.pop("model", {})}
+    return step_runs.recipe(model=model, **sections)
+
+
+JVP: dict[str, Any] = {}
+DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": "auto"}}
+SFT = {"method": {"name": "sft"}}
+
+
+def measure(name: str, parts: Sequence[str] = ("full", "lora", "bf16")) -> Found:
+    """All that is to be known of one model. A collective; the result is the same on all ranks but for errors."""
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    found = Found(name)
+    with tempfile.TemporaryDirectory() as shared:
+        folder = Path(layout.gather_objects("job", shared)[0])
+        with noted(found, "build"):
+            write(name, folder)
+            layout.gather_objects("job", None)
+        if "build" not in found.errors:
+            _measure(found, folder, parts)
+        layout.gather_objects("job", None)
+    return found
+
+
+def write(name: str, folder: Path) -> None:
+    """The tiny model's folder, made by the first rank; config.json alone where no weights can be made."""
+    if not layout.is_first():
+        return
+    config = families.tiny_config(name)
+    config.save_pretrained(folder)
+    families.tiny_model(config).save_pretrained(folder)
+
+
+@contextmanager
+def noted(found: Found, what: str) -> Iterator[None]:
+    """A part that may fail."""
+    try:
+        yield
+    except UserError as error:
+        found.late[what] = str(error)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        found.errors[what] = f"{type(error).__name__}: {str(error).strip().splitlines()[0:1]} ({where})"[:300]
+
+
+def _measure(found: Found, folder: Path, parts: Sequence[str]) -> None:
+    for key, sections in (("jvp", JVP), ("finite_difference", DIFFERENCE), ("sft", SFT)):
+        with noted(found, key):
+            try:
+                check_model(recipe(folder, **sections))
+            except UserError as error:
+                found.refused[key] = str(error)
+    if "sft" in found.refused:
+        return
+    config = read_config(str(folder))
+    found.architecture = config.architectures[0] if config.architectures else ""
+    shape = model_shape(str(folder))
+    found.packing, found.sequence_parallelism = shape.unpackable, shape.no_sequence_parallelism
+    main, probe = texts(3, 1), texts(2, 2)
+    for part in parts:
+        if part == "bf16" and (found.errors or "jvp" in found.refused):
+            continue
+        before = set(found.errors) | set(found.late)
+        with noted(found, part):
+            _measure_part(found, folder, part, main, probe)
+        if part == "full" and (set(found.errors) | set(found.late)) - before:
+            break
+
+
+def _measure_part(found: Found, folder: Path, part: str, main: Sequence[Text], probe: Sequence[Text]) -> None:
+    is_bf16, has_jvp = part == "bf16", "jvp" not in found.refused
+    sections: dict[str, Any] = {"model": {"precision": "bf16"}} if is_bf16 else {}
+    if part == "lora":
+        sections["lora"] = {"rank": 4, "alpha": 8}
+    if not has_jvp:
+        sections |= DIFFERENCE if "finite_difference" not in found.refused else SFT
+    own = recipe(folder, **sections)
+    config = tiny.deepspeed_config(bf16=is_bf16)
+    torch.manual_seed(5)
+    model = load_model(own, config)
+    adapters = {}
+    if part == "lora":
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_B" in parameter_name:
+                torch.nn.init.normal_(parameter, std=0.1)
+            if "lora_" in parameter_name:
+                adapters[parameter_name.removeprefix("causal_lm.")] = parameter.detach().double().clone()
+    model.train()
+    engine = Engine(model, build_optimizer(model, own.optimizer), config)
+    try:
+        plain = plain_model(folder, rounded_to=torch.bfloat16 if is_bf16 else torch.float32)
+        if part == "lora":
+            from vcore_ds.models.lora import add_lora
+
+            plain = add_lora(plain, own.lora).double().eval()
+            missing = [n for n, p in plain.named_parameters() if p.requires_grad and n not in adapters]
+            assert not missing, missing[:3]
+            plain.load_state_dict(adapters, strict=False)
+        wanted = expected(plain, main, probe)
+        _compare(found, part, Measured(engine, main, probe), wanted, has_jvp)
+    finally:
+        engine.close()
+
+
+def _compare(found: Found, part: str, ours: Measured, wanted: Expected, has_jvp: bool) -> None:
+    numbers = found.numbers
+
+    def note(what: str, error: float) -> None:
+        numbers[f"{part} {what}"] = float(error)
+
+    def compare(what: str, losses: Tensor, utilities: Tensor, gradient: dict[str, Tensor] | None = None) -> None:
+        note(f"{what} loss", relative(losses, wanted.losses))
+        if what.startswith("difference") or part == "bf16":
+            note(f"{what} rank", rank_correlation(utilities, wanted.utilities))
+        else:
+            note(f"{what} utility", relative(utilities, wanted.utilities))
+        if gradient is not None:
+            note(f"{what} gradient", relative_of(gradient, wanted.gradient))
+
+    if part == "full":
+        first, again = ours.training_losses(1), ours.training_losses(1)
+        note("randomness", relative(again, first))
+    note("probe gradient", relative_of(ours.take_direction(), wanted.direction))
+    with noted(found, f"{part} difference"):
+        compare("difference", *ours.differences())
+    if not has_jvp:
+        return
+    compare("separate", *ours.utilities(fused=False))
+    if part == "lora" or part == "bf16":
+        if why_not_fused(ours.engine) is None:
+            compare("fused", *ours.utilities(fused=True))
+        return
+    with ours.engine.without_dropout():
+        compare("fused", *ours.utilities(fused=True))
+    if found.packing is None:
+        compare("packed", *ours.utilities(fused=True, packed=True))
+        compare("packed separate", *ours.utilities(fused=False, packed=True))
+    ours.engine.module.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    compare("checkpointed", *ours.utilities(fused=True))
+    compare("checkpointed separate", *ours.utilities(fused=False))
+    if found.sequence_parallelism is None and layout.size("shards") > 1:
+        layout.make_sequence_groups([2], 10)
+        compare("ulysses", *ours.utilities(fused=True, sequence_parallel=2))
