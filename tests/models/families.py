@@ -23,7 +23,8 @@ NUM_LAYERS = 4
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size(_per_layer_input)?|unpadded_vocab_size|n_vocab", VOCABULARY),
     (r"hidden_size|n_embd|d_model|embedding_size|word_embed_proj_dim|lru_width|embedding_dim|emb_dim", 32),
-    (r"intermediate_size|n_inner|ffn_dim|d_ff|(de|en)coder_ffn_dim|ffn_hidden_size|dff|dim_ff|intermediate_size_mlp", 48),
+    (r"intermediate_size|n_inner|ffn_dim|d_ff|(de|en)coder_ffn_dim|ffn_hidden_size|dff|dim_ff", 48),
+    (r"intermediate_size_mlp", 48),
     (r"dense_intermediate_size|mlp_dim|attention_hidden_size", 32),
     (r"(swa_|encoder_|decoder_)?(num_)?attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads", 4),
     (r"(swa_)?num_key_value_heads|num_kv_heads|kv_n_heads", 2),
@@ -36,7 +37,8 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(n|num)_(expert_)?group|topk_group", 2),
     (r"(moe|shared|shared_experts?|moe_shared_expert|expert_ffn)_(intermediate|hidden)_size", 16),
     (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
-    (r"(attention_)?chunk_size|.*_chunk_size|sliding_window(_size)?|attention_window_size|window_size|local_attention", 8),
+    (r"(attention_)?chunk_size|.*_chunk_size|sliding_window(_size)?", 8),
+    (r"attention_window_size|window_size|local_attention", 8),
     (r"index_topk|index_block_size", 8),
     (r"index_n_heads", 4),
     (r"(mamba_d|ssm)_state(_size)?|state_size|mamba_d_state", 8),
@@ -60,16 +62,32 @@ _CONVOLUTIONS = ["conv", "full_attention", "conv", "full_attention"]
 _RECURRENCES = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 22, "factor": 4.0,
              "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}  # fmt: skip
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 22}
+_ALTERNATE = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 _GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
+_QWEN4 = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+          "indexer_compress_ratio": 2, "ple_layer_ids": [1], "ple_embed_dim": 32, "ngram_vocab_size_base": 64,
+          "split_ngram_parts": 1, "eos_token_id": 2, "make_ngram_vocab_size_divisible_by": 8}  # fmt: skip
+_SHARED = ["linear_attention", "linear_attention", "hybrid", "hybrid"]
 
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
     },
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}, "ffn_config": {"hidden_size": 32}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32},
+    },
     "deepseek_v2": {**_EXPERTS, "n_group": 1, "topk_group": 1},
     "dots1": _EXPERTS,
+    "dots3_note": {
+        "text_config": {"head_dim": 16},
+        "vision_config": {"adapter_in_dim": 32},
+        "audio_config": {"adapter_input_size": 32},
+    },
+    "dots3_note_text": {"head_dim": 16},
+    "falcon_h1": {"mamba_d_ssm": 32},
     "granite": _GRANITE,
     "granitemoe": _GRANITE,
     "granitemoehybrid": {**_GRANITE, "layer_types": _RECURRENCES},
@@ -80,15 +98,34 @@ CHANGES: dict[str, dict[str, Any]] = {
     "laguna": {"num_attention_heads_per_layer": [4, 4, 4, 4]},
     "lfm2": {"layer_types": _CONVOLUTIONS, "full_attn_idxs": ...},
     "lfm2_moe": {"layer_types": _CONVOLUTIONS},
+    "mamba2": {"head_dim": 16},
     "minicpm3": {"dim_model_base": 16},
     "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
+    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "layers_block_type": _SHARED},
+    "zamba2": {
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "hybrid_layer_ids": [2, 3],
+        "layers_block_type": _SHARED,
+    },
     "xmod": {"default_language": "en_XX"},
 }
 """By model type, on top of the rules; `...` leaves a field out."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "phi3, longrope (Phi-4-mini)": ("phi3", {"rope_parameters": _LONGROPE}),
+    "phi3, longrope (Phi-4-mini)": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 22}),
+    "gemma4_text, experts": (
+        "gemma4_text",
+        {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16},
+    ),
+    "gemma4_text, shared keys": ("gemma4_text", {"num_kv_shared_layers": 2, "layer_types": _ALTERNATE}),
+    "gemma4_text, capped logits": ("gemma4_text", {"final_logit_softcapping": 3.0}),
+    "llama, dynamic rope": ("llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 20}),
+    "qwen3, yarn": ("qwen3", {"rope_parameters": {**_DYNAMIC, "rope_type": "yarn"}}),
+    "qwen3, tied": ("qwen3", {"tie_word_embeddings": True}),
 }
 """More models of a type: name -> (model type, changes)."""
 
@@ -99,7 +136,7 @@ def model_types() -> list[str]:
 
 
 def tiny_config(name: str) -> PretrainedConfig:
-    """The configuration of a tiny model, of a type or of `VARIANTS`. Errors are those of the architecture's own code."""
+    """The configuration of a tiny model, of a type or of `VARIANTS`. Errors are the architecture's own."""
     model_type, changes = VARIANTS.get(name, (name, {}))
     config_class = CONFIG_MAPPING[model_type]
     shrunk = _merged(_merged(_shrunk(config_class().to_dict()), CHANGES.get(model_type, {})), changes)

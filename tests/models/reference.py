@@ -1,7 +1,7 @@
 """What a tiny model computes in plain transformers: fp64, eager attention and experts, one sequence at a time.
 
-No code of the package: losses by `cross_entropy` over the model's own logits, gradients by autograd, a token's utility by
-the reverse-mode gradient of its loss, times the direction.
+No code of the package: losses by `cross_entropy` over the model's own logits, gradients by autograd, a token's utility
+by the reverse-mode gradient of its loss, times the direction.
 """
 
 from collections.abc import Sequence
@@ -50,18 +50,20 @@ def plain_model(folder: Path, *, rounded_to: torch.dtype = torch.float32) -> nn.
 def expected(model: nn.Module, main: Sequence[Text], probe: Sequence[Text]) -> Expected:
     """What the model in `eval` mode gives for its parameters that require a gradient."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-    def gradient(texts: Sequence[Text]) -> dict[str, Tensor]:
-        return _gradient(sum(token_losses(model, text).mean() for text in texts) / len(texts), trained)
-
-    direction, losses, utilities = gradient(probe), [], []
+    direction, losses, utilities = mean_gradient(model, probe), [], []
     for text in main:
         own = token_losses(model, text)
         losses.append(own.detach())
         for loss in own:
             of_token = _gradient(loss, trained, keep=True)
             utilities.append(torch.stack([(direction[name] * of_token[name]).sum() for name in trained]).sum())
-    return Expected(torch.cat(losses), torch.stack(utilities), gradient(main), direction)
+    return Expected(torch.cat(losses), torch.stack(utilities), mean_gradient(model, main), direction)
+
+
+def mean_gradient(model: nn.Module, texts: Sequence[Text]) -> dict[str, Tensor]:
+    """Of the mean over sequences of their tokens' mean loss, for the parameters that require one."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return _gradient(torch.stack([token_losses(model, text).mean() for text in texts]).mean(), trained)
 
 
 def token_losses(model: nn.Module, text: Text) -> Tensor:
