@@ -64,8 +64,9 @@ class Engine:
         layers = model.layers
         if layers:
             # One gather, one release and one pair of hooks per decoder layer instead of per weight: hooks and small
-            # collectives take a large part of a pass.
-            set_z3_leaf_modules(model, [type(layers[0])])
+            # collectives take a large part of a pass. And ranks take part in the same gathers whichever experts their
+            # tokens reach.
+            set_z3_leaf_modules(model, list({type(layer): None for layer in layers}))
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,

@@ -6,6 +6,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vcore_ds.data.batches import IGNORED_LABEL
 from vcore_ds.errors import UserError
@@ -87,8 +88,14 @@ class TokenLossModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder layers, in order; empty where the architecture keeps them in no list."""
-        return list(next((m for m in self.decoder.modules() if isinstance(m, nn.ModuleList)), []))
+        """The decoder layers, in order, of whichever classes; empty where the architecture marks none."""
+        layers: list[nn.Module] = []
+        inside: set[nn.Module] = set()
+        for module in self.decoder.modules():
+            if isinstance(module, GradientCheckpointingLayer) and module not in inside:
+                layers.append(module)
+                inside.update(module.modules())
+        return layers
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """A context in which the layers compute without their adapters."""

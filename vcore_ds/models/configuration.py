@@ -1,6 +1,7 @@
 """A model's configuration: reading it, and what follows from it before any weights are read."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -179,6 +180,10 @@ def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 def can_replace_attention(config: PretrainedConfig) -> bool:
     """Whether the architecture finds its attention function by name, so that one of our own can serve: one that knows
     causality and sliding windows, and none of the masks that chunked or sparse attention makes for itself."""
-    finds_by_name = bool(_causal_lm_class(config)._supports_attention_backend)
+    causal_lm = _causal_lm_class(config)
+    # Hybrids of attention and recurrences look names up without saying so.
+    finds_by_name = causal_lm._supports_attention_backend or hasattr(
+        sys.modules[causal_lm.__module__], "ALL_ATTENTION_FUNCTIONS"
+    )
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
     return finds_by_name and set(layer_types) <= ATTENTION_LAYERS | OTHER_LAYERS

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.configuration import can_replace_attention, read_config
+from vcore_ds.models.experts import OUR_EXPERTS
 from vcore_ds.models.stored_weights import check_nothing_is_missing, unreadable_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -55,6 +56,7 @@ def training_config(path: str) -> PretrainedConfig:
     if getattr(config, "attention_dropout", 0.0):
         # Utilities are those of the model without dropout, and attention reads its rate where no hook can reach it.
         config.attention_dropout = 0.0
+    config._experts_implementation = OUR_EXPERTS  # without effect on dense models
     return config
 
 

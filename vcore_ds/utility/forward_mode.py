@@ -3,13 +3,14 @@
 Every trainable parameter becomes a dual number whose tangent is the gathered probe direction; the tangent of a token's
 loss is its utility, `s[i,t] = <v, grad l[i,t]>`, with no step size and nothing to restore.
 
-The same pass gives a reference in higher precision without a second model: each module's parameters are replaced while
-it runs, so they can as well be replaced by copies in fp32 or fp64, and activations follow.
+The same pass gives a reference in higher precision without a second model: a layer's parameters are replaced while it
+runs, so they can as well be replaced by copies in fp32 or fp64, and activations follow.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -20,10 +21,15 @@ from torch.nn.modules._functions import BackwardHookFunction
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine
+from vcore_ds.errors import UserError
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION
 from vcore_ds.models.dual_numbers import make_dual
 from vcore_ds.models.lora_linear import BaseLinear, linear_sum, linear_tangent
 from vcore_ds.utility.direction import Direction
+
+if TYPE_CHECKING:  # megatron-core takes seconds
+    from vcore_ds.models.causal_lm import TokenLossModel
+    from vcore_ds.models.megatron.model import ParallelTokenLossModel
 
 
 @contextmanager
@@ -35,7 +41,7 @@ def forward_mode(engine: Engine, direction: Direction, precision: torch.dtype | 
     Args:
         precision: dtype of the computation, None for that of the parameters. Parameters, frozen ones included, and the
             direction are converted from the values in the shards, so the derivative is taken at the point where the
-            training forward computes, without its rounding. Each module's copy lives while that module runs. Hugging
+            training forward computes, without its rounding. A layer's copies live while that layer runs. Hugging
             Face's norms compute in fp32 whatever their input is, so fp64 is exact to fp32's rounding in those.
     """
     # peft would cast an adapter's input to the dtype that the adapter has outside its forward.
@@ -67,6 +73,7 @@ def dual_parameters(
     try:
         tangents.attach(engine)
         yield
+        tangents.check_all_were_dual(engine)
     finally:
         tangents.detach()
         config._attn_implementation = attention_before
@@ -119,6 +126,7 @@ class _TangentGatherer:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._replaced_modules: list[nn.Module] = []
         self._linears: list[nn.Linear] = []
+        self._were_dual: set[int] = set()
         self._whole: dict[int, Tensor] = {}
         self._in_flight: dict[int, layout.PendingGather | None] = {}
 
@@ -127,25 +135,37 @@ class _TangentGatherer:
         groups = self._direction.groups
         group_of = {id(p): number for number, (_, parameters) in enumerate(groups) for p in parameters}
         owned = {id(owner): number for number, (owner, _) in enumerate(groups)}
-        covered = {(id(module), number) for number, (owner, _) in enumerate(groups) for module in owner.modules()}
+        for unit, modules in _units(engine.module):
+            readers = [m for m in modules if any(self._precision or id(p) in group_of for p in m.parameters(False))]
+            if not readers:
+                continue
+            # Tied or shared weights are in the group of their first user, and the others gather it again.
+            needed = sorted({group_of[id(p)] for m in readers for p in m.parameters(False) if id(p) in group_of})
+            for number in needed:
+                prefetch = number + 1 if number == owned.get(id(unit)) and number + 1 < len(groups) else None
+                self._handles.append(unit.register_forward_pre_hook(self._gather_hook(number, prefetch)))
+            self._replaced_modules += readers
+            self._handles.append(unit.register_forward_pre_hook(partial(self._replace_all, readers)))
+            self._handles.append(unit.register_forward_hook(partial(self._put_back_all, readers)))
+            for number in needed:
+                self._handles.append(unit.register_forward_hook(self._release_hook(number)))
         for module in engine.module.modules():
-            own = [group_of[id(p)] for p in module.parameters(recurse=False) if id(p) in group_of]
-            gathered_here = [owned[id(module)]] if id(module) in owned else []
-            # The second user of a tied weight is outside the module that owns the group, and gathers it again.
-            gathered_here += [number for number in own if (id(module), number) not in covered]
-            for number in gathered_here:
-                prefetch = number + 1 if number == owned.get(id(module)) and number + 1 < len(groups) else None
-                self._handles.append(module.register_forward_pre_hook(self._gather_hook(number, prefetch)))
             is_linear = type(module) in (nn.Linear, BaseLinear)
             if isinstance(module, nn.Linear) and is_linear and "forward" not in module.__dict__:
                 self._linears.append(module)
                 module.forward = partial(_dual_linear, module)  # type: ignore[method-assign]  # on the instance
-            if own or (self._precision is not None and any(True for _ in module.parameters(recurse=False))):
-                self._replaced_modules.append(module)
-                self._handles.append(module.register_forward_pre_hook(self._replace))
-                self._handles.append(module.register_forward_hook(self._put_back))
-            for number in gathered_here:
-                self._handles.append(module.register_forward_hook(self._release_hook(number)))
+
+    def check_all_were_dual(self, engine: Engine) -> None:
+        """Raises UserError where a parameter with a direction was in no module that ran: its part of all utilities
+        would be missing, silently. A collective in that case, on all ranks alike."""
+        missing = [(name, p) for name, p in engine.trainable if id(p) not in self._were_dual] if self._were_dual else []
+        if missing and layout.norm_over("job", [self._direction.shard(p) for _, p in missing]) > 0:
+            more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+            raise UserError(
+                f"utility.estimator: jvp: {engine.module.base.config.model_type} reads {missing[0][0]}{more} outside "
+                "the module that has it, where it carries no tangent, so that utilities would be wrong; expected "
+                "another architecture, or lora.target_modules without it"
+            )
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -175,7 +195,15 @@ class _TangentGatherer:
 
         return release
 
-    def _replace(self, module: nn.Module, _: object) -> None:
+    def _replace_all(self, modules: Sequence[nn.Module], *_: object) -> None:
+        for module in modules:
+            self._replace(module)
+
+    def _put_back_all(self, modules: Sequence[nn.Module], *_: object) -> None:
+        for module in modules:
+            self._put_back(module)
+
+    def _replace(self, module: nn.Module) -> None:
         # An attribute of the instance hides the parameter of the same name: nn.Module looks there first.
         for name, parameter in module._parameters.items():
             tangent = None if parameter is None else self._whole.get(id(parameter))
@@ -184,7 +212,25 @@ class _TangentGatherer:
             has_graph = self._with_graph and torch.is_grad_enabled()
             value = parameter if has_graph else parameter.data.to(self._precision or parameter.dtype)
             module.__dict__[name] = value if tangent is None else make_dual(value, tangent.to(value.dtype))
+            if tangent is not None:
+                self._were_dual.add(id(parameter))
 
-    def _put_back(self, module: nn.Module, *_: object) -> None:
+    def _put_back(self, module: nn.Module) -> None:
         for name in module._parameters:
             module.__dict__.pop(name, None)
+
+
+def _units(model: "TokenLossModel | ParallelTokenLossModel") -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Modules at whose start parameters become dual, each with those whose parameters do: a decoder layer with all
+    that is in it, and every module outside the layers by itself.
+
+    Within a layer it must not wait until a module runs: a parent may read its weight before, or instead (short
+    convolutions, gated delta nets, adapters of experts), and would compute without a tangent.
+    """
+    layers = {layer: list(layer.modules()) for layer in model.layers}
+    inside = {module for modules in layers.values() for module in modules}
+    for module in model.modules():
+        if module in layers:
+            yield module, layers[module]
+        elif module not in inside:
+            yield module, [module]

@@ -1,0 +1,144 @@
+"""Experts of a mixture, with tangents: tokens sorted by expert, and one grouped product for all experts.
+
+Hugging Face's mixtures find the function below by name, as they find attention. Their own takes PyTorch's grouped
+product, which has no forward-mode rule, or a fallback that drops tangents without a word.
+
+Shapes: n tokens, k experts for each, E experts, H hidden size, F width of an expert, S = n k.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor, nn
+from transformers.integrations.moe import ExpertsInterface
+
+from vcore_ds.models.dual_numbers import make_dual, value_and_tangent
+
+OUR_EXPERTS = "vcore_experts"
+"""Name under which Hugging Face models find `experts_forward`."""
+
+
+def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The weighted sum of what each token's experts give of it, `[n, H]`; dual where an input or a parameter is.
+
+    The router's choice is locally constant: the tangent is that of the experts that the values chose.
+
+    Args:
+        experts: a module that transformers' `use_experts_implementation` decorates.
+        hidden_states: `[n, H]`.
+        top_k_index: `[n, k]`, the experts of each token.
+        top_k_weights: `[n, k]`.
+    """
+    chosen, order = top_k_index.flatten().sort(stable=True)
+    # On the device: no host waits to learn how many tokens an expert has.
+    numbers = torch.arange(experts.num_experts, device=chosen.device)
+    ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
+
+    def project(x: Tensor, name: str) -> Tensor:
+        product = grouped_product(x, *_parameter(experts, name), ends, input_first=experts.is_transposed)
+        return product + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else product
+
+    inner = project(hidden_states[order // top_k_index.shape[-1]], "gate_up_proj" if experts.has_gate else "up_proj")
+    outputs = project(experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner), "down_proj")
+    if experts.has_post_expert_norm:
+        outputs = experts.post_expert_norm(outputs)
+    weighted = outputs * top_k_weights.flatten()[order, None]
+    # Not `index_add`, whose order of summation is another one in every call on a GPU.
+    return weighted[order.argsort()].unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
+
+
+def grouped_product(
+    x: Tensor, weight: Tensor, d_weight: Tensor | None, ends: Tensor, *, input_first: bool = False
+) -> Tensor:
+    """Each row of `x` times the matrix of its expert, `[S, out]`: `d(x W) = dx W + x dW`.
+
+    The value has a graph where gradients are enabled, the tangent has none.
+
+    Args:
+        x: `[S, in]`, may be dual; rows of an expert lie together.
+        weight: `[E, out, in]`, the value.
+        d_weight: its tangent, or None.
+        ends: int32 `[E]`, where the rows of each expert end; the last is S.
+        input_first: `weight` is `[E, in, out]`.
+    """
+    x, d_x = forward_ad.unpack_dual(x)
+    x = x.to(weight.dtype)
+    product = _GroupedProduct.apply(x, weight, ends, input_first)
+    with torch.no_grad():
+        tangents = [] if d_x is None else [_products(d_x.to(weight.dtype), _input_first(weight, input_first), ends)]
+        if d_weight is not None:
+            tangents.append(_products(x, _input_first(d_weight, input_first), ends))
+    if not tangents:
+        return product
+    return make_dual(product, tangents[0] if len(tangents) == 1 else tangents[0].add_(tangents[1]))
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The product of values. A Function, since PyTorch's own would keep a transposed view of the weight for the
+    backward, and with it the memory of the gathered parameter, after ZeRO-3 has released it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, input_first: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.input_first = input_first
+        return _products(x, _input_first(weight, input_first), ends)
+
+    @staticmethod
+    def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, ends = ctx.saved_tensors
+        d_x = d_weight = None
+        if ctx.needs_input_grad[0]:
+            d_x = _products(d_product, _input_first(weight, ctx.input_first).transpose(1, 2), ends)
+        if ctx.needs_input_grad[1]:
+            left, right = (x, d_product) if ctx.input_first else (d_product, x)
+            d_weight = _sums_of_outer_products(left, right, ends)
+        return d_x, d_weight, None, None
+
+
+def _parameter(experts: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
+    """Value and tangent; under an adapter the parameter is computed, and no parameter of the module."""
+    if name in experts._parameters:
+        return value_and_tangent(experts, name)
+    return forward_ad.unpack_dual(getattr(experts, name))
+
+
+def _input_first(weight: Tensor, is_so: bool) -> Tensor:
+    return weight if is_so else weight.transpose(1, 2)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`[S, in]` times `[E, in, out]` by expert."""
+    if _has_kernel(x):
+        return nn.functional.grouped_mm(x, weight, offs=ends)
+    product = x.new_empty(len(x), weight.shape[2])
+    for expert, rows in _rows_by_expert(ends):
+        product[rows] = x[rows] @ weight[expert]
+    return product
+
+
+def _sums_of_outer_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """`[S, a]` and `[S, b]` to `[E, a, b]`."""
+    if _has_kernel(left):
+        return nn.functional.grouped_mm(left.t(), right, offs=ends)
+    sums = left.new_zeros(len(ends), left.shape[1], right.shape[1])
+    for expert, rows in _rows_by_expert(ends):
+        sums[expert] = left[rows].t() @ right[rows]
+    return sums
+
+
+def _rows_by_expert(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Experts that have tokens, and their rows."""
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            yield expert, slice(start, end)
+        start = end
+
+
+ExpertsInterface.register(OUR_EXPERTS, experts_forward)
