@@ -83,8 +83,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dots1": _EXPERTS,
     "dots3_note": {
         "text_config": {"head_dim": 16},
-        "vision_config": {"adapter_in_dim": 32},
-        "audio_config": {"adapter_input_size": 32},
+        "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
     },
     "dots3_note_text": {"head_dim": 16},
     "falcon_h1": {"mamba_d_ssm": 32},
@@ -173,6 +173,8 @@ def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
             value = len(kept) if value == layers else NUM_LAYERS
         elif type(value) is int:
             value = _size(key, value, config)
+        elif key == "rms_norm_eps":
+            value = 1e-2  # norms of outputs near 0 would magnify rounding, in transformers as well
         elif value == 1.0 and type(value) is float and re.search("multiplier|scaling|_scale$", key):
             value = 1.25
         found[key] = value
@@ -206,9 +208,13 @@ def _size(key: str, value: Any, config: dict[str, Any]) -> Any:
 def _spread(model: torch.nn.Module) -> None:
     """Random values of the size at which attention, gates and routing matter."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue
+        if name.endswith("A_log"):
+            # Slow decay. Where a state is forgotten at once, the output is a product of two numbers at most, of which
+            # the norm behind it keeps the sign: no precision gets that right near 0.
+            parameter.sub_(3.0)
         if id(parameter) in embeddings:
             parameter.normal_(0, 0.5)
         elif parameter.dim() >= 2:

@@ -50,14 +50,15 @@ def plain_model(folder: Path, *, rounded_to: torch.dtype = torch.float32) -> nn.
 def expected(model: nn.Module, main: Sequence[Text], probe: Sequence[Text]) -> Expected:
     """What the model in `eval` mode gives for its parameters that require a gradient."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    direction, losses, utilities = mean_gradient(model, probe), [], []
+    direction, losses = mean_gradient(model, probe), []
+    utilities: list[float] = []
     for text in main:
         own = token_losses(model, text)
         losses.append(own.detach())
         for loss in own:
             of_token = _gradient(loss, trained, keep=True)
-            utilities.append(torch.stack([(direction[name] * of_token[name]).sum() for name in trained]).sum())
-    return Expected(torch.cat(losses), torch.stack(utilities), mean_gradient(model, main), direction)
+            utilities.append(sum(_dot(direction[name], of_token[name]) for name in trained))
+    return Expected(torch.cat(losses), torch.tensor(utilities), mean_gradient(model, main), direction)
 
 
 def mean_gradient(model: nn.Module, texts: Sequence[Text]) -> dict[str, Tensor]:
@@ -70,6 +71,10 @@ def token_losses(model: nn.Module, text: Text) -> Tensor:
     """`[T - prompt]`"""
     logits = model(input_ids=text.tokens[None], use_cache=False).logits[0, text.prompt - 1 : -1]
     return cross_entropy(logits.double(), text.tokens[text.prompt :], reduction="none")
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float((a.double() * b.double()).sum())
 
 
 def _gradient(loss: Tensor, parameters: dict[str, nn.Parameter], keep: bool = False) -> dict[str, Tensor]:
