@@ -69,7 +69,11 @@ CASES: dict[str, dict[str, Any]] = {
         "probe": {"every": 2, "batch_size": 2},
         "lora": LORA,
     },
-    "vcore_adam_full": {"method": VCORE, "probe": {"direction": "adam", "batch_size": 2}},
+    "mixture_adam_full": {
+        "method": VCORE,
+        "probe": {"direction": "adam", "batch_size": 2},
+        "model": {"path": "mixture"},
+    },
     "vcore_adam_lora": {"method": VCORE, "probe": {"direction": "adam", "batch_size": 2, "every": 3}, "lora": LORA},
     # The running mean, the gradient of the step before the stop, and a direction that is both.
     "vcore_mean_and_trusted_full": {
@@ -125,7 +129,8 @@ def recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
         "schedule": {"num_steps": NUM_STEPS},
         **sections,
     }
-    sections["model"] = {"path": str(folder / "model"), "precision": "fp32", **sections.get("model", {})}
+    model = {"path": "model", "precision": "fp32", **sections.get("model", {})}
+    sections["model"] = {**model, "path": str(folder / model["path"])}
     data = {
         key: str(folder / value) if key.endswith("path") else value for key, value in sections.get("data", {}).items()
     }
@@ -147,7 +152,9 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     tokenizer = make_tokenizer()
     tiny.qwen3(vocab_size=len(tokenizer), hidden_size=33, head_dim=6).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    tiny.mixture(vocab_size=len(tokenizer)).save_pretrained(folder / "mixture")
+    for name in ("model", "mixture"):
+        tokenizer.save_pretrained(folder / name)
     write_conversations(folder / "train.jsonl", sums(range(12)))
     write_conversations(folder / "other.jsonl", sums(range(1, 13)))
     write_conversations(folder / "pool.jsonl", sums(range(20, 23)))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GptOssConfig
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.commands import FINITE_DIFFERENCE_METRICS, read_metrics
@@ -15,13 +16,17 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.cli import main
+from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import Batch
 from vcore_ds.data.order import MainOrder, RandomDraws
 from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.distributed import layout
 from vcore_ds.engine.non_finite import NonFiniteGradient, NonFiniteLoss
 from vcore_ds.engine.zero3 import Engine
+from vcore_ds.errors import UserError
 from vcore_ds.random_streams import Stream
+from vcore_ds.train.run import train
 from vcore_ds.train.trainer import describe_fault
 from vcore_ds.utility.estimators import Estimator
 
@@ -76,8 +81,51 @@ def model_with_nan(folder: Path, character: str) -> Path:
     return folder
 
 
-def test_non_finite_losses_and_gradients_leave_the_parameters_alone():
-    for found in run_ranks(non_finite_steps, 2):
+Failures = tuple[dict[str, tuple[str, bool]], str]
+"""Of one rank: what `non_finite_steps` and `run_of_a_model_that_sees_too_much` give."""
+
+
+@pytest.fixture(scope="module")
+def failures(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> list[Failures]:
+    return run_ranks(fail, 2, setup, tmp_path_factory.mktemp("failing"))
+
+
+def fail(setup: TinySetup, folder: Path) -> Failures:
+    return non_finite_steps(), run_of_a_model_that_sees_too_much(setup, folder)
+
+
+def test_a_model_whose_losses_are_wrong_ends_the_run_before_its_first_step(failures: list[Failures]):
+    for _, message in failures:
+        assert message.startswith("model.path: gpt_oss: a sequence has other losses beside another one in one row than")
+        assert "Set batch.packed_row_tokens to null" in message and "nats in the mean, expected at most" in message
+
+
+def run_of_a_model_that_sees_too_much(setup: TinySetup, folder: Path) -> str:
+    """What ends a run of gpt-oss with its eager attention, whose mask knows nothing of packed sequences. Nothing is
+    written. On one rank, and the last engine of its process: none can follow one that was not closed."""
+    if layout.is_first():
+        tokenizer = make_tokenizer()
+        config = tiny_gpt_oss(len(tokenizer))
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+    torch.distributed.barrier()
+    changes = ["model.attention=eager", "methods/sft.yaml", "batch.packed_row_tokens=256"]
+    try:
+        train(load_recipe(RECIPE, setup.overrides(folder / "output", *changes, model=folder / "model")))
+    except UserError as error:
+        assert not (folder / "output").exists()
+        return str(error)
+    return "no error"
+
+
+def tiny_gpt_oss(vocabulary: int) -> GptOssConfig:
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
+    experts = dict(num_local_experts=4, num_experts_per_tok=2)
+    return GptOssConfig(**sizes, **experts, num_key_value_heads=2, vocab_size=vocabulary, pad_token_id=0)
+
+
+def test_non_finite_losses_and_gradients_leave_the_parameters_alone(failures: list[Failures]):
+    for found, _ in failures:
         for case, (message, as_expected) in found.items():
             assert as_expected, case
             if case != "good data afterwards":

@@ -40,6 +40,8 @@ class Case:
     """Tensor-parallel degree, in megatron-core's parallel layers."""
     kernel_norm: bool = False
     """With norms of a kernel, as TransformerEngine's, in the parallel layers."""
+    mixture_of: str | None = None
+    """Kind of a mixture, see `tiny.mixture`."""
     config: dict[str, Any] = field(default_factory=dict)
     """Changes of DeepSpeed's configuration, in its section on ZeRO."""
     sections: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +61,8 @@ def run_case(case: Case) -> dict[str, float]:
     recipe = step_runs.recipe(**case.sections)
     sizes = dict(tied=case.tied, num_key_value_heads=case.num_kv_heads, vocab_size=case.vocabulary)
     dtype = torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32
-    plain = tiny.qwen3(dtype=dtype, **sizes)
+    plain = tiny.qwen3(dtype=dtype, **sizes) if case.mixture_of is None else tiny.mixture(case.mixture_of)
+    plain.set_experts_implementation("eager")
     if case.tensor > 1:
         from tests.helpers import megatron  # here alone, as megatron-core takes seconds to import
 
@@ -67,7 +70,9 @@ def run_case(case: Case) -> dict[str, float]:
         options = dict(lora=case.lora, checkpointing=case.checkpointing, norm_class=norm_class)
         model = megatron.parallel_model(plain, **options)
     else:
-        model = tiny.token_loss_model(lora=case.lora, checkpointing=case.checkpointing, dtype=dtype, **sizes)
+        model = tiny.token_loss_model(
+            lora=case.lora, checkpointing=case.checkpointing, mixture_of=case.mixture_of, dtype=dtype, **sizes
+        )
     if case.lora:
         plain = tiny.with_lora(plain)
     plain = plain.float()  # the oracle computes in fp32, from the same weights

@@ -1,14 +1,17 @@
 """Tiny random models and batches, made in memory."""
 
+from typing import Any
+
 import torch
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from vcore_ds.config.schema import LoraConfig
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, pack
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.experts import OUR_EXPERTS
 from vcore_ds.models.lora import add_lora
 
 VOCABULARY = 128
@@ -26,6 +29,33 @@ def qwen3(*, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int =
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
+def mixture(kind: str = "qwen3_moe", *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A mixture of six experts a layer, two for each token; the first layer is dense.
+
+    Args:
+        kind: `qwen3_moe`; or `deepseek_v3`, with latent attention, groups of experts, a bias of its router and a shared
+            expert.
+    """
+    sizes: dict[str, Any] = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY,
+        num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
+    )  # fmt: skip
+    if kind == "qwen3_moe":
+        sizes |= dict(num_key_value_heads=2, head_dim=8, num_experts=6, mlp_only_layers=[0])
+    else:
+        sizes |= dict(num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=6,
+                      v_head_dim=8, n_routed_experts=6, n_group=2, topk_group=1, n_shared_experts=1,
+                      first_k_dense_replace=1)  # fmt: skip
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[kind](**{**sizes, **changes}, use_cache=False), dtype=torch.float32
+    )
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.05)
+    return model
+
+
 def lora(dropout: float = 0.0) -> LoraConfig:
     return LoraConfig(rank=4, alpha=8, dropout=dropout)
 
@@ -41,10 +71,18 @@ def with_lora(model: PreTrainedModel, *, dropout: float = 0.0, seed: int = 1):
 
 
 def token_loss_model(
-    *, lora: bool = False, dropout: float = 0.0, tied: bool = False, checkpointing: bool = False, **kwargs
+    *,
+    lora: bool = False,
+    dropout: float = 0.0,
+    tied: bool = False,
+    checkpointing: bool = False,
+    mixture_of: str | None = None,
+    **kwargs,
 ) -> TokenLossModel:
-    model = qwen3(tied=tied, **kwargs)
+    """`mixture_of`: kind of a mixture, instead of a Qwen3."""
+    model = qwen3(tied=tied, **kwargs) if mixture_of is None else mixture(mixture_of)
     model.set_attn_implementation(TRAINING_ATTENTION)
+    model.set_experts_implementation(OUR_EXPERTS)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     wrapped = TokenLossModel(with_lora(model, dropout=dropout) if lora else model)

@@ -149,6 +149,31 @@ def test_rows_of_a_model_that_cannot_be_packed() -> None:
         plan(4, shape, batch={"packed_row_tokens": 16384})
 
 
+def test_a_model_whose_sequences_need_forwards_of_their_own() -> None:
+    """Above the limit of its rotary embedding, every forward of training, probe and utilities is one sequence."""
+    shape = replace(QWEN3_32B, rope="longrope", rope_limit=4096)
+
+    def planned(cutoff: int, **sections: Any) -> BatchPlan:
+        return plan(4, shape, data={"train_path": "data.jsonl", "cutoff_length": cutoff}, **sections)
+
+    short, long = planned(4096), planned(4097)
+    assert short.may_pack and short.degrees == [1, 2, 4]
+    assert not long.may_pack and not long.is_packed and long.degrees == [1]
+    sizes = long.micro_batch_size_per_rank, long.probe_micro_batch_size_per_rank, long.utility_micro_batch_size_per_rank
+    assert sizes == (1, 1, 1) and long.batches_per_utility_pass == 1
+    lengths = [100, 5000, 100, 100, 300]
+    assert all(len(ids) <= 1 for groups in long.spread_main(range(5), lengths).micro_steps for ids in groups)
+    assert planned(4096, batch={"packed_row_tokens": 4096}).is_packed
+    with pytest.raises(RecipeError, match=r"packed_row_tokens: found 4097 .* \(longrope\) .* expected null"):
+        planned(4097, batch={"packed_row_tokens": 4097})
+    for section in ("batch", "probe", "utility"):
+        match = rf"{section}.micro_batch_size_per_rank: found 2 .* expected 1, or data.cutoff_length of at most 4096"
+        with pytest.raises(RecipeError, match=match):
+            planned(4097, **({"batch": {"micro_batch_size_per_rank": 1}} | {section: {"micro_batch_size_per_rank": 2}}))
+    with pytest.raises(RecipeError, match=r"data.cutoff_length: found 4097 .* sequences of earlier forwards"):
+        plan(4, replace(shape, rope="dynamic"), data={"train_path": "data.jsonl", "cutoff_length": 4097})
+
+
 def test_a_model_that_cannot_be_seen_may_have_any_number_of_heads() -> None:
     assert plan(28, replace(QWEN3_32B, is_assumed=True), batch={"sequence_parallel": 7}).main_degrees == (7,)
 

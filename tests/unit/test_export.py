@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -16,20 +15,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers import tiny
 from tests.helpers.allocations import Allocations
-from tests.helpers.recipes import smallest_recipe
+from tests.helpers.exports import stored, write_checkpoint, write_run
 from tests.helpers.setups import write_model
 from tests.helpers.tokenizer import CHATML
 from vcore_ds.cli import main
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.config.load import dump_recipe
-from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
-from vcore_ds.files import checkpoint_folder
 from vcore_ds.files import model_folder as files
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 
-LORA = {"rank": 4, "alpha": 12, "dropout": 0.0}
 PROMPT = torch.randint(0, 128, (1, 16), generator=torch.Generator().manual_seed(5))
 
 
@@ -41,26 +36,6 @@ def trained_masters(base: Path, lora: bool) -> dict[str, Tensor]:
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     generator = torch.Generator().manual_seed(7)
     return {f"causal_lm.{name}": p.detach() + 0.01 * torch.randn(p.shape, generator=generator) for name, p in named}
-
-
-def write_checkpoint(run: Path, step: int, masters: dict[str, Tensor]) -> Path:
-    unfinished = checkpoint_folder.begin(run / "checkpoints", step, 0)
-    state = {f"master.{name}": tensor.flatten() for name, tensor in masters.items()}
-    state |= {f"exp_avg.{name}": torch.full((tensor.numel(),), torch.nan) for name, tensor in masters.items()}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(unfinished / "state"), no_dist=True)
-    shapes = {name: list(tensor.shape) for name, tensor in masters.items()}
-    (unfinished / "run_state.json").write_text(json.dumps({"step": step, "world_size": 1, "shapes": shapes}))
-    written = [path for path in unfinished.rglob("*") if path.is_file()]
-    records = {path.relative_to(unfinished).as_posix(): checkpoint_folder.record_of(path) for path in written}
-    return checkpoint_folder.finish(run / "checkpoints", step, 1, records)
-
-
-def write_run(run: Path, base: Path, masters: dict[str, Tensor], *, lora: bool, precision: str = "bf16") -> Path:
-    changes = {"model": {"path": str(base), "precision": precision}, "lora": LORA if lora else None}
-    run.mkdir()
-    (run / "recipe.yaml").write_text(dump_recipe(Recipe.model_validate(smallest_recipe() | changes)))
-    write_checkpoint(run, 20, masters)
-    return run
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -82,10 +57,6 @@ def full_run(base, tmp_path) -> Path:
 @pytest.fixture
 def lora_run(base, tmp_path) -> Path:
     return write_run(tmp_path / "run", base, trained_masters(base, lora=True), lora=True)
-
-
-def stored(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def logits(model) -> Tensor:

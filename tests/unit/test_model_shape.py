@@ -5,13 +5,19 @@ from pathlib import Path
 
 import pytest
 from transformers import (
+    BambaConfig,
+    DeepseekV32Config,
+    FalconConfig,
+    FalconH1Config,
     Gemma4TextConfig,
     GPT2Config,
+    JambaConfig,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    NemotronHConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -61,6 +67,7 @@ def test_both_ways_of_reading_agree(config: PretrainedConfig, tmp_path: Path) ->
     assert shape_on_disk(str(tmp_path)) == model_shape(str(tmp_path))
 
 
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128)
 CONV = "whose layers (conv) are not all attention"
 
 
@@ -68,11 +75,14 @@ CONV = "whose layers (conv) are not all attention"
     "config, no_sequence_parallelism, unpackable",
     [
         (Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]), CONV, CONV),
-        (Phi3Config(**SIZES, **LONGROPE, pad_token_id=0), "whose rotary embedding (longrope) depends on ", None),
-        (LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "whose rotary ", None),
-        (LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "factor": 2.0}), None, None),
         (Gemma4TextConfig(), None, None),  # as many query heads in each layer, of two sizes
-        (Llama4TextConfig(), "whose attention is its own code", None),  # chunked
+        (Llama4TextConfig(), "whose attention is its own code", "whose layers (chunked_attention) are not"),
+        (JambaConfig(**SIZES), "whose attention is its own code", "whose layers (linear_attention) are not"),
+        (BambaConfig(**SIZES, **MAMBA), "whose attention is its own code", "whose layers (linear_attention) are not"),
+        (FalconH1Config(**SIZES, **MAMBA), "whose attention is its own code", "whose layers (hybrid) are not"),
+        (NemotronHConfig(**SIZES), "whose attention is its own code", "whose layers (linear_attention, mlp) are not"),
+        (FalconConfig(), "whose attention is its own code", "whose attention is its own code"),
+        (DeepseekV32Config(), "whose attention is its own code", "whose attention selects keys by their place"),
         (MambaConfig(), "whose configuration has no single num_attention_heads", "whose configuration has no "),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
@@ -84,6 +94,37 @@ def test_rows_that_cannot_be_shared_or_packed(
     shape = model_shape(str(tmp_path))
     for found, expected in ((shape.no_sequence_parallelism, no_sequence_parallelism), (shape.unpackable, unpackable)):
         assert found == expected if expected is None else found is not None and found.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "config", [JambaConfig(**SIZES), BambaConfig(**SIZES, **MAMBA), FalconH1Config(**SIZES, **MAMBA)]
+)
+def test_config_json_alone_shows_layers_that_carry_a_state(config: PretrainedConfig, tmp_path: Path) -> None:
+    """These derive the kinds of their layers, so the file does not list them."""
+    config.save_pretrained(tmp_path)
+    shape = shape_on_disk(str(tmp_path))
+    assert shape is not None and shape.unpackable is not None and " not all attention" in shape.unpackable
+
+
+def test_a_rotary_embedding_that_depends_on_the_largest_position(tmp_path: Path) -> None:
+    """Up to its limit it does not; beyond, each sequence needs a forward of its own."""
+    dynamic = LlamaConfig(
+        **SIZES, max_position_embeddings=512, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    )
+    for config, rope, limit in (
+        (Phi3Config(**SIZES, **LONGROPE, pad_token_id=0), "longrope", 64),
+        (dynamic, "dynamic", 512),
+    ):
+        config.save_pretrained(tmp_path / rope)
+        shape = model_shape(str(tmp_path / rope))
+        assert (shape.rope, shape.rope_limit) == (rope, limit) and shape == shape_on_disk(str(tmp_path / rope))
+        assert shape.for_sequences_of(limit) == shape and shape.unpackable is None
+        long = shape.for_sequences_of(limit + 1)
+        assert long.is_alone and f"({rope}) depends on the largest position" in str(long.unpackable)
+        assert long.no_sequence_parallelism == long.unpackable
+    linear = LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
+    linear.save_pretrained(tmp_path)
+    assert model_shape(str(tmp_path)).rope_limit is None
 
 
 def test_a_language_model_within_another(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from tests.helpers.allocations import Allocations
-from vcore_ds.models.token_loss import token_entropy, token_loss
+from vcore_ds.models.token_loss import PLAIN, LogitTransform, token_entropy, token_loss
 
 # The package exports a function of the module's name, which hides the module from an ordinary import.
 module = importlib.import_module("vcore_ds.models.token_loss")
@@ -147,6 +147,58 @@ def test_plain_inputs_in_forward_mode_give_a_plain_result() -> None:
     torch.testing.assert_close(losses, reference(hidden, weight, bias, targets))
 
 
+# ---- scaled and capped logits ---------------------------------------------------------------------------------------
+
+TRANSFORMS = {
+    "scale": LogitTransform(scale=0.0625),
+    "softcap": LogitTransform(softcap=3.0),
+    "scale and softcap": LogitTransform(scale=-1.7, softcap=5.0),
+}
+
+
+def transformed(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
+    logits = linear(hidden, weight, bias) * transform.scale
+    return logits if transform.softcap is None else transform.softcap * torch.tanh(logits / transform.softcap)
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_losses_gradients_tangents_and_entropies_of_transformed_logits(
+    block: int, name: str, dtype: torch.dtype, tolerance: float, with_bias: bool
+) -> None:
+    transform = TRANSFORMS[name]
+    # Biases around 0: capped, logits that are all far below it would be one constant.
+    (hidden, weight, bias, targets), (d_hidden, d_weight, d_bias, _) = inputs(), inputs(seed=1)
+    values = [t.to(dtype) for t in (hidden, weight, bias + 30)[: 2 + with_bias]]
+    directions = [d.to(dtype) for d in (d_hidden, d_weight, d_bias + 30)[: 2 + with_bias]]
+
+    def ours(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return token_loss(hidden, weight, targets, bias, transform=transform)
+
+    def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return cross_entropy(transformed(hidden, weight, bias, transform), targets, reduction="none")
+
+    def errors(found: list[Tensor], expected: list[Tensor]) -> list[float]:
+        return [float((f - e).norm() / e.norm()) for f, e in zip(found, expected, strict=True)]
+
+    exact = [v.double() for v in values]
+    leaves, exact_leaves = ([t.clone().requires_grad_() for t in tensors] for tensors in (values, exact))
+    losses, expected = ours(*leaves), plain(*exact_leaves)
+    gradients = torch.autograd.grad(losses, leaves, upstream("both signs, some zero").to(dtype))
+    right = torch.autograd.grad(expected, exact_leaves, upstream("both signs, some zero").to(dtype).double())
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = [forward_ad.make_dual(v, d) for v, d in zip(values, directions, strict=True)]
+        tangents = forward_ad.unpack_dual(ours(*duals)).tangent
+    moved = torch.func.jvp(plain, tuple(exact), tuple(d.double() for d in directions))[1]
+    log_probabilities = transformed(*exact[:2], *(exact[2:] or [None]), transform).log_softmax(-1)
+    entropies = token_entropy(*values, transform=transform)
+    found = [losses.detach(), *gradients, tangents, entropies]
+    worst = errors(found, [expected.detach(), *right, moved, -(log_probabilities.exp() * log_probabilities).sum(-1)])
+    print(f"{name}, {dtype}: relative errors {', '.join(f'{e:.1e}' for e in worst)}")
+    assert max(worst) < tolerance
+
+
 # ---- entropy -------------------------------------------------------------------------------------------------------
 
 
@@ -234,26 +286,27 @@ def test_the_bf16_gradient_of_the_weight_is_summed_over_blocks_in_fp32(monkeypat
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
-def measure_allocations(num_tokens: int, vocabulary: int) -> tuple[Allocations, Allocations]:
+def measure_allocations(num_tokens: int, vocabulary: int, transform: LogitTransform) -> tuple[Allocations, Allocations]:
     """Memory of forward + backward, and of the tangent pass, everything moving."""
     tensors = [t.float() for t in inputs(num_tokens=num_tokens, vocabulary=vocabulary, hidden=4)[:3]]
     targets = torch.zeros(num_tokens, dtype=torch.int64)
     leaves = [t.clone().requires_grad_() for t in tensors]
     with Allocations() as reverse:
-        token_loss(leaves[0], leaves[1], targets, leaves[2]).sum().backward()
+        token_loss(leaves[0], leaves[1], targets, leaves[2], transform=transform).sum().backward()
     with torch.no_grad(), forward_ad.dual_level():
         duals = [forward_ad.make_dual(t, torch.ones_like(t)) for t in tensors]
         with Allocations() as forward:
-            token_loss(duals[0], duals[1], targets, duals[2])
+            token_loss(duals[0], duals[1], targets, duals[2], transform=transform)
     return reverse, forward
 
 
-def test_logits_exist_for_a_block_of_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transform", [PLAIN, *TRANSFORMS.values()], ids=["plain", *TRANSFORMS])
+def test_logits_exist_for_a_block_of_tokens_only(monkeypatch: pytest.MonkeyPatch, transform: LogitTransform) -> None:
     block_tokens, vocabulary = 8, 2000
     set_block(monkeypatch, block_tokens, vocabulary)
     block_numel = block_tokens * vocabulary
-    few = measure_allocations(64, vocabulary)
-    many = measure_allocations(512, vocabulary)
+    few = measure_allocations(64, vocabulary, transform)
+    many = measure_allocations(512, vocabulary, transform)
     for passes in (few, many):
         for allocations in passes:
             assert allocations.largest_numel == block_numel

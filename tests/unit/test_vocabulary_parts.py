@@ -14,7 +14,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vcore_ds.models.token_loss import VocabularyPart, token_entropy, token_loss
+from vcore_ds.models.token_loss import PLAIN, LogitTransform, VocabularyPart, token_entropy, token_loss
 
 module = importlib.import_module("vcore_ds.models.token_loss")
 
@@ -70,17 +70,23 @@ def _block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "LOSS_BLOCK_BYTES", 4 * 4 * request.param + 3)
 
 
+TRANSFORMED = pytest.mark.parametrize(
+    "transform", [PLAIN, LogitTransform(scale=0.5, softcap=4.0)], ids=["plain", "scaled and capped"]
+)
+
+
+@TRANSFORMED
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_losses_and_gradients(num_ranks: int) -> None:
+def test_losses_and_gradients(num_ranks: int, transform: LogitTransform) -> None:
     hidden, weight, targets, upstream = inputs()
     expected_hidden, expected_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    expected = token_loss(expected_hidden, expected_weight, targets)
+    expected = token_loss(expected_hidden, expected_weight, targets, transform=transform)
     expected.backward(upstream)
 
     def work(rank: int, part: VocabularyPart) -> tuple[Tensor, Tensor, Tensor]:
         own_hidden = hidden.clone().requires_grad_()
         own_weight = rows_of(weight, rank, num_ranks).requires_grad_()
-        losses = token_loss(own_hidden, own_weight, targets, part=part)
+        losses = token_loss(own_hidden, own_weight, targets, transform=transform, part=part)
         losses.backward(upstream)
         return losses.detach(), own_hidden.grad, own_weight.grad
 
@@ -94,9 +100,10 @@ def test_losses_and_gradients(num_ranks: int) -> None:
     assert not by_weight[VOCABULARY:].any()
 
 
+@TRANSFORMED
 @pytest.mark.parametrize("moving", ["hidden", "weight", "both"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_tangents(num_ranks: int, moving: str) -> None:
+def test_tangents(num_ranks: int, moving: str, transform: LogitTransform) -> None:
     hidden, weight, targets, _ = inputs()
     d_hidden, d_weight = torch.randn_like(hidden), torch.randn_like(weight)
 
@@ -110,10 +117,13 @@ def test_tangents(num_ranks: int, moving: str) -> None:
     def work(rank: int, part: VocabularyPart) -> tuple[Tensor, Tensor]:
         tangents = d_hidden, rows_of(d_weight, rank, num_ranks)
         values = hidden.clone(), rows_of(weight, rank, num_ranks)
-        return tuple(forward_ad.unpack_dual(token_loss(*dual(values, tangents), targets, part=part)))
+        losses = token_loss(*dual(values, tangents), targets, transform=transform, part=part)
+        return tuple(forward_ad.unpack_dual(losses))
 
     with forward_ad.dual_level():
-        expected = forward_ad.unpack_dual(token_loss(*dual((hidden, weight), (d_hidden, d_weight)), targets))
+        expected = forward_ad.unpack_dual(
+            token_loss(*dual((hidden, weight), (d_hidden, d_weight)), targets, transform=transform)
+        )
         found = Ranks(num_ranks).run(work)
         for losses, utilities in found:
             assert torch.equal(utilities, found[0][1])
@@ -121,13 +131,17 @@ def test_tangents(num_ranks: int, moving: str) -> None:
             torch.testing.assert_close(utilities, expected.tangent)
 
 
+@pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_entropies(num_ranks: int, scale: float) -> None:
+def test_entropies(num_ranks: int, scale: float, softcap: float | None) -> None:
     hidden, weight, _, _ = inputs()
-    hidden = scale * hidden
-    found = Ranks(num_ranks).run(lambda rank, part: token_entropy(hidden, rows_of(weight, rank, num_ranks), part=part))
-    log_probabilities = (hidden @ weight.t()).log_softmax(-1)
+    transform = LogitTransform(scale, softcap)
+    found = Ranks(num_ranks).run(
+        lambda rank, part: token_entropy(hidden, rows_of(weight, rank, num_ranks), transform=transform, part=part)
+    )
+    logits = scale * (hidden @ weight.t())
+    log_probabilities = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).log_softmax(-1)
     expected = -(log_probabilities.exp() * log_probabilities).sum(-1)
     for entropies in found:
         assert torch.equal(entropies, found[0])

@@ -3,7 +3,7 @@ what a checkpoint holds, tensor by tensor, without a process group."""
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from vcore_ds.files import model_folder as files
 from vcore_ds.files.aside import discard, unfinished_path
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import read_config
+from vcore_ds.models.folder_weights import FolderWeights, described_weights
 from vcore_ds.models.lora import empty_adapted
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def save_hugging_face(
     is_first = layout.is_first()
     unfinished = unfinished_path(folder)
     model: nn.Module | None
-    gathered: Callable[[Mapping[str, int]], Iterator[tuple[str, Tensor | None]]]
+    gathered: Callable[[Mapping[str, Collection[int]]], Iterator[tuple[str, Tensor | None]]]
     try:
         if isinstance(engine.module, TokenLossModel):
             model, weights = engine.module.causal_lm, _described(engine)
@@ -73,18 +74,18 @@ def save_hugging_face(
             model, weights = _described_parallel(engine.module, engine.trainable[0][1].dtype, model_path)
             gathered = partial(gathered_parallel, engine.module, weights=weights)
         if isinstance(model, PeftModel):
-            owner = _adapter_owner(model)
-            adapter = {name: tensor for name, tensor in gathered(owner) if tensor is not None}
+            adapter = {name: tensor for name, tensor in gathered(_adapter_keepers(model)) if tensor is not None}
             on_all_ranks(
                 unfinished, lambda: files.write_adapter(model, adapter, folder, tokenizer, card) if is_first else None
             )
             return
-        split = files.plan_files(weights, max_file_bytes)
+        stored = FolderWeights(model_path, weights)
+        split = files.plan_files(stored.stored, max_file_bytes)
         num_bytes = split.metadata["total_size"]
         on_all_ranks(unfinished, lambda: files.begin(folder, num_bytes) if is_first else None)
         owner = _file_owner(split)
-        for file, tensors in files.collect_files(split, gathered(owner)):
-            expected = {name: weights[name] for name in split.filename_to_tensors[file]}
+        for file, tensors in files.collect_files(split, _stored(stored, gathered(_keepers(stored, owner)), owner)):
+            expected = {name: stored.stored[name] for name in split.filename_to_tensors[file]}
             mine = owner[next(iter(expected))] == layout.rank("job")
             # Every rank waits for the writer here: if it fails, all of them learn it instead of hanging in a gather.
             on_all_ranks(
@@ -93,7 +94,7 @@ def save_hugging_face(
             )
         on_all_ranks(
             unfinished,
-            lambda: _finish(folder, split, model_path, engine, tokenizer, card) if is_first else None,
+            lambda: _finish(folder, split, stored, engine, tokenizer, card) if is_first else None,
         )
     except CheckpointFailed as error:
         if is_first:
@@ -107,13 +108,13 @@ def save_hugging_face(
 def _finish(
     folder: Path,
     split: StateDictSplit,
-    model_path: str,
+    stored: FolderWeights,
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
     card: str | None,
 ) -> None:
     dtype = next(engine.module.parameters()).dtype
-    files.describe(unfinished_path(folder), model_path, dtype)
+    files.describe(unfinished_path(folder), stored.path, dtype, is_whole=stored.is_whole)
     files.finish(folder, tokenizer, card, split)
 
 
@@ -132,7 +133,7 @@ def _described_parallel(
     """The adapted model, for names and configuration, if there are adapters; and what `_described` gives, of them or
     of all weights."""
     if parallel.lora is None:
-        return None, files.described_weights(path, dtype)
+        return None, described_weights(path, dtype)
     model = empty_adapted(path, read_config(path), parallel.lora)
     return model, {name: p.to(dtype) for name, p in model.named_parameters() if p.requires_grad}
 
@@ -148,17 +149,33 @@ def _file_owner(split: StateDictSplit) -> dict[str, int]:
     return {name: owners[file] for name, file in split.tensor_to_filename.items()}
 
 
-def _adapter_owner(model: PeftModel) -> dict[str, int]:
-    return {name: 0 for name, parameter in model.named_parameters() if parameter.requires_grad}
+def _keepers(stored: FolderWeights, owner: Mapping[str, int]) -> dict[str, set[int]]:
+    """Name in memory -> the ranks that write something of it: the experts of a layer may be in two files."""
+    return {name: {owner[one] for one in part.stored} for part in stored.parts for name in part.names}
 
 
-def _gathered(engine: Engine, owner: Mapping[str, int]) -> Iterator[tuple[str, Tensor | None]]:
-    """Name and whole tensor of each parameter in `owner`, on the CPU of the rank that owns it, None on the others.
+def _adapter_keepers(model: PeftModel) -> dict[str, set[int]]:
+    return {name: {0} for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _stored(
+    stored: FolderWeights, weights: Iterator[tuple[str, Tensor | None]], owner: Mapping[str, int]
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Name in the files and tensor of everything that the folder gets, None for what another rank owns."""
+    mine = {name for name, rank in owner.items() if rank == layout.rank("job")}
+    for name, tensor in stored.stream(weights):
+        yield name, tensor if name in mine else None
+    for name in stored.copied:
+        yield name, stored.read_copied(name) if name in mine else None
+
+
+def _gathered(engine: Engine, keepers: Mapping[str, Collection[int]]) -> Iterator[tuple[str, Tensor | None]]:
+    """Name and whole tensor of each weight in `keepers`, on the CPU of the ranks that keep it, None on the others.
 
     A decoder layer is gathered at once, everything else by itself. Each item may be a collective: all ranks take all.
     """
     layer_of = {id(p): number for number, layer in enumerate(engine.module.layers) for p in layer.parameters()}
-    named = [(name, p) for name, p in engine.module.named_parameters() if name.removeprefix(PREFIX) in owner]
+    named = [(name, p) for name, p in engine.module.named_parameters() if name.removeprefix(PREFIX) in keepers]
 
     def layer_or_name(item: tuple[str, nn.Parameter]) -> int | str:
         return layer_of[id(item[1])] if id(item[1]) in layer_of else item[0]
@@ -168,11 +185,11 @@ def _gathered(engine: Engine, owner: Mapping[str, int]) -> Iterator[tuple[str, T
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in parameters]):
             for name, parameter in parameters:
                 name = name.removeprefix(PREFIX)
-                mine = owner[name] == layout.rank("job")
+                mine = layout.rank("job") in keepers[name]
                 yield name, parameter.detach().to("cpu", copy=True) if mine else None
     for name, buffer in _kept_buffers(engine).items():
-        if name in owner:
-            yield name, buffer.cpu() if owner[name] == layout.rank("job") else None
+        if name in keepers:
+            yield name, buffer.cpu() if layout.rank("job") in keepers[name] else None
 
 
 class CheckpointTensors:

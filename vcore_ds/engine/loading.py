@@ -12,7 +12,7 @@ from typing import Any
 import deepspeed
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from vcore_ds.distributed import layout
@@ -20,6 +20,7 @@ from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.engine.deepspeed_start import start_deepspeed
 from vcore_ds.engine.partitioned import PartitionedParameter, as_partitioned
 from vcore_ds.errors import UserError, first_line
+from vcore_ds.files.model_folder import auto_class
 from vcore_ds.files.safetensors_ranges import Wanted, read_ranges
 from vcore_ds.models.loading import attention_name, load_causal_lm, prepare_for_training, training_config
 from vcore_ds.models.stored_weights import StoredWeights, find_stored_weights
@@ -60,7 +61,7 @@ def load_sharded(
             gradient_checkpointing=gradient_checkpointing,
         )
     with _announced(deepspeed_config), _unfilled_shards(dtype):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=attention_name(config, attention), trust_remote_code=False
         )
     model.eval()

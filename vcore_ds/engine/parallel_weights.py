@@ -8,7 +8,7 @@ Out: a layer is gathered over the ranks that hold its shards, then over those th
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -89,14 +89,14 @@ def _wanted(model: ParallelTokenLossModel, weights: StoredWeights) -> list[Wante
 
 
 def gathered_parallel(
-    model: ParallelTokenLossModel, owner: Mapping[str, int], *, weights: Mapping[str, Tensor]
+    model: ParallelTokenLossModel, keepers: Mapping[str, Collection[int]], *, weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Name and whole tensor of each of `weights`, on the CPU of the rank that owns it, None on the others.
+    """Name and whole tensor of each of `weights`, on the CPU of the ranks that keep it, None on the others.
 
     Each item may be a collective: all ranks take all.
 
     Args:
-        owner: the rank of the job by the weight's name.
+        keepers: the ranks of the job by the weight's name.
         weights: shape and dtype of every trained weight of the Hugging Face model, or of its adapters, in its order.
     """
     size, order = layout.size("tensor"), {name: i for i, name in enumerate(weights)}
@@ -113,7 +113,7 @@ def gathered_parallel(
         mine = {
             name: torch.empty(weights[name].shape, dtype=weights[name].dtype)
             for name in names
-            if owner[name] == layout.rank("job")
+            if layout.rank("job") in keepers[name]
         }
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in parameters]):
             for name, parameter in parameters:

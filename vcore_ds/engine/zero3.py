@@ -109,7 +109,12 @@ class Engine:
         losses, entropies = self._forward(batch, with_entropies=True)
         return gather_losses(losses, supervised, k), gather_losses(entropies, supervised, k)
 
-    def _forward(self, batch: Batch, *, with_entropies: bool = False) -> Any:
+    def own_logits(self, batch: Batch) -> Tensor:
+        """Logits `[b, T, V]` of the architecture's own forward, fp32 unless it changes that; of a batch that is not
+        shared, on a Hugging Face model. A collective, as `token_losses`."""
+        return self._forward(batch, own_logits=True)
+
+    def _forward(self, batch: Batch, **options: bool) -> Any:
         """What the model gives for this rank's columns."""
         k, positions = batch.sequence_parallel, batch.position_ids()
         if self._dropouts and self._dropouts[0].training:
@@ -124,7 +129,7 @@ class Engine:
                 targets=own_columns(batch.targets(), k).to(self.device),
                 position_ids=own_columns(positions, k).to(self.device),
                 row_layout=RowLayout.of(batch.sequence_lengths(), k, self.device),
-                with_entropies=with_entropies,
+                **options,
             )
 
     def seed_dropout(self, seed: int) -> None:

@@ -15,7 +15,14 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from vcore_ds.errors import UserError
@@ -34,15 +41,15 @@ class BadExport(RuntimeError):
 # ---- what a folder holds -------------------------------------------------------------------------------------------
 
 
-def described_weights(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Name -> shape and dtype (a tensor on the meta device, without memory) of every weight that a folder of `path`'s
-    architecture holds, in Hugging Face's order; tied weights once."""
-    config = AutoConfig.from_pretrained(path)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    weights: dict[str, Tensor] = dict(model.named_parameters())
-    all_parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return weights | {name: kept for name, kept in model.state_dict().items() if name not in all_parameters}
+def is_vision_language(config: PretrainedConfig) -> bool:
+    """Whether the model has a language model as one of its parts, with a configuration of its own."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
+
+
+def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """The class that opens the whole model. Of a vision-language model, the one for causal language models opens the
+    language model alone, or nothing."""
+    return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
 
 
 def plan_files(weights: dict[str, Tensor], max_file_bytes: int = MAX_FILE_BYTES) -> StateDictSplit:
@@ -111,13 +118,26 @@ def check_file(path: Path, expected: dict[str, Tensor]) -> None:
                 raise BadExport(f"{path}: {name}: not all values are finite")
 
 
-def describe(unfinished: Path, path: str, dtype: torch.dtype) -> None:
+FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Fields of configurations that count layers which predict further tokens (DeepSeek and GLM, Qwen, MiniMax)."""
+
+
+def describe(unfinished: Path, path: str, dtype: torch.dtype, *, is_whole: bool) -> None:
     """Configuration and generation settings beside the weights.
 
     From the model's own folder, not from the model in memory, whose configuration was changed for training.
+
+    Args:
+        is_whole: the weights have all that the input's have, also the layers that predict further tokens.
     """
     config = AutoConfig.from_pretrained(path)
     config.dtype = dtype
+    for section in {id(one): one for one in (config, config.get_text_config())}.values():
+        if hasattr(section, "quantization_config"):
+            del section.quantization_config  # the weights are not quantized
+        for name in () if is_whole else FURTHER_LAYERS:
+            if getattr(section, name, None):
+                setattr(section, name, 0)
     config.save_pretrained(unfinished)
     # Copied, not saved again: transformers refuses to save settings that contradict each other, which some models are
     # shipped with, and a finished run must not fail for that.
@@ -176,7 +196,7 @@ def finish(
     aside.finish_folder(folder)
 
 
-# ---- reading and merging -------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------------------------
 
 
 class WeightFiles:
@@ -213,13 +233,3 @@ class WeightFiles:
             raise UserError(f"{self.path}: found no tensor {name} in its safetensors files; expected one")
         with safe_open(self._file_of[name], framework="pt") as file:
             return file.get_tensor(name)
-
-
-def merge_adapter(weight: Tensor, lora_a: Tensor, lora_b: Tensor, *, scale: float) -> Tensor:
-    """`W + scale * B A` of a linear layer, computed and returned in fp32.
-
-    Args:
-        weight: `[out, in]`; lora_a: `[rank, in]`; lora_b: `[out, rank]`.
-        scale: alpha / rank.
-    """
-    return torch.addmm(weight.float(), lora_b.float(), lora_a.float(), alpha=scale)

@@ -18,13 +18,15 @@ from dataclasses import dataclass
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from vcore_ds.errors import UserError
 from vcore_ds.models.block_attention import block_attention
-from vcore_ds.models.sequence_exchange import to_heads, to_tokens
+from vcore_ds.models.dual_numbers import make_dual
+from vcore_ds.models.explicit_attention import explicit_attention
+from vcore_ds.models.flash_attention import CpuFlash, CudaFlash, flash_attention
+from vcore_ds.models.sequence_exchange import own_heads, to_heads, to_tokens
 
 TRAINING_ATTENTION = "vcore_training"
 """Name under which Hugging Face models find `training_attention`."""
@@ -81,18 +83,33 @@ class RowLayout:
                 start += n
 
 
-def hugging_face_attention(
-    attend: Callable[[Tensor, Tensor, Tensor, RowLayout, float | None, int | None], Tensor],
-) -> Callable[..., tuple[Tensor, None]]:
-    """Hugging Face's attention interface around `attend(query, key, value, layout, scaling, sliding_window)`.
+@dataclass(frozen=True)
+class Scoring:
+    """How a layer's queries score its keys."""
 
-    Args:
-        attend: takes query `[b, A, t, D]`; key and value `[b, K, t, D]`, where the values of some architectures have
-            fewer dimensions; the layout of the rows; the factor on the scores, None for `1 / sqrt(D)`; and how many
-            last keys a query sees, itself included, None for all. Gives `[b, t, A, D]`.
+    scale: float
+    """Factor on the scores."""
+    sliding_window: int | None = None
+    """A query sees this many last keys, itself included; None for all."""
+    softcap: float | None = None
+    """Scaled scores become `softcap * tanh(scores / softcap)` (Gemma 2); None to leave them."""
 
-    Returns what gives that output, and None for the attention weights. It raises UserError where the model caps its
-    scores, uses attention sinks or a mask of its own, or does not hand the layout through.
+
+Parts = Sequence[Tensor | None]
+"""Of query `[b, A, T, D]`, key and value `[b, K, T, D]`, and attention sinks `[A]`: the values, where None stands for
+no sinks, or the tangents, where it stands for zero."""
+
+Attend = Callable[[Parts, Parts, RowLayout, Scoring], tuple[Tensor, Tensor | None]]
+"""Takes values and tangents; gives the output `[b, A, T, D]` and its tangent, None where all tangents are."""
+
+
+def hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
+    """Hugging Face's attention interface around `attend`.
+
+    It takes query `[b, A, t, D]`; key and value `[b, K, t, D]`, where the values of some architectures have fewer
+    dimensions; and sinks `[A]`: any of them dual numbers. It gives `[b, t, A, D]`, a dual number where an input is, and
+    None for the attention weights. It raises UserError where the model makes a mask of its own, or does not hand the
+    layout through.
     """
 
     def attention(
@@ -109,8 +126,6 @@ def hugging_face_attention(
         **_: object,
     ) -> tuple[Tensor, None]:
         problems = {
-            "caps its attention scores": softcap is not None,
-            "uses attention sinks": s_aux is not None,
             "makes an attention mask of its own": attention_mask is not None,
             "does not hand keyword arguments from the decoder to its attention": row_layout is None,
         }
@@ -120,67 +135,68 @@ def hugging_face_attention(
                 f"model.path: {type(module).__name__} {found}, so attention here cannot take its place; expected "
                 "another architecture, or model.attention eager with a method or estimator other than vcore by jvp"
             )
-        return attend(query, key, value, row_layout, scaling, sliding_window), None
+        k, value_dim = row_layout.sequence_parallel, value.shape[-1]
+        scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+        parts = [(x, None) if x is None else forward_ad.unpack_dual(x) for x in (query, key, value, s_aux)]
+        (*primals, sinks), (*tangents, d_sinks) = zip(*parts, strict=True)
+
+        def exchange(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return to_heads([_filled_up(x, query.shape[-1]) for x in tensors], k)
+
+        primals, tangents = _apart(exchange, primals, tangents)
+        sinks, d_sinks = (None if x is None else own_heads(x, k) for x in (sinks, d_sinks))
+        output, d_output = attend([*primals, sinks], [*tangents, d_sinks], row_layout, scoring)
+
+        def exchange_back(tensors: Sequence[Tensor]) -> list[Tensor]:
+            found = to_tokens([x[..., :value_dim] for x in tensors], k)
+            return [x.transpose(1, 2).contiguous() for x in found]
+
+        (output,), (d_output,) = _apart(exchange_back, [output], [d_output])
+        return output if d_output is None else make_dual(output, d_output), None
 
     return attention
 
 
+def _apart(
+    exchange: Callable[[Sequence[Tensor]], list[Tensor]], primals: Sequence[Tensor], tangents: Parts
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Values and tangents through an exchange: in one where there is no graph, which no tangent may be part of."""
+    there = [x for x in tangents if x is not None]
+    if there and torch.is_grad_enabled():
+        exchanged = exchange(primals)
+        with torch.no_grad():
+            exchanged += exchange(there)
+    else:
+        exchanged = exchange([*primals, *there])
+    found = iter(exchanged)
+    return [next(found) for _ in primals], [None if x is None else next(found) for x in tangents]
+
+
+def _filled_up(tensor: Tensor, dim: int) -> Tensor:
+    """With zeros to `dim` dimensions a head: latent attention (DeepSeek) has fewer for values. So queries, keys and
+    values travel together, and the flash kernel takes them."""
+    missing = dim - tensor.shape[-1]
+    return nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
 def attend_with_graph(
-    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scaling: float | None, sliding_window: int | None
-) -> Tensor:
-    """By the fused kernels, for passes with a gradient."""
-    value_dim = value.shape[-1]
-    query, key, value = to_heads([query, key, as_wide(value, key)], layout.sequence_parallel)
-    output = causal_attention(query, key, value, layout, scaling, sliding_window)[..., :value_dim]
-    (output,) = to_tokens([output], layout.sequence_parallel)
-    return output.transpose(1, 2).contiguous()
+    primals: Parts, tangents: Parts, layout: RowLayout, scoring: Scoring
+) -> tuple[Tensor, Tensor | None]:
+    """By the fused kernels, for passes with a gradient. There must be no tangent, which would be lost."""
+    assert all(x is None for x in tangents)
+    return causal_attention(primals, layout, scoring), None
 
 
-def attend_on_duals(
-    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scaling: float | None, sliding_window: int | None
-) -> Tensor:
-    """With tangents, for passes without a gradient; inputs may be dual tensors, and the output is one where an input
-    is."""
-    k, value_dim = layout.sequence_parallel, value.shape[-1]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    primals: Sequence[Tensor]
-    tangents: Sequence[Tensor | None]
-    primals, tangents = zip(*(forward_ad.unpack_dual(x) for x in (query, key, as_wide(value, key))), strict=True)
-    # Values and the tangents that there are travel together, so one exchange serves both.
-    exchanged = iter(to_heads([x for x in (*primals, *tangents) if x is not None], k))
-    primals = [next(exchanged) for _ in primals]
-    tangents = [None if tangent is None else next(exchanged) for tangent in tangents]
-    output, d_output = attend_with_tangents(primals, tangents, layout, scale, sliding_window)
-    found = to_tokens([x[..., :value_dim] for x in (output, d_output) if x is not None], k)
-    found = [x.transpose(1, 2).contiguous() for x in found]
-    return found[0] if d_output is None else forward_ad.make_dual(*found)
-
-
-def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scale: float | None, sliding_window: int | None
-) -> Tensor:
-    """Attention within each sequence, `[b, A, T, D]`; key and value have a divisor of A heads."""
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        # One call of the flash kernel for all rows. It knows sequences by their ends, so there is no mask.
-        flat_query, flat_key, flat_value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        output = varlen_attn(
-            flat_query,
-            flat_key,
-            flat_value,
-            layout.ends,
-            layout.ends,
-            layout.longest,
-            layout.longest,
-            scale=scale,
-            window_size=window,
-            enable_gqa=True,
-        )
-        assert isinstance(output, Tensor)  # as nothing else is asked for
-        return output.view(query.shape[0], query.shape[2], *output.shape[1:]).transpose(1, 2)
+def causal_attention(primals: Parts, layout: RowLayout, scoring: Scoring) -> Tensor:
+    """Attention within each sequence, `[b, A, T, D]`, differentiable."""
+    query, key, value, sinks = primals
+    assert query is not None and key is not None and value is not None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scoring.softcap is None:
+        kernel = CudaFlash(scoring.scale, scoring.sliding_window, layout.ends, layout.longest)
+        return flash_attention(query, key, value, sinks, kernel)[0]
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor]:
-        return (_attend(query, key, value, scale, sliding_window),)
+        return (_attend(query, key, value, sinks, scoring),)
 
     (output,) = by_sequence(attend, (query, key, value), layout)
     return output
@@ -203,51 +219,31 @@ def by_sequence(
     return [torch.cat(found) for found in zip(*rows, strict=True)]
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, sliding_window: int | None) -> Tensor:
-    """Rows of one sequence each, by the fused kernel of any device and precision."""
-    num_tokens = query.shape[2]
-    is_grouped = query.shape[1] != key.shape[1]
-    if sliding_window is None or num_tokens <= sliding_window:
+def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scoring: Scoring) -> Tensor:
+    """Rows of one sequence each, by what there is for any device and precision."""
+    sees_all = scoring.sliding_window is None or query.shape[2] <= scoring.sliding_window
+    if sees_all and scoring.softcap is None:
         if query.device.type == "cpu":
-            return attend_on_cpu(query, key, value, scale)[0]
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
-    # A band of the score matrix at a time: queries of one window's length, and the keys that they see.
-    positions, outputs = torch.arange(num_tokens, device=query.device), []
-    for start in range(0, num_tokens, sliding_window):
-        first, end = max(0, start - sliding_window + 1), min(start + sliding_window, num_tokens)
-        distance = positions[start:end, None] - positions[None, first:end]
-        seen = (distance >= 0) & (distance < sliding_window)
-        outputs.append(
-            scaled_dot_product_attention(
-                query[:, :, start:end],
-                key[:, :, first:end],
-                value[:, :, first:end],
-                attn_mask=seen,
-                scale=scale,
-                enable_gqa=is_grouped,
+            return flash_attention(query, key, value, sinks, CpuFlash(scoring.scale))[0]
+        if sinks is None:
+            is_grouped = query.shape[1] != key.shape[1]
+            return scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scoring.scale, enable_gqa=is_grouped
             )
-        )
-    return torch.cat(outputs, 2)
-
-
-def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Causal attention of rows of one sequence each, and the log-sum-exp `[b, A, T]` of the scaled scores.
-
-    The operator that `scaled_dot_product_attention` chooses on a CPU, by its name: that function keeps the log-sum-exp
-    to itself, and repeats key and value heads, which the operator does not need.
-    """
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True, scale=scale)
+    return explicit_attention(query, key, value, sinks=sinks, **vars(scoring))
 
 
 def attend_with_tangents(
-    primals: Sequence[Tensor],
-    tangents: Sequence[Tensor | None],
-    layout: RowLayout,
-    scale: float,
-    sliding_window: int | None,
+    primals: Parts, tangents: Parts, layout: RowLayout, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None]:
-    """`[b, A, T, D]` and its tangent: one kernel for all rows where there is one, else in blocks by sequence."""
-    (query, key, value), (d_query, d_key, d_value) = primals, tangents
+    """For passes without a gradient: one kernel for all rows where there is one, else in blocks by sequence."""
+    (query, key, value, sink), (d_query, d_key, d_value, d_sink) = primals, tangents
+    assert query is not None and key is not None and value is not None
+    if scoring.softcap is not None:
+        duals = [x if x is None or dx is None else make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
+        output, d_output = forward_ad.unpack_dual(causal_attention(duals, layout, scoring))
+        return output, d_output
+    sinks = None if sink is None else (sink, d_sink)
     if _kernel_serves(query):
         from vcore_ds.models.flash_tangent import flash_tangent  # here alone, as it needs Triton
 
@@ -258,20 +254,23 @@ def attend_with_tangents(
             (d_query, d_key, d_value),
             ends=layout.ends,
             longest=layout.longest,
-            scale=scale,
-            sliding_window=sliding_window,
+            scale=scoring.scale,
+            sliding_window=scoring.sliding_window,
+            sinks=sinks,
         )
         return output, d_output
+
+    in_blocks = functools.partial(
+        block_attention, scale=scoring.scale, sliding_window=scoring.sliding_window, sinks=sinks
+    )
     if layout.is_one_sequence_a_row:
-        return block_attention(query, key, value, (d_query, d_key, d_value), scale=scale, sliding_window=sliding_window)
+        return in_blocks(query, key, value, (d_query, d_key, d_value))
     output = torch.empty_like(query)
     d_output = None if all(tangent is None for tangent in tangents) else torch.empty_like(output)
     for rows, columns in layout.sequences():
-        query, key, value = (x[rows, :, columns] for x in primals)
-        d_query, d_key, d_value = (None if dx is None else dx[rows, :, columns] for dx in tangents)
-        found, d_found = block_attention(
-            query, key, value, (d_query, d_key, d_value), scale=scale, sliding_window=sliding_window
-        )
+        q, k, v = (x[rows, :, columns] for x in (query, key, value))
+        d_parts = [None if dx is None else dx[rows, :, columns] for dx in (d_query, d_key, d_value)]
+        found, d_found = in_blocks(q, k, v, d_parts)
         output[rows, :, columns] = found
         if d_output is not None and d_found is not None:
             d_output[rows, :, columns] = d_found
@@ -291,15 +290,8 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def as_wide(value: Tensor, key: Tensor) -> Tensor:
-    """Values with as many dimensions as keys, filled up with zeros: latent attention (DeepSeek) has fewer. So all three
-    travel together, and the flash kernel takes them."""
-    missing = key.shape[-1] - value.shape[-1]
-    return nn.functional.pad(value, (0, missing)) if missing else value
-
-
 training_attention = hugging_face_attention(attend_with_graph)
-forward_mode_attention = hugging_face_attention(attend_on_duals)
+forward_mode_attention = hugging_face_attention(attend_with_tangents)
 # Additions under names of our own: no other model of the process is changed. No mask function is registered under them,
 # so Hugging Face makes no mask, and does not look at positions for packed rows, which would wait for the device.
 AttentionInterface.register(TRAINING_ATTENTION, training_attention)

@@ -13,6 +13,8 @@ Every sum on the right is linear in the unnormalised `exp(S - m)`, so all of the
 Where a fused kernel has computed O and each query's log-sum-exp L, the tangent alone needs no running maximum, since
 `P = exp(S - L)`.
 
+An attention sink (gpt-oss) is one more score of each query, whose value is 0: the sums begin with it, or it is in L.
+
 The passes without tangents use the fused kernels. Each row is one sequence: rows of several are taken apart before
 (`vcore_ds.models.attention`).
 
@@ -20,10 +22,13 @@ Shapes: B batch, A query heads, K key/value heads, G = A / K, T tokens, D head d
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+Sinks = tuple[Tensor, Tensor | None]
+"""Attention sinks `[A]` and their tangent, None for zero."""
 
 BLOCK_TOKENS = {"cpu": (64, 256), "cuda": (512, 512)}
 """Queries and keys of a score block. Blocks of few queries compute less of what causality hides, and those of many keys
@@ -34,10 +39,11 @@ def block_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    tangents: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    tangents: Sequence[Tensor | None] = (None, None, None),
     *,
     scale: float,
     sliding_window: int | None = None,
+    sinks: Sinks | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Causal attention output and its tangent.
 
@@ -47,19 +53,21 @@ def block_attention(
         tangents: of query, key and value, each shaped like it or None for zero.
         scale: factor on the scores.
         sliding_window: a query sees this many last keys, itself included; None for all.
+        sinks: of the query heads, not multiplied by `scale`; None for none.
 
     Returns:
         output `[B, A, T, D]` in the dtype of `query`, and its tangent, None where all tangents are None.
     """
-    with_tangent = any(tangent is not None for tangent in tangents)
+    sink, d_sink = sinks or (None, None)
+    with_tangent = any(tangent is not None for tangent in (*tangents, d_sink))
     blocks = _Blocks(query, key, value, tangents, scale, sliding_window)
     output = torch.empty_like(query)
     d_output = torch.empty_like(query) if with_tangent else None
     for queries in blocks.of_queries():
-        row_max = blocks.zeros(1).fill_(-torch.inf)
-        row_sum = torch.zeros_like(row_max)
+        row_max = blocks.of_heads(sink, absent=-torch.inf)
+        row_sum = torch.full_like(row_max, 0.0 if sink is None else 1.0)
         weighted_value = blocks.zeros(query.shape[-1])
-        d_row_sum = torch.zeros_like(row_max)  # sum of exp(S - m) * dS
+        d_row_sum = blocks.of_heads(d_sink, absent=0.0)  # sum of exp(S - m) * dS
         d_weighted_value = torch.zeros_like(weighted_value) if with_tangent else None
         for keys in blocks.of_keys(queries):
             scores = blocks.scores(queries, keys)
@@ -86,24 +94,28 @@ def block_attention_tangent(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    tangents: tuple[Tensor | None, Tensor | None, Tensor | None],
+    tangents: Sequence[Tensor | None],
     output: Tensor,
     log_sum_exp: Tensor,
     *,
     scale: float,
+    sinks: Sinks | None = None,
 ) -> Tensor:
     """The tangent alone, `[B, A, T, D]`, of causal attention that another kernel has computed.
 
     Args:
-        query, key, value, tangents, scale: as in `block_attention`; at least one tangent.
+        query, key, value, tangents, scale, sinks: as in `block_attention`; at least one tangent.
         output: `[B, A, T, D]`.
-        log_sum_exp: `[B, A, T]`, of each query's scaled scores.
+        log_sum_exp: `[B, A, T]`, of each query's scaled scores and its sink.
     """
+    sink, d_sink = sinks or (None, None)
     blocks = _Blocks(query, key, value, tangents, scale, None)
     d_output = torch.empty_like(query)
     for queries in blocks.of_queries():
         normalizer = blocks.rows(log_sum_exp[..., None], queries, blocks.accumulate)
-        d_out, d_row_sum = blocks.zeros(query.shape[-1]), blocks.zeros(1)  # the latter of P * dS
+        d_out, d_row_sum = blocks.zeros(query.shape[-1]), blocks.of_heads(d_sink, absent=0.0)  # the latter of P * dS
+        if d_sink is not None:
+            d_row_sum.mul_(blocks.of_heads(sink, absent=-torch.inf).sub_(normalizer).exp_())
         for keys in blocks.of_keys(queries):
             weights = blocks.scores(queries, keys).sub_(normalizer).exp_()
             blocks.add_tangents(d_out, d_row_sum, weights, keys)
@@ -124,7 +136,7 @@ class _Blocks:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        tangents: tuple[Tensor | None, Tensor | None, Tensor | None],
+        tangents: Sequence[Tensor | None],
         scale: float,
         sliding_window: int | None,
     ):
@@ -179,6 +191,14 @@ class _Blocks:
     def zeros(self, size: int) -> Tensor:
         """`[B * K, G * t, size]`, to accumulate in."""
         return self._rows.new_zeros((*self._rows.shape[:2], size), dtype=self.accumulate)
+
+    def of_heads(self, values: Tensor | None, *, absent: float) -> Tensor:
+        """`[A]` as `[B * K, G * t, 1]` to accumulate in; full of `absent` where there are none."""
+        rows = self.zeros(1)
+        if values is None:
+            return rows.fill_(absent)
+        rows.view(len(self._query), len(values), -1).copy_(values[:, None])
+        return rows
 
     def scores(self, queries: slice, keys: slice) -> Tensor:
         """`[B * K, G * t, s]`, -inf where a query does not see a key; the next block's take their place."""

@@ -12,10 +12,8 @@ from vcore_ds.data.batches import IGNORED_LABEL
 from vcore_ds.errors import UserError
 from vcore_ds.models.attention import OUR_ATTENTION, RowLayout
 from vcore_ds.models.dropout import use_token_dropout
-from vcore_ds.models.token_loss import token_entropy, token_loss
-
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Config fields of architectures that transform logits after the head (Gemma 2, Cohere, Granite, Falcon-H1)."""
+from vcore_ds.models.language_model import decoder, logit_transform, unpadded_vocabulary
+from vcore_ds.models.token_loss import LogitTransform, VocabularyPart, token_entropy, token_products, token_loss
 
 
 class TokenLossHead(nn.Module):
@@ -26,22 +24,31 @@ class TokenLossHead(nn.Module):
     the weight is the same `Parameter` as the input embedding's.
     """
 
-    def __init__(self, output_embedding: nn.Linear):
+    def __init__(self, output_embedding: nn.Linear, transform: LogitTransform, num_tokens: int | None):
+        """Args:
+        output_embedding: its parameters become this module's.
+        transform: what the architecture does to the products with it.
+        num_tokens: rows that are tokens, where the rest are padding; None for all.
+        """
         super().__init__()
         self.weight = output_embedding.weight
         self.bias = output_embedding.bias
+        self._transform = transform
+        self._part = None if num_tokens is None else VocabularyPart(0, num_tokens, lambda own: own[None])
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, *, with_entropies: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Losses `[N]` of `targets [N]` given `hidden [N, H]`; logits `[..., V]` where no targets are given.
+        """Losses `[N]` of `targets [N]` given `hidden [N, H]`; where no targets are given the products `[..., V]`, of
+        which the architecture's own forward makes logits, in the precision in which the loss has them.
 
         `with_entropies`: losses and entropies, both `[N]`.
         """
         if targets is None:
-            return nn.functional.linear(hidden, self.weight, self.bias)
-        losses = token_loss(hidden, self.weight, targets, self.bias)
-        return (losses, token_entropy(hidden, self.weight, self.bias)) if with_entropies else losses
+            return token_products(hidden.flatten(0, -2), self.weight, self.bias).unflatten(0, hidden.shape[:-1])
+        options = {"transform": self._transform, "part": self._part}
+        losses = token_loss(hidden, self.weight, targets, self.bias, **options)
+        return (losses, token_entropy(hidden, self.weight, self.bias, **options)) if with_entropies else losses
 
 
 class TokenLossModel(nn.Module):
@@ -58,19 +65,14 @@ class TokenLossModel(nn.Module):
         self._activation_offload = activation_offload
         use_token_dropout(causal_lm)
         base = self.base
-        transforms = [name for name in LOGIT_TRANSFORMS if getattr(base.config, name, None) not in (None, 1.0)]
-        if transforms:
-            raise UserError(
-                f"{base.config.model_type}: this architecture changes its logits after the output embedding "
-                f"({', '.join(transforms)}), which the token loss does not; choose a model without it"
-            )
         head = base.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise UserError(
                 f"{base.config.model_type}: the output embedding is a {type(head).__name__}, expected a plain linear "
                 "layer (LoRA on the output embedding is not supported)"
             )
-        base.set_output_embeddings(TokenLossHead(head))
+        config = base.config
+        base.set_output_embeddings(TokenLossHead(head, logit_transform(config), unpadded_vocabulary(config)))
 
     @property
     def base(self) -> PreTrainedModel:
@@ -84,7 +86,7 @@ class TokenLossModel(nn.Module):
     @property
     def decoder(self) -> nn.Module:
         """The model without its head: token ids to hidden states."""
-        return getattr(self.base, self.base.base_model_prefix)
+        return decoder(self.base)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -110,6 +112,7 @@ class TokenLossModel(nn.Module):
         row_layout: RowLayout,
         *,
         with_entropies: bool = False,
+        own_logits: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Losses in nats, fp32, `[N]`: the supervised tokens among this rank's columns, in row-major order.
 
@@ -119,16 +122,20 @@ class TokenLossModel(nn.Module):
             position_ids: `[b, t]`, from 0 in each sequence. Always given: a rank's columns need not begin a sequence.
             row_layout: which sequences the rows hold, and the sequence-parallel degree.
             with_entropies: also give the entropy of each token's prediction, `[N]`, without a graph.
+            own_logits: give the logits `[b, t, V]` of the architecture's own forward instead, which may do more than
+                the decoder and the output embedding. A part of this forward, since ZeRO-3 gathers within it.
         """
         # Hugging Face's own attention kernels know nothing of it, and tell packed sequences apart by their positions.
-        is_ours = self.base.config._attn_implementation in OUR_ATTENTION
+        attention = self.base.config.get_text_config()._attn_implementation
+        is_ours = attention in OUR_ATTENTION
         if not is_ours and row_layout.sequence_parallel > 1:
             raise UserError(
                 f"batch.sequence_parallel: found {row_layout.sequence_parallel} together with attention "
-                f"{self.base.config._attn_implementation}; expected 1, or model.attention auto with an architecture "
-                "whose attention can be replaced"
+                f"{attention}; expected 1, or model.attention auto with an architecture whose attention can be replaced"
             )
         options = {"row_layout": row_layout} if is_ours else {}
+        if own_logits:
+            return self.causal_lm(input_ids=input_ids, position_ids=position_ids, use_cache=False, **options).logits
         with save_on_cpu(pin_memory=input_ids.is_cuda) if self._activation_offload else nullcontext():
             hidden = self.decoder(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, **options

@@ -10,6 +10,7 @@ import transformers
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     PretrainedConfig,
@@ -18,17 +19,18 @@ from transformers import (
 from transformers.utils import cached_file
 
 from vcore_ds.errors import UserError, first_line, last_line
-from vcore_ds.planning.model_shape import (
-    ATTENTION_LAYERS,
-    OTHER_LAYERS,
-    QWEN3_32B,
-    REQUIRED_SIZES,
-    SIZE_NAMES,
-    ModelShape,
-    shape_of_sizes,
-)
+from vcore_ds.files.model_folder import is_vision_language
+from vcore_ds.models.language_model import unpadded_vocabulary
+from vcore_ds.planning.model_shape import QWEN3_32B, REQUIRED_SIZES, SIZE_NAMES, ModelShape, shape_of_sizes
+from vcore_ds.planning.shared_rows import ATTENTION_LAYERS, OTHER_LAYERS
 
 _EXPECTED = "expected a decoder-only language model (Qwen3, Llama, ...)"
+
+VISION_LANGUAGE = (
+    "gemma3", "gemma4", "llama4", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+)  # fmt: skip
+"""Types of vision-language models whose language model can be trained: on text alone, it gives the logits of the whole
+from token ids and positions."""
 
 _MAX_SIZES = {"num_hidden_layers": 10_000, "num_layers": 10_000, "n_layer": 10_000, "vocab_size": 2**31 - 1}
 """Largest values that can be meant: an architecture builds lists of its layers, and token ids are int32."""
@@ -105,6 +107,15 @@ def _check_kind(path: str, config: PretrainedConfig) -> None:
         kind = "an encoder and a decoder (seq2seq)"
     elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         kind = "an encoder, whose tokens see those behind them"
+    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "modernbert-decoder":
+        kind = "a decoder with more than an output embedding between its hidden states and its logits"
+    elif is_vision_language(config):
+        if config.model_type in VISION_LANGUAGE:
+            return
+        kind = (
+            f"a vision-language model of another kind than those whose language model can be trained "
+            f"({', '.join(VISION_LANGUAGE)}); save its language model as a model of its own"
+        )
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = "no causal language model"
     else:
@@ -126,8 +137,9 @@ def _check_heads(path: str, config: PretrainedConfig) -> None:
 
 
 def vocabulary_size(path: str) -> int:
-    """Rows of the input embedding: token ids are below it."""
-    return read_config(path).get_text_config().vocab_size
+    """Number of tokens: token ids are below it."""
+    config = read_config(path)
+    return unpadded_vocabulary(config) or config.get_text_config().vocab_size
 
 
 def model_shape(path: str) -> ModelShape:
@@ -135,16 +147,18 @@ def model_shape(path: str) -> ModelShape:
     Llama-like ones, those without heads for a model of the usual sizes whose rows cannot be shared or packed."""
     config = read_config(path)
     sizes = {size: _size(config, names[0]) for size, names in SIZE_NAMES.items()}
-    shape = shape_of_sizes(sizes, config.get_text_config().to_dict())
+    text = config.get_text_config()
+    # Jamba, Falcon-H1 and others derive the kinds of their layers, and to_dict() leaves them out.
+    shape = shape_of_sizes(sizes, text.to_dict() | {"layer_types": getattr(text, "layer_types", None)})
     if shape is None:
         missing = next(SIZE_NAMES[size][0] for size in REQUIRED_SIZES if sizes[size] is None)
         why = f"whose configuration has no single {missing}"
         return replace(QWEN3_32B, no_sequence_parallelism=why, unpackable=why, hidden_size=0)
-    return (
-        shape
-        if can_replace_attention(config)
-        else replace(shape, no_sequence_parallelism="whose attention is its own code")
-    )
+    if can_replace_attention(config):
+        return shape
+    # Nor is it known how such an attention tells packed sequences apart, or whether it does.
+    why = "whose attention is its own code"
+    return replace(shape, no_sequence_parallelism=why, unpackable=shape.unpackable or why)
 
 
 def _size(config: PretrainedConfig, name: str) -> int | None:
@@ -154,6 +168,21 @@ def _size(config: PretrainedConfig, name: str) -> int | None:
     except RuntimeError:  # transformers' own word for the latter
         return None
     return value if isinstance(value, int) else None
+
+
+def check_routing(path: str) -> None:
+    """Raises UserError where the experts of each token are drawn at random in training. A model that is not there yet,
+    or cannot be read, passes: loading says so."""
+    try:
+        config = read_config(path, local_files_only=True)
+    except UserError:
+        return
+    if config.get_text_config().model_type == "phimoe":
+        raise UserError(
+            f"model.path: {path}: found model_type 'phimoe' (Phi-3.5-MoE), which draws the experts of each token at "
+            "random in training and estimates its router's gradient (SparseMixer), so that neither losses nor "
+            "gradients are those of the model; expected another architecture"
+        )
 
 
 def check_forward_mode(path: str) -> None:
@@ -174,7 +203,8 @@ def check_forward_mode(path: str) -> None:
 
 def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class that transformers loads; its mapping is typed for tasks that have a pair of them."""
-    return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_vision_language(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    return cast(type[PreTrainedModel], mapping[type(config)])
 
 
 def can_replace_attention(config: PretrainedConfig) -> bool:

@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from vcore_ds.models.block_attention import Sinks
 from vcore_ds.models.flash_tangent_kernel import attend
 
 TILES = {
@@ -40,12 +41,13 @@ def flash_tangent(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    tangents: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    tangents: Sequence[Tensor | None] = (None, None, None),
     *,
     ends: Tensor,
     longest: int,
     scale: float,
     sliding_window: int | None = None,
+    sinks: Sinks | None = None,
     tiles: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Causal attention within each sequence, and its tangent.
@@ -59,17 +61,19 @@ def flash_tangent(
         longest: tokens of the longest sequence; only the choice of tiles depends on it.
         scale: factor on the scores.
         sliding_window: a query sees this many last keys, itself included; None for all.
+        sinks: of the query heads, not multiplied by `scale`; None for none.
         tiles: tokens of a query block and of a key block, powers of two from 16, and optionally warps and pipeline
             stages; None times `TILES` once a shape.
 
     Returns:
         output `[b, A, T, D]` in the dtype of `query`, a view of a contiguous `[b, T, A, D]`; its tangent, laid out
-        alike, None where all tangents are None; and the log-sum-exp of the scaled scores, fp32 `[b, A, T]`.
+        alike, None where all tangents are None; and the log-sum-exp of the scaled scores and the sink, fp32
+        `[b, A, T]`.
     """
     batch, num_heads, num_tokens, head_dim = query.shape
     output = query.new_empty(batch, num_tokens, num_heads, head_dim).transpose(1, 2)
     d_output = None
-    if any(tangent is not None for tangent in tangents):
+    if any(tangent is not None for tangent in (*tangents, None if sinks is None else sinks[1])):
         d_output = query.new_empty(batch, num_tokens, num_heads, head_dim).transpose(1, 2)
     log_sum_exp = query.new_empty(batch, num_heads, num_tokens, dtype=torch.float32)
     launch(
@@ -80,6 +84,7 @@ def flash_tangent(
         is_long=longest >= LONG_SEQUENCE,
         scale=scale,
         sliding_window=sliding_window,
+        sinks=sinks,
         tiles=tiles,
     )
     return output, d_output, log_sum_exp
@@ -87,13 +92,14 @@ def flash_tangent(
 
 def launch(
     primals: tuple[Tensor, Tensor, Tensor],
-    tangents: tuple[Tensor | None, Tensor | None, Tensor | None],
+    tangents: Sequence[Tensor | None],
     results: tuple[Tensor, Tensor | None, Tensor],
     *,
     ends: Tensor,
     is_long: bool,
     scale: float,
     sliding_window: int | None,
+    sinks: Sinks | None,
     tiles: tuple[int, ...] | None,
 ) -> None:
     """The kernel alone: `flash_tangent` into given tensors. Tokens beyond the last end are left as they are."""
@@ -105,6 +111,7 @@ def launch(
     arguments = (
         *tensors,
         *(None if tensor is None else tensor.stride() for tensor in tensors),
+        *(None if tensor is None else tensor.float().contiguous() for tensor in sinks or (None, None)),
         ends,
         num_sequences,
         num_tokens,

@@ -41,6 +41,8 @@ def attend(
     output_strides,
     d_output_strides,
     log_sum_exp_strides,
+    sinks,  # of the query heads, with their tangents; None for none
+    d_sinks,
     ends,
     num_sequences,
     row_tokens,
@@ -92,6 +94,11 @@ def attend(
     row_max = tl.full([QUERY_BLOCK], -float("inf"), tl.float32)
     row_sum = tl.zeros([QUERY_BLOCK], tl.float32)
     d_row_sum = tl.zeros([QUERY_BLOCK], tl.float32)
+    if sinks is not None:  # one more score, whose value is 0: the sums begin with it
+        row_max = tl.zeros([QUERY_BLOCK], tl.float32) + tl.load(sinks + head) * LOG2_E
+        row_sum = tl.full([QUERY_BLOCK], 1.0, tl.float32)
+    if d_sinks is not None:
+        d_row_sum += tl.load(d_sinks + head)
     total = tl.zeros([QUERY_BLOCK, DIM], tl.float32)
     d_total = tl.zeros([QUERY_BLOCK, DIM], tl.float32)
 

@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from vcore_ds.errors import UserError, last_line
-from vcore_ds.files.model_folder import INDEX, SINGLE_FILE
+from vcore_ds.files.model_folder import INDEX, SINGLE_FILE, auto_class
 from vcore_ds.files.safetensors_ranges import BadSafetensors, StoredTensor, read_header
 from vcore_ds.files.user_paths import reading
 from vcore_ds.models.configuration import bad_config, read_config
@@ -52,7 +52,7 @@ def empty_model(path: str, config: PretrainedConfig) -> PreTrainedModel:
     """
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return auto_class(config).from_config(config)
     except Exception as error:  # of any class: sizes and names go into the architecture's own code as they are
         problem = f"{type(error).__name__}: {last_line(error)}"
         raise bad_config(path, f"no {config.model_type} can be built from its values: {problem}") from None

@@ -3,16 +3,33 @@
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from vcore_ds.errors import UserError, first_line
+from vcore_ds.files.model_folder import auto_class
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.configuration import can_replace_attention, read_config
 from vcore_ds.models.experts import OUR_EXPERTS
+from vcore_ds.models.language_model import freeze_towers
 from vcore_ds.models.stored_weights import check_nothing_is_missing, unreadable_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 """By what recipes and command lines call them."""
+
+
+FUNCTIONAL_DROPOUT = (
+    "attention_dropout",
+    "residual_dropout",  # Seed-OSS, StarCoder 2
+    "embedding_dropout",
+    "hidden_dropout",
+    "activation_dropout",  # OPT, BioGPT, XGLM
+    "dropout",
+    "layerdrop",
+    "router_jitter_noise",  # Mixtral, MiniMax
+    "input_jitter_noise",
+)
+"""Rates in config.json that architectures apply through functions: no module is there that a step could seed, as
+`vcore_ds.models.dropout` does with those that are modules (`resid_pdrop` of GPT-2 and Phi)."""
 
 
 def load_causal_lm(
@@ -33,7 +50,7 @@ def load_causal_lm(
     config = training_config(path)
     try:
         with unreadable_model(path):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(  # a pair, by output_loading_info
+            loaded: Any = auto_class(config).from_pretrained(  # a pair, by output_loading_info
                 path,
                 config=config,
                 dtype=dtype,
@@ -53,9 +70,11 @@ def load_causal_lm(
 def training_config(path: str) -> PretrainedConfig:
     """The model's configuration, with what training changes in it. Raises UserError as `read_config` does."""
     config = read_config(path)
-    if getattr(config, "attention_dropout", 0.0):
-        # Utilities are those of the model without dropout, and attention reads its rate where no hook can reach it.
-        config.attention_dropout = 0.0
+    text = config.get_text_config()
+    for name in FUNCTIONAL_DROPOUT:
+        if isinstance(getattr(text, name, None), float | int):
+            # Utilities are those of the model without dropout, and these rates are read where no hook can reach them.
+            setattr(text, name, 0.0)
     config._experts_implementation = OUR_EXPERTS  # without effect on dense models
     return config
 
@@ -68,8 +87,10 @@ def attention_name(config: PretrainedConfig, attention: str) -> str:
 
 
 def prepare_for_training(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrainedModel:
-    """The loaded model without cache, with activation checkpointing where it is asked for; in place."""
+    """The loaded model without cache, what no text goes through frozen, with activation checkpointing where it is asked
+    for; in place."""
     model.config.use_cache = False
+    freeze_towers(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

@@ -9,6 +9,7 @@ from vcore_ds.config.schema import LoraConfig
 from vcore_ds.errors import UserError
 from vcore_ds.models.configuration import read_config
 from vcore_ds.models.folder_check import empty_model
+from vcore_ds.models.language_model import freeze_towers
 from vcore_ds.models.lora import add_lora
 from vcore_ds.planning.memory_settings import ParameterCounts
 
@@ -26,6 +27,7 @@ def count_parameters(path: str, lora: LoraConfig | None, tensor: int = 1) -> Par
         config = read_config(path)
         model = empty_model(path, config)
         weights = dict(model.named_parameters())
+        freeze_towers(model)
         if lora is not None:
             with torch.device("meta"):
                 adapted = add_lora(model, lora)

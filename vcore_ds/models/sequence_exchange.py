@@ -23,6 +23,12 @@ def own_columns(tensor: Tensor, sequence_parallel: int) -> Tensor:
     return tensor.chunk(sequence_parallel, 1)[layout.rank("sequence", sequence_parallel)]
 
 
+def own_heads(tensor: Tensor, sequence_parallel: int) -> Tensor:
+    """Of a tensor of all query heads, `[A]`, those whose tokens `to_heads` gives this rank."""
+    k = sequence_parallel
+    return tensor if k == 1 else tensor.chunk(k)[layout.rank("sequence", k)]
+
+
 def to_heads(tensors: Sequence[Tensor], sequence_parallel: int) -> list[Tensor]:
     """All heads of this rank's tokens to all tokens of this rank's heads. A collective, one for all tensors.
 

@@ -1,7 +1,7 @@
 """The place of every weight of a model in its files, from configuration and headers alone."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -41,13 +41,9 @@ def find_stored_weights(path: str, config: PretrainedConfig) -> StoredWeights:
     Raises:
         UserError: weights are missing, of other shapes than the configuration's, or in files that cannot be read.
     """
-    with unreadable_model(path):
-        obstacle = _unusual_format(path, config)
-        if obstacle is not None:
-            return StoredWeights({}, set(), obstacle)
-        stored = {name: one for file in _safetensors_files(path) for name, one in stored_tensors(path, file).items()}
-    if not stored:
-        return StoredWeights({}, set(), "they are not in safetensors files")
+    stored, obstacle = read_headers(path, config)
+    if obstacle is not None:
+        return StoredWeights({}, set(), obstacle)
     model = empty_model(path, config)
     tensors, obstacle = _by_name_in_model(model, stored)
     if obstacle is not None:
@@ -60,6 +56,19 @@ def find_stored_weights(path: str, config: PretrainedConfig) -> StoredWeights:
         return StoredWeights({}, set(), f"{min(untied)} is not in the files")
     check_nothing_is_missing(path, untied)
     return StoredWeights(tensors, set(missing), None)
+
+
+def read_headers(path: str, config: PretrainedConfig) -> tuple[dict[str, StoredTensor], str | None]:
+    """The tensors in a model's files, by name; none, and the obstacle, where transformers has to read them itself.
+
+    Raises UserError where the files cannot be read.
+    """
+    with unreadable_model(path):
+        obstacle = _unusual_format(path, config)
+        if obstacle is not None:
+            return {}, obstacle
+        stored = {name: one for file in _safetensors_files(path) for name, one in stored_tensors(path, file).items()}
+    return stored, None if stored else "they are not in safetensors files"
 
 
 @contextmanager
@@ -110,19 +119,45 @@ def _safetensors_files(path: str) -> list[Path]:
 def _by_name_in_model(
     model: PreTrainedModel, stored: dict[str, StoredTensor]
 ) -> tuple[dict[str, StoredTensor], str | None]:
-    """The stored tensors that the model has, by its own names for them, and the obstacle.
-
-    Follows transformers' loading under ZeRO-3: renamings, then the prefix of the bare decoder where it is missing.
-    """
+    """The stored tensors that the model has, by its own names for them, and the obstacle."""
     for module in model.modules():
         if type(module)._load_from_state_dict is not PreTrainedModel._load_from_state_dict:
             return {}, f"{type(module).__name__} loads its weights in a way of its own"
-    expected = model.state_dict()
-    mapping = get_model_conversion_mapping(model)
+    expected, tensors = model.state_dict(), {}
+    for key, place in find_places(model, stored)[0].items():
+        if place.name not in expected:
+            continue
+        if place.is_converted:
+            return {}, f"{key} is converted to {place.name}"
+        if place.name in tensors:
+            return {}, f"two of them are {place.name}"
+        if stored[key].dtype not in DTYPES:
+            return {}, f"{key} is {stored[key].dtype}"
+        tensors[place.name] = stored[key]
+    return tensors, None
+
+
+class Place(NamedTuple):
+    """Where transformers puts a stored tensor."""
+
+    name: str
+    """In the model, which need not have it."""
+    is_converted: bool
+    """Whether it is joined with others, divided or transposed there."""
+
+
+def find_places(
+    model: PreTrainedModel, keys: Iterable[str]
+) -> tuple[dict[str, Place], list[WeightRenaming | WeightConverter]]:
+    """The place of each stored tensor, and the renamings and conversions, which know which of them were used.
+
+    Follows transformers' loading under ZeRO-3: renamings, then the prefix of the bare decoder where it is missing.
+    """
+    expected, mapping = model.state_dict(), get_model_conversion_mapping(model)
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     renamings = [cast(WeightRenaming, entry) for entry in mapping if not isinstance(entry, WeightConverter)]
-    prefix, tensors = model.base_model_prefix, {}
-    for key, tensor in stored.items():
+    prefix, places = model.base_model_prefix, {}
+    for key in keys:
         name, conversion = key, None
         if mapping:
             name, conversion = rename_source_key(
@@ -130,13 +165,5 @@ def _by_name_in_model(
             )
         if f"{prefix}.{name}" in expected:
             name = f"{prefix}.{name}"
-        if name not in expected:
-            continue
-        if conversion is not None:
-            return {}, f"{key} is converted to {name}"
-        if name in tensors:
-            return {}, f"two of them are {name}"
-        if tensor.dtype not in DTYPES:
-            return {}, f"{key} is {tensor.dtype}"
-        tensors[name] = tensor
-    return tensors, None
+        places[key] = Place(name, conversion is not None)
+    return places, cast(list[WeightRenaming | WeightConverter], mapping)

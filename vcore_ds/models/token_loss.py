@@ -1,6 +1,7 @@
 r"""Per-token cross-entropy from hidden states, a block of tokens at a time; and the entropy of the predictions.
 
-`l[t] = logsumexp_j(h[t] . W[j]) - h[t] . W[y[t]]` (natural log; `\ell_t` of the paper's Preliminaries).
+`l[t] = logsumexp_j(z[t, j]) - z[t, y[t]]` (natural log; `\ell_t` of the paper's Preliminaries). Its logits are the
+products `z[t, j] = h[t] . W[j]`, or what the architecture makes of them (`LogitTransform`).
 
 Why our own: VCORE needs three things together that no fused loss offers. The gradient must be right for *arbitrary*
 per-token upstream gradients, because the weights are known only after the forward (Liger's `reduction="none"` was
@@ -41,12 +42,40 @@ class VocabularyPart:
     """`[...]` of each rank to `[ranks, ...]`, the same on all of them; a collective."""
 
 
+@dataclass(frozen=True)
+class LogitTransform:
+    """Logits `softcap * tanh(scale * x / softcap)` of the products x with the output embedding; `scale * x` without a
+    softcap (Gemma 2, section 2, https://arxiv.org/abs/2408.00118)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def apply_(self, products: Tensor) -> Tensor:
+        """The logits, in place."""
+        if self.scale != 1.0:
+            products.mul_(self.scale)
+        if self.softcap is not None:
+            products.div_(self.softcap).tanh_().mul_(self.softcap)
+        return products
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Derivative of each logit by its product, from the logit itself."""
+        if self.softcap is None:
+            return self.scale
+        return logits.div(self.softcap).square_().neg_().add_(1.0).mul_(self.scale)
+
+
+PLAIN = LogitTransform()
+"""The products are the logits."""
+
+
 def token_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None = None,
     *,
+    transform: LogitTransform = PLAIN,
     part: VocabularyPart | None = None,
 ) -> Tensor:
     """Cross-entropy in nats of each token, fp32 (fp64 for fp64 input), shape `[N]`.
@@ -58,7 +87,8 @@ def token_loss(
         hidden: `[N, H]`, the hidden states that predict the targets. N may be 0.
         weight: `[V, H]`, output embedding.
         targets: `[N]`, int64 in `[0, V)`.
-        bias: `[V]` or None.
+        bias: `[V]` or None; added before the transform.
+        transform: what the architecture does to the products before the softmax.
         part: where `weight` is a part of the output embedding, without a bias; None for all of it. The result is then
             the same on all ranks, and a collective; the gradient by `hidden` is to be summed over them.
     """
@@ -68,13 +98,18 @@ def token_loss(
         weight, tangents[1] = forward_ad.unpack_dual(weight)
         if bias is not None:
             bias, tangents[2] = forward_ad.unpack_dual(bias)
-    losses, d_losses = _TokenLoss.apply(hidden, weight, bias, targets, part, *tangents)
+    losses, d_losses = _TokenLoss.apply(hidden, weight, bias, targets, transform, part, *tangents)
     return losses if d_losses is None else forward_ad.make_dual(losses, d_losses)
 
 
 @torch.no_grad()
 def token_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, part: VocabularyPart | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    transform: LogitTransform = PLAIN,
+    part: VocabularyPart | None = None,
 ) -> Tensor:
     """Entropy in nats of the distribution that predicts each token, fp32 (fp64 for fp64 input), `[N]`, without a graph.
 
@@ -86,7 +121,7 @@ def token_entropy(
     entropies = torch.empty(len(hidden), dtype=_accumulation_dtype(hidden), device=hidden.device)
     for start in range(0, len(hidden), size := _block_size(weight)):
         block = slice(start, start + size)
-        logits = _logits(hidden[block], rows, bias)
+        logits = _logits(hidden[block], rows, bias, transform)
         log_normalizers = torch.logsumexp(logits, dim=-1)
         log_probabilities = logits.sub_(log_normalizers[:, None])
         # Not `log_normalizer - mean logit`: of a likely token hardly a digit would be left.
@@ -99,6 +134,12 @@ def token_entropy(
             own = (log_shares.exp() * (own_of_parts - log_shares)).sum(0)
         entropies[block] = own.clamp_min_(0.0)
     return entropies
+
+
+def token_products(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Logits `[N, V]` of `hidden [N, H]` before any transform, in the precision in which `token_loss` has them; all at a
+    time."""
+    return _logits(hidden, weight, bias, LogitTransform())
 
 
 def _block_size(weight: Tensor) -> int:
@@ -117,22 +158,36 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return (left @ right.t()).to(_accumulation_dtype(left))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    logits = _product(hidden, weight)
-    return logits if bias is None else logits.add_(bias)
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
+    products = _product(hidden, weight)
+    return transform.apply_(products if bias is None else products.add_(bias))
+
+
+def _by_products(
+    logits: Tensor,
+    log_normalizers: Tensor,
+    targets: Tensor,
+    transform: LogitTransform,
+    part: VocabularyPart | None,
+) -> Tensor:
+    """Gradient of each token's loss by its products with the output embedding, in place of the logits."""
+    slope = transform.slope(logits)
+    gradient = _minus_target(logits.sub_(log_normalizers[:, None]).exp_(), targets, part)
+    return gradient if transform == PLAIN else gradient.mul_(slope)
 
 
 class _TokenLoss(torch.autograd.Function):
     """Losses, and their tangents, without a gradient; None where no input has a tangent.
 
-    With `p` the probabilities and `e` the one-hot target, a token's loss has the gradient `g = (p - e) W` by its hidden
-    state, and the tangent
+    With `p` the probabilities, `e` the one-hot target and `s` the slope of the logits by the products with the output
+    embedding (1 without a transform), a token's loss has the gradient `q = (p - e) s` by these products, `g = q W` by
+    its hidden state, and the tangent
 
-        dl = g . dh + ((p - e) dW) . h + (p - e) . db
+        dl = g . dh + (q dW) . h + q . db
 
-    which takes as many products as `dh W^T + h dW^T`, the tangent of the logits, and no second `[block, V]`. And `g`
-    serves the backward, in which the upstream gradient is a factor of each token. `p - e` is made in fp32: where a
-    token is likely, rounding p to bf16 first would lose it.
+    which takes as many products as `dh W^T + h dW^T`, the tangent of the products, and no second `[block, V]` but the
+    slope of a softcap. And `g` serves the backward, in which the upstream gradient is a factor of each token. `p - e`
+    is made in fp32: where a token is likely, rounding p to bf16 first would lose it.
     """
 
     @staticmethod
@@ -142,12 +197,13 @@ class _TokenLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        transform: LogitTransform,
         part: VocabularyPart | None,
         d_hidden: Tensor | None,
         d_weight: Tensor | None,
         d_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.part, rows = part, _rows(weight, part)
+        ctx.transform, ctx.part, rows = transform, part, _rows(weight, part)
         losses = torch.empty(len(targets), dtype=_accumulation_dtype(hidden), device=hidden.device)
         log_normalizers = torch.empty_like(losses)
         has_tangent = any(tangent is not None for tangent in (d_hidden, d_weight, d_bias))
@@ -155,23 +211,23 @@ class _TokenLoss(torch.autograd.Function):
         by_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, len(targets), size := _block_size(weight)):
             block = slice(start, start + size)
-            logits = _logits(hidden[block], rows, bias)
+            logits = _logits(hidden[block], rows, bias, transform)
             log_normalizers[block], of_targets = _normalizers_and_targets(logits, targets[block], part)
             losses[block] = log_normalizers[block] - of_targets
             if d_losses is not None or by_hidden is not None:
-                d_logits = _minus_target(logits.sub_(log_normalizers[block, None]).exp_(), targets[block], part)
+                d_products = _by_products(logits, log_normalizers[block], targets[block], transform, part)
                 if d_losses is not None and d_bias is not None:
-                    d_losses[block] += d_logits @ d_bias.to(d_logits.dtype)
-                d_logits = d_logits.to(hidden.dtype)
+                    d_losses[block] += d_products @ d_bias.to(d_products.dtype)
+                d_products = d_products.to(hidden.dtype)
                 if d_hidden is not None or by_hidden is not None:
-                    gradient = _product(d_logits, rows.t())
+                    gradient = _product(d_products, rows.t())
                     if by_hidden is not None:
                         by_hidden[block] = gradient
                     if d_losses is not None and d_hidden is not None:
                         d_losses[block] += (gradient * d_hidden[block]).sum(-1)
                 if d_losses is not None and d_weight is not None:
-                    d_losses[block] += (_product(d_logits, _rows(d_weight, part).t()) * hidden[block]).sum(-1)
-                del d_logits
+                    d_losses[block] += (_product(d_products, _rows(d_weight, part).t()) * hidden[block]).sum(-1)
+                del d_products
             del logits  # before the next block's are made, or two blocks would be whole at a time
         if d_losses is not None and part is not None:
             d_losses = part.gather(d_losses).sum(0)
@@ -184,7 +240,7 @@ class _TokenLoss(torch.autograd.Function):
     def backward(ctx: Any, d_losses: Tensor, _: None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normalizers, by_hidden = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        part, rows = ctx.part, _rows(weight, ctx.part)
+        transform, part, rows = ctx.transform, ctx.part, _rows(weight, ctx.part)
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         # The sum over blocks is kept in fp32: rounding each block's share to bf16 would bias training.
         d_weight = torch.zeros_like(weight, dtype=_accumulation_dtype(weight)) if needs_weight else None
@@ -195,20 +251,21 @@ class _TokenLoss(torch.autograd.Function):
                 d_hidden[block] = by_hidden[block] * d_losses[block, None]
             if d_weight is None and d_bias is None:
                 continue
-            probabilities = _logits(hidden[block], rows, bias).sub_(log_normalizers[block, None]).exp_()
-            d_logits = _minus_target(probabilities, targets[block], part).mul_(d_losses[block, None])
-            del probabilities
+            logits = _logits(hidden[block], rows, bias, transform)
+            d_products = _by_products(logits, log_normalizers[block], targets[block], transform, part)
+            d_products.mul_(d_losses[block, None])
+            del logits
             if d_bias is not None:
-                d_bias += d_logits.sum(0)
-            d_logits = d_logits.to(hidden.dtype)
+                d_bias += d_products.sum(0)
+            d_products = d_products.to(hidden.dtype)
             if d_weight is not None:
-                _rows(d_weight, part).add_(d_logits.t() @ hidden[block])
-            del d_logits  # before the next block's are made
+                _rows(d_weight, part).add_(d_products.t() @ hidden[block])
+            del d_products  # before the next block's are made
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 

@@ -3,6 +3,7 @@
 import warnings
 from pathlib import Path
 
+import peft
 from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import safe_open
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.files.user_paths import reading
 from vcore_ds.models.lora_linear import add_before_rounding
+from vcore_ds.models.lora_targets import names_as_they_are, read_as_layers
 
 
 def add_trained_adapter(model: PreTrainedModel, folder: Path, base: str) -> PeftModel:
@@ -25,10 +27,12 @@ def add_trained_adapter(model: PreTrainedModel, folder: Path, base: str) -> Peft
     """
     with reading("adapter", folder, "a folder with a trained adapter"):
         try:
-            with warnings.catch_warnings():
+            config = peft.LoraConfig.from_pretrained(str(folder))
+            read_as_layers(config)
+            with warnings.catch_warnings(), names_as_they_are():
                 # peft asks transformers for gradient checkpointing by the name it had before 5.23.
                 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-                adapted = PeftModel.from_pretrained(model, str(folder))
+                adapted = PeftModel.from_pretrained(model, str(folder), config=config)
             with safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
                 stored = set(file.keys())
         except FileNotFoundError:

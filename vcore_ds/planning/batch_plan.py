@@ -98,6 +98,11 @@ class BatchPlan:
         return RowLimit(self.packed_row_tokens, micro_batch_size, self.may_pack)
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the sequences of a main micro-batch are one row."""
+        return self._limit(self.micro_batch_size_per_rank).is_packed
+
+    @property
     def may_pack(self) -> bool:
         """Whether the attention knows packed sequences by their lengths, so that packing them costs nothing."""
         shape = self.time_model.shape
@@ -176,7 +181,8 @@ def plan_batch(
     """Spreads a recipe's batches over `num_ranks` ranks, a tensor-parallel group as one: it works on the same rows.
 
     Raises RecipeError where the recipe's degrees of tensor or sequence parallelism do not fit the ranks, the nodes or
-    the model, or the longest sequence would not fit into the largest row.
+    the model, sequences share a row or a forward in which this model would let them change each other, or the longest
+    sequence would not fit into the largest row.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
@@ -184,13 +190,8 @@ def plan_batch(
     check_tensor_parallel(tensor, num_ranks, ranks_per_node, shape, recipe.model.path)
     ranks_per_node = min(ranks_per_node, num_ranks)
     num_ranks, ranks_per_node, shape = num_ranks // tensor, ranks_per_node // tensor, shape.of_part(tensor)
-    if recipe.batch.packed_row_tokens is not None and shape.unpackable is not None:
-        raise RecipeError(
-            [
-                f"batch.packed_row_tokens: found {recipe.batch.packed_row_tokens} together with model.path "
-                f"{recipe.model.path}, {shape.unpackable}; expected null: packed sequences would see each other"
-            ]
-        )
+    shape = shape.for_sequences_of(recipe.data.cutoff_length)
+    check_shared_rows(recipe, shape)
     if recipe.model.attention != "auto":
         shape = replace(
             shape, no_sequence_parallelism="whose attention is not replaced"
@@ -198,8 +199,8 @@ def plan_batch(
     micro: int | None = None
     if recipe.batch.micro_batch_size_per_rank != "auto":
         micro = recipe.batch.micro_batch_size_per_rank
-    elif recipe.batch.packed_row_tokens is not None or recipe.method.alpha_scope == "micro_batch":
-        micro = 1  # a row, and in the latter case what shares a micro-batch would change alpha
+    elif recipe.batch.packed_row_tokens is not None or recipe.method.alpha_scope == "micro_batch" or shape.is_alone:
+        micro = 1  # a row, and in the second case what shares a micro-batch would change alpha
     has_probe = recipe.method.uses_utilities and recipe.probe.source == "batch"
     probe_batch_size = None if recipe.probe.batch_size == "all" else recipe.probe.batch_size
     sections: tuple[Literal["batch", "probe"], ...] = ("batch", "probe") if has_probe else ("batch",)
@@ -218,6 +219,40 @@ def plan_batch(
         time_model=TimeModel(shape, num_ranks, ranks_per_node, machine),
         tensor=tensor,
     )
+
+
+def check_shared_rows(recipe: Recipe, shape: ModelShape) -> None:
+    """Raises RecipeError where sequences would share a row or a forward in which they change each other's losses.
+
+    Args:
+        shape: for sequences of data.cutoff_length (`ModelShape.for_sequences_of`).
+    """
+    batch, of_model = recipe.batch, f"together with model.path {recipe.model.path}"
+    problems = []
+    if batch.packed_row_tokens is not None and shape.unpackable is not None:
+        problems.append(
+            f"batch.packed_row_tokens: found {batch.packed_row_tokens} {of_model}, {shape.unpackable}; expected null: "
+            "packed sequences would change each other's losses"
+        )
+    if shape.is_alone:
+        remedy = f"data.cutoff_length of at most {shape.rope_limit}"
+        if shape.rope == "dynamic":
+            problems.append(
+                f"data.cutoff_length: found {recipe.data.cutoff_length} {of_model}, whose rotary embedding (dynamic) "
+                f"then depends on the sequences of earlier forwards; expected at most {shape.rope_limit}"
+            )
+        sizes = {
+            "batch": batch.micro_batch_size_per_rank,
+            "probe": recipe.probe.micro_batch_size_per_rank,
+            "utility": recipe.utility.micro_batch_size_per_rank,
+        }
+        problems += [
+            f"{section}.micro_batch_size_per_rank: found {size} {of_model}, {shape.unpackable}; expected 1, or {remedy}"
+            for section, size in sizes.items()
+            if isinstance(size, int) and size > 1
+        ]
+    if problems:
+        raise RecipeError(problems)
 
 
 def num_trusted(trusted_share: float, global_batch_size: int) -> int:

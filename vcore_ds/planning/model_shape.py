@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vcore_ds.planning.shared_rows import row_obstacles
+
 _TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")
 """Where a config.json may keep its language model, as in transformers' `get_text_config`."""
 
@@ -19,16 +21,6 @@ SIZE_NAMES = {
     "vocabulary_size": ("vocab_size",),
 }
 """What architectures call a size in config.json; the first name is transformers' own for all of them."""
-
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "moe", "dense", "sparse"})
-"""Kinds of layers (`layer_types`) in which tokens see each other through attention that can be replaced, and no other
-way. The last three say what follows the attention."""
-
-OTHER_LAYERS = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
-"""Kinds in which they also, or only, do so through code of the model's own: convolutions, recurrences."""
-
-_ROPE_OF_THE_ROW = frozenset({"longrope", "dynamic"})
-"""Kinds of rotary embedding whose frequencies depend on the largest position that they are given."""
 
 _NORMALIZED_HEADS = ("qwen3", "olmo2", "olmo3", "gemma3")
 """How the names of architectures begin whose queries and keys have norms of their own."""
@@ -53,6 +45,12 @@ class ModelShape:
     """Why sequence parallelism is not possible, such as `whose attention is its own code`; None where it is."""
     unpackable: str | None = None
     """Why a row cannot hold several sequences, in the same form; None where it can."""
+    rope: str = "default"
+    """Kind of the rotary embedding where its frequencies depend on the largest position in a forward."""
+    rope_limit: int | None = None
+    """Tokens of a sequence up to which they do not; None where they never do."""
+    is_alone: bool = False
+    """Whether each sequence needs a forward of its own."""
     is_assumed: bool = False
     """The model was not there to be read, and this is another one's shape."""
     hidden_size: int = 0
@@ -75,6 +73,15 @@ class ModelShape:
         rows = -(-self.vocabulary_size // num_parts)
         parts = {name: max(1, getattr(self, name) // num_parts) for name in divided}
         return replace(self, **parts, vocabulary_size=rows)
+
+    def for_sequences_of(self, longest: int) -> "ModelShape":
+        """The shape for data whose longest sequence has `longest` tokens. Where one of them makes the rotary embedding
+        change its frequencies, another one in the same forward would be rotated by these too, and a rank that has only
+        the first columns of a row by others than the rest."""
+        if self.rope_limit is None or longest <= self.rope_limit:
+            return self
+        why = f"whose rotary embedding ({self.rope}) depends on the largest position in a forward"
+        return replace(self, no_sequence_parallelism=why, unpackable=why, is_alone=True)
 
     @property
     def attention_length(self) -> float:
@@ -99,7 +106,7 @@ def shape_of_sizes(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -
     num_kv_heads, head_dim = sizes["num_kv_heads"] or num_heads, sizes["head_dim"] or max(1, hidden // num_heads)
     width, vocabulary = sizes["intermediate_size"], sizes["vocabulary_size"]
     parameters = layer_parameters(hidden, num_heads, num_kv_heads, head_dim, width)
-    shape = ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, *_row_obstacles(config))
+    shape = ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, *row_obstacles(config))
     if vocabulary is None:
         return shape
     return replace(
@@ -118,26 +125,6 @@ def layer_parameters(
     """Linear parameters of a dense, Llama-like layer, for which other architectures are taken."""
     attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
     return attention + 3 * hidden_size * (intermediate_size or 4 * hidden_size)
-
-
-def _row_obstacles(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """`no_sequence_parallelism` and `unpackable` of a configuration, as far as its layers and positions go.
-
-    Args:
-        config: of the language model, as in config.json; what is malformed is passed over.
-    """
-    layers = config.get("layer_types")
-    layers = [kind for kind in layers if isinstance(kind, str)] if isinstance(layers, list | tuple) else []
-    unpackable = None
-    if others := sorted(OTHER_LAYERS.intersection(layers)):
-        unpackable = f"whose layers ({', '.join(others)}) are not all attention"
-    # Of the model, or of each kind of layer; under another name before transformers 5.
-    found = [part for part in (config.get("rope_parameters"), config.get("rope_scaling")) if isinstance(part, dict)]
-    found += [part for whole in found for part in whole.values() if isinstance(part, dict)]
-    ropes = [kind for part in found if isinstance(kind := part.get("rope_type", part.get("type")), str)]
-    if rope := sorted(_ROPE_OF_THE_ROW.intersection(ropes)):
-        return f"whose rotary embedding ({rope[0]}) depends on the last position that a rank has", unpackable
-    return unpackable, unpackable
 
 
 QWEN3_32B = ModelShape(

@@ -41,6 +41,7 @@ from vcore_ds.train.memory_check import check_memory
 from vcore_ds.train.resume import can_resume
 from vcore_ds.train.settings import schedule_of, step_settings
 from vcore_ds.train.setup import build_engine, build_estimator, check_model, plan_ranks
+from vcore_ds.train.start_check import check_start
 from vcore_ds.train.start_screen import describe_engine, describe_run, describe_use_of_ranks
 from vcore_ds.train.throughput import throughput_of
 from vcore_ds.train.trainer import Trainer
@@ -139,6 +140,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     if found is not None:
         mark("loading the checkpoint")
         num_done = checkpoints.load(found, engine, estimator)
+    check_start(engine, feed, console)
 
     if resumes:
         checkpoints.clear_above(num_done)

@@ -1,12 +1,14 @@
 """An activation checkpoint whose forward carries tangents."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from vcore_ds.errors import UserError
 from vcore_ds.models.dual_numbers import make_dual
 
 Layer = Callable[..., Any]
@@ -21,7 +23,15 @@ def checkpoint_with_tangent(layer: Layer, x: Tensor, *others: Any) -> Any:
     Args:
         x: hidden states `[b, t, H]`, dual where the layers below have tangents.
         others: what else the layer takes; nothing that needs a gradient.
+
+    Raises UserError where something else needs one: its graph would be run through again by every layer.
     """
+    named = layer.keywords.values() if isinstance(layer, partial) else ()
+    if any(isinstance(other, Tensor) and other.requires_grad for other in (*others, *named)):
+        raise UserError(
+            "utility.fused: the layers of this architecture take activations of others beside their own input, which "
+            "the forward with a graph and tangents cannot recompute; expected false (utility.fused=false)"
+        )
     value, tangent = forward_ad.unpack_dual(x)
     with torch.no_grad():
         start = value.detach()

@@ -160,8 +160,12 @@ def why_not_fused(engine: Engine) -> str | None:
     """Why the main forward cannot carry tangents; None where it can."""
     if engine.has_dropout:
         return "dropout is on, and utilities belong to the model without it"
-    if engine.module.base.config._attn_implementation != TRAINING_ATTENTION:
+    config = engine.module.base.config.get_text_config()
+    if config._attn_implementation != TRAINING_ATTENTION:
         return "the model has attention of its own (model.attention), which carries no tangents"
+    shares = [name for name in ("hidden_size_per_layer_input", "num_kv_shared_layers") if getattr(config, name, None)]
+    if shares and any(getattr(layer, "gradient_checkpointing", False) for layer in engine.module.layers):
+        return f"layers whose activations are checkpointed take activations of others ({shares[0]})"
     return None
 
 

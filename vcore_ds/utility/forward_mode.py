@@ -66,7 +66,8 @@ def dual_parameters(
         attention: name of one that carries tangents.
         with_graph: where gradients are enabled, a parameter's value is the parameter itself and receives its gradient.
     """
-    config, tangents = engine.module.base.config, _TangentGatherer(direction, precision, with_graph=with_graph)
+    config = engine.module.base.config.get_text_config()
+    tangents = _TangentGatherer(direction, precision, with_graph=with_graph)
     attention_before = config._attn_implementation
     _give_hooks_a_tangent_rule(engine.module)
     config._attn_implementation = attention

@@ -10,8 +10,8 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.engine.checkpoint_shards import stored_name
 from vcore_ds.engine.export_shards import CheckpointTensors
 from vcore_ds.files import checkpoint_folder
-from vcore_ds.files.model_folder import described_weights
 from vcore_ds.models.configuration import read_config
+from vcore_ds.models.folder_weights import described_weights
 from vcore_ds.models.lora import empty_adapted
 from vcore_ds.models.megatron.adapters import adapted_layers, adapter_pieces
 from vcore_ds.models.megatron.weights import Piece, pieces, put_together

@@ -1,7 +1,7 @@
 """`vcore-ds export`: a Hugging Face folder from a run's folder, in one plain process without GPU or process group."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -23,12 +23,12 @@ from vcore_ds.files.base_model import CARD, OWN_TAG, BaseModel, base_model_of, c
 from vcore_ds.files.user_paths import check_folder, reading, refuse_existing, writing
 from vcore_ds.models.configuration import read_config
 from vcore_ds.models.folder_check import check_model_folder
+from vcore_ds.models.folder_weights import FolderWeights, described_weights
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import empty_adapted
+from vcore_ds.models.lora_change import adapters_of
 from vcore_ds.results.model_card import CardRequest, Kind, model_card
 
-ADAPTED = "base_model.model."
-"""Where peft keeps the model that an adapter was added to."""
 NEW_FOLDER = "a new folder that can be written, with room for the weights"
 """What `--output` has to be, for messages."""
 
@@ -206,62 +206,75 @@ def write_model(
     max_file_bytes: int,
 ) -> int:
     """Writes all weights, with adapters merged in; returns their bytes."""
-    weights = files.described_weights(recipe.model.path, dtype)
-    stream = whole_weights(recipe, trained, weights)
-    split = files.plan_files(weights, max_file_bytes)
+    stored = FolderWeights(recipe.model.path, described_weights(recipe.model.path, dtype))
+    stream = whole_weights(recipe, trained, stored)
+    split = files.plan_files(stored.stored, max_file_bytes)
     num_bytes = split.metadata["total_size"]
     unfinished = files.begin(folder, num_bytes)
     for file, tensors in files.collect_files(split, stream):
-        files.write_file(unfinished / file, tensors, {name: weights[name] for name in split.filename_to_tensors[file]})
-    files.describe(unfinished, recipe.model.path, dtype)
+        expected = {name: stored.stored[name] for name in split.filename_to_tensors[file]}
+        files.write_file(unfinished / file, tensors, expected)
+    files.describe(unfinished, recipe.model.path, dtype, is_whole=stored.is_whole)
     files.finish(folder, tokenizer, card, split)
     return num_bytes
 
 
-def whole_weights(recipe: Recipe, trained: TrainedWeights, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Each of `weights` with its trained value, or else the base model's in the run's precision.
+def whole_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of the folder to be written with its trained value, or else the base model's in the run's precision.
 
     Raises:
         UserError: before the first one, where the trained parameters do not fit into the model.
     """
-    scale = recipe.lora.alpha / recipe.lora.rank if recipe.lora is not None else None
-    adapters = {name: adapter_names(name) for name in weights} if scale is not None else {}
-    adapters = {name: pair for name, pair in adapters.items() if pair[0] in trained.shapes}
-    used = {name for pair in adapters.values() for name in pair} if scale is not None else set(weights)
-    misfits = sorted(trained.shapes.keys() - used)
-    misfits += [n for n in used & trained.shapes.keys() if scale is None and weights[n].shape != trained.shapes[n]]
-    if misfits:
-        raise _misfit(recipe, misfits, " and adapters of linear layers only" if scale is not None else "")
-    needs_base = scale is not None or weights.keys() - trained.shapes.keys()
-    base = files.WeightFiles(recipe.model.path) if needs_base else None
+    adapted = None
+    if recipe.lora is not None:
+        adapted = empty_adapted(recipe.model.path, read_config(recipe.model.path), recipe.lora)
+        check_fit(recipe, trained, {name: p.shape for name, p in adapted.named_parameters() if p.requires_grad})
+    else:
+        check_fit(recipe, trained, {n: like.shape for n, like in stored.weights.items() if n in trained.shapes})
+    adapters = adapters_of(adapted) if adapted is not None else {}
+    covered = {name for adapter in adapters.values() for name in (adapter.lora_a, adapter.lora_b)}
+    if adapted is not None and (others := sorted(trained.shapes.keys() - covered)):
+        raise UserError(f"--merge: found {others[0]}; expected adapters of linear layers and experts only")
+    untrained = adapted is not None or any(set(part.names) - trained.shapes.keys() for part in stored.parts)
+    base = files.WeightFiles(recipe.model.path) if untrained else None
 
     def stream() -> Iterator[tuple[str, Tensor]]:
-        for name, like in weights.items():
-            if scale is None and name in trained.shapes:
-                yield name, trained.read(name).to(like.dtype)
+        for part in stored.parts:
+            if trained.shapes.keys() >= set(part.names):
+                whole = {name: trained.read(name).to(stored.weights[name].dtype) for name in part.names}
+                yield from stored.store(part.names, whole).items()
                 continue
             assert base is not None
-            weight = base.read(name).to(DTYPES[recipe.model.precision])
-            if name in adapters:
-                assert scale is not None
-                a, b = (trained.read(part) for part in adapters[name])
-                weight = files.merge_adapter(weight, a, b, scale=scale)
-            yield name, weight.to(like.dtype)
+            changes = {}
+            if adapters.keys() & set(part.names):
+                # Moved to where the base model's files have it, which need not be joined for that.
+                changes = stored.store(part.names, {name: change_of(name) for name in part.names})
+            for name, like in part.stored.items():
+                weight = base.read(name).to(DTYPES[recipe.model.precision])
+                if name in changes:
+                    weight = weight.float() + changes[name]
+                yield name, weight.to(like.dtype)
+        for name in stored.copied:
+            yield name, stored.read_copied(name)
+
+    def change_of(name: str) -> Tensor:
+        """What the adapter adds to a weight, in fp32."""
+        if name not in adapters:
+            return torch.zeros(stored.weights[name].shape)
+        adapter = adapters[name]
+        return adapter.change(trained.read(adapter.lora_a).float(), trained.read(adapter.lora_b).float())
 
     return stream()
 
 
-def _misfit(recipe: Recipe, names: list[str], expected_too: str = "") -> UserError:
-    return UserError(
-        f"model.path: {recipe.model.path}: has no place for what was trained: {', '.join(names[:5])}; expected the "
-        f"model that the run began with{expected_too}"
-    )
-
-
-def adapter_names(name: str) -> tuple[str, str]:
-    """Names of the two matrices that peft adds to the linear layer with the weight `name`."""
-    layer = ADAPTED + name.removesuffix(".weight")
-    return f"{layer}.lora_A.default.weight", f"{layer}.lora_B.default.weight"
+def check_fit(recipe: Recipe, trained: TrainedWeights, expected: Mapping[str, torch.Size]) -> None:
+    """Raises UserError where the model at model.path has other parameters to train than the run had."""
+    differing = sorted({name for name, _ in expected.items() ^ trained.shapes.items()})
+    if differing:
+        raise UserError(
+            f"model.path: {recipe.model.path}: has no place for what was trained: {', '.join(differing[:5])}; expected "
+            "the model that the run began with"
+        )
 
 
 def write_adapter(
@@ -276,8 +289,6 @@ def write_adapter(
     assert recipe.lora is not None
     adapted = empty_adapted(recipe.model.path, read_config(recipe.model.path), recipe.lora)
     expected = {name: parameter.shape for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    if expected != trained.shapes:
-        differing = sorted({name for name, _ in expected.items() ^ trained.shapes.items()})
-        raise _misfit(recipe, differing)
+    check_fit(recipe, trained, expected)
     adapter = {name: trained.read(name).to(dtype) for name in expected}
     return files.write_adapter(adapted, adapter, folder, tokenizer, card)

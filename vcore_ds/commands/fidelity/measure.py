@@ -40,7 +40,7 @@ from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import environment
-from vcore_ds.models.configuration import check_forward_mode
+from vcore_ds.models.configuration import check_forward_mode, check_routing
 from vcore_ds.models.folder_check import check_model_folder
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.progress import BAR_SECONDS, duration
@@ -48,6 +48,7 @@ from vcore_ds.track.console import Console
 from vcore_ds.train.feed import build_feed, read_dataset, read_training_data
 from vcore_ds.train.settings import schedule_of
 from vcore_ds.train.setup import build_engine, plan_ranks
+from vcore_ds.train.start_check import check_start
 from vcore_ds.train.start_screen import describe_data, describe_direction, describe_method, describe_model
 from vcore_ds.utility.direction import Direction
 
@@ -61,6 +62,7 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     Raises UserError, before the model is loaded, for whatever the user can fix.
     """
     check_model_folder(recipe.model.path)
+    check_routing(recipe.model.path)
     check_reference(recipe.model.path)
     start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
@@ -99,6 +101,7 @@ def measure_together(recipe: Recipe, options: FidelityOptions) -> FidelityReport
         console.say(f"Trusted data: {describe_data(recipe.data.probe_path, trusted)}")
     console.say(f"Method: {describe_method(recipe)}")
     engine = build_engine(recipe, ds_config)
+    check_start(engine, feed, console)
     bench = Bench(engine, weighted, feed, choice.measured)
     training = Training(engine, recipe, feed, schedule)
     progress = Measurements(console, count_measurements(weighted, options, choice))

@@ -21,6 +21,7 @@ from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.track.console import Console
 from vcore_ds.train.feed import Feed, build_feed, read_dataset
 from vcore_ds.train.setup import build_engine, check_model, plan_ranks
+from vcore_ds.train.start_check import check_start
 
 
 def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
@@ -44,6 +45,7 @@ def _compute_and_write(recipe: Recipe, output: Path) -> None:
     dataset = read_dataset(recipe, recipe.data.train_path, tokenizer, console)
     feed = build_feed(recipe, plan, dataset, tokenizer)
     engine = build_engine(recipe, deepspeed_config(recipe, plan))
+    check_start(engine, feed, console)
     found: dict[int, float] = {}  # by position in the data
     num_sequences = len(dataset)
     # Longest first, in groups that keep every rank equally busy; all ranks see the same groups, so all take part.

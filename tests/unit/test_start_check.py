@@ -1,0 +1,204 @@
+"""The checks before a run's first step, on tiny models of architectures that other architectures' rules do not fit."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    GPT2Config,
+    OPTConfig,
+    PhimoeConfig,
+    PretrainedConfig,
+    SeedOssConfig,
+)
+
+from tests.helpers import tiny
+from vcore_ds.data.batches import Batch, collate
+from vcore_ds.data.tokenization import TokenizedSequence
+from vcore_ds.errors import UserError
+from vcore_ds.models.attention import TRAINING_ATTENTION
+from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.configuration import can_replace_attention, check_routing
+from vcore_ds.models.dropout import TokenDropout, token_keys
+from vcore_ds.models.loading import training_config
+from vcore_ds.train.start_check import compare_losses, cross_entropy
+
+SIZES = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+)
+MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=8)
+EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+
+APART = "a sequence has other losses beside another one in one row"
+SEEDED = "two forwards of the same batch and seed give different losses"
+LOGITS = "a token's loss is not the cross entropy of the architecture's own logits"
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "mixtral": EXPERTS,
+    "gpt_oss": EXPERTS,
+    "falcon_h1": dict(MAMBA, mamba_d_ssm=64),
+    "bamba": dict(MAMBA, attn_layer_indices=[1]),
+    "jamba": dict(mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1, num_experts=1),
+    "nemotron_h": dict(
+        layers_block_type=["linear_attention", "full_attention"],
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        n_groups=1,
+        chunk_size=8,
+    ),
+    "seed_oss": dict(residual_dropout=0.1),
+    "opt": dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.1, max_position_embeddings=128),
+    "phimoe": EXPERTS,
+    "inkling_text": {},
+    "recurrent_gemma": dict(lru_width=32, num_hidden_layers=3, attention_window_size=64),
+}
+
+
+def make(architecture: str, *, scale: float = 1.0, attention: str | None = None) -> TokenLossModel:
+    """Random weights, in training mode.
+
+    Args:
+        scale: of the output embedding, which makes random logits as large as trained ones.
+        attention: Hugging Face's name of a kernel; None for ours where it can take the model's place.
+    """
+    config = CONFIG_MAPPING[architecture](
+        **SIZES | dict(vocab_size=tiny.VOCABULARY, pad_token_id=0) | ARCHITECTURES[architecture]
+    )
+    torch.manual_seed(0)
+    if attention is None:
+        attention = TRAINING_ATTENTION if can_replace_attention(config) else "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    model.config.use_cache = False
+    model.get_output_embeddings().weight.data.mul_(scale)
+    return TokenLossModel(model).train()
+
+
+def failures(model: TokenLossModel, *, is_packed: bool = True) -> set[str]:
+    """The beginnings of what the checks say of a model, which computes here without DeepSpeed."""
+    generator = np.random.default_rng(0)
+    dataset = [
+        TokenizedSequence(i, generator.integers(1, tiny.VOCABULARY, length, dtype=np.int32), np.arange(length) > 0)
+        for i, length in enumerate((40, 29))
+    ]
+
+    def forward(batch: Batch, **options: bool) -> Tensor:
+        for module in model.modules():
+            if isinstance(module, TokenDropout):
+                module.token_keys = token_keys(0, batch.token_sequence_ids(), batch.position_ids())
+        return model(*tiny.inputs(batch), **options)
+
+    engine = SimpleNamespace(
+        module=model,
+        token_losses=forward,
+        own_logits=lambda batch: forward(batch, own_logits=True),
+        seed_dropout=lambda seed: None,
+    )
+    feed = SimpleNamespace(dataset=dataset, plan=SimpleNamespace(is_packed=is_packed), pad_token_id=0)
+    with torch.no_grad(), torch.random.fork_rng():
+        compared = compare_losses(engine, feed)  # type: ignore[arg-type]
+    known = (APART, SEEDED, LOGITS)
+    wrong = [found.problem for found in compared if found.difference > found.tolerances[torch.float32]]
+    return {next((start for start in known if problem.startswith(start)), problem) for problem in wrong}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_models_that_are_right_pass(architecture: str, is_packed: bool) -> None:
+    assert failures(make(architecture), is_packed=is_packed) == set()
+
+
+def test_dropout_that_the_step_seeds_passes() -> None:
+    model = tiny.token_loss_model(lora=True, dropout=0.5)
+    assert any(isinstance(module, TokenDropout) for module in model.modules())
+    assert failures(model) == failures(model, is_packed=False) == set()
+
+
+@pytest.mark.parametrize("architecture", ["falcon_h1", "bamba", "jamba", "nemotron_h"])
+def test_a_state_that_goes_from_one_packed_sequence_to_the_next_is_found(architecture: str) -> None:
+    """In rows of their own, right-padded, the same models are right."""
+    assert failures(make(architecture)) == {APART}
+    assert failures(make(architecture), is_packed=False) == set()
+
+
+def test_a_mask_that_knows_nothing_of_packed_sequences_is_found() -> None:
+    assert failures(make("gpt_oss", attention="eager")) == {APART}
+    assert failures(make("gpt_oss", attention="eager"), is_packed=False) == set()
+
+
+@pytest.mark.parametrize("architecture", ["seed_oss", "opt", "phimoe"])
+def test_randomness_that_no_step_seeds_is_found(architecture: str) -> None:
+    assert SEEDED in failures(make(architecture), is_packed=False)
+
+
+@pytest.mark.parametrize(("architecture", "scale"), [("inkling_text", 1.0), ("recurrent_gemma", 20.0)])
+def test_logits_that_the_architecture_changes_are_found(architecture: str, scale: float) -> None:
+    """Inkling scales what goes into its output embedding, RecurrentGemma caps what comes out of it."""
+    assert failures(make(architecture, scale=scale), is_packed=False) == {LOGITS}
+
+
+def test_the_longest_sequence_of_a_forward_rotates_all_of_them() -> None:
+    """Why sequences beyond the limit of longrope have forwards of their own: beside one, a short one has other losses
+    though nothing of it is seen. Alone, padding included, each is rotated as by itself."""
+    rope = dict(rope_type="longrope", original_max_position_embeddings=64, rope_theta=1e4)
+    rope |= dict(short_factor=[1.0] * 4, long_factor=[8.0] * 4)
+    config = CONFIG_MAPPING["phi3"](
+        **SIZES, vocab_size=tiny.VOCABULARY, pad_token_id=0, max_position_embeddings=512,
+        original_max_position_embeddings=64, rope_parameters=rope,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=TRAINING_ATTENTION)
+    for parameter in model.parameters():
+        parameter.data.mul_(4)  # so that attention is far from uniform
+    wrapped = TokenLossModel(model)
+    generator = np.random.default_rng(0)
+    short, long = (
+        TokenizedSequence(i, generator.integers(1, tiny.VOCABULARY, length, dtype=np.int32), np.arange(length) > 0)
+        for i, length in enumerate((50, 100))
+    )
+    with torch.no_grad():
+        beside, alone = (wrapped(*tiny.inputs(collate(rows, 0)))[:49] for rows in ([short, long], [short]))
+        model.set_attn_implementation("eager")
+        own = model(input_ids=torch.from_numpy(short.input_ids).long()[None])
+    expected = torch.nn.functional.cross_entropy(own.logits[0, :-1], torch.from_numpy(short.input_ids[1:]).long())
+    assert float((beside - alone).abs().max()) > 1e-3
+    torch.testing.assert_close(alone.mean(), expected)
+
+
+def test_cross_entropy_is_that_of_supervised_tokens_alone() -> None:
+    batch = tiny.rows(3)
+    logits = torch.randn(*batch.input_ids.shape, tiny.VOCABULARY, dtype=torch.float64)
+    every = -torch.log_softmax(logits, -1).gather(-1, batch.input_ids.roll(-1, 1)[..., None])[..., 0]
+    torch.testing.assert_close(cross_entropy(logits, batch), every[:, :-1][batch.supervised()])
+
+
+@pytest.mark.parametrize(
+    ("config", "zeroed", "kept"),
+    [
+        (SeedOssConfig(residual_dropout=0.1, attention_dropout=0.1), ("residual_dropout", "attention_dropout"), ()),
+        (OPTConfig(dropout=0.1, layerdrop=0.1), ("dropout", "layerdrop"), ()),
+        (CONFIG_MAPPING["mixtral"](router_jitter_noise=0.1), ("router_jitter_noise",), ()),
+        (GPT2Config(resid_pdrop=0.2), (), ("resid_pdrop",)),  # a module, whose masks a step seeds
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_rates_that_no_step_can_seed_are_off(
+    config: PretrainedConfig, zeroed: tuple[str, ...], kept: tuple[str, ...], tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    found = training_config(str(tmp_path))
+    assert {name: getattr(found, name) for name in zeroed} == dict.fromkeys(zeroed, 0.0)
+    assert all(getattr(found, name) == getattr(config, name) for name in kept)
+
+
+def test_experts_that_are_drawn_at_random_are_refused(tmp_path: Path) -> None:
+    PhimoeConfig(**SIZES, **EXPERTS).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="found model_type 'phimoe' .* draws the experts of each token at random"):
+        check_routing(str(tmp_path))

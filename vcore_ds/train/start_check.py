@@ -1,0 +1,140 @@
+"""Whether losses are what they have to be, asked of the loaded model itself before a run's first step.
+
+Architectures differ in ways that no configuration tells: logits that are scaled or capped after the output embedding,
+states that one sequence of a row leaves to the next, dropout that is a function and draws from the process's own
+generator. Each would train without an error, on wrong losses. So four forwards of short sequences compare losses that
+have to be equal, on every rank, in the mode in which the run trains.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate, pack
+from vcore_ds.data.tokenization import TokenizedSequence
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.positions import mark
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.errors import UserError
+from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.track.console import Console
+from vcore_ds.train.feed import Feed
+
+NUM_TOKENS = 32
+"""Of each of two training sequences, their last ones: conversations often begin with the same system prompt."""
+
+SAME_PRODUCTS = {torch.bfloat16: 1e-3, torch.float32: 1e-5, torch.float64: 1e-9}
+"""Largest mean difference, nats, of losses that the same kernels compute of the same numbers; by the parameters' dtype.
+It leaves room for sums whose order a GPU does not fix."""
+
+OTHER_PRODUCTS = {torch.bfloat16: 0.1, torch.float32: 1e-4, torch.float64: 1e-8}
+"""The same where products have other shapes or another order, and are rounded differently."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Losses that have to be equal."""
+
+    problem: str
+    """What is wrong where they are not, and what to do about it."""
+    difference: float
+    """Mean absolute difference, nats."""
+    tolerances: Mapping[torch.dtype, float]
+    """Largest difference that rounding explains, by the parameters' dtype."""
+
+
+def check_start(engine: Engine, feed: Feed, console: Console) -> None:
+    """Compares losses of two short sequences before the first step. A collective.
+
+    Nothing of a run depends on it: no gradient is taken, and the process's random numbers go on where they were.
+
+    Raises:
+        UserError: on all ranks alike, where two losses differ that have to be equal.
+    """
+    mark("checking the model's losses")
+    started = time.perf_counter()
+    devices = [engine.device] if engine.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        comparisons = compare_losses(engine, feed)
+    dtype = engine.trainable[0][1].dtype
+    # Kernels may differ between ranks, and all ranks must come to the same end.
+    of_ranks = layout.gather_objects("job", [comparison.difference for comparison in comparisons])
+    for comparison, differences in zip(comparisons, zip(*of_ranks, strict=True), strict=True):
+        tolerance = comparison.tolerances[dtype]
+        wrong = [number for number in differences if not number <= tolerance]  # nan, where only one of two is, too
+        if wrong:
+            raise UserError(
+                f"model.path: {engine.module.base.config.model_type}: {comparison.problem} (on two short sequences the "
+                f"losses of a token differ by {wrong[0]:.2g} nats in the mean, expected at most {tolerance:g})"
+            )
+    largest = max(max(differences) for differences in of_ranks)
+    console.note(
+        f"Checks of the model's losses: {len(comparisons)} passed, largest mean difference {largest:.1g} nats, in "
+        f"{time.perf_counter() - started:.1f} s"
+    )
+
+
+def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
+    """The losses of this rank, each comparison after those that would explain it. A collective."""
+    first, second = _ending(feed, 0), _ending(feed, 1)
+    backwards = replace(first, input_ids=first.input_ids[::-1].copy())
+    # Where sequences are packed, the second one behind two others; where they are not, the two in rows of their own.
+    rows = [[first, second], [backwards, second]] if feed.plan.is_packed else [[first], [second]]
+    together, alone = pack(rows, feed.pad_token_id), collate([second], feed.pad_token_id)
+    engine.seed_dropout(0)
+    losses, again, of_alone = (engine.token_losses(batch) for batch in (together, together, alone))
+    numbers = together.sequence_index().to(losses.device)
+    in_one = "one row" if feed.plan.is_packed else "one forward"
+    not_apart = (
+        f"a sequence has other losses beside another one in {in_one} than without it: the architecture does not keep "
+        "sequences apart. Set batch.packed_row_tokens to null and every micro_batch_size_per_rank to 1, or "
+        "model.attention to auto if it has another value, or choose another model"
+    )
+    found = [
+        Comparison(
+            "two forwards of the same batch and seed give different losses: in training, the architecture draws random "
+            "numbers that no step can seed. Set its rates of dropout and noise in config.json to 0, or choose another "
+            "model",
+            _difference(losses, again),
+            SAME_PRODUCTS,
+        ),
+        Comparison(not_apart, _difference(losses[numbers == 1], of_alone), OTHER_PRODUCTS),
+    ]
+    if feed.plan.is_packed:
+        found.append(Comparison(not_apart, _difference(losses[numbers == 1], losses[numbers == 3]), SAME_PRODUCTS))
+    if isinstance(engine.module, TokenLossModel):
+        found.append(
+            Comparison(
+                "a token's loss is not the cross entropy of the architecture's own logits: it changes them before or "
+                "after the output embedding in a way that the token loss does not know. Choose another model",
+                _difference(of_alone, cross_entropy(engine.own_logits(alone), alone)),
+                OTHER_PRODUCTS,
+            )
+        )
+    return found
+
+
+def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
+    """Losses in nats of the supervised tokens, `[N]`, of logits `[b, T, V]`; fp32, fp64 for fp64."""
+    targets = batch.targets().to(logits.device)
+    supervised = targets != IGNORED_LABEL
+    logits = logits[supervised]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.nn.functional.cross_entropy(logits, targets[supervised], reduction="none")
+
+
+def _ending(feed: Feed, number: int) -> TokenizedSequence:
+    """The end of a training sequence, all of it supervised; data of one sequence have it twice."""
+    sequence = feed.dataset[min(number, len(feed.dataset) - 1)]
+    ids = sequence.input_ids[-NUM_TOKENS:]
+    return TokenizedSequence(number, ids, np.arange(len(ids)) > 0)
+
+
+def _difference(left: Tensor, right: Tensor) -> float:
+    """Mean absolute difference of losses `[N]`; 0 of none. Where neither is a number, the first step says it better."""
+    equal = (left == right) | (left.isnan() & right.isnan())
+    return float((left - right).abs().masked_fill(equal, 0.0).mean(0)) if len(left) else 0.0
