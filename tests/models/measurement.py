@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,13 @@ from vcore_ds.engine.optimizer import build_optimizer
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.errors import UserError
 from vcore_ds.models.configuration import model_shape, read_config
+from vcore_ds.models.loading import prepare_for_training
+from vcore_ds.models.lora import add_lora
 from vcore_ds.models.megatron.configuration import transformer_config
+from vcore_ds.planning.batch_plan import plan_batch
+from vcore_ds.track.console import Console
 from vcore_ds.train.setup import check_model, load_model
+from vcore_ds.train.start_check import check_start
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import ForwardMode, why_not_fused
 from vcore_ds.utility.finite_difference import FiniteDifference
@@ -37,6 +43,10 @@ BOUND = 1e-5
 
 MIN_RANK_CORRELATION = 0.99
 """Spearman's, of utilities in bf16, and of finite differences in fp32."""
+
+
+LONGEST = 24
+"""Tokens of the longest sequence."""
 
 
 @dataclass
@@ -57,6 +67,8 @@ class Found:
     sequence_parallelism: str | None = None
     """Why they are not possible; None where they are."""
     tensor_parallelism: bool = False
+    is_alone: bool = False
+    """Each sequence has a forward of its own."""
 
     def beyond_bounds(self) -> dict[str, float]:
         """The numbers that are not those of a right model. Some architectures lose more than `BOUND` to rounding in
@@ -76,8 +88,8 @@ class Found:
 
     @property
     def verdict(self) -> str:
-        """`right`, `WRONG`, or `refused` before weights are read."""
-        if "sft" in self.refused:
+        """`right`, `WRONG`, or `refused`, before weights are read or before the first step."""
+        if {"sft", "start"} & self.refused.keys():
             return "refused"
         # Where peft finds no adapters for a layer, that is said before the first step.
         said_late = {what for what in self.late if what != "lora"}
@@ -90,7 +102,7 @@ class Found:
         return max(of_fp32, default=float("nan"))
 
 
-def texts(num: int, seed: int, longest: int = 24) -> list[Text]:
+def texts(num: int, seed: int, longest: int = LONGEST) -> list[Text]:
     """Random sequences of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [longest - 7 * (index % 3) for index in range(num)]
@@ -98,36 +110,43 @@ def texts(num: int, seed: int, longest: int = 24) -> list[Text]:
     return [Text(tokens, 4 + index) for index, tokens in enumerate(draw)]
 
 
-def own_batch(given: Sequence[Text], *, packed: bool = False, sequence_parallel: int = 1) -> Batch:
-    """This rank's part: each `world size`-th sequence, in rows of their own or all in one."""
+def own_batches(
+    given: Sequence[Text], *, packed: bool = False, alone: bool = False, sequence_parallel: int = 1
+) -> list[Batch]:
+    """This rank's part: each `world size`-th sequence, in rows of their own, all in one, or each in its own batch."""
     rank, size = layout.rank("data", sequence_parallel), layout.size("data", sequence_parallel)
-    sequences = [
-        TokenizedSequence(i, text.tokens.int().numpy(), np.arange(len(text.tokens)) >= text.prompt)
-        for i, text in enumerate(given)
-        if i % size == rank
-    ]
-    if not sequences:
-        return idle_batch(0, sequence_parallel)
-    return pack([sequences] if packed else [[one] for one in sequences], 0, sequence_parallel)
+    sequences = [as_sequence(i, text) for i, text in enumerate(given) if i % size == rank]
+    if alone:
+        batches = [pack([[one]], 0, sequence_parallel) for one in sequences]
+        return batches + [idle_batch(0, sequence_parallel)] * (-(-len(given) // size) - len(batches))
+    return [pack([sequences] if packed else [[one] for one in sequences], 0, sequence_parallel)]
 
 
-def by_sequence(batch: Batch, values: Tensor) -> Tensor:
-    """`values [N]` of every rank's tokens, in the order of the sequences; on all ranks."""
-    index = batch.sequence_index()
-    own = {i: values.detach().cpu()[index == row].double() for row, i in enumerate(batch.sequence_ids)}
-    found = {i: part for rank in layout.gather_objects("shards", own) for i, part in rank.items()}
-    return torch.cat([found[i] for i in sorted(found)])
+def as_sequence(number: int, text: Text) -> TokenizedSequence:
+    return TokenizedSequence(number, text.tokens.int().numpy(), np.arange(len(text.tokens)) >= text.prompt)
+
+
+def by_sequence(batches: Sequence[Batch], values: Sequence[Tensor]) -> Tensor:
+    """The values `[N]` of every rank's tokens, in the order of the sequences; on all ranks."""
+    own = {
+        number: of_batch.detach().double()[batch.sequence_index() == row]
+        for batch, of_batch in zip(batches, values, strict=True)
+        for row, number in enumerate(batch.sequence_ids)
+    }
+    found = {number: part for rank in layout.gather_objects("shards", own) for number, part in rank.items()}
+    return torch.cat([found[number] for number in sorted(found)])
 
 
 class Measured:
     """An engine, with what it gives for the main sequences and the probe."""
 
-    def __init__(self, engine: Engine, main: Sequence[Text], probe: Sequence[Text]):
-        self.engine, self.main, self.probe = engine, main, probe
+    def __init__(self, engine: Engine, main: Sequence[Text], probe: Sequence[Text], *, alone: bool = False):
+        self.engine, self.main, self.probe, self.alone = engine, main, probe, alone
         self.direction = Direction(engine)
 
     def take_direction(self) -> dict[str, Tensor]:
-        self.direction.take([own_batch(self.probe)], normalization="sequence", clip=None)
+        batches = own_batches(self.probe, alone=self.alone)
+        self.direction.take(batches, normalization="sequence", clip=None)
         return self.whole(self.direction)
 
     def whole(self, direction: Direction) -> dict[str, Tensor]:
@@ -140,33 +159,32 @@ class Measured:
 
     def utilities(self, *, fused: bool, **options: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Losses, utilities, and the gradient of the main batch."""
-        batch = own_batch(self.main, **options)
+        batches = own_batches(self.main, **{"alone": self.alone, **options})
+        found = []
         with self.engine.without_dropout():
-            forward = ForwardMode(self.engine, self.direction, fused=fused).begin([batch])
-            return self._backward(batch, forward)
-
-    def differences(self) -> tuple[Tensor, Tensor]:
-        batch = own_batch(self.main)
-        with self.engine.without_dropout():
-            estimator = FiniteDifference(self.engine, self.direction, epsilon="auto")
-            losses, utilities = estimator.begin([batch], measure_noise=True)(0)
-        return by_sequence(batch, losses), by_sequence(batch, utilities)
-
-    def training_losses(self, seed: int) -> Tensor:
-        self.engine.seed_dropout(seed)
-        batch = own_batch(self.main)
-        return by_sequence(batch, self.engine.token_losses(batch))
-
-    def _backward(self, batch: Batch, forward: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        with self.engine.accumulation(1):
-            losses, utilities = forward(0)
-            index = batch.sequence_index()
-            counts = torch.bincount(index, minlength=batch.num_sequences).double()
-            weights = (1 / counts[index]) / len(self.main)
-            self.engine.backward((weights.to(losses) * losses).sum())
+            forward = ForwardMode(self.engine, self.direction, fused=fused).begin(batches)
+            with self.engine.accumulation(len(batches)):
+                for k, batch in enumerate(batches):
+                    found.append(forward(k))
+                    counts = batch.num_supervised_tokens()[batch.sequence_index()]
+                    self.engine.backward((found[-1][0] / counts).sum() / len(self.main))
         other = Direction(self.engine)
         other.take_gradient(clip=None, optimizer="sgd", decay=0.0)
-        return by_sequence(batch, losses), by_sequence(batch, utilities), self.whole(other)
+        losses, utilities = (by_sequence(batches, part) for part in zip(*found, strict=True))
+        return losses, utilities, self.whole(other)
+
+    def differences(self) -> tuple[Tensor, Tensor]:
+        batches = own_batches(self.main, alone=self.alone)
+        with self.engine.without_dropout(), torch.no_grad():
+            forward = FiniteDifference(self.engine, self.direction, epsilon="auto").begin(batches, measure_noise=True)
+            found = [forward(k) for k in range(len(batches))]
+        losses, utilities = (by_sequence(batches, part) for part in zip(*found, strict=True))
+        return losses, utilities
+
+    def losses(self, **options: Any) -> Tensor:
+        batches = own_batches(self.main, **options)
+        with self.engine.without_gradient():
+            return by_sequence(batches, [self.engine.token_losses(batch) for batch in batches])
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
@@ -189,7 +207,9 @@ def rank_correlation(found: Tensor, wanted: Tensor) -> float:
 
 def recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
     model = {"path": str(folder), "precision": "fp32", **sections.pop("model", {})}
-    return step_runs.recipe(model=model, **sections)
+    rows = {"global_size": 4, "micro_batch_size_per_rank": "auto"}
+    data = {"train_path": "none", "cutoff_length": LONGEST}
+    return step_runs.recipe(model=model, data=data, batch=rows, **sections)
 
 
 JVP: dict[str, Any] = {}
@@ -245,18 +265,23 @@ def _measure(found: Found, folder: Path, parts: Sequence[str]) -> None:
         with noted(found, key):
             try:
                 check_model(recipe(folder, **sections))
+                plan_batch(recipe(folder, **sections), layout.size("job"), model_shape(str(folder)))
             except UserError as error:
                 found.refused[key] = message(error)
     if "sft" in found.refused:
         return
     config = read_config(str(folder))
     found.architecture = config.architectures[0] if config.architectures else ""
-    shape = model_shape(str(folder))
-    found.packing, found.sequence_parallelism = shape.unpackable, shape.no_sequence_parallelism
+    main, probe = texts(3, 1), texts(2, 2)
+    shape = model_shape(str(folder)).for_sequences_of(max(len(text.tokens) for text in main))
+    found.packing, found.sequence_parallelism, found.is_alone = (
+        shape.unpackable,
+        shape.no_sequence_parallelism,
+        shape.is_alone,
+    )
     with noted(found, "tensor"), suppress(UserError):
         transformer_config(str(folder), config, tensor=2, dtype=torch.float32)
         found.tensor_parallelism = True
-    main, probe = texts(3, 1), texts(2, 2)
     for part in parts:
         if part == "bf16" and (found.errors or "jvp" in found.refused):
             continue
@@ -288,10 +313,14 @@ def _measure_part(found: Found, folder: Path, part: str, main: Sequence[Text], p
     model.train()
     engine = Engine(model, build_optimizer(model, own.optimizer), config)
     try:
+        if part == "full":
+            try:
+                check_start(engine, _data_of(found), Console(enabled=False))
+            except UserError as error:
+                found.refused["start"] = message(error)
+                return
         plain = plain_model(folder, rounded_to=torch.bfloat16 if is_bf16 else torch.float32)
         if part == "lora":
-            from vcore_ds.models.lora import add_lora
-
             plain = add_lora(plain, own.lora).double().eval()
             assert adapters.keys() == {n for n, p in plain.named_parameters() if "lora_" in n}
             plain.load_state_dict(adapters, strict=False)
@@ -302,52 +331,49 @@ def _measure_part(found: Found, folder: Path, part: str, main: Sequence[Text], p
         if is_bf16:
             in_bf16 = expected(plain.bfloat16(), main, probe).utilities
             found.numbers["plain bf16 rank"] = rank_correlation(in_bf16, wanted.utilities)
-        _compare(found, part, Measured(engine, main, probe), wanted, has_jvp)
+        _compare(found, part, Measured(engine, main, probe, alone=found.is_alone), wanted, has_jvp)
     finally:
         engine.close()
 
 
-def _compare(found: Found, part: str, ours: Measured, wanted: Expected, has_jvp: bool) -> None:
-    numbers = found.numbers
+def _data_of(found: Found) -> Any:
+    """What the check before the first step looks at: a plan, and sequences."""
+    sequences = [as_sequence(number, text) for number, text in enumerate(texts(2, 3, longest=20))]
+    return SimpleNamespace(plan=SimpleNamespace(is_packed=found.packing is None), dataset=sequences, pad_token_id=0)
 
+
+def _compare(found: Found, part: str, ours: Measured, wanted: Expected, has_jvp: bool) -> None:
     def note(what: str, error: float) -> None:
-        numbers[f"{part} {what}"] = float(error)
+        found.numbers[f"{part} {what}"] = error
 
     def compare(what: str, losses: Tensor, utilities: Tensor, gradient: dict[str, Tensor] | None = None) -> None:
         note(f"{what} loss", relative(losses, wanted.losses))
-        if what.startswith("difference") or part == "bf16":
+        if what == "difference" or part == "bf16":
             note(f"{what} rank", rank_correlation(utilities, wanted.utilities))
         else:
             note(f"{what} utility", relative(utilities, wanted.utilities))
         if gradient is not None:
             note(f"{what} gradient", relative_of(gradient, wanted.gradient))
 
-    if part == "full":
-        first, again = ours.training_losses(1), ours.training_losses(1)
-        note("randomness", relative(again, first))
     note("probe gradient", relative_of(ours.take_direction(), wanted.direction))
     if part == "full" and "finite_difference" not in found.refused:
         with noted(found, "difference"):
             compare("difference", *ours.differences())
+    if found.packing is None:
+        note("packed plain loss", relative(ours.losses(packed=True), wanted.losses))
     if not has_jvp:
-        if found.packing is None:
-            batch = own_batch(ours.main, packed=True)
-            with ours.engine.without_gradient():
-                note("packed loss", relative(by_sequence(batch, ours.engine.token_losses(batch)), wanted.losses))
         return
     compare("separate", *ours.utilities(fused=False))
-    if part == "lora" or part == "bf16":
-        if why_not_fused(ours.engine) is None:
+    if why_not_fused(ours.engine) is None or part == "full":
+        with ours.engine.without_dropout():
             compare("fused", *ours.utilities(fused=True))
+    if part != "full":
         return
-    with ours.engine.without_dropout():
-        compare("fused", *ours.utilities(fused=True))
     if found.packing is None:
         compare("packed", *ours.utilities(fused=True, packed=True))
-        compare("packed separate", *ours.utilities(fused=False, packed=True))
-    ours.engine.module.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    compare("checkpointed", *ours.utilities(fused=True))
-    compare("checkpointed separate", *ours.utilities(fused=False))
     if found.sequence_parallelism is None and layout.size("shards") > 1:
         layout.make_sequence_groups([2], 10)
         compare("ulysses", *ours.utilities(fused=True, sequence_parallel=2))
+    prepare_for_training(ours.engine.module.base, gradient_checkpointing=True)
+    compare("checkpointed separate", *ours.utilities(fused=False))
+    compare("checkpointed", *ours.utilities(fused=True))
