@@ -16,7 +16,6 @@ from vcore_ds.data.sequence_log_probabilities import with_reference, write_refer
 from vcore_ds.data.store import TokenStore
 from vcore_ds.errors import UserError
 from vcore_ds.grading.answers import answer_spans
-from vcore_ds.models.configuration import check_forward_mode
 
 
 @pytest.mark.parametrize(
@@ -117,17 +116,3 @@ def test_what_is_no_reference_file_is_refused(dataset, tmp_path, content: bytes 
         path.write_bytes(content)
     with pytest.raises(UserError, match="data.reference_log_probabilities: .*reference.npz: found no such"):
         with_reference(dataset("abc"), str(path))
-
-
-# ---- forward mode and attention ------------------------------------------------------------------------------------
-
-
-def test_jvp_is_refused_where_attention_cannot_be_replaced(tmp_path) -> None:
-    from transformers import BloomConfig, Qwen3Config
-
-    BloomConfig(hidden_size=16, n_layer=1, n_head=2).save_pretrained(tmp_path / "bloom")
-    with pytest.raises(UserError, match="BloomForCausalLM.*finite_difference.*epsilon=auto"):
-        check_forward_mode(str(tmp_path / "bloom"))
-    Qwen3Config(hidden_size=16).save_pretrained(tmp_path / "qwen3")
-    check_forward_mode(str(tmp_path / "qwen3"))
-    check_forward_mode(str(tmp_path / "nothing_there"))  # said where the model is looked for

@@ -17,7 +17,7 @@ from vcore_ds.planning.gpus import GPUS, Cluster
 from vcore_ds.planning.known_models import known_model
 from vcore_ds.planning.memory_plan import plan_memory
 from vcore_ds.planning.memory_text import describe_memory
-from vcore_ds.planning.model_shape import shape_on_disk
+from vcore_ds.planning.model_shape import is_on_disk, shape_on_disk
 from vcore_ds.planning.plan_text import describe_plan, describe_refusal
 from vcore_ds.planning.run_plan import cheapest_ways, find_model, named_gpu, plan_run, shape_or_assumed
 from vcore_ds.planning.utilization import SIMULATED_MEAN
@@ -26,7 +26,8 @@ from vcore_ds.train.resume import can_resume
 HELP = "validate a recipe without a GPU"
 DESCRIPTION = (
     "Resolve and validate a recipe; print it with all its defaults, and how its batch is spread over the ranks. Needs "
-    "no GPU, model or data, and writes nothing: how well the ranks are used is calculated for simulated lengths."
+    "no GPU, model or data, and writes nothing: how well the ranks are used is calculated for simulated lengths. Where "
+    "the model is on this machine, what training would refuse in its configuration is said too, which takes seconds."
 )
 
 
@@ -47,9 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Raises UserError for impossible arithmetic, a contradiction with the DeepSpeed JSON, an output folder that is
-    used or cannot be written, or with --gpu a run that does not fit."""
+    """Raises UserError for impossible arithmetic, a contradiction with the DeepSpeed JSON, a model that cannot be
+    trained so, an output folder that is used or cannot be written, or with --gpu a run that does not fit."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if is_on_disk(recipe.model.path):
+        from vcore_ds.train.model_check import check_configuration  # here alone: torch and transformers take seconds
+
+        check_configuration(recipe)
     arguments.ranks = arguments.ranks or recipe.parallel.tensor
     plan = plan_batch(recipe, arguments.ranks, shape_or_assumed(recipe.model.path))
     ds_config = deepspeed_config(recipe, plan)

@@ -13,7 +13,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.models.attention import OUR_ATTENTION, RowLayout
 from vcore_ds.models.dropout import use_token_dropout
 from vcore_ds.models.language_model import decoder, logit_transform, unpadded_vocabulary
-from vcore_ds.models.token_loss import LogitTransform, VocabularyPart, token_entropy, token_products, token_loss
+from vcore_ds.models.token_loss import LogitTransform, VocabularyPart, token_entropy, token_loss, token_products
 
 
 class TokenLossHead(nn.Module):

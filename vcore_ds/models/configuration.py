@@ -185,23 +185,7 @@ def check_routing(path: str) -> None:
         )
 
 
-def check_forward_mode(path: str) -> None:
-    """Raises UserError where forward mode cannot go through the model: its attention is its own code, and cannot be
-    replaced by one with a tangent. A model that is not there yet, or cannot be read, passes: loading says so."""
-    try:
-        config = read_config(path, local_files_only=True)
-    except UserError:
-        return
-    if not can_replace_attention(config):
-        name = _causal_lm_class(config).__name__
-        raise UserError(
-            f"utility.estimator: found jvp together with model.path {path} ({name}), whose attention "
-            "cannot be replaced by one with a forward-mode derivative; expected finite_difference "
-            "(utility.estimator=finite_difference utility.epsilon=auto), or another architecture"
-        )
-
-
-def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class that transformers loads; its mapping is typed for tasks that have a pair of them."""
     mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_vision_language(config) else MODEL_FOR_CAUSAL_LM_MAPPING
     return cast(type[PreTrainedModel], mapping[type(config)])
@@ -210,7 +194,7 @@ def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 def can_replace_attention(config: PretrainedConfig) -> bool:
     """Whether the architecture finds its attention function by name, so that one of our own can serve: one that knows
     causality and sliding windows, and none of the masks that chunked or sparse attention makes for itself."""
-    causal_lm = _causal_lm_class(config)
+    causal_lm = causal_lm_class(config)
     # Hybrids of attention and recurrences look names up without saying so.
     finds_by_name = causal_lm._supports_attention_backend or hasattr(
         sys.modules[causal_lm.__module__], "ALL_ATTENTION_FUNCTIONS"

@@ -45,14 +45,17 @@ def check_model_folder(path: str) -> None:
     check_shapes(path, empty_model(path, config), shapes)
 
 
-def empty_model(path: str, config: PretrainedConfig) -> PreTrainedModel:
+def empty_model(path: str, config: PretrainedConfig, *, attention: str | None = None) -> PreTrainedModel:
     """The architecture without weights, on the meta device; tenths of a second for 32B parameters.
+
+    Args:
+        attention: name of the kernel; None for the architecture's default.
 
     Raises UserError where the values of the configuration do not make a model.
     """
     try:
         with torch.device("meta"):
-            return auto_class(config).from_config(config)
+            return auto_class(config).from_config(config, attn_implementation=attention)
     except Exception as error:  # of any class: sizes and names go into the architecture's own code as they are
         problem = f"{type(error).__name__}: {last_line(error)}"
         raise bad_config(path, f"no {config.model_type} can be built from its values: {problem}") from None

@@ -137,8 +137,7 @@ def token_entropy(
 
 
 def token_products(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Logits `[N, V]` of `hidden [N, H]` before any transform, in the precision in which `token_loss` has them; all at a
-    time."""
+    """Logits `[N, V]` of `hidden [N, H]` before any transform, as precise as those of `token_loss`; all at a time."""
     return _logits(hidden, weight, bias, LogitTransform())
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 from vcore_ds.config.fields import LARGEST_COUNT
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
+from vcore_ds.planning.mixtures import differences_refused
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.parallel_degrees import check_tensor_parallel, sequence_parallel_degrees
 from vcore_ds.planning.rank_text import count, count_ranks, member_of
@@ -181,11 +182,14 @@ def plan_batch(
     """Spreads a recipe's batches over `num_ranks` ranks, a tensor-parallel group as one: it works on the same rows.
 
     Raises RecipeError where the recipe's degrees of tensor or sequence parallelism do not fit the ranks, the nodes or
-    the model, sequences share a row or a forward in which this model would let them change each other, or the longest
-    sequence would not fit into the largest row.
+    the model, sequences share a row or a forward in which this model would let them change each other, the longest
+    sequence would not fit into the largest row, or finite differences are to be taken on a mixture of experts.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    uses_differences = recipe.method.uses_utilities and recipe.utility.estimator == "finite_difference"
+    if uses_differences and shape.experts is not None:
+        raise RecipeError([differences_refused(recipe.model.path)])
     tensor = recipe.parallel.tensor
     check_tensor_parallel(tensor, num_ranks, ranks_per_node, shape, recipe.model.path)
     ranks_per_node = min(ranks_per_node, num_ranks)

@@ -6,8 +6,13 @@ from vcore_ds.planning.model_shape import ModelShape
 
 
 def linear_flops_per_token(shape: ModelShape) -> int:
-    """FLOP of a forward's linear layers and head for one token."""
+    """FLOP of a forward's linear layers and head for one token, which goes through few of a layer's experts."""
     return 2 * (shape.num_layers * shape.layer_parameters + shape.vocabulary_size * shape.hidden_size)
+
+
+def flops_of_all_weights(shape: ModelShape) -> int:
+    """The same for a token that went through all experts: proportional to the weights that a pass reads."""
+    return linear_flops_per_token(shape) + 2 * shape.idle_parameters
 
 
 def attention_flops_per_square(shape: ModelShape) -> int:

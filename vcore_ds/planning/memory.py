@@ -1,8 +1,8 @@
 """Memory of a rank: what it keeps between passes, and the peak of every phase of a step, in bytes by kind.
 
 Counted from the model's shape and from what the recipe says of storage: nothing is measured and nothing is built. The
-model is a dense Llama-like decoder, for which other architectures are taken; their parameters can be given exactly
-(`ParameterCounts`). tests/dist/test_memory.py compares both parts with the tensors of a real engine.
+model is a Llama-like decoder, dense or with experts, for which other architectures are taken; their parameters can be
+given exactly (`ParameterCounts`). tests/dist/test_memory.py compares both parts with the tensors of a real engine.
 
 Transient bytes of small models were estimated within 17% of what was measured.
 """
@@ -29,6 +29,7 @@ MARGIN_SHARE = 0.05
 """Part of the estimate by which allocators' fragments and everything small may exceed it."""
 
 _FP32 = 4
+_INT64 = 8
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,11 @@ class _Model:
         self.b = settings.number_bytes
         self.embedding = shape.vocabulary_size * shape.hidden_size
         num_embeddings = 1 if shape.is_tied else 2
-        self.layer = max(0, counts.all - num_embeddings * self.embedding) // shape.num_layers
+        # A layer is gathered with all of its experts, whichever of them its tokens go through.
+        of_active = counts.all - num_embeddings * self.embedding - shape.idle_parameters
+        self.layer = max(0, of_active) // shape.num_layers + shape.idle_layer_parameters
         self.is_full = settings.adapters is None
-        of_embeddings = num_embeddings * self.embedding if self.is_full else 0
-        self.trained_layer = max(0, counts.trained - of_embeddings) // shape.num_layers
+        self.trained_layer = self.layer if self.is_full else counts.trained // shape.num_layers
 
     def pass_with_gradient(self, num_tokens: int, *, carries_tangents: bool = False) -> dict[str, int]:
         """Forward and backward of one micro-batch."""
@@ -232,13 +234,33 @@ class _Model:
         norms = (2 * hidden + shape.normalizes_heads * heads * num_tokens) * (_FP32 + of_weight)
         # Rotated queries and keys, values, the output, which its projection needs too; the log-sum-exp of each head.
         attention = b * 2 * heads + _FP32 * shape.num_heads
-        mlp = 3 * b * shape.intermediate_size  # gate, its activation, up
+        mlp = 3 * b * self._mlp_width  # gate, its activation, up
         # Outputs of the norms and the product of the MLP: inputs of linear layers whose weights are trained, or whose
         # adapters take them as they are. Other adapters keep copies of their own; tensor-parallel layers keep both.
-        inputs = b * (2 * hidden + num_tokens * shape.intermediate_size)
+        inputs = b * (2 * hidden + num_tokens * self._mlp_width)
         if not self.is_full and b < _FP32 and self.settings.tensor == 1:
             inputs = 0
-        return norms + num_tokens * (attention + mlp) + inputs + self._kept_by_adapters(num_tokens)
+        kept = norms + num_tokens * (attention + mlp) + inputs + self._kept_by_adapters(num_tokens)
+        return kept + self._kept_by_routing(num_tokens)
+
+    @property
+    def _mlp_width(self) -> int:
+        """Width of the MLP that a token goes through, in a layer with experts where there are some."""
+        experts = self.shape.experts
+        return self.shape.intermediate_size if experts is None else experts.active_width
+
+    @property
+    def _copies(self) -> int:
+        """Copies of a token's hidden states in a layer with experts: one for each expert that it goes through."""
+        return 0 if self.shape.experts is None else self.shape.experts.per_token
+
+    def _kept_by_routing(self, num_tokens: int) -> int:
+        """What routing keeps beyond the MLPs: the copies that go in, where experts are trained, and those that come
+        out, which the gradient of their weights needs; places in the order of the experts; the probabilities."""
+        if self.shape.experts is None:
+            return 0
+        copies = (1 + self.is_full) * self.b * self.shape.hidden_size + 3 * _INT64
+        return num_tokens * (self._copies * copies + _FP32 * self.shape.experts.num_experts)
 
     def _kept_by_adapters(self, num_tokens: int) -> int:
         """What the adapters of a layer keep: their inputs in fp32, with dropout masks too; and what is between their
@@ -255,13 +277,14 @@ class _Model:
         """With checkpoints, the layer that is computed again; and the gradients of its widest activations."""
         kept = self._layer_kept(num_tokens) if self.settings.is_checkpointed else 0
         shape, b = self.shape, self.b
-        return kept + num_tokens * b * (2 * shape.intermediate_size + 2 * shape.hidden_size)
+        widest = 2 * self._mlp_width + 2 * shape.hidden_size
+        return kept + num_tokens * b * max(widest, 3 * self._copies * shape.hidden_size)
 
     def _layer_forward(self, num_tokens: int) -> int:
         shape, b = self.shape, self.b
         attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        of_adapter = 0 if self.is_full else _FP32 * shape.intermediate_size  # the output of one, in fp32
-        widest = max(4 * shape.intermediate_size, 2 * attention)
+        of_adapter = 0 if self.is_full else _FP32 * self._mlp_width  # the output of one, in fp32
+        widest = max(4 * self._mlp_width, 2 * attention, 3 * self._copies * shape.hidden_size)
         hidden = 4 * self._between_layers(num_tokens) * shape.hidden_size
         return b * hidden + self._exchanged(num_tokens) + num_tokens * (b * widest + of_adapter)
 
@@ -273,7 +296,8 @@ class _Model:
         shape, b = self.shape, self.b
         query_heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         of_adapters = 0 if self.is_full else 2 * _FP32  # the output of one and its tangent, in fp32
-        mlp = num_tokens * (6 * b + of_adapters) * shape.intermediate_size + 3 * self._exchanged(num_tokens)
+        mlp = num_tokens * (6 * b + of_adapters) * self._mlp_width + 3 * self._exchanged(num_tokens)
+        mlp += 2 * b * num_tokens * self._copies * shape.hidden_size
         attention = num_tokens * (12 * b * (query_heads + 2 * kv_heads) + of_adapters * query_heads)
         return 4 * b * self._between_layers(num_tokens) * shape.hidden_size + max(mlp, attention)
 

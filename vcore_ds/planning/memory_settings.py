@@ -16,7 +16,7 @@ class ParameterCounts:
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """Low-rank adapters on all linear layers of the decoder."""
+    """Low-rank adapters on all linear layers of the decoder; routers and experts have none."""
 
     rank: int
     has_dropout: bool = False
@@ -61,15 +61,29 @@ class MemorySettings:
 
 
 def parameter_counts(shape: ModelShape, adapters: AdapterShape | None = None) -> ParameterCounts:
-    """The parameters of a dense Llama-like model of this shape, or of a part of one (`ModelShape.of_part`): norms are
-    whole in each part, and so is the factor of an adapter that multiplies or gives hidden states."""
+    """The parameters of a Llama-like model or mixture of this shape, or of a part of one (`ModelShape.of_part`): norms
+    are whole in each part, and so is the factor of an adapter that multiplies or gives hidden states. Biases, and norms
+    within an attention of another kind, are left out: at most 0.1% of the published mixtures."""
     heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     norms = 2 * shape.hidden_size + (2 * shape.head_dim if shape.normalizes_heads else 0)
-    base = shape.num_layers * (shape.layer_parameters + norms) + shape.hidden_size
+    base = shape.num_layers * (shape.layer_parameters + norms) + shape.idle_parameters + shape.hidden_size
     base += shape.vocabulary_size * shape.hidden_size * (1 if shape.is_tied else 2)
     if adapters is None:
         return ParameterCounts(base, base)
     # Inputs and outputs of query, key, value and output; of gate, up and down.
-    widths = 4 * shape.hidden_size + 2 * heads + 3 * (shape.hidden_size + shape.intermediate_size)
-    added = shape.num_layers * adapters.rank * widths
+    added = adapters.rank * shape.num_layers * (4 * shape.hidden_size + 2 * heads)
+    added += adapters.rank * sum(3 * n * (shape.hidden_size + width) for n, width in _adapted_mlps(shape))
     return ParameterCounts(base + added, added)
+
+
+def _adapted_mlps(shape: ModelShape) -> list[tuple[int, int]]:
+    """Numbers and widths of the MLPs that adapters on all linear layers are put on: not of routed experts."""
+    if (experts := shape.experts) is None:
+        return [(shape.num_layers, shape.intermediate_size)]
+    dense = shape.num_layers - experts.num_layers, shape.intermediate_size
+    return [dense, (experts.num_layers if experts.shared_width else 0, experts.shared_width)]
+
+
+def active_parameters(shape: ModelShape) -> int:
+    """Parameters that a token goes through, embeddings included; all of a dense model's."""
+    return parameter_counts(shape).all - shape.idle_parameters

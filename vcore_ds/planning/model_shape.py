@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vcore_ds.planning.mixtures import Experts, dense_width, experts_of
 from vcore_ds.planning.shared_rows import row_obstacles
 
 _TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")
@@ -40,7 +41,8 @@ class ModelShape:
     head_dim: int
     """D."""
     layer_parameters: int
-    """P, parameters of the linear layers of one decoder layer."""
+    """P, parameters of the linear layers of one decoder layer that a token goes through; in a mixture of experts their
+    mean over the layers, without the experts to which it is not routed."""
     no_sequence_parallelism: str | None = None
     """Why sequence parallelism is not possible, such as `whose attention is its own code`; None where it is."""
     unpackable: str | None = None
@@ -63,6 +65,8 @@ class ModelShape:
     """Whether input and output embedding are one parameter."""
     normalizes_heads: bool = False
     """Whether queries and keys have norms of their own, as in Qwen3."""
+    experts: Experts | None = None
+    """None for a dense model."""
 
     def of_part(self, num_parts: int) -> "ModelShape":
         """The part of a rank of a tensor-parallel group: what it computes and holds. A vocabulary that the group
@@ -71,7 +75,10 @@ class ModelShape:
             return self
         divided = ("num_heads", "num_kv_heads", "layer_parameters", "intermediate_size")
         rows = -(-self.vocabulary_size // num_parts)
-        parts = {name: max(1, getattr(self, name) // num_parts) for name in divided}
+        parts: dict[str, Any] = {name: max(1, getattr(self, name) // num_parts) for name in divided}
+        if (experts := self.experts) is not None:
+            widths = {"width": experts.width // num_parts, "shared_width": experts.shared_width // num_parts}
+            parts["experts"] = replace(experts, **widths)
         return replace(self, **parts, vocabulary_size=rows)
 
     def for_sequences_of(self, longest: int) -> "ModelShape":
@@ -84,6 +91,16 @@ class ModelShape:
         return replace(self, no_sequence_parallelism=why, unpackable=why, is_alone=True)
 
     @property
+    def idle_layer_parameters(self) -> int:
+        """Parameters of the experts of a layer to which a token is not routed; 0 in a dense model."""
+        return 0 if self.experts is None else 3 * self.hidden_size * self.experts.idle_width
+
+    @property
+    def idle_parameters(self) -> int:
+        """The same of all layers."""
+        return 0 if self.experts is None else self.experts.num_layers * self.idle_layer_parameters
+
+    @property
     def attention_length(self) -> float:
         """Tokens of a sequence whose causal attention costs as much as its linear layers, P / (A D).
 
@@ -94,7 +111,8 @@ class ModelShape:
 
 
 def shape_of_sizes(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -> ModelShape | None:
-    """The shape of a decoder, taken for a dense, Llama-like one; None where one of `REQUIRED_SIZES` is missing.
+    """The shape of a decoder, Llama-like but for its experts and for attention that `_attention` knows; None where one
+    of `REQUIRED_SIZES` is missing.
 
     Args:
         sizes: those of `SIZE_NAMES`, None where the configuration has none.
@@ -104,11 +122,21 @@ def shape_of_sizes(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -
     if num_layers is None or num_heads is None or hidden is None:
         return None
     num_kv_heads, head_dim = sizes["num_kv_heads"] or num_heads, sizes["head_dim"] or max(1, hidden // num_heads)
+    attention = _attention_parameters(hidden, num_heads, num_kv_heads, head_dim)
+    if (latent := _latent_attention(config, hidden, num_heads)) is not None:
+        num_kv_heads, (head_dim, attention) = num_heads, latent
+    attention = _with_linear_attention(config, num_layers, hidden, num_heads * head_dim, attention)
     width, vocabulary = sizes["intermediate_size"], sizes["vocabulary_size"]
-    parameters = layer_parameters(hidden, num_heads, num_kv_heads, head_dim, width)
+    parameters = attention + 3 * hidden * (width or 4 * hidden)
+    experts = experts_of(config, num_layers)
+    if experts is not None:
+        width = dense_width(config) or experts.active_width
+        mlp = experts.num_layers * (3 * experts.active_width + experts.num_experts)  # with the router
+        mlp += (num_layers - experts.num_layers) * 3 * width
+        parameters = attention + hidden * mlp // num_layers
     shape = ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, *row_obstacles(config))
     if vocabulary is None:
-        return shape
+        return replace(shape, experts=experts)
     return replace(
         shape,
         hidden_size=hidden,
@@ -116,15 +144,50 @@ def shape_of_sizes(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -
         vocabulary_size=vocabulary,
         is_tied=bool(config.get("tie_word_embeddings", False)),
         normalizes_heads=str(config.get("model_type", "")).startswith(_NORMALIZED_HEADS),
+        experts=experts,
     )
 
 
-def layer_parameters(
-    hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size: int | None
-) -> int:
+def layer_parameters(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size: int) -> int:
     """Linear parameters of a dense, Llama-like layer, for which other architectures are taken."""
-    attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
-    return attention + 3 * hidden_size * (intermediate_size or 4 * hidden_size)
+    return _attention_parameters(hidden_size, num_heads, num_kv_heads, head_dim) + 3 * hidden_size * intermediate_size
+
+
+def _attention_parameters(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    return 2 * hidden_size * head_dim * (num_heads + num_kv_heads)
+
+
+def _latent_attention(config: Mapping[str, Any], hidden: int, num_heads: int) -> tuple[int, int] | None:
+    """Head dimension of queries and keys, and parameters, of multi-head latent attention (DeepSeek-V2 and V3), which
+    computes a key and a value for each query head from what all heads share; None for other attention."""
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    if any(type(config.get(name)) is not int for name in names):
+        return None
+    shared, nope, rope, value = (config[name] for name in names)
+    of_query, head_dim = config.get("q_lora_rank"), nope + rope
+    query = hidden * num_heads * head_dim
+    if type(of_query) is int:
+        query = of_query * (hidden + num_heads * head_dim)
+    return head_dim, query + hidden * (shared + rope) + num_heads * (shared * (nope + value) + value * hidden)
+
+
+def _with_linear_attention(
+    config: Mapping[str, Any], num_layers: int, hidden: int, query_size: int, attention: int
+) -> int:
+    """Parameters of a layer's token mixer, mean over the layers, where most are gated delta nets (Qwen3-Next,
+    Qwen3.5); else those of its attention. Time and memory of these layers are counted as if they were attention."""
+    names = ("linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim")
+    if any(type(config.get(name)) is not int for name in names):
+        return attention
+    key_heads, key_dim, value_heads, value_dim = (config[name] for name in names)
+    kinds, interval = config.get("layer_types"), config.get("full_attention_interval") or 4
+    num_full = num_layers // interval if type(interval) is int else 0
+    if isinstance(kinds, list | tuple):
+        num_full = sum(kind == "full_attention" for kind in kinds)
+    keys, values = key_heads * key_dim, value_heads * value_dim
+    of_linear = hidden * (2 * keys + 3 * values + 2 * value_heads)
+    of_full = attention + hidden * query_size  # its output is gated
+    return (num_full * of_full + (num_layers - num_full) * of_linear) // num_layers
 
 
 QWEN3_32B = ModelShape(
@@ -137,16 +200,26 @@ QWEN3_32B = ModelShape(
 def shape_on_disk(path: str) -> ModelShape | None:
     """The shape of a model in a folder, of a configuration in a .json file, or of a hub id in Hugging Face's cache;
     None where none of them can be read."""
-    own = Path(path) if path.endswith(".json") else Path(path) / "config.json"
-    for file in (own, _cached_config(path)):
+    for file in _config_files(path):
         try:
-            raw = json.loads(file.read_text(encoding="utf-8")) if file is not None else None
+            raw = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             continue
-        shape = _shape(raw) if isinstance(raw, dict) else None
+        shape = shape_of_config(raw) if isinstance(raw, dict) else None
         if shape is not None:
             return shape
     return None
+
+
+def is_on_disk(path: str) -> bool:
+    """Whether a model's configuration is where `shape_on_disk` reads it, in whatever state."""
+    return any(file.is_file() for file in _config_files(path))
+
+
+def _config_files(path: str) -> list[Path]:
+    """Where config.json may be, by preference."""
+    own, cached = Path(path) if path.endswith(".json") else Path(path) / "config.json", _cached_config(path)
+    return [own] if cached is None else [own, cached]
 
 
 def _cached_config(hub_id: str) -> Path | None:
@@ -162,8 +235,8 @@ def _cached_config(hub_id: str) -> Path | None:
     return folder / "snapshots" / revision / "config.json"
 
 
-def _shape(raw: Mapping[str, Any]) -> ModelShape | None:
-    """None where config.json lacks a size, or has one that cannot be meant."""
+def shape_of_config(raw: Mapping[str, Any]) -> ModelShape | None:
+    """The shape of what config.json holds; None where it lacks a size, or has one that cannot be meant."""
     for section in _TEXT_SECTIONS:
         if isinstance(raw.get(section), dict):
             raw = raw[section]

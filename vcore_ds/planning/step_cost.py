@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vcore_ds.planning.flops import attention_flops_per_square, linear_flops_per_token
+from vcore_ds.planning.flops import attention_flops_per_square, flops_of_all_weights, linear_flops_per_token
 from vcore_ds.planning.gpus import Cluster
 from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.memory_settings import MemorySettings, ParameterCounts
@@ -119,7 +119,7 @@ class StepModel:
         machine, achieved, shape = self.cluster.machine, self.cluster.achieved, self._part
         b, (lengths, spread) = self.settings.number_bytes, batch
         k, num_micro_steps = spread.sequence_parallel, len(spread.micro_steps)
-        per_token = linear_flops_per_token(shape)
+        per_token, of_all_weights = linear_flops_per_token(shape), flops_of_all_weights(shape)
         per_square = attention_flops_per_square(shape) / achieved.attention
         reduces_once = self.settings.coalesces_gradients
         for step, groups in enumerate(spread.micro_steps):
@@ -131,7 +131,7 @@ class StepModel:
                 row_linear, row_attention = per_token * sum(rows) / k, per_square * squares / k
                 if row_linear + row_attention > linear + attention:
                     linear, attention, tokens = row_linear, row_attention, sum(rows) / k
-            compute = work.linear * (linear + per_token * machine.half_speed_tokens) + work.attention * attention
+            compute = work.linear * (linear + of_all_weights * machine.half_speed_tokens) + work.attention * attention
             compute /= machine.flops
             moved: dict[str, Traffic] = self._parameters(work)
             if work.reduces and (step == num_micro_steps - 1 or not reduces_once):

@@ -41,10 +41,13 @@ class TimeModel:
         `flops * _BYTES / (2 * bandwidth)` tokens, whatever the model: about 1,000 on H100s, within a node (where all
         but a rank's own share comes over its link) as between nodes (where the node's adapters bring in one copy
         together). It is added to the work although a part of it runs behind it: a step with little work has nothing to
-        hide it behind, and in one with much work it is small.
+        hide it behind, and in one with much work it is small. In a mixture of experts the weights are all gathered and
+        read, and a token's FLOP are those of a few experts: so many times as many tokens.
         """
         seconds_per_byte = gathered(1.0, self.num_ranks, self.ranks_per_node).seconds(self.machine)
-        return self.machine.flops * _BYTES / 2 * seconds_per_byte + self.machine.half_speed_tokens
+        active = self.shape.num_layers * self.shape.layer_parameters
+        all_of_active = 1 + self.shape.idle_parameters / active
+        return all_of_active * (self.machine.flops * _BYTES / 2 * seconds_per_byte + self.machine.half_speed_tokens)
 
     def exchange(self, sequence_parallel: int) -> float:
         """Sending query, key, value and output of one of this rank's tokens to its sequence-parallel group.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import Batch
@@ -16,6 +17,7 @@ from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.distributed.stops import Stops
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.errors import RunStopped
+from vcore_ds.models.architecture_check import advice_on_noise
 from vcore_ds.progress import Progress, duration
 from vcore_ds.track.console import Console
 from vcore_ds.track.metrics_log import MetricsLog
@@ -91,7 +93,7 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
             batches = replace(batches, followed=run.data.followed.batches)
         metrics = run.trainer.step(k, batches, keep_tokens=done in recorded)
         if run.trainer.schedule.measures_noise(k):
-            warn_of_noise(run.recipe, metrics, console)
+            warn_of_noise(run.recipe, run.trainer.engine.module.base.config, metrics, console)
         record_step(run, done, batches, metrics)
         seconds = seconds_of_training(metrics)
         line = {
@@ -179,7 +181,7 @@ def record_step(run: Run, done: int, batches: StepBatches, metrics: StepMetrics)
         record_followed(run.folder, done, metrics.followed, run.data.followed.origins, run.log.console)
 
 
-def warn_of_noise(recipe: Recipe, metrics: StepMetrics, console: Console) -> None:
+def warn_of_noise(recipe: Recipe, model: PretrainedConfig, metrics: StepMetrics, console: Console) -> None:
     """Says with the measured numbers when a finite difference divides rounding by epsilon."""
     epsilon, snr, changed = (metrics.values[key] for key in ("epsilon", "signal_to_noise", "changed_fraction"))
     assert epsilon is not None and snr is not None and changed is not None  # measured in this step
@@ -189,7 +191,7 @@ def warn_of_noise(recipe: Recipe, metrics: StepMetrics, console: Console) -> Non
             f"utility.epsilon {epsilon:.3g}{how_chosen} does not resolve the loss in {recipe.model.precision}: the "
             f"perturbation changed {changed:.1%} of the trainable parameters, and the loss change it made is {snr:.2f} "
             f"times its error (at least {RELIABLE_SIGNAL_TO_NOISE:g} is needed). The weights of this run are mostly "
-            "noise. Use utility.estimator=jvp, which has no epsilon and is right in this precision."
+            f"noise. {advice_on_noise(model)}"
         )
     elif how_chosen:
         console.say(f"epsilon {epsilon:.3g}{how_chosen}: the loss change is {snr:.1f} times its error")

@@ -38,9 +38,10 @@ from vcore_ds.train.feed import Feed, build_feed, count_data, read_dataset, read
 from vcore_ds.train.followed import choose_followed
 from vcore_ds.train.loop import Run, RunData, RunLog, run_steps, validate
 from vcore_ds.train.memory_check import check_memory
+from vcore_ds.train.model_check import check_model
 from vcore_ds.train.resume import can_resume
 from vcore_ds.train.settings import schedule_of, step_settings
-from vcore_ds.train.setup import build_engine, build_estimator, check_model, plan_ranks
+from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks
 from vcore_ds.train.start_check import check_start
 from vcore_ds.train.start_screen import describe_engine, describe_run, describe_use_of_ranks
 from vcore_ds.train.throughput import throughput_of

@@ -15,8 +15,7 @@ from vcore_ds.engine.loading import load_sharded
 from vcore_ds.engine.optimizer import build_optimizer
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.configuration import check_forward_mode, check_routing, model_shape, read_config
-from vcore_ds.models.folder_check import check_model_folder
+from vcore_ds.models.configuration import model_shape
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import add_lora
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
@@ -28,22 +27,6 @@ from vcore_ds.utility.finite_difference import FiniteDifference
 
 if TYPE_CHECKING:
     from vcore_ds.models.megatron.model import ParallelTokenLossModel
-
-
-def check_model(recipe: Recipe) -> None:
-    """Raises UserError where the model's folder cannot serve the recipe; cheap, no weights are read."""
-    check_model_folder(recipe.model.path)
-    check_routing(recipe.model.path)
-    if recipe.model.provider == "megatron":
-        from vcore_ds.models.megatron.adapters import adapted_layers
-        from vcore_ds.models.megatron.configuration import transformer_config
-
-        config = read_config(recipe.model.path)
-        transformer_config(recipe.model.path, config, tensor=recipe.parallel.tensor, dtype=_dtype(recipe))
-        if recipe.lora is not None:
-            adapted_layers(recipe.model.path, config, recipe.lora)
-    if recipe.method.uses_utilities and recipe.utility.estimator == "jvp":
-        check_forward_mode(recipe.model.path)
 
 
 def plan_ranks(recipe: Recipe) -> BatchPlan:

@@ -40,9 +40,10 @@ from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import environment
-from vcore_ds.models.configuration import check_forward_mode, check_routing
+from vcore_ds.models.configuration import can_replace_attention, check_routing, read_config
 from vcore_ds.models.folder_check import check_model_folder
 from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.model_shape import is_on_disk
 from vcore_ds.progress import BAR_SECONDS, duration
 from vcore_ds.track.console import Console
 from vcore_ds.train.feed import build_feed, read_dataset, read_training_data
@@ -156,14 +157,13 @@ def notes_on_recipe(recipe: Recipe, options: FidelityOptions) -> list[str]:
 
 
 def check_reference(path: str) -> None:
-    """Raises UserError where the reference cannot be computed on the model, whatever the recipe's own estimator."""
-    try:
-        check_forward_mode(path)
-    except UserError:
+    """Raises UserError where the reference cannot be computed on the model, whatever the recipe's own estimator. A
+    model that is not on this machine passes: loading says so."""
+    if is_on_disk(path) and not can_replace_attention(read_config(path, local_files_only=True)):
         raise UserError(
             f"model.path: {path}: found an architecture whose attention is its own code; expected one whose attention "
             "can be replaced: the reference is a forward-mode derivative, so nothing can be measured without it"
-        ) from None
+        )
 
 
 def with_utilities(recipe: Recipe) -> Recipe:

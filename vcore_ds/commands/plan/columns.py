@@ -10,6 +10,7 @@ from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.planning.gpus import Achieved, Cluster, Gpu
+from vcore_ds.planning.model_shape import is_on_disk
 from vcore_ds.planning.run_plan import (
     RunPlan,
     Way,
@@ -61,6 +62,10 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
         return load_recipe(arguments.recipe, [*overrides, *extra])
 
     recipe = reload(())
+    if is_on_disk(recipe.model.path):
+        from vcore_ds.train.model_check import check_configuration  # here alone: torch and transformers take seconds
+
+        check_configuration(recipe)
     gpu = choose_gpu(arguments)
     shape, model = find_model(recipe.model.path)
     calibration = None if arguments.calibrate is None else calibrate(arguments.calibrate)

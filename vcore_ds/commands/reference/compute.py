@@ -20,7 +20,8 @@ from vcore_ds.files.user_paths import check_folder, writing
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.track.console import Console
 from vcore_ds.train.feed import Feed, build_feed, read_dataset
-from vcore_ds.train.setup import build_engine, check_model, plan_ranks
+from vcore_ds.train.model_check import check_model
+from vcore_ds.train.setup import build_engine, plan_ranks
 from vcore_ds.train.start_check import check_start
 
 

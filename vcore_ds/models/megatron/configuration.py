@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from vcore_ds.errors import UserError
 from vcore_ds.imports import without_compiler
+from vcore_ds.planning.mixtures import is_mixture
 
 with warnings.catch_warnings(), without_compiler():
     # They are about packages for GPUs that the layers used here do without; nor is anything compiled of what is called.
@@ -22,9 +23,6 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary frequencies that do not depend on the length of the row."""
-
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Fields by which a configuration names its experts."""
 
 
 def transformer_config(path: str, config: PretrainedConfig, *, tensor: int, dtype: torch.dtype) -> TransformerConfig:
@@ -88,11 +86,10 @@ def padded_vocabulary(config: PretrainedConfig, tensor: int) -> int:
 
 def _check_architecture(path: str, config: PretrainedConfig) -> None:
     found = f"model.provider: found megatron together with model.path {path} ({config.model_type})"
-    experts = next((name for name in EXPERT_COUNTS if getattr(config, name, None)), None)
-    if experts is not None:
+    if is_mixture(config.to_dict()):
         raise UserError(
-            f"{found}, a mixture of {getattr(config, experts)} experts; expected a dense model, or huggingface: routed "
-            "experts have no rule for tangents here"
+            f"{found}, a mixture of experts; expected a dense model, or huggingface: routed experts are not divided "
+            "among the ranks of a tensor-parallel group"
         )
     if config.model_type not in ARCHITECTURES:
         raise UserError(

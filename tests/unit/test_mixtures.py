@@ -1,0 +1,165 @@
+"""Sizes of mixtures of experts: as published, as transformers builds the models, and what a plan makes of them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from vcore_ds.models.configuration import model_shape
+from vcore_ds.planning.flops import flops_of_all_weights, linear_flops_per_token
+from vcore_ds.planning.known_models import KNOWN_MODELS, MIXTURES
+from vcore_ds.planning.memory import memory_of
+from vcore_ds.planning.memory_settings import MemorySettings, active_parameters, parameter_counts
+from vcore_ds.planning.mixtures import Experts, experts_of, is_mixture
+from vcore_ds.planning.model_shape import QWEN3_32B, shape_of_config, shape_on_disk
+from vcore_ds.planning.time_model import TimeModel
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "DeepSeek-V2-Lite": dict(
+        model_type="deepseek_v2", num_hidden_layers=27, hidden_size=2048, num_attention_heads=16,
+        num_key_value_heads=16, vocab_size=102400, intermediate_size=10944, first_k_dense_replace=1,
+        q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        n_routed_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408, n_shared_experts=2,
+    ),
+    "Qwen3-Next-80B-A3B": dict(
+        model_type="qwen3_next", num_hidden_layers=48, hidden_size=2048, num_attention_heads=16,
+        num_key_value_heads=2, head_dim=256, vocab_size=151936, intermediate_size=5120, full_attention_interval=4,
+        linear_num_key_heads=16, linear_key_head_dim=128, linear_num_value_heads=32, linear_value_head_dim=128,
+        num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+    ),
+    "OLMoE-1B-7B": dict(
+        model_type="olmoe", num_hidden_layers=16, hidden_size=2048, num_attention_heads=16, num_key_value_heads=16,
+        vocab_size=50304, intermediate_size=1024, num_experts=64, num_experts_per_tok=8,
+    ),
+    "Llama-4-Scout": dict(
+        model_type="llama4_text", num_hidden_layers=48, hidden_size=5120, num_attention_heads=40,
+        num_key_value_heads=8, head_dim=128, vocab_size=202048, intermediate_size=8192, intermediate_size_mlp=16384,
+        interleave_moe_layer_step=1, num_local_experts=16, num_experts_per_tok=1,
+    ),
+}  # fmt: skip
+
+PUBLISHED = {
+    "Qwen3-30B-A3B": (30.5, 3.3),
+    "Qwen3-235B-A22B": (235.1, 22.2),
+    "DeepSeek-V3": (671.0, 37.6),
+    "DeepSeek-V2-Lite": (15.7, 2.7),
+    "gpt-oss-20b": (20.9, 4.2),  # its authors leave out the input embedding: 3.6
+    "gpt-oss-120b": (116.8, 5.7),  # 5.1
+    "GLM-4.5": (352.8, 33.6),  # 355 with the layer for multi-token prediction, which is not loaded
+    "GLM-4.5-Air": (106.9, 13.4),  # 12.2 without either embedding
+    "Mixtral-8x7B": (46.7, 12.9),
+    "Qwen3-Next-80B-A3B": (79.7, 3.9),
+    "OLMoE-1B-7B": (6.9, 1.3),
+    "Llama-4-Scout": (107.8, 17.2),
+}
+"""Billions of parameters: all, and those that a token goes through, embeddings included."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_published_mixtures(name: str) -> None:
+    """Against the published numbers, and against the model that transformers builds of the same configuration."""
+    config = dict((MIXTURES | OTHERS)[name])
+    shape = shape_of_config(config)
+    assert shape is not None and is_mixture(config)
+    total, active = (count / 1e9 for count in (parameter_counts(shape).all, active_parameters(shape)))
+    assert (total, active) == (pytest.approx(PUBLISHED[name][0], abs=0.06), pytest.approx(PUBLISHED[name][1], abs=0.06))
+    built = CONFIG_MAPPING[config.pop("model_type")](**config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(built)
+    assert total * 1e9 == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=5e-4)
+
+
+def test_every_known_mixture_is_held_against_its_published_size() -> None:
+    assert set(MIXTURES) < set(PUBLISHED)
+    assert {name for name, shape in KNOWN_MODELS.items() if shape.experts is not None} == set(MIXTURES)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V3", "gpt-oss-20b", "Qwen3-Next-80B-A3B"])
+def test_both_ways_of_reading_agree(name: str, tmp_path: Path) -> None:
+    config = dict((MIXTURES | OTHERS)[name])
+    CONFIG_MAPPING[config["model_type"]](**{k: v for k, v in config.items() if k != "model_type"}).save_pretrained(
+        tmp_path
+    )
+    from_transformers, from_json = model_shape(str(tmp_path)), shape_on_disk(str(tmp_path))
+    assert from_json is not None
+    assert replace(from_transformers, no_sequence_parallelism=None) == replace(from_json, no_sequence_parallelism=None)
+    assert replace(from_json, no_sequence_parallelism=None, unpackable=None) == replace(
+        shape_of_config(config) or QWEN3_32B, no_sequence_parallelism=None, unpackable=None
+    )
+
+
+_EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+
+
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        (_EXPERTS, Experts(12, 8, 2, 16)),
+        (_EXPERTS | {"decoder_sparse_step": 2}, Experts(6, 8, 2, 16)),
+        (_EXPERTS | {"decoder_sparse_step": 2, "mlp_only_layers": [1, 2]}, Experts(5, 8, 2, 16)),
+        (_EXPERTS | {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 9}, Experts(9, 8, 2, 16)),
+        (_EXPERTS | {"first_k_dense_replace": 3, "n_shared_experts": 2}, Experts(9, 8, 2, 16, 32)),
+        (_EXPERTS | {"moe_layer_freq": [0] + [1] * 11}, Experts(11, 8, 2, 16)),
+        (_EXPERTS | {"shared_expert_intermediate_size": 48}, Experts(12, 8, 2, 16, 48)),
+        (_EXPERTS | {"enable_moe_block": True, "intermediate_size": 64}, Experts(12, 8, 2, 16, 64)),
+        ({"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 32}, Experts(12, 4, 1, 32)),
+        (dict(moe_num_experts=4, moe_k=2, intermediate_size=32, moe_layer_start_index=1), Experts(11, 4, 2, 32)),
+        (dict(num_experts=16, num_experts_per_tok=2, intermediate_size=32, expert_layer_period=2,
+              expert_layer_offset=1), Experts(6, 16, 2, 32)),
+        ({"num_experts": [4, 8], "moe_topk": [2, 2], "moe_intermediate_size": 16}, Experts(12, 8, 2, 16)),
+        ({"num_experts": "many", "intermediate_size": 32}, None),
+    ],
+)  # fmt: skip
+def test_what_configurations_say_of_experts(config: dict[str, Any], expected: Experts | None) -> None:
+    assert experts_of(config, 12) == expected
+    assert is_mixture(config) == (expected is not None)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"intermediate_size": 32},
+        {"num_local_experts": 0, "intermediate_size": 32},  # Granite 4 without experts
+        {"num_experts": 1, "moe_topk": 1, "intermediate_size": 32},  # Hunyuan's
+        {"num_experts": None, "intermediate_size": 32},
+        _EXPERTS | {"enable_moe_block": False},
+    ],
+)
+def test_a_dense_model_of_an_architecture_that_knows_experts(config: dict[str, Any]) -> None:
+    assert experts_of(config, 12) is None
+    assert not is_mixture(config)
+
+
+def test_time_goes_by_what_tokens_go_through_and_memory_by_all_experts() -> None:
+    shape = KNOWN_MODELS["Qwen3-30B-A3B"]
+    counts = parameter_counts(shape)
+    embedding = 151936 * 2048
+    assert linear_flops_per_token(shape) == pytest.approx(2 * (active_parameters(shape) - embedding), rel=1e-3)
+    assert flops_of_all_weights(shape) == pytest.approx(2 * (counts.all - embedding), rel=1e-3)
+    # A micro-step gathers everything: nine times as many bytes for each FLOP of a token as in a dense model.
+    dense = replace(shape, experts=None)
+    ratio = TimeModel(shape, 8, 8).micro_step / TimeModel(dense, 8, 8).micro_step
+    assert ratio == pytest.approx((counts.all - 2 * embedding) / (active_parameters(shape) - 2 * embedding), rel=0.01)
+    estimate = memory_of(shape, MemorySettings(num_ranks=8, main_tokens=1024, max_live_parameters=0))
+    layer = (counts.all - 2 * embedding) / 48
+    assert estimate.persistent["parameters"] == 2 * -(-counts.all // 8)
+    assert estimate.phases["main"]["gathered parameters"] == pytest.approx(2 * 3 * layer, rel=0.01)
+
+
+def test_the_largest_layer_is_one_with_experts() -> None:
+    shape = KNOWN_MODELS["DeepSeek-V3"]
+    settings = MemorySettings(num_ranks=64, main_tokens=64, max_live_parameters=0)
+    experts = 3 * 7168 * (256 * 2048 + 2048) + 256 * 7168
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    gathered = memory_of(shape, settings).phases["main"]["gathered parameters"]
+    assert gathered == pytest.approx(2 * 3 * (experts + attention), rel=1e-3)
+
+
+def test_the_shape_of_a_language_model_within_another(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_vl_moe", "text_config": MIXTURES["Qwen3-30B-A3B"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert shape_on_disk(str(tmp_path)) == KNOWN_MODELS["Qwen3-30B-A3B"]

@@ -1,0 +1,87 @@
+"""What training refuses in a model's configuration, said before any weights are read.
+
+The model is built as a run builds it, with its adapters and its token losses but without weights, and its decoder is
+called once. So it is the code that would refuse in a run that refuses here, and `vcore-ds check`, `plan` and `train`
+say the same.
+"""
+
+from typing import Literal
+
+import torch
+from transformers import PretrainedConfig
+
+from vcore_ds.config.schema import LoraConfig
+from vcore_ds.errors import UserError
+from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
+from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.configuration import can_replace_attention, causal_lm_class, check_routing, read_config
+from vcore_ds.models.folder_check import empty_model
+from vcore_ds.models.loading import attention_name
+from vcore_ds.models.lora import add_lora
+from vcore_ds.planning.mixtures import differences_refused, is_mixture
+
+Estimator = Literal["jvp", "finite_difference"]
+
+_WITHOUT_UTILITIES = "another architecture, or a method without utilities (methods/sft.yaml)"
+
+
+def check_architecture(path: str, *, attention: str, lora: LoraConfig | None, estimator: Estimator | None) -> None:
+    """Raises UserError where training would refuse the model for its configuration; takes seconds for large models.
+
+    Args:
+        path: of a model whose configuration is on this machine.
+        attention: of the recipe, `auto` or one of Hugging Face's kernels.
+        estimator: of the utilities; None for a method without them.
+    """
+    config = read_config(path, local_files_only=True)
+    check_routing(path)
+    if estimator is not None:
+        check_estimator(path, config, estimator)
+    name = attention_name(config, attention)
+    base = empty_model(path, config, attention=name)
+    with torch.device("meta"):
+        model = TokenLossModel(base if lora is None else add_lora(base, lora))
+    if name == TRAINING_ATTENTION:
+        _call_decoder(model)
+
+
+def check_estimator(path: str, config: PretrainedConfig, estimator: Estimator) -> None:
+    """Raises UserError where the estimator cannot give this architecture's utilities, with what can."""
+    has_forward_mode, has_routing = can_replace_attention(config), is_mixture(config.get_text_config().to_dict())
+    if estimator == "finite_difference" and has_forward_mode and has_routing:
+        raise UserError(differences_refused(path))
+    if has_forward_mode or (estimator == "finite_difference" and not has_routing):
+        return
+    expected = "finite_difference (utility.estimator=finite_difference utility.epsilon=auto), or another architecture"
+    why_not = ""
+    if has_routing:
+        expected = _WITHOUT_UTILITIES
+        why_not = "; nor are finite differences right, since it is a mixture of experts, whose tokens they reroute"
+    raise UserError(
+        f"utility.estimator: found {estimator} together with model.path {path} ({causal_lm_class(config).__name__}), "
+        f"whose attention cannot be replaced by one with a forward-mode derivative{why_not}; expected {expected}"
+    )
+
+
+def advice_on_noise(config: PretrainedConfig) -> str:
+    """What to use where the noise of a finite difference is too large."""
+    if can_replace_attention(config):
+        return "Use utility.estimator=jvp, which has no epsilon and is right in this precision."
+    return (
+        "The attention of this architecture has no forward-mode derivative (jvp): use model.precision=fp32, "
+        f"{_WITHOUT_UTILITIES}."
+    )
+
+
+def _call_decoder(model: TokenLossModel) -> None:
+    """Lets the attention say what it cannot take the place of; without dropout, whose masks are made for a batch."""
+    model.eval()
+    row = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    layout = RowLayout.of([[2]], 1, row.device)
+    try:
+        with torch.no_grad():
+            model.decoder(input_ids=row, position_ids=row, use_cache=False, row_layout=layout)
+    except UserError:
+        raise
+    except Exception:  # of any class: an operation of the architecture's own that does nothing without weights
+        return
