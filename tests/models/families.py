@@ -60,9 +60,9 @@ _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "deco
 _EXPERTS = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
 _CONVOLUTIONS = ["conv", "full_attention", "conv", "full_attention"]
 _RECURRENCES = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
-_LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 22, "factor": 4.0,
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, "factor": 4.0,
              "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}  # fmt: skip
-_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 22}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _ALTERNATE = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 _GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
 _QWEN4 = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
@@ -116,14 +116,14 @@ CHANGES: dict[str, dict[str, Any]] = {
 """By model type, on top of the rules; `...` leaves a field out."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "phi3, longrope (Phi-4-mini)": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 22}),
+    "phi3, longrope (Phi-4-mini)": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16}),
     "gemma4_text, experts": (
         "gemma4_text",
         {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16},
     ),
     "gemma4_text, shared keys": ("gemma4_text", {"num_kv_shared_layers": 2, "layer_types": _ALTERNATE}),
     "gemma4_text, capped logits": ("gemma4_text", {"final_logit_softcapping": 3.0}),
-    "llama, dynamic rope": ("llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 20}),
+    "llama, dynamic rope": ("llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 16}),
     "qwen3, yarn": ("qwen3", {"rope_parameters": {**_DYNAMIC, "rope_type": "yarn"}}),
     "qwen3, tied": ("qwen3", {"tie_word_embeddings": True}),
 }

@@ -7,7 +7,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from tests.helpers.ranks import run_ranks
@@ -49,24 +49,9 @@ def read(path: Path) -> dict[str, Found]:
 
 
 def survey(name: str) -> Found:
-    """One rank, and two where that is right."""
-    found = _in_processes(name, 1, ("full", "lora", "bf16"))
-    if found.verdict != "right":
-        return found
-    on_two = _in_processes(name, 2, ("full",))
-    numbers = {f"two ranks, {what}": number for what, number in on_two.numbers.items() if not what.startswith("plain")}
-    return replace(
-        found,
-        numbers=found.numbers | numbers,
-        errors={f"two ranks, {what}": error for what, error in on_two.errors.items()},
-        late={f"two ranks, {what}": error for what, error in on_two.late.items()},
-    )
-
-
-def _in_processes(name: str, num_ranks: int, parts: Sequence[str]) -> Found:
     try:
-        return run_ranks(measure, num_ranks, name, parts, timeout_seconds=TIMEOUT_SECONDS)[0]
-    except AssertionError as error:  # a rank that failed, died or hung
+        return run_ranks(measure, 1, name, timeout_seconds=TIMEOUT_SECONDS)[0]
+    except AssertionError as error:  # the process failed, died or hung
         return Found(name, errors={"process": str(error).strip().splitlines()[-1]})
 
 
