@@ -34,6 +34,7 @@ from vcore_ds.track.step_metrics import StepMetrics
 from vcore_ds.track.trackers import start_trackers
 from vcore_ds.track.wandb_log import FINISH_SECONDS, WandbLog
 from vcore_ds.train.checkpoints import Checkpoints
+from vcore_ds.train.derivative_check import check_derivatives
 from vcore_ds.train.feed import Feed, build_feed, count_data, read_dataset, read_training_data
 from vcore_ds.train.followed import choose_followed
 from vcore_ds.train.loop import Run, RunData, RunLog, run_steps, validate
@@ -142,6 +143,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
         mark("loading the checkpoint")
         num_done = checkpoints.load(found, engine, estimator)
     check_start(engine, feed, console)
+    check_derivatives(engine, estimator, feed, console)
 
     if resumes:
         checkpoints.clear_above(num_done)

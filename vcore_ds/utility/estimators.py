@@ -149,6 +149,10 @@ class ForwardMode:
         known = jvp_losses_and_utilities(self._engine, self.direction, batches, self._batches_per_pass)
         return PlainForward(self._engine, batches, known)
 
+    def along(self, direction: Direction) -> "ForwardMode":
+        """The same estimator with another direction."""
+        return ForwardMode(self._engine, direction, self._batches_per_pass, fused=self._fused)
+
     def state(self) -> dict[str, float | None]:
         return {**self.direction.state(), "displacement": None}
 
