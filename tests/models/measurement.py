@@ -32,8 +32,9 @@ from vcore_ds.models.lora import add_lora
 from vcore_ds.models.megatron.configuration import transformer_config
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.track.console import Console
+from vcore_ds.train.derivative_check import check_derivatives
 from vcore_ds.train.model_check import check_model
-from vcore_ds.train.setup import load_model
+from vcore_ds.train.setup import build_estimator, load_model
 from vcore_ds.train.start_check import check_start
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import ForwardMode, why_not_fused
@@ -314,11 +315,16 @@ def _measure_part(found: Found, folder: Path, part: str, main: Sequence[Text], p
     engine = Engine(model, build_optimizer(model, own.optimizer), config)
     try:
         if part == "full":
+            key = "start"
             try:
                 check_start(engine, _data_of(found), Console(enabled=False))
+                key = "jvp"
+                check_derivatives(engine, build_estimator(own, engine), _data_of(found), Console(enabled=False))
             except UserError as error:
-                found.refused["start"] = message(error)
-                return
+                found.refused[key] = message(error)
+                if key == "start":
+                    return
+                has_jvp = False
         plain = plain_model(folder, rounded_to=torch.bfloat16 if is_bf16 else torch.float32)
         if part == "lora":
             plain = add_lora(plain, own.lora).double().eval()
