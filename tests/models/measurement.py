@@ -93,8 +93,8 @@ class Found:
         """`right`, `WRONG`, or `refused`, before weights are read or before the first step."""
         if {"sft", "start"} & self.refused.keys():
             return "refused"
-        # Where peft finds no adapters for a layer, that is said before the first step.
-        said_late = {what for what in self.late if what != "lora"}
+        # What can be done without is refused when the model is built, or in the first step.
+        said_late = self.late.keys() - {"lora", "fused, checkpointed"}
         return "WRONG" if self.errors or said_late or self.beyond_bounds() else "right"
 
     @property
@@ -382,4 +382,5 @@ def _compare(found: Found, part: str, ours: Measured, wanted: Expected, has_jvp:
         compare("ulysses", *ours.utilities(fused=True, sequence_parallel=2))
     prepare_for_training(ours.engine.module.base, gradient_checkpointing=True)
     compare("checkpointed separate", *ours.utilities(fused=False))
-    compare("checkpointed", *ours.utilities(fused=True))
+    with noted(found, "fused, checkpointed"):
+        compare("checkpointed", *ours.utilities(fused=True))
