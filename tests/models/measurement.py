@@ -77,7 +77,7 @@ class Found:
         transformers' own fp32 too, so three times that is allowed."""
         bound = max(BOUND, 3 * self.numbers.get("plain fp32 gradient", 0.0))
         # In bf16 a token near the boundary between two experts goes to another one, in transformers too.
-        bf16_bound = min(MIN_RANK_CORRELATION, self.numbers.get("plain bf16 rank", 1.0) - 0.01)
+        bf16_bound = 1 - max(1 - MIN_RANK_CORRELATION, 3 * (1 - self.numbers.get("plain bf16 rank", 1.0)))
 
         def is_bad(name: str, value: float) -> bool:
             if name.startswith("bf16"):

@@ -43,6 +43,11 @@ def tables(results: list[Found]) -> str:
     ]
     lines += ["|---|---|---|---|---|---|---|"]
     lines += _grouped(of_verdict["right"], _abilities, lambda found: f"`{found.name}` {found.worst:.0e}")
+    measured = [found for found in of_verdict["right"] if "bf16 fused rank" in found.numbers]
+    if measured:
+        lines += ["", "### In bf16", "", "| rank correlation with fp64 | jvp, separate | fused | transformers itself |"]
+        lines += ["|---|---|---|---|"]
+        lines += [f"| {found.name} | {' | '.join(_in_bf16(found))} |" for found in measured]
     if of_verdict["WRONG"]:
         lines += ["", "### Wrong", "", "| type | what |", "|---|---|"]
         lines += [f"| `{found.name}` | {_problem(found)} |" for found in of_verdict["WRONG"]]
@@ -75,6 +80,10 @@ def _abilities(found: Found) -> tuple[str, ...]:
     )
 
 
+def _in_bf16(found: Found) -> list[str]:
+    return [f"{found.numbers[name]:.3f}" for name in ("bf16 separate rank", "bf16 fused rank", "plain bf16 rank")]
+
+
 def _problem(found: Found) -> str:
     said = [f"{what}: {text}" for part in (found.errors, found.late) for what, text in part.items()]
     said += [f"{what} {number:.2g}" for what, number in found.beyond_bounds().items()][:4]
@@ -83,5 +92,7 @@ def _problem(found: Found) -> str:
 
 def _refusal(found: Found) -> str:
     """The message, without what belongs to one type."""
-    text = re.sub(r"model_type '[\w.-]+'|^\w+:", "TYPE", found.refused["sft"].replace("model.path: MODEL: ", ""))
+    text = found.refused.get("sft") or f"(in the check before the first step) {found.refused['start']}"
+    text = re.sub(r"model_type '[\w.-]+'|(?<=model.path: )(?!MODEL)[\w-]+:", "TYPE", text)
+    text = re.sub(r" [\d.e-]+ nats", " x nats", text)
     return re.sub(r"\(\w+For\w+\)", "(CLASS)", text).replace("|", "/").replace("`", "'")
