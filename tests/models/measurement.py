@@ -163,13 +163,12 @@ class Measured:
         """Losses, utilities, and the gradient of the main batch."""
         batches = own_batches(self.main, **{"alone": self.alone, **options})
         found = []
-        with self.engine.without_dropout():
-            forward = ForwardMode(self.engine, self.direction, fused=fused).begin(batches)
-            with self.engine.accumulation(len(batches)):
-                for k, batch in enumerate(batches):
-                    found.append(forward(k))
-                    counts = batch.num_supervised_tokens()[batch.sequence_index()]
-                    self.engine.backward((found[-1][0] / counts).sum() / len(self.main))
+        forward = ForwardMode(self.engine, self.direction, fused=fused).begin(batches)
+        with self.engine.without_dropout(), self.engine.accumulation(len(batches)):
+            for k, batch in enumerate(batches):
+                found.append(forward(k))
+                counts = batch.num_supervised_tokens()[batch.sequence_index()]
+                self.engine.backward((found[-1][0] / counts).sum() / len(self.main))
         other = Direction(self.engine)
         other.take_gradient(clip=None, optimizer="sgd", decay=0.0)
         losses, utilities = (by_sequence(batches, part) for part in zip(*found, strict=True))
@@ -177,8 +176,8 @@ class Measured:
 
     def differences(self) -> tuple[Tensor, Tensor]:
         batches = own_batches(self.main, alone=self.alone)
+        forward = FiniteDifference(self.engine, self.direction, epsilon="auto").begin(batches, measure_noise=True)
         with self.engine.without_dropout(), torch.no_grad():
-            forward = FiniteDifference(self.engine, self.direction, epsilon="auto").begin(batches, measure_noise=True)
             found = [forward(k) for k in range(len(batches))]
         losses, utilities = (by_sequence(batches, part) for part in zip(*found, strict=True))
         return losses, utilities
@@ -263,7 +262,9 @@ def noted(found: Found, what: str) -> Iterator[None]:
 
 
 def _measure(found: Found, folder: Path, parts: Sequence[str]) -> None:
-    for key, sections in (("jvp", JVP), ("finite_difference", DIFFERENCE), ("sft", SFT)):
+    checkpointing = {**SFT, "model": {"gradient_checkpointing": True}}
+    asked = {"jvp": JVP, "finite_difference": DIFFERENCE, "sft": SFT, "checkpointing": checkpointing}
+    for key, sections in asked.items():
         with noted(found, key):
             try:
                 check_model(recipe(folder, **sections))
@@ -371,8 +372,7 @@ def _compare(found: Found, part: str, ours: Measured, wanted: Expected, has_jvp:
         return
     compare("separate", *ours.utilities(fused=False))
     if why_not_fused(ours.engine) is None or part == "full":
-        with ours.engine.without_dropout():
-            compare("fused", *ours.utilities(fused=True))
+        compare("fused", *ours.utilities(fused=True))
     if part != "full":
         return
     if found.packing is None:
@@ -380,6 +380,8 @@ def _compare(found: Found, part: str, ours: Measured, wanted: Expected, has_jvp:
     if found.sequence_parallelism is None and layout.size("shards") > 1:
         layout.make_sequence_groups([2], 10)
         compare("ulysses", *ours.utilities(fused=True, sequence_parallel=2))
+    if "checkpointing" in found.refused:
+        return
     prepare_for_training(ours.engine.module.base, gradient_checkpointing=True)
     compare("checkpointed separate", *ours.utilities(fused=False))
     with noted(found, "fused, checkpointed"):

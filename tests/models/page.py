@@ -11,7 +11,7 @@ import transformers
 from tests.models.measurement import Found
 
 PAGE = "docs/models.md"
-ABILITIES = ("jvp", "difference", "LoRA", "fused", "packing", "Ulysses", "tensor")
+ABILITIES = ("jvp", "difference", "LoRA", "checkpoints", "fused", "packing", "Ulysses", "tensor")
 
 BEGIN, END = "<!-- survey: begin -->", "<!-- survey: end -->"
 
@@ -73,6 +73,7 @@ def _abilities(found: Found) -> tuple[str, ...]:
         yes["jvp" not in found.refused],
         yes["finite_difference" not in found.refused],
         yes["lora" not in found.late],
+        yes["checkpointing" not in found.refused],
         yes["fused, checkpointed" not in found.late and "jvp" not in found.refused],
         yes[found.packing is None],
         yes[found.sequence_parallelism is None],
