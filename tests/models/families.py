@@ -11,8 +11,16 @@ import re
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from vcore_ds.models.configuration import VISION_LANGUAGE
 
 VOCABULARY = 128
 FIRST_TOKEN, END_TOKEN = 10, 110
@@ -102,6 +110,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "minicpm3": {"dim_model_base": 16},
     "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 2]}}},
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "layers_block_type": _SHARED},
@@ -131,8 +140,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model_types() -> list[str]:
-    """Every type of which transformers has a causal language model."""
-    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """Every type of which transformers has a causal language model, and the vision-language models that are trained."""
+    return list(dict.fromkeys([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_LANGUAGE]))
+
+
+def auto_class(config: PretrainedConfig) -> type:
+    """What transformers loads such a checkpoint with."""
+    is_vision_language = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if is_vision_language else AutoModelForCausalLM
 
 
 def tiny_config(name: str) -> PretrainedConfig:
@@ -146,7 +161,7 @@ def tiny_config(name: str) -> PretrainedConfig:
 def tiny_model(config: PretrainedConfig, seed: int = 0) -> torch.nn.Module:
     """A model in fp32, with random parameters."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_class(config).from_config(config, dtype=torch.float32)
     _spread(model)
     return model
 
@@ -225,8 +240,3 @@ def _spread(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("bias") and buffer.is_floating_point():  # by which some mixtures balance their experts
             buffer.normal_(0, 0.2)
-
-
-def causal_lm_class(model_type: str) -> str:
-    """The class that transformers makes of a type."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]].__name__

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from tests.helpers import step_runs, tiny
 from tests.models import families
@@ -228,7 +229,9 @@ def measure(name: str, parts: Sequence[str] = ("full", "lora", "bf16")) -> Found
         with noted(found, "build"):
             write(name, folder)
             layout.gather_objects("job", None)
-        if not found.errors:
+        if "build" in found.errors:
+            _read_default_configuration(found, folder)
+        else:
             _measure(found, folder, parts)
         layout.gather_objects("job", None)
     return found
@@ -241,6 +244,16 @@ def write(name: str, folder: Path) -> None:
     config = families.tiny_config(name)
     families.tiny_model(config).save_pretrained(folder)
     config.save_pretrained(folder)  # the whole one, where the language model has a part of it for its own
+
+
+def _read_default_configuration(found: Found, folder: Path) -> None:
+    """Where no tiny model can be made, its type may be one that is refused."""
+    try:
+        CONFIG_MAPPING[found.name]().save_pretrained(folder)
+        read_config(str(folder))
+    except UserError as error:
+        found.refused["sft"] = message(error)
+        del found.errors["build"]
 
 
 def message(error: UserError) -> str:

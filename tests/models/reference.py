@@ -11,7 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
+
+from tests.models.families import auto_class
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Expected:
 def plain_model(folder: Path, *, rounded_to: torch.dtype = torch.float32) -> nn.Module:
     """The stored model in fp64, its parameters rounded to a precision first."""
     options = dict(attn_implementation="eager", experts_implementation="eager", dtype=torch.float64)
-    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    model = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, **options).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(rounded_to).double()
     return model
