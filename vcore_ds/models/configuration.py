@@ -104,8 +104,10 @@ def _check_sizes(path: str, raw: dict[str, Any]) -> None:
 def _check_kind(path: str, config: PretrainedConfig) -> None:
     if config.is_encoder_decoder:
         kind = "an encoder and a decoder (seq2seq)"
-    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+    elif _may_be_encoder(config) and not getattr(config, "is_decoder", False):
         kind = "an encoder, whose tokens see those behind them"
+    elif config.model_type == "hrm_text":
+        kind = "a model that runs each of its layers several times in a forward, which ZeRO-3 does not differentiate"
     elif type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "modernbert-decoder":
         kind = "a decoder with more than an output embedding between its hidden states and its logits"
     elif is_vision_language(config):
@@ -120,6 +122,11 @@ def _check_kind(path: str, config: PretrainedConfig) -> None:
     else:
         return
     raise bad_config(path, f"model_type {config.model_type!r} is {kind}; {_EXPECTED}")
+
+
+def _may_be_encoder(config: PretrainedConfig) -> bool:
+    """Whether the architecture is a decoder only where its configuration says so."""
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "bert-generation"
 
 
 def _check_heads(path: str, config: PretrainedConfig) -> None:
