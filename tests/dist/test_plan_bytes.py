@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.measured_bytes import measure_all
 from tests.helpers.ranks import run_ranks
-from tests.helpers.scaled_model import CASES, MODEL, NUM_RANKS, Case, recipe_of, scaled_shape, write_scaled_model
+from tests.helpers.scaled_model import CASES, NUM_RANKS, Case, recipe_of, scaled_shape, write_scaled_model
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.gpus import GPUS, Cluster
@@ -57,7 +57,7 @@ def compare(folder: Path, measured: Sequence[Mapping[str, Any]]) -> list[Compari
 
 
 def _compare(case: Case, folder: Path, measured: Mapping[str, Any]) -> Iterator[Comparison]:
-    shape = shape_on_disk(str(folder / MODEL))
+    shape = shape_on_disk(str(folder / case.model))
     assert shape is not None
     recipe = recipe_of(case, folder)
     plan = plan_batch(recipe, NUM_RANKS, shape, ranks_per_node=NUM_RANKS)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.config.schema import Recipe
@@ -18,7 +18,7 @@ NUM_RANKS = 2
 NUM_TOKENS = 1024
 """Tokens of a micro-batch on each rank."""
 
-MODEL, DEEPSPEED_JSON = "model", "deepspeed.json"
+MODEL, MIXTURE, DEEPSPEED_JSON = "model", "mixture", "deepspeed.json"
 
 _HEAD_DIM = 16
 _NUM_LAYERS = 4
@@ -43,6 +43,8 @@ class Case:
     checkpoints: bool = False
     packed: bool = False
     sequence_parallel: int = 1
+    model: str = MODEL
+    """Its folder."""
 
     @property
     def lengths(self) -> list[int]:
@@ -58,6 +60,7 @@ CASES = (
     Case("checkpoints", checkpoints=True),
     Case("packed", checkpoints=True, packed=True),
     Case("k = 2", checkpoints=True, sequence_parallel=2),
+    Case("experts", checkpoints=True, model=MIXTURE),
 )
 
 
@@ -100,14 +103,28 @@ def config_of(shape: ModelShape, kind: type[PretrainedConfig], **more: Any) -> P
 
 
 def write_scaled_model(large: ModelShape, folder: Path) -> None:
-    """The small model with random weights, a Qwen3, or where heads are not normalized a Llama; and the shipped
-    DeepSpeed JSON for large models, with sizes as much smaller as the layers are."""
+    """The small model with random weights, a Qwen3, or where heads are not normalized a Llama; one with experts; and
+    the shipped DeepSpeed JSON for large models, with sizes as much smaller as the layers are."""
     small = scaled_shape(large)
     config = config_of(
         small, Qwen3Config if small.normalizes_heads else LlamaConfig, max_position_embeddings=8 * NUM_TOKENS
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / MODEL)
+    with_experts = Qwen3MoeConfig(
+        num_hidden_layers=_NUM_LAYERS,
+        hidden_size=64,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=_HEAD_DIM,
+        moe_intermediate_size=48,
+        num_experts=16,
+        num_experts_per_tok=4,
+        vocab_size=_VOCABULARY_SIZE,
+        max_position_embeddings=8 * NUM_TOKENS,
+        tie_word_embeddings=False,
+    )
+    AutoModelForCausalLM.from_config(with_experts).save_pretrained(folder / MIXTURE)
     deepspeed = json.loads((SHIPPED_DEEPSPEED_CONFIGS / "zero3_bf16_large.json").read_text(encoding="utf-8"))
     zero = deepspeed["zero_optimization"]
     for key in _SIZES:
@@ -119,7 +136,7 @@ def recipe_of(case: Case, folder: Path) -> Recipe:
     """VCORE by jvp in bf16, with a probe batch half as large as the main one, on what `write_scaled_model` wrote."""
     sections: dict[str, dict[str, Any] | None] = {
         "method": {"kl_budget": 0.005},
-        "model": {"path": str(folder / MODEL), "gradient_checkpointing": case.checkpoints},
+        "model": {"path": str(folder / case.model), "gradient_checkpointing": case.checkpoints},
         "lora": {"rank": 4, "alpha": 8} if case.lora else None,
         "data": {"train_path": "none", "cutoff_length": max(case.lengths)},
         "batch": {

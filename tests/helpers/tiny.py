@@ -29,7 +29,9 @@ def qwen3(*, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int =
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def mixture(kind: str = "qwen3_moe", *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+def mixture(
+    kind: str = "qwen3_moe", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
     """A mixture of six experts a layer, two for each token; the first layer is dense.
 
     Args:
@@ -48,9 +50,7 @@ def mixture(kind: str = "qwen3_moe", *, seed: int = 0, **changes: Any) -> PreTra
                       v_head_dim=8, n_routed_experts=6, n_group=2, topk_group=1, n_shared_experts=1,
                       first_k_dense_replace=1)  # fmt: skip
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        CONFIG_MAPPING[kind](**{**sizes, **changes}, use_cache=False), dtype=torch.float32
-    )
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**sizes, **changes}, use_cache=False), dtype=dtype)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.05)
@@ -83,7 +83,7 @@ def token_loss_model(
     **kwargs,
 ) -> TokenLossModel:
     """`mixture_of`: kind of a mixture, instead of a Qwen3."""
-    model = qwen3(tied=tied, **kwargs) if mixture_of is None else mixture(mixture_of)
+    model = qwen3(tied=tied, **kwargs) if mixture_of is None else mixture(mixture_of, **kwargs)
     model.set_attn_implementation(TRAINING_ATTENTION)
     model.set_experts_implementation(OUR_EXPERTS)
     if checkpointing:

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from vcore_ds.models.configuration import model_shape
 from vcore_ds.planning.flops import flops_of_all_weights, linear_flops_per_token
@@ -90,6 +93,21 @@ def test_both_ways_of_reading_agree(name: str, tmp_path: Path) -> None:
     assert replace(from_json, no_sequence_parallelism=None, unpackable=None) == replace(
         shape_of_config(config) or QWEN3_32B, no_sequence_parallelism=None, unpackable=None
     )
+
+
+NO_EXPERTS_BY_DEFAULT = {"bamba", "dots1", "gemma4", "gemma4_text", "hunyuan_v1_moe", "doge"}
+"""Architectures that know experts, and whose default configuration has none (`bamba` has none at all)."""
+
+
+def test_every_architecture_with_experts_is_known_for_one() -> None:
+    """A mixture under a name that is not known would be sized as a dense model, and given finite differences."""
+    models, unknown = Path(transformers.__file__).parent / "models", set()
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        source = models / model_type_to_module_name(kind)
+        has_experts = any("expert" in file.read_text().lower() for file in source.glob("modeling_*.py"))
+        if has_experts and not is_mixture(CONFIG_MAPPING[kind]().get_text_config().to_dict()):
+            unknown.add(kind)
+    assert unknown == NO_EXPERTS_BY_DEFAULT
 
 
 _EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)

@@ -46,8 +46,8 @@ def test_every_training_of_the_papers_tables_has_a_recipe() -> None:
     names = {path.relative_to(FOLDER).with_suffix("").as_posix() for path in RECIPES}
     lora = {f"{model}_{task}_lora" for model, task in product(QWEN3 + OTHERS, ("math", "code"))}
     full = {f"{model}_{task}_full" for model, task in product(QWEN3, ("math", "code"))}
-    shared = {"qwen3_32b_math_full_tensor8"}
-    assert names == {"quickstart"} | lora | full | shared | {f"paper/{name}" for name in lora}
+    others = {"qwen3_32b_math_full_tensor8", "qwen3_30b_a3b_math_full", "qwen3_30b_a3b_math_lora"}
+    assert names == {"quickstart"} | lora | full | others | {f"paper/{name}" for name in lora}
     assert {path.stem for path in (FOLDER / "presets").glob("*")} == set(PRESETS)
     assert {path.stem for path in (FOLDER / "methods").glob("*")} == set(METHODS)
     names = {path.stem for path in DEEPSPEED_CONFIGS}
@@ -214,6 +214,7 @@ PATHS = {
     "qwen3_4b": "Qwen/Qwen3-4B",
     "qwen3_8b": "Qwen/Qwen3-8B",
     "qwen3_32b": "Qwen/Qwen3-32B",
+    "qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B",
     "llama3.1_8b_instruct": "meta-llama/Llama-3.1-8B-Instruct",
     "mistral_7b_instruct_v0.3": "mistralai/Mistral-7B-Instruct-v0.3",
 }
@@ -245,7 +246,7 @@ def test_the_papers_training_hyperparameters(path: Path) -> None:
     recipe = load(path)
     name, _, tensor = path.stem.partition("_tensor")
     model, task, kind = name.rsplit("_", 2)
-    is_qwen3 = model in QWEN3
+    is_qwen3 = model.startswith("qwen3")
     assert recipe.model.path == PATHS[model] and recipe.model.precision == "bf16"
     assert (recipe.batch.global_size, recipe.probe.batch_size, recipe.run.seed) == (32, 32, 42)
     assert (recipe.optimizer.name, recipe.optimizer.learning_rate) == ("adamw", 2e-5 if is_qwen3 else 2e-4)

@@ -33,6 +33,7 @@ def check_architecture(path: str, *, attention: str, lora: LoraConfig | None, es
         attention: of the recipe, `auto` or one of Hugging Face's kernels.
         estimator: of the utilities; None for a method without them.
     """
+    check_routing(path)
     config = read_config(path, local_files_only=True)
     check_routing(path)
     if estimator is not None:

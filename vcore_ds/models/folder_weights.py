@@ -21,10 +21,10 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from vcore_ds.files.model_folder import auto_class
 from vcore_ds.files.safetensors_ranges import DTYPES, StoredTensor
 from vcore_ds.models.configuration import read_config
 from vcore_ds.models.folder_check import empty_model
+from vcore_ds.models.language_model import auto_class
 from vcore_ds.models.stored_weights import find_places, read_headers
 
 

@@ -10,7 +10,7 @@ runs, so they can as well be replaced by copies in fp32 or fp64, and activations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -126,7 +126,7 @@ class _TangentGatherer:
         self._direction, self._precision, self._with_graph = direction, precision, with_graph
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._replaced_modules: list[nn.Module] = []
-        self._linears: list[nn.Linear] = []
+        self._replaced_forwards: list[nn.Module] = []
         self._were_dual: set[int] = set()
         self._whole: dict[int, Tensor] = {}
         self._in_flight: dict[int, layout.PendingGather | None] = {}
@@ -136,6 +136,10 @@ class _TangentGatherer:
         groups = self._direction.groups
         group_of = {id(p): number for number, (_, parameters) in enumerate(groups) for p in parameters}
         owned = {id(owner): number for number, (owner, _) in enumerate(groups)}
+        for module in engine.module.modules():
+            is_linear = type(module) in (nn.Linear, BaseLinear)
+            if isinstance(module, nn.Linear) and is_linear and "forward" not in module.__dict__:
+                self._replace_forward(module, partial(_dual_linear, module))
         for unit, modules in _units(engine.module):
             readers = [m for m in modules if any(self._precision or id(p) in group_of for p in m.parameters(False))]
             if not readers:
@@ -146,15 +150,11 @@ class _TangentGatherer:
                 prefetch = number + 1 if number == owned.get(id(unit)) and number + 1 < len(groups) else None
                 self._handles.append(unit.register_forward_pre_hook(self._gather_hook(number, prefetch)))
             self._replaced_modules += readers
-            self._handles.append(unit.register_forward_pre_hook(partial(self._replace_all, readers)))
-            self._handles.append(unit.register_forward_hook(partial(self._put_back_all, readers)))
+            # No forward hook: a dual parameter is a view of it, of which the backward has to be through before ZeRO-3
+            # reduces the layer's gradients. That happens behind what PyTorch, after all hooks, makes of the input.
+            self._replace_forward(unit, partial(self._with_duals, readers, unit.forward))
             for number in needed:
                 self._handles.append(unit.register_forward_hook(self._release_hook(number)))
-        for module in engine.module.modules():
-            is_linear = type(module) in (nn.Linear, BaseLinear)
-            if isinstance(module, nn.Linear) and is_linear and "forward" not in module.__dict__:
-                self._linears.append(module)
-                module.forward = partial(_dual_linear, module)  # type: ignore[method-assign]  # on the instance
 
     def check_all_were_dual(self, engine: Engine) -> None:
         """Raises UserError where a parameter with a direction was in no module that ran: its part of all utilities
@@ -173,11 +173,12 @@ class _TangentGatherer:
             handle.remove()
         for module in self._replaced_modules:  # the forward may have raised between the hooks
             self._put_back(module)
-        for layer in self._linears:
-            del layer.forward  # the instance's; the class's is in effect again
+        for module in self._replaced_forwards:
+            del module.forward  # the instance's; the class's is in effect again
         for pending in filter(None, self._in_flight.values()):
             pending.wait()  # started on every rank, so it ends; otherwise it would meet the next collective
-        self._handles, self._replaced_modules, self._linears, self._in_flight, self._whole = [], [], [], {}, {}
+        self._handles, self._replaced_modules, self._replaced_forwards = [], [], []
+        self._in_flight, self._whole = {}, {}
 
     def _gather_hook(self, number: int, prefetch: int | None) -> Callable[[nn.Module, object], None]:
         def gather(module: nn.Module, _: object) -> None:
@@ -196,13 +197,19 @@ class _TangentGatherer:
 
         return release
 
-    def _replace_all(self, modules: Sequence[nn.Module], *_: object) -> None:
-        for module in modules:
-            self._replace(module)
+    def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """On the instance."""
+        if "forward" not in module.__dict__:
+            self._replaced_forwards.append(module)
+        module.forward = forward  # type: ignore[method-assign]
 
-    def _put_back_all(self, modules: Sequence[nn.Module], *_: object) -> None:
-        for module in modules:
+    def _with_duals(self, readers: Sequence[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for module in readers:
+            self._replace(module)
+        result = forward(*args, **kwargs)
+        for module in readers:
             self._put_back(module)
+        return result
 
     def _replace(self, module: nn.Module) -> None:
         # An attribute of the instance hides the parameter of the same name: nn.Module looks there first.

@@ -7,6 +7,7 @@ from vcore_ds.commands.plan.columns import Column, Columns
 from vcore_ds.planning.batch_plan import Part
 from vcore_ds.planning.gpus import GPUS, Achieved, Cluster
 from vcore_ds.planning.memory import Phase
+from vcore_ds.planning.memory_settings import active_parameters
 from vcore_ds.planning.plan_text import plan_verdict
 from vcore_ds.planning.run_plan import RunPlan
 from vcore_ds.units import gib
@@ -17,10 +18,11 @@ _PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "
 
 def describe(found: Columns) -> str:
     """The table, with what it assumes below."""
+    plan = found.columns[0].plan
+    routed = f" ({active_parameters(plan.shape):,} of them for each token)" if plan.shape.experts is not None else ""
     lines = [
         f"Plan: {found.recipe_name} on {found.cluster.describe()}",
-        f"Model: {found.model}: {found.columns[0].plan.counts.all:,} parameters, "
-        f"{found.columns[0].plan.counts.trained:,} trained",
+        f"Model: {found.model}: {plan.counts.all:,} parameters{routed}, {plan.counts.trained:,} trained",
         f"Batch: {found.columns[-1].plan.batch.describe()}",
         "",
         *_table(found),
@@ -167,6 +169,11 @@ def _assumptions(found: Columns) -> Iterator[str]:
         targets = {column.plan.recipe.lora.target_modules for column in found.columns if column.plan.recipe.lora}
         if targets != {"all-linear"}:
             yield "Assumed: adapters on all linear layers and on no experts, although lora.target_modules lists some"
+    if any(column.plan.shape.experts is not None for column in found.columns):
+        yield (
+            "Assumed: every GPU gathers all experts of a layer, since there is no expert parallelism; tokens go to the "
+            "experts evenly"
+        )
     tensor = sorted({column.plan.batch.tensor for column in found.columns} - {1})
     if tensor:
         yield (
@@ -210,6 +217,7 @@ def _numbers(plan: RunPlan) -> dict[str, Any]:
     return {
         "parameters": plan.counts.all,
         "trained_parameters": plan.counts.trained,
+        "active_parameters": active_parameters(plan.shape),
         "memory_bytes": {
             "persistent": dict(estimate.persistent),
             "phases": {phase: dict(kinds) for phase, kinds in estimate.phases.items()},
