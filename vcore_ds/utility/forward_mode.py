@@ -212,7 +212,7 @@ class _TangentGatherer:
             self._replace_all(modules)
             return forward(*args, **kwargs)
 
-        unit.forward = replaced  # type: ignore[method-assign]  # on the instance
+        unit.forward = replaced  # on the instance
         self._layers.append(unit)
 
     def _replace_all(self, modules: Sequence[nn.Module], *_: object) -> None:
