@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vcore_ds.distributed.device import device
-from vcore_ds.models.attention import MAX_KERNEL_HEAD_DIM, RowLayout, causal_attention
+from vcore_ds.models.attention import MAX_KERNEL_HEAD_DIM, RowLayout, Scoring, causal_attention
 from vcore_ds.models.block_attention import block_attention
 
 Timed = Callable[[Callable[[], object], int], float]
@@ -34,7 +34,7 @@ def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Time
             block_attention(*parts, tuple(x[:, :, columns] for x in tangents), scale=scale)
 
     ways: dict[str, Callable[[], object]] = {
-        "plain forward": lambda: causal_attention(*primals, layout, scale, None),
+        "plain forward": lambda: causal_attention([*primals, None], layout, Scoring(scale)),
         "with tangents, in blocks": in_blocks,
     }
     found: dict[str, Any] = {}

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers import tiny
+from tests.helpers.mixtures import write_mixture
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import CHATML, make_tokenizer
@@ -32,13 +33,16 @@ pytestmark = pytest.mark.dist
 MAX_FILE_BYTES = {"fp32": 30_000, "bf16": 15_000}
 PROMPT = torch.randint(0, 256, (1, 21), generator=torch.Generator().manual_seed(1))
 LORA = {"rank": 4, "alpha": 12.0, "dropout": 0.05}
+ON_EXPERTS = {"rank": 4, "alpha": 12.0, "target_modules": ["all-linear", "experts"]}
 CASES: dict[str, dict[str, Any]] = {
-    "full, untied, fp32": {"precision": "fp32", "tied": False},
-    "full, tied, fp32": {"precision": "fp32", "tied": True},
-    "full, untied, bf16": {"precision": "bf16", "tied": False},
-    "full, tied, bf16": {"precision": "bf16", "tied": True},
-    "lora, untied, fp32": {"precision": "fp32", "tied": False, "lora": LORA},
-    "lora, tied, bf16": {"precision": "bf16", "tied": True, "lora": LORA},
+    "full, untied, fp32": {"precision": "fp32", "base": "untied"},
+    "full, tied, fp32": {"precision": "fp32", "base": "tied"},
+    "full, untied, bf16": {"precision": "bf16", "base": "untied"},
+    "full, tied, bf16": {"precision": "bf16", "base": "tied"},
+    "lora, untied, fp32": {"precision": "fp32", "base": "untied", "lora": LORA},
+    "lora, tied, bf16": {"precision": "bf16", "base": "tied", "lora": LORA},
+    "full, mixture, bf16": {"precision": "bf16", "base": "mixture"},
+    "lora, mixture, fp32": {"precision": "fp32", "base": "mixture", "lora": ON_EXPERTS},
 }
 FULL = [name for name in CASES if name.startswith("full")]
 ADAPTED = [name for name in CASES if name.startswith("lora")]
@@ -59,9 +63,9 @@ class Outcome:
     """The messages of all ranks when one of them cannot write its file."""
 
 
-def make_recipe(folder: Path, name: str, *, precision: str, tied: bool, lora: dict | None = None) -> Recipe:
+def make_recipe(folder: Path, name: str, *, precision: str, base: str, lora: dict | None = None) -> Recipe:
     return Recipe(
-        model={"path": str(folder / ("tied" if tied else "untied")), "precision": precision},
+        model={"path": str(folder / base), "precision": precision},
         method={"kl_budget": 0.05},
         lora=lora,
         data={"train_path": str(folder / "train.jsonl"), "cache_dir": str(folder / "cache")},
@@ -144,6 +148,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome
         model.save_pretrained(folder / kind)
         tokenizer.save_pretrained(folder / kind)
         (folder / kind / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    write_mixture(folder / "mixture", "deepseek_v3", torch.bfloat16)
+    (folder / "mixture" / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
     write_conversations(folder / "train.jsonl", sums(range(12)))
     for precision in ("fp32", "bf16"):
         config = tiny.deepspeed_config(bf16=precision == "bf16", persistence_threshold=500)
@@ -163,8 +169,7 @@ def logits(model) -> Tensor:
 
 
 def base_of(name: str, folder: Path, dtype: torch.dtype):
-    kind = "tied" if CASES[name]["tied"] else "untied"
-    return AutoModelForCausalLM.from_pretrained(folder.parent / kind, dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(folder.parent / CASES[name]["base"], dtype=dtype)
 
 
 def largest_difference(found: Tensor, expected: Tensor) -> float:
@@ -199,9 +204,10 @@ def test_small_files_come_from_both_ranks_and_hold_the_same(outcomes, name):
     whole, small = stored(folder / "model"), stored(folder / "small")
     assert whole.keys() == small.keys()
     assert all(torch.equal(whole[key], small[key]) for key in whole)
+    assert whole.keys() == stored(folder.parent / CASES[name]["base"]).keys()
     index = json.loads((folder / "small" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == whole.keys()
-    assert ("lm_head.weight" in whole) is not CASES[name]["tied"]
+    assert ("lm_head.weight" in whole) is not (CASES[name]["base"] == "tied")
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -234,6 +240,12 @@ def test_tokenizer_and_settings_are_beside_the_weights(outcomes, name):
         base = json.loads((folder.parent.parent / "untied" / "config.json").read_text())
         assert json.loads((folder / "config.json").read_text())["use_cache"] == base["use_cache"]
     assert not list(folder.parent.glob("*.unfinished"))
+
+
+def test_a_mixture_says_at_its_start_what_is_not_trained(outcomes):
+    for name in CASES:
+        said = "2 of 4 experts for a token; no auxiliary loss" in (outcomes[0][name].folder / "start.txt").read_text()
+        assert said is (CASES[name]["base"] == "mixture")
 
 
 @pytest.mark.parametrize("name", ADAPTED)

@@ -14,6 +14,8 @@ from tests.helpers.allocations import Allocations
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.distributed import layout
+from vcore_ds.errors import UserError
+from vcore_ds.train.derivative_check import TOLERANCE, along_own_gradient
 from vcore_ds.train.settings import step_settings
 from vcore_ds.train.setup import build_estimator
 from vcore_ds.train.step import take_direction
@@ -33,6 +35,8 @@ class Pass:
     packed: bool = False
     sequence_parallel: int = 1
     tied: bool = False
+    mixture_of: str | None = None
+    """Kind of a mixture, see `tiny.mixture`."""
     tensor: int = 1
     """Tensor-parallel degree, in megatron-core's parallel layers."""
     kernel_norm: bool = False
@@ -48,7 +52,7 @@ class Pass:
             options = dict(lora=self.lora, checkpointing=self.checkpointing, norm_class=norm_class)
             return megatron.parallel_model(plain, **options)
         options = dict(lora=self.lora, checkpointing=self.checkpointing, tied=self.tied, dtype=dtype)
-        return tiny.token_loss_model(**options, **sizes)
+        return tiny.token_loss_model(mixture_of=self.mixture_of, **options, **sizes)
 
 
 PASSES = {
@@ -61,6 +65,8 @@ PASSES = {
     ),
     "full, bf16": Pass(precision="bf16"),
     "full, bf16, checkpointed": Pass(precision="bf16", checkpointing=True),
+    "mixture, packed": Pass(mixture_of="qwen3_moe", packed=True),
+    "mixture, bf16, checkpointed": Pass(mixture_of="deepseek_v3", precision="bf16", checkpointing=True),
     "lora": Pass(lora=True),
     "lora, checkpointed, row of 2 ranks": Pass(lora=True, checkpointing=True, sequence_parallel=2),
     "lora, tied, packed, row of 2 ranks": Pass(lora=True, tied=True, packed=True, sequence_parallel=2),
@@ -143,13 +149,56 @@ def tangents_and_shards() -> list[tuple[int, int]]:
     return found
 
 
-def on_one_rank() -> tuple[list[str | None], list[tuple[int, int]]]:
-    return other_attention_and_dropout(), tangents_and_shards()
+def on_one_rank() -> tuple[list[str | None], list[tuple[int, int]], dict[str, tuple[float, float]], str]:
+    return other_attention_and_dropout(), tangents_and_shards(), both_modes(), outside_its_module()
 
 
 @pytest.fixture(scope="module")
-def found_on_one_rank() -> tuple[list[str | None], list[tuple[int, int]]]:
+def found_on_one_rank() -> tuple[list[str | None], list[tuple[int, int]], dict[str, tuple[float, float]], str]:
     return run_ranks(on_one_rank, 1)[0]
+
+
+def both_modes() -> dict[str, tuple[float, float]]:
+    """The squared norm of a gradient, and the derivative along it, of a right model and of one in which forward mode
+    loses the tangents of some activations."""
+    found = {}
+    for name in ("right", "wrong"):
+        recipe = step_runs.recipe()
+        model = tiny.token_loss_model(mixture_of="qwen3_moe")
+        if name == "wrong":
+            model.layers[1].register_forward_hook(lambda module, _, output: forward_ad.unpack_dual(output).primal)
+        engine = step_runs.make_engine(model, recipe)
+        found[name] = along_own_gradient(engine, build_estimator(recipe, engine), tiny.rows(1))
+        engine.close()
+    return found
+
+
+def test_reverse_mode_checks_forward_mode(found_on_one_rank) -> None:
+    modes = found_on_one_rank[2]
+    expected, found = modes["right"]
+    assert found == pytest.approx(expected, rel=1e-6)
+    expected, found = modes["wrong"]
+    assert abs(found / expected - 1) > 100 * TOLERANCE[torch.float32]
+
+
+def outside_its_module() -> str:
+    """What is said where a parent outside the layers reads the weight of a child that never runs."""
+    recipe, model = step_runs.recipe(), tiny.token_loss_model()
+    model.decoder.scale = torch.nn.Conv1d(1, 1, 1, bias=False)
+    model.decoder.norm.register_forward_hook(lambda *of: of[-1] * model.decoder.scale.weight.squeeze())
+    engine = step_runs.make_engine(model, recipe, persistence_threshold=100)
+    estimator = build_estimator(recipe, engine)
+    try:
+        along_own_gradient(engine, estimator, tiny.rows(1))
+    except UserError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "no error"
+
+
+def test_a_parameter_that_carries_no_tangent_is_named(found_on_one_rank) -> None:
+    assert "reads causal_lm.model.scale.weight outside the module that has it" in found_on_one_rank[3]
 
 
 def test_on_one_rank_tangents_are_the_direction_itself(found_on_one_rank) -> None:
@@ -197,9 +246,10 @@ def peak_bytes(case: Pass, **changes: int) -> dict[str, int]:
     return found
 
 
-def peaks() -> dict[tuple[bool, bool], dict[str, int]]:
-    cases = product((False, True), repeat=2)
-    return {case: peak_bytes(Pass(*case, precision="bf16")) for case in cases}
+def peaks() -> dict[Pass, dict[str, int]]:
+    cases = [Pass(lora, checkpointing, "bf16") for lora, checkpointing in product((False, True), repeat=2)]
+    cases += [Pass(checkpointing=kept, precision="bf16", mixture_of="qwen3_moe") for kept in (False, True)]
+    return {case: peak_bytes(case) for case in cases}
 
 
 def test_memory_stays_within_five_percent_of_the_main_pass() -> None:

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 from scipy.stats import spearmanr
 from torch import Tensor
@@ -21,7 +22,7 @@ from tests.unit.test_attention import CONFIGS
 from vcore_ds.data.batches import IGNORED_LABEL, Batch
 from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
+from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.sequence_exchange import gather_losses, own_columns
 from vcore_ds.planning.spread import possible_degrees
@@ -104,30 +105,42 @@ CASES = {
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
-def model_deviations(name: str) -> dict[int, tuple[float, float]]:
-    """Worst deviation of losses and gradients from those of a rank by itself, by degree."""
+def model_deviations(name: str) -> dict[int, tuple[float, float, float]]:
+    """Worst deviation of losses, gradients and utilities from those of a rank by itself, by degree."""
     torch.manual_seed(0)
     model = TokenLossModel(AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=TRAINING_ATTENTION))
     trained = list(model.parameters())
     losses: dict[int, Tensor] = {}
     gradients: dict[int, Tensor] = {}
+    utilities: dict[int, Tensor] = {}
+    direction = {key: torch.randn_like(value) for key, value in model.named_parameters()}
     for k in possible_degrees(layout.size("shards"), model.base.config.num_attention_heads):
         batch = tiny.packed(tiny.rows(3), [0, 1, 2], k)
         targets = batch.targets()
-        own = model(
+        arguments = (
             own_columns(batch.input_ids, k),
             own_columns(targets, k),
             own_columns(batch.position_ids(), k),
             RowLayout.of(batch.sequence_lengths(), k, torch.device("cpu")),
         )
-        losses[k] = gather_losses(own, targets != IGNORED_LABEL, k)
+        losses[k] = gather_losses(model(*arguments), targets != IGNORED_LABEL, k)
         weight = torch.linspace(0.5, 1.5, len(losses[k]))
         gradient = torch.cat([g.flatten() for g in torch.autograd.grad((losses[k] * weight).sum(), trained)])
         # Ranks sum their gradients as ZeRO-3 does; at k = 1 each has the whole one.
         dist.all_reduce(gradient)
         gradients[k] = gradient * k / dist.get_world_size()
+        model.base.config._attn_implementation = FORWARD_MODE_ATTENTION
+        with torch.no_grad(), forward_ad.dual_level():
+            duals = {key: forward_ad.make_dual(x.detach(), direction[key]) for key, x in model.named_parameters()}
+            of_rank = torch.func.functional_call(model, duals, arguments)
+            utilities[k] = forward_ad.unpack_dual(gather_losses(of_rank, targets != IGNORED_LABEL, k)).tangent
+        model.base.config._attn_implementation = TRAINING_ATTENTION
     return {
-        k: (float((losses[k] - losses[1]).abs().max()), step_runs.relative_error(gradients[k], gradients[1]))
+        k: (
+            float((losses[k] - losses[1]).detach().abs().max()),
+            step_runs.relative_error(gradients[k], gradients[1]),
+            step_runs.relative_error(utilities[k], utilities[1]),
+        )
         for k in losses
         if k > 1
     }
@@ -220,7 +233,7 @@ def exchanges(sequence_parallel: int) -> dict[str, dict[str, list[int]]]:
     return found
 
 
-def on_three_ranks(name: str) -> dict[int, tuple[float, float]]:
+def on_three_ranks(name: str) -> dict[int, tuple[float, float, float]]:
     layout.make_sequence_groups([3], timeout_minutes=5)
     return model_deviations(name)
 
@@ -262,9 +275,9 @@ def test_models(of_ranks, name: str) -> None:
     for rank, deviations in enumerate(every_rank):
         print(f"rank {rank}: {deviations}")
         assert deviations
-        for losses, gradients in deviations.values():
+        for losses, gradients, utilities in deviations.values():
             assert losses < 1e-6 * 5  # nats, of losses near 5
-            assert gradients < 1e-5
+            assert max(gradients, utilities) < 1e-5
 
 
 def test_dropout_is_the_same_at_every_degree_and_number_of_ranks(of_ranks) -> None:

@@ -30,10 +30,13 @@ CASES = {
     "lora, checkpointed, merged passes": Case(
         lora=True, checkpointing=True, batches_per_utility_pass=2, sections=SEPARATE
     ),
-    "mixture": Case(mixture_of="qwen3_moe", coalesce=True),
+    "mixture, idle experts": Case(mixture_of="qwen3_moe, idle experts", coalesce=True),
     "mixture, checkpointed, separate passes": Case(mixture_of="deepseek_v3", checkpointing=True, sections=SEPARATE),
     "mixture, latent attention, checkpointed": Case(mixture_of="deepseek_v3", checkpointing=True),
-    "mixture, lora": Case(mixture_of="deepseek_v3", lora=True),
+    "mixture, lora on experts": Case(mixture_of="deepseek_v3", lora=True),
+    "mixture, idle experts, lora on experts, checkpointed": Case(
+        mixture_of="qwen3_moe, idle experts", lora=True, checkpointing=True
+    ),
     "finite difference": Case(sections=FINITE_DIFFERENCE),
     "finite difference, lora, checkpointed": Case(lora=True, checkpointing=True, sections=FINITE_DIFFERENCE),
     "token normalization, fixed temperature": Case(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.test_attention import SCALE, inputs, unfused, visible
+from tests.unit.test_attention import SCALE, drawn_sinks, inputs, unfused, visible
 from vcore_ds.models.attention import RowLayout
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -20,31 +20,40 @@ TILES_OF_256 = range(3)
 
 
 def errors(
-    dtype: torch.dtype, head_dim: int, tiles: tuple[int, ...] | None, sliding_window: int | None = None
+    dtype: torch.dtype,
+    head_dim: int,
+    tiles: tuple[int, ...] | None,
+    sliding_window: int | None = None,
+    with_sinks: bool = False,
 ) -> list[float]:
     from vcore_ds.models.flash_tangent import flash_tangent
 
     primals, tangents = inputs(260, head_dim=head_dim, dtype=dtype)
     layout = RowLayout.of(LENGTHS, 1, torch.device("cuda"))
+    sinks = drawn_sinks(4)
+    given_sinks = tuple(x.cuda() for x in sinks) if with_sinks else None
     found = flash_tangent(
         *(x.cuda() for x in primals), tuple(x.cuda() for x in tangents), ends=layout.ends, longest=layout.longest,
-        scale=SCALE, sliding_window=sliding_window, tiles=tiles,
+        scale=SCALE, sliding_window=sliding_window, sinks=given_sinks, tiles=tiles,
     )  # fmt: skip
     seen = visible(260, sliding_window, LENGTHS)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return unfused(query, key, value, seen)
+    def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        return unfused(query, key, value, seen, sinks if with_sinks else None)
 
-    exact, moving = (tuple(x.double() for x in tensors) for tensors in (primals, tangents))
+    all_parts = zip((primals, tangents), sinks, strict=True)
+    exact, moving = (tuple(x.double() for x in (*tensors, of_heads)) for tensors, of_heads in all_parts)
     expected = torch.func.jvp(attend, exact, moving)
     return [float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip(found[:2], expected, strict=True)]
 
 
-@pytest.mark.parametrize("sliding_window", [None, 33])
+@pytest.mark.parametrize(("sliding_window", "with_sinks"), [(None, False), (33, False), (None, True), (33, True)])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_the_compiled_kernel_against_fp64(dtype: torch.dtype, head_dim: int, sliding_window: int | None) -> None:
-    found = errors(dtype, head_dim, None, sliding_window)
+def test_the_compiled_kernel_against_fp64(
+    dtype: torch.dtype, head_dim: int, sliding_window: int | None, with_sinks: bool
+) -> None:
+    found = errors(dtype, head_dim, None, sliding_window, with_sinks)
     print(f"{dtype}, head dimension {head_dim}, window {sliding_window}: value {found[0]:.1e}, tangent {found[1]:.1e}")
     assert max(found) <= TOLERANCE[dtype]
 

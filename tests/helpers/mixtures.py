@@ -48,13 +48,16 @@ def mixture(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **chan
 
 
 def write_mixture(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
-    """The folder as on the hub: with the layer that predicts further tokens, where the configuration counts one, and
-    with the hub's name for Kimi-Linear's dense MLP, which transformers reads and writes otherwise."""
+    """The folder as on the hub: biases of routers in fp32, the layer that predicts further tokens, where the
+    configuration counts one, and the hub's name for Kimi-Linear's dense MLP, which transformers would not write."""
     mixture(name, dtype).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     if name == "kimi_linear":
         weights = {key.replace("layers.0.block_sparse_moe", "layers.0.mlp"): value for key, value in weights.items()}
+    for key in weights:
+        if "correction_bias" in key:
+            weights[key] = torch.randn(weights[key].shape)
     if MIXTURES[name].get("num_nextn_predict_layers"):
         further = torch.arange(64, dtype=dtype)
         for expert in range(4):

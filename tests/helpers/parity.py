@@ -61,8 +61,11 @@ def run_case(case: Case) -> dict[str, float]:
     recipe = step_runs.recipe(**case.sections)
     sizes = dict(tied=case.tied, num_key_value_heads=case.num_kv_heads, vocab_size=case.vocabulary)
     dtype = torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32
-    plain = tiny.qwen3(dtype=dtype, **sizes) if case.mixture_of is None else tiny.mixture(case.mixture_of)
-    plain.set_experts_implementation("eager")
+    if case.mixture_of is None:
+        plain = tiny.qwen3(dtype=dtype, **sizes)
+    else:
+        sizes, plain = {}, tiny.mixture(case.mixture_of, dtype=dtype)
+        plain.set_experts_implementation("eager")  # a loop, with rules for forward mode
     if case.tensor > 1:
         from tests.helpers import megatron  # here alone, as megatron-core takes seconds to import
 

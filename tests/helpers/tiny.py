@@ -29,41 +29,44 @@ def qwen3(*, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int =
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def mixture(kind: str = "qwen3_moe", *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+def mixture(
+    kind: str = "qwen3_moe", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
     """A mixture of six experts a layer, two for each token; the first layer is dense.
 
     Args:
-        kind: `qwen3_moe`; or `deepseek_v3`, with latent attention, groups of experts, a bias of its router and a shared
-            expert.
+        kind: `qwen3_moe`; `qwen3_moe, idle experts`, so many that most have no token; or `deepseek_v3`, with latent
+            attention, groups of experts, a bias of its router and a shared expert.
     """
     sizes: dict[str, Any] = dict(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY,
         num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
     )  # fmt: skip
+    kind, _, most_are_idle = kind.partition(", ")
     if kind == "qwen3_moe":
-        sizes |= dict(num_key_value_heads=2, head_dim=8, num_experts=6, mlp_only_layers=[0])
+        sizes |= dict(num_key_value_heads=2, head_dim=8, num_experts=64 if most_are_idle else 6, mlp_only_layers=[0])
     else:
         sizes |= dict(num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=6,
                       v_head_dim=8, n_routed_experts=6, n_group=2, topk_group=1, n_shared_experts=1,
                       first_k_dense_replace=1)  # fmt: skip
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        CONFIG_MAPPING[kind](**{**sizes, **changes}, use_cache=False), dtype=torch.float32
-    )
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**sizes, **changes}, use_cache=False), dtype=dtype)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.05)
     return model
 
 
-def lora(dropout: float = 0.0) -> LoraConfig:
-    return LoraConfig(rank=4, alpha=8, dropout=dropout)
+def lora(dropout: float = 0.0, targets: str | tuple[str, ...] = "all-linear") -> LoraConfig:
+    return LoraConfig(rank=4, alpha=8, dropout=dropout, target_modules=targets)
 
 
 def with_lora(model: PreTrainedModel, *, dropout: float = 0.0, seed: int = 1):
-    """`model` with adapters away from their initial point, where B = 0 and half of the gradients vanish."""
+    """`model` with adapters, on experts too, away from their initial point, where B = 0 and half of the gradients
+    vanish."""
     torch.manual_seed(seed)
-    adapted = add_lora(model, lora(dropout))
+    is_mixture = any(name.endswith(".experts") for name, _ in model.named_modules())
+    adapted = add_lora(model, lora(dropout, ("all-linear", "experts") if is_mixture else "all-linear"))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
@@ -80,7 +83,7 @@ def token_loss_model(
     **kwargs,
 ) -> TokenLossModel:
     """`mixture_of`: kind of a mixture, instead of a Qwen3."""
-    model = qwen3(tied=tied, **kwargs) if mixture_of is None else mixture(mixture_of)
+    model = qwen3(tied=tied, **kwargs) if mixture_of is None else mixture(mixture_of, **kwargs)
     model.set_attn_implementation(TRAINING_ATTENTION)
     model.set_experts_implementation(OUR_EXPERTS)
     if checkpointing:

@@ -53,7 +53,13 @@ def embedded(tensor: Tensor, around: float, order, step: int, margin: int) -> tu
     return view, buffer
 
 
-def expected(primals, tangents, lengths, sliding_window: int | None) -> tuple[list[Tensor], Tensor]:
+def drawn_sinks(heads: int) -> tuple[Tensor, Tensor]:
+    """Of each query head, and their tangent."""
+    sinks, d_sinks = 2 * torch.randn(2, heads, generator=torch.Generator().manual_seed(7))
+    return sinks, d_sinks
+
+
+def expected(primals, tangents, lengths, sliding_window: int | None, sinks=None) -> tuple[list[Tensor], Tensor]:
     """In fp64, with the scores of whole rows in memory: value, tangent and log-sum-exp; and the tangent's terms, in
     absolute values: they may cancel nearly completely, and what they are rounded by does not."""
     num_tokens = primals[0].shape[2]
@@ -64,14 +70,18 @@ def expected(primals, tangents, lengths, sliding_window: int | None) -> tuple[li
     seen = (seen & (number[:, :, None] == number[:, None, :]))[:, None]
     group = primals[0].shape[1] // primals[1].shape[1]
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         key, value = (x.repeat_interleave(group, 1) for x in (key, value))
         scores = SCALE * query @ key.transpose(2, 3)
-        hidden = scores.masked_fill(~seen, -torch.inf)
-        return hidden.softmax(-1) @ value, hidden.logsumexp(-1), hidden.softmax(-1), scores
+        column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        hidden = torch.cat([scores.masked_fill(~seen, -torch.inf), column], -1)
+        weights = hidden.softmax(-1)[..., :num_tokens]
+        return weights @ value, hidden.logsumexp(-1), weights, scores
 
-    exact = tuple(x.double() for x in primals)
-    moving = tuple(torch.zeros_like(x) if dx is None else dx.double() for x, dx in zip(exact, tangents, strict=True))
+    sink, d_sink = sinks or (torch.full(primals[0].shape[1:2], -torch.inf), None)
+    exact = tuple(x.double() for x in (*primals, sink))
+    all_moving = zip(exact, (*tangents, d_sink), strict=True)
+    moving = tuple(torch.zeros_like(x) if dx is None else dx.double() for x, dx in all_moving)
     (output, log_sum_exp, weights, _), (d_output, _, _, d_scores) = torch.func.jvp(attend, exact, moving)
     value, d_value = (x.repeat_interleave(group, 1).abs() for x in (exact[2], moving[2]))
     return [output, d_output, log_sum_exp], weights @ d_value + (weights * d_scores.abs()) @ value
@@ -89,14 +99,17 @@ def ends_of(lengths) -> Tensor:
     return RowLayout.of(lengths, 1, CPU).ends
 
 
-def check(lengths, heads: int, kv_heads: int, head_dim: int, dtype, moving: str = "qkv", tiles=None) -> list[float]:
+def check(
+    lengths, heads: int, kv_heads: int, head_dim: int, dtype, moving: str = "qkv", tiles=None, sinks=None
+) -> list[float]:
     """The errors of value, tangent and log-sum-exp, each within the tolerance of the dtype."""
     num_tokens = sum(lengths[0])
     primals, tangents = drawn(len(lengths), heads, kv_heads, num_tokens, head_dim, dtype)
     tangents = tuple(dx if name in moving else None for name, dx in zip("qkv", tangents, strict=True))
-    found = flash_tangent(*primals, tangents, ends=ends_of(lengths), longest=num_tokens, scale=SCALE, tiles=tiles)
-    exact, _ = expected(primals, tangents, lengths, None)
-    assert (found[1] is None) == (not moving)
+    options = dict(ends=ends_of(lengths), longest=num_tokens, scale=SCALE, tiles=tiles, sinks=sinks)
+    found = flash_tangent(*primals, tangents, **options)
+    exact, _ = expected(primals, tangents, lengths, None, sinks)
+    assert (found[1] is None) == (not moving and (sinks is None or sinks[1] is None))
     assert all(x is None or x.shape == y.shape for x, y in zip(found, exact, strict=True)) and found[0].dtype == dtype
     result = errors(found, exact)
     assert max(result) <= TOLERANCE[dtype], result
@@ -122,11 +135,21 @@ def test_tangents_of_some_inputs_only(moving: str) -> None:
     check([[9, 20]], 2, 1, 16, torch.float32, moving, tiles=(16, 16))
 
 
-def test_the_block_version_agrees() -> None:
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_sinks(dtype: torch.dtype) -> None:
+    sinks, d_sinks = drawn_sinks(4)
+    for moving, d_moving in (("qkv", d_sinks), ("qkv", None), ("", d_sinks), ("", None)):
+        found = check([[40, 33]], 4, 2, 16, dtype, moving, sinks=(sinks, d_moving))
+        print(f"{dtype}:", ", ".join(f"{error:.1e}" for error in found))
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_the_block_version_agrees(with_sinks: bool) -> None:
     primals, tangents = drawn(2, 4, 2, 37, 16)
-    found = flash_tangent(*primals, tangents, ends=ends_of([[37], [37]]), longest=37, scale=SCALE, sliding_window=11)
+    options = dict(scale=SCALE, sliding_window=11, sinks=drawn_sinks(4) if with_sinks else None)
+    found = flash_tangent(*primals, tangents, ends=ends_of([[37], [37]]), longest=37, **options)
     with patch.dict(BLOCK_TOKENS, cpu=(16, 16)):
-        blocks = block_attention(*primals, tangents, scale=SCALE, sliding_window=11)
+        blocks = block_attention(*primals, tangents, **options)
     torch.testing.assert_close(found[:2], blocks, rtol=1e-5, atol=1e-6)
 
 
@@ -156,7 +179,7 @@ def check_within_bounds(primals, tangents, layouts, lengths, sliding_window, til
     views = [view for view, _ in inside]
     launch(
         tuple(views[:3]), tuple(views[3:6]), tuple(views[6:]),
-        ends=ends_of(lengths), is_long=False, scale=SCALE, sliding_window=sliding_window, tiles=tiles,
+        ends=ends_of(lengths), is_long=False, scale=SCALE, sliding_window=sliding_window, sinks=None, tiles=tiles,
     )  # fmt: skip
     exact, terms = expected(primals, tangents, lengths, sliding_window)
     assert max(errors(views[6:], exact, terms)) <= TOLERANCE[primals[0].dtype]
@@ -222,7 +245,7 @@ def test_a_sequence_sees_no_other() -> None:
 def test_tokens_beyond_the_last_end_are_left_alone() -> None:
     primals, tangents = drawn(1, 2, 1, 40, 16)
     results = tuple(torch.full(shape, UNTOUCHED) for shape in ((1, 2, 40, 16), (1, 2, 40, 16), (1, 2, 40)))
-    options = dict(is_long=False, scale=SCALE, sliding_window=None, tiles=(16, 16))
+    options = dict(is_long=False, scale=SCALE, sliding_window=None, sinks=None, tiles=(16, 16))
     launch(primals, tangents, results, ends=torch.tensor([0, 20, 20, 23], dtype=torch.int32), **options)
     for result in results:
         assert (result[:, :, 23:] == UNTOUCHED).all() and (result[:, :, :23] != UNTOUCHED).all()

@@ -1,6 +1,7 @@
 """Exports of mixtures: the names, shapes and files of the hub's, though experts are one tensor in memory; and adapters
 on experts, on dense and shared layers beside them, for plain peft and merged."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from vcore_ds.commands.export.write import export_run
 from vcore_ds.config.schema import LoraConfig
 from vcore_ds.errors import UserError
 from vcore_ds.files.model_folder import describe
+from vcore_ds.models.experts import OUR_EXPERTS
+from vcore_ds.models.folder_weights import FolderWeights, described_weights
 from vcore_ds.models.lora import add_lora
 from vcore_ds.models.trained_adapter import add_trained_adapter
 
@@ -76,6 +79,16 @@ def test_experts_that_the_input_holds_joined_stay_so(bases, tmp_path):
     assert "model.layers.0.mlp.experts.gate_up_proj" in stored(folder)
     assert stored(folder).keys() == stored(base).keys()
     assert torch.equal(logits(load(folder)), logits(model))
+
+
+def test_of_quantized_files_the_names_are_those_of_save_pretrained(bases, tmp_path):
+    base = bases["deepseek_v3"]
+    config = read_config(base) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes())
+    folder = FolderWeights(str(tmp_path), described_weights(str(tmp_path), torch.bfloat16))
+    assert not folder.is_whole and not folder.copied
+    assert folder.stored.keys() == {name for name in stored(base) if "layers.2." not in name}
 
 
 def test_a_configuration_says_what_is_there(tmp_path):
@@ -172,3 +185,30 @@ def test_an_adapter_that_peft_would_take_for_experts_names_parameters(bases, tmp
         "model.layers.0.mlp.gate_proj.weight",
         "model.layers.1.mlp.shared_experts.gate_proj.weight",
     ]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_an_adapter_on_experts_that_is_below_half_an_ulp_of_their_weights_is_kept(name):
+    model = mixture(name, hidden_size=256, moe_intermediate_size=128, intermediate_size=128)
+    model.config._experts_implementation = OUR_EXPERTS
+    adapted = add_lora(model, LoraConfig(rank=6, alpha=12, target_modules=["experts"]))
+    for key, parameter in adapted.named_parameters():
+        if "lora_B" in key:
+            torch.nn.init.normal_(parameter, std=5e-5)
+    experts = adapted.get_submodule("base_model.model.model.layers.0.mlp.experts").bfloat16()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(256, 256, generator=generator).bfloat16()
+    chosen, weights = torch.randint(0, 4, (256, 2), generator=generator), torch.ones(256, 2).bfloat16()
+
+    def effect(module: torch.nn.Module, dtype: torch.dtype) -> Tensor:
+        with torch.no_grad():
+            on = module(x.to(dtype), chosen, weights.to(dtype))
+            for wrapper in (module, module.base_layer):
+                wrapper.enable_adapters(False)
+            off = module(x.to(dtype), chosen, weights.to(dtype))
+        return (on - off).double()
+
+    exact, found = effect(copy.deepcopy(experts).double(), torch.float64), effect(experts, torch.bfloat16)
+    kept = float((found * exact).sum() / exact.square().sum())
+    print(f"{name}: kept {kept:.3f}")
+    assert 0.9 < kept < 1.1

@@ -54,13 +54,13 @@ driver.set_active(NoDevice())
 from vcore_ds.models import flash_tangent, flash_tangent_kernel
 
 for NoDevice.capability in (90, 100):
-    for head_dim, sliding_window in ((64, None), (96, 1024), (256, None)):
+    for head_dim, sliding_window, sinks in ((64, 128, torch.empty(8)), (96, 1024, None), (256, None, None)):
         dim = triton.next_power_of_2(head_dim)
         queries, keys, num_warps, num_stages = flash_tangent.TILES[dim][0]
         query, key = (torch.empty(1, 4096, n, head_dim, dtype=torch.bfloat16).transpose(1, 2) for n in (8, 2))
         tensors = (query, key, key, query, key, key, query, query, torch.empty(1, 8, 4096))
         compiled = flash_tangent_kernel.attend.warmup(
-            *tensors, *(x.stride() for x in tensors), torch.empty(5, dtype=torch.int32), 4, 4096, 4, 0.1,
+            *tensors, *(x.stride() for x in tensors), sinks, sinks, torch.empty(5, dtype=torch.int32), 4, 4096, 4, 0.1,
             sliding_window or 0, HEAD_DIM=head_dim, DIM=dim, SLIDING=sliding_window is not None, LONG=True,
             UPCAST=False, QUERY_BLOCK=queries, KEY_BLOCK=keys, num_warps=num_warps, num_stages=num_stages, grid=(1, 1),
         )
@@ -70,7 +70,7 @@ for NoDevice.capability in (90, 100):
 
 
 def test_first_tiles_compile_and_fit(tmp_path: Path) -> None:
-    """For H100 and B200, whose assembler Triton brings: in half precision, with all tangents."""
+    """For H100 and B200, whose assembler Triton brings: in half precision, with all tangents; once with sinks."""
     lines = python("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path)).splitlines()
     found = [[int(word) for word in line.split()] for line in lines]
     assert [line[:2] for line in found] == [[arch, head_dim] for arch in (90, 100) for head_dim in (64, 96, 256)]

@@ -13,7 +13,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from vcore_ds.config.schema import LoraConfig
 from vcore_ds.data.batches import IGNORED_LABEL
-from vcore_ds.files.model_folder import auto_class, is_vision_language
 from vcore_ds.models.attention import RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import VISION_LANGUAGE
@@ -21,8 +20,10 @@ from vcore_ds.models.language_model import (
     DIVISORS,
     FACTORS,
     SOFTCAPS,
+    auto_class,
     decoder,
     freeze_towers,
+    is_vision_language,
     logit_transform,
     unpadded_vocabulary,
 )
@@ -81,11 +82,11 @@ def text_config(model_type: str, **changes: object) -> PretrainedConfig:
     return CONFIG_MAPPING[model_type](**{**SIZES, **changes})
 
 
-def vision_language_config(model_type: str) -> PretrainedConfig:
+def vision_language_config(model_type: str, **changes: int) -> PretrainedConfig:
     default = CONFIG_MAPPING[model_type]()
     vision = "gemma4_vision" if model_type == "gemma4" else default.vision_config.model_type
     return CONFIG_MAPPING[model_type](
-        text_config={**SIZES, **TEXT_OF[model_type], "model_type": default.get_text_config().model_type},
+        text_config={**SIZES, **TEXT_OF[model_type], **changes, "model_type": default.get_text_config().model_type},
         vision_config={**VISION, "model_type": vision},
     )
 

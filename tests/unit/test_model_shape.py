@@ -69,6 +69,8 @@ def test_both_ways_of_reading_agree(config: PretrainedConfig, tmp_path: Path) ->
 
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128)
 CONV = "whose layers (conv) are not all attention"
+RECURRENT = "whose layers (linear_attention) are not all attention"
+HYBRID = "whose layers (hybrid) are not all attention"
 
 
 @pytest.mark.parametrize(
@@ -76,10 +78,10 @@ CONV = "whose layers (conv) are not all attention"
     [
         (Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]), CONV, CONV),
         (Gemma4TextConfig(), None, None),  # as many query heads in each layer, of two sizes
-        (Llama4TextConfig(), "whose attention is its own code", "whose layers (chunked_attention) are not"),
-        (JambaConfig(**SIZES), "whose attention is its own code", "whose layers (linear_attention) are not"),
-        (BambaConfig(**SIZES, **MAMBA), "whose attention is its own code", "whose layers (linear_attention) are not"),
-        (FalconH1Config(**SIZES, **MAMBA), "whose attention is its own code", "whose layers (hybrid) are not"),
+        (Llama4TextConfig(), *["whose layers (chunked_attention) are not"] * 2),
+        (JambaConfig(**SIZES), RECURRENT, RECURRENT),
+        (BambaConfig(**SIZES, **MAMBA), RECURRENT, RECURRENT),
+        (FalconH1Config(**SIZES, **MAMBA), HYBRID, HYBRID),
         (NemotronHConfig(**SIZES), "whose attention is its own code", "whose layers (linear_attention, mlp) are not"),
         (FalconConfig(), "whose attention is its own code", "whose attention is its own code"),
         (DeepseekV32Config(), "whose attention is its own code", "whose attention selects keys by their place"),

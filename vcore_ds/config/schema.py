@@ -69,7 +69,9 @@ class LoraConfig(Section):
     target_modules: Literal["all-linear"] | Annotated[tuple[Text, ...], Strict(False), Field(min_length=1)] = (
         "all-linear"
     )
-    """`all-linear` (every linear layer but the output head), or a list of module names such as [q_proj, v_proj]."""
+    """`all-linear` (every linear layer but the output head, and but routers and experts), or a list of names of layers
+    such as [q_proj, v_proj], in which `all-linear` may be too. In a mixture of experts `experts` names the experts of
+    all layers: [all-linear, experts]; dropout is then 0."""
 
 
 class DataConfig(Section):

@@ -20,8 +20,8 @@ from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.engine.deepspeed_start import start_deepspeed
 from vcore_ds.engine.partitioned import PartitionedParameter, as_partitioned
 from vcore_ds.errors import UserError, first_line
-from vcore_ds.files.model_folder import auto_class
 from vcore_ds.files.safetensors_ranges import Wanted, read_ranges
+from vcore_ds.models.language_model import auto_class
 from vcore_ds.models.loading import attention_name, load_causal_lm, prepare_for_training, training_config
 from vcore_ds.models.stored_weights import StoredWeights, find_stored_weights
 from vcore_ds.progress import Progress

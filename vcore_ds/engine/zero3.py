@@ -155,6 +155,10 @@ class Engine:
                     parameter.grad = None
                 raise
             self._gradient_sum.give_back()
+        if any(parameter.grad is not None for _, parameter in self.trainable):
+            # ZeRO-3 takes the gradients of a layer when that of its input is there, zeros for what is missing, and one
+            # that comes later would be lost.
+            raise RuntimeError("a gradient was computed after ZeRO-3 had reduced those of its layer")
         self.shards.add_up_replicas()
         self.deepspeed.set_gradient_accumulation_boundary(True)
 

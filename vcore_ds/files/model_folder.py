@@ -15,14 +15,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from vcore_ds.errors import UserError
@@ -39,17 +32,6 @@ class BadExport(RuntimeError):
 
 
 # ---- what a folder holds -------------------------------------------------------------------------------------------
-
-
-def is_vision_language(config: PretrainedConfig) -> bool:
-    """Whether the model has a language model as one of its parts, with a configuration of its own."""
-    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
-
-
-def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
-    """The class that opens the whole model. Of a vision-language model, the one for causal language models opens the
-    language model alone, or nothing."""
-    return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
 
 
 def plan_files(weights: dict[str, Tensor], max_file_bytes: int = MAX_FILE_BYTES) -> StateDictSplit:

@@ -14,6 +14,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -26,7 +27,7 @@ from vcore_ds.models.block_attention import block_attention
 from vcore_ds.models.dual_numbers import make_dual
 from vcore_ds.models.explicit_attention import explicit_attention
 from vcore_ds.models.flash_attention import CpuFlash, CudaFlash, flash_attention
-from vcore_ds.models.sequence_exchange import own_heads, to_heads, to_tokens
+from vcore_ds.models.sequence_exchange import own_heads, to_heads, to_tokens, values_and_tangents
 
 TRAINING_ATTENTION = "vcore_training"
 """Name under which Hugging Face models find `training_attention`."""
@@ -70,6 +71,15 @@ class RowLayout:
     def is_one_sequence_a_row(self) -> bool:
         """Whether no row is packed."""
         return all(len(row) == 1 for row in self.lengths)
+
+    def in_chunks(self, num_tokens: int) -> "RowLayout":
+        """That of the sequences cut into chunks of so many tokens, none of which sees another (Llama 4)."""
+        if self.longest <= num_tokens:
+            return self
+        lengths = [
+            [min(num_tokens, n - start) for n in row for start in range(0, n, num_tokens)] for row in self.lengths
+        ]
+        return RowLayout.of(lengths, self.sequence_parallel, self.ends.device)
 
     def sequences(self) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of what can be computed together: all rows where each is one sequence, else a sequence."""
@@ -125,16 +135,14 @@ def hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]
         row_layout: RowLayout | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
-        problems = {
-            "makes an attention mask of its own": attention_mask is not None,
-            "does not hand keyword arguments from the decoder to its attention": row_layout is None,
-        }
-        found = next((words for words, is_so in problems.items() if is_so), None)
-        if found is not None or row_layout is None:
+        if attention_mask is not None or row_layout is None:
+            no_layout = "does not hand keyword arguments from the decoder to its attention"
+            found = no_layout if attention_mask is None else "makes an attention mask of its own"
             raise UserError(
                 f"model.path: {type(module).__name__} {found}, so attention here cannot take its place; expected "
                 "another architecture, or model.attention eager with a method without utilities (methods/sft.yaml)"
             )
+        row_layout = _layout_of_layer(module, row_layout)
         k, value_dim = row_layout.sequence_parallel, value.shape[-1]
         scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
         parts = [(x, None) if x is None else forward_ad.unpack_dual(x) for x in (query, key, value, s_aux)]
@@ -143,7 +151,7 @@ def hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]
         def exchange(tensors: Sequence[Tensor]) -> list[Tensor]:
             return to_heads([_filled_up(x, query.shape[-1]) for x in tensors], k)
 
-        primals, tangents = _apart(exchange, primals, tangents)
+        primals, tangents = values_and_tangents(exchange, primals, tangents)
         sinks, d_sinks = (None if x is None else own_heads(x, k) for x in (sinks, d_sinks))
         output, d_output = attend([*primals, sinks], [*tangents, d_sinks], row_layout, scoring)
 
@@ -151,25 +159,18 @@ def hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]
             found = to_tokens([x[..., :value_dim] for x in tensors], k)
             return [x.transpose(1, 2).contiguous() for x in found]
 
-        (output,), (d_output,) = _apart(exchange_back, [output], [d_output])
+        (output,), (d_output,) = values_and_tangents(exchange_back, [output], [d_output])
         return output if d_output is None else make_dual(output, d_output), None
 
     return attention
 
 
-def _apart(
-    exchange: Callable[[Sequence[Tensor]], list[Tensor]], primals: Sequence[Tensor], tangents: Parts
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Values and tangents through an exchange: in one where there is no graph, which no tangent may be part of."""
-    there = [x for x in tangents if x is not None]
-    if there and torch.is_grad_enabled():
-        exchanged = exchange(primals)
-        with torch.no_grad():
-            exchanged += exchange(there)
-    else:
-        exchanged = exchange([*primals, *there])
-    found = iter(exchanged)
-    return [next(found) for _ in primals], [None if x is None else next(found) for x in tangents]
+def _layout_of_layer(module: Any, layout: RowLayout) -> RowLayout:
+    """That of chunks where the tokens of a layer see those of their own alone, which no argument says (Llama 4)."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
+        return layout
+    return layout.in_chunks(module.config.attention_chunk_size)
 
 
 def _filled_up(tensor: Tensor, dim: int) -> Tensor:

@@ -46,9 +46,11 @@ class TokenLossHead(nn.Module):
         """
         if targets is None:
             return token_products(hidden.flatten(0, -2), self.weight, self.bias).unflatten(0, hidden.shape[:-1])
-        options = {"transform": self._transform, "part": self._part}
-        losses = token_loss(hidden, self.weight, targets, self.bias, **options)
-        return (losses, token_entropy(hidden, self.weight, self.bias, **options)) if with_entropies else losses
+        transform, part = self._transform, self._part
+        losses = token_loss(hidden, self.weight, targets, self.bias, transform=transform, part=part)
+        if not with_entropies:
+            return losses
+        return losses, token_entropy(hidden, self.weight, self.bias, transform=transform, part=part)
 
 
 class TokenLossModel(nn.Module):

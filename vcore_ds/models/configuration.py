@@ -19,8 +19,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from vcore_ds.errors import UserError, first_line, last_line
-from vcore_ds.files.model_folder import is_vision_language
-from vcore_ds.models.language_model import unpadded_vocabulary
+from vcore_ds.models.language_model import is_vision_language, unpadded_vocabulary
 from vcore_ds.planning.model_shape import QWEN3_32B, REQUIRED_SIZES, SIZE_NAMES, ModelShape, shape_of_sizes
 from vcore_ds.planning.shared_rows import ATTENTION_LAYERS, OTHER_LAYERS
 
@@ -105,8 +104,10 @@ def _check_sizes(path: str, raw: dict[str, Any]) -> None:
 def _check_kind(path: str, config: PretrainedConfig) -> None:
     if config.is_encoder_decoder:
         kind = "an encoder and a decoder (seq2seq)"
-    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+    elif _may_be_encoder(config) and not getattr(config, "is_decoder", False):
         kind = "an encoder, whose tokens see those behind them"
+    elif config.model_type == "hrm_text":
+        kind = "a model that runs each of its layers several times in a forward, which ZeRO-3 does not differentiate"
     elif type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "modernbert-decoder":
         kind = "a decoder with more than an output embedding between its hidden states and its logits"
     elif is_vision_language(config):
@@ -121,6 +122,11 @@ def _check_kind(path: str, config: PretrainedConfig) -> None:
     else:
         return
     raise bad_config(path, f"model_type {config.model_type!r} is {kind}; {_EXPECTED}")
+
+
+def _may_be_encoder(config: PretrainedConfig) -> bool:
+    """Whether the architecture is a decoder only where its configuration says so."""
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "bert-generation"
 
 
 def _check_heads(path: str, config: PretrainedConfig) -> None:
@@ -193,11 +199,11 @@ def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 def can_replace_attention(config: PretrainedConfig) -> bool:
     """Whether the architecture finds its attention function by name, so that one of our own can serve: one that knows
-    causality and sliding windows, and none of the masks that chunked or sparse attention makes for itself."""
+    causality, sliding windows and chunks, and none of the masks that sparse attention makes for itself."""
     causal_lm = causal_lm_class(config)
     # Hybrids of attention and recurrences look names up without saying so.
     finds_by_name = causal_lm._supports_attention_backend or hasattr(
         sys.modules[causal_lm.__module__], "ALL_ATTENTION_FUNCTIONS"
     )
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
-    return finds_by_name and set(layer_types) <= ATTENTION_LAYERS | OTHER_LAYERS
+    return finds_by_name and set(layer_types) <= ATTENTION_LAYERS | OTHER_LAYERS | {"chunked_attention"}

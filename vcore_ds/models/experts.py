@@ -7,7 +7,9 @@ Shapes: n tokens, k experts for each, E experts, H hidden size, F width of an ex
 """
 
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -37,7 +39,12 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
 
     def project(x: Tensor, name: str) -> Tensor:
-        product = grouped_product(x, *_parameter(experts, name), ends, input_first=experts.is_transposed)
+        adapter = _ADAPTERS_OF.get(experts, {}).get(name)
+        weight, options = _parameter(experts, name), {"input_first": experts.is_transposed}
+        if adapter is None:
+            product = grouped_product(x, *weight, ends, **options)
+        else:
+            product = adapted_product(x, weight[0], adapter, ends, **options)
         return product + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else product
 
     inner = project(hidden_states[order // top_k_index.shape[-1]], "gate_up_proj" if experts.has_gate else "up_proj")
@@ -73,6 +80,83 @@ def grouped_product(
     if not tangents:
         return product
     return make_dual(product, tangents[0] if len(tangents) == 1 else tangents[0].add_(tangents[1]))
+
+
+class ExpertsAdapter(NamedTuple):
+    """Low-rank matrices that are added to those of all experts; both may be dual."""
+
+    down: Tensor
+    """`[E, r, in]`, or `[E, in, r]` where weights have their inputs first."""
+    up: Tensor
+    """`[E, out, r]`, or `[E, r, out]`."""
+    scaling: float
+
+
+_ADAPTERS_OF: WeakKeyDictionary[nn.Module, dict[str, ExpertsAdapter]] = WeakKeyDictionary()
+"""Of experts that run, by the name of the adapted parameter."""
+
+
+@contextmanager
+def adapted(experts: nn.Module, name: str, adapter: ExpertsAdapter) -> Iterator[None]:
+    """A context in which the experts compute with an adapter on their frozen parameter `name`."""
+    adapters = _ADAPTERS_OF.setdefault(experts, {})
+    adapters[name] = adapter
+    try:
+        yield
+    finally:
+        del adapters[name]
+
+
+def adapted_product(
+    x: Tensor, weight: Tensor, adapter: ExpertsAdapter, ends: Tensor, *, input_first: bool = False
+) -> Tensor:
+    """`x W + scaling (x A) B` of each row's expert, rounded once; shapes as in `grouped_product`.
+
+    `x A` becomes r more columns of x, and B as many more rows of W, so that one product sums both.
+    """
+    down, d_down = forward_ad.unpack_dual(adapter.down)
+    inner = adapter.scaling * grouped_product(x, down, d_down, ends, input_first=input_first)
+    (x, d_x), (inner, d_inner), (up, d_up) = (forward_ad.unpack_dual(t) for t in (x, inner, adapter.up))
+    x = x.to(weight.dtype)
+    product = _AdaptedProduct.apply(x, inner, weight, up, ends, input_first)
+    with torch.no_grad():
+        tangents = []
+        if d_inner is not None:
+            d_x = torch.zeros_like(x) if d_x is None else d_x.to(weight.dtype)
+            joined = _input_first(_joined(weight, up, input_first), input_first)
+            tangents.append(_products(torch.cat([d_x, d_inner], 1), joined, ends))
+        if d_up is not None:
+            tangents.append(_products(inner, _input_first(d_up, input_first), ends))
+    if not tangents:
+        return product
+    return make_dual(product, tangents[0] if len(tangents) == 1 else tangents[0].add_(tangents[1]))
+
+
+class _AdaptedProduct(torch.autograd.Function):
+    """The product of values. What is joined is joined again in the backward: kept, it would be a copy of all
+    weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, inner: Tensor, weight: Tensor, up: Tensor, ends: Tensor, input_first: bool
+    ) -> Tensor:
+        ctx.save_for_backward(inner, weight, up, ends)
+        ctx.input_first = input_first
+        joined = _input_first(_joined(weight, up, input_first), input_first)
+        return _products(torch.cat([x, inner], 1), joined, ends)
+
+    @staticmethod
+    def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor | None, Tensor, None, Tensor | None, None, None]:
+        inner, weight, up, ends = ctx.saved_tensors
+        joined = _input_first(_joined(weight, up, ctx.input_first), ctx.input_first)
+        d_joined = _products(d_product, joined.transpose(1, 2), ends)
+        d_x, d_inner = d_joined.split([d_joined.shape[1] - inner.shape[1], inner.shape[1]], 1)
+        left, right = (inner, d_product) if ctx.input_first else (d_product, inner)
+        return d_x, d_inner, None, _sums_of_outer_products(left, right, ends), None, None
+
+
+def _joined(weight: Tensor, up: Tensor, input_first: bool) -> Tensor:
+    return torch.cat([weight, up], 1 if input_first else 2)
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -175,6 +175,7 @@ def _visit(
         row_sum = row_sum * rescale + tl.sum(weights.to(tl.float32), 1)
         total = tl.dot(weights, v, total * rescale[:, None], input_precision=PRECISION)
         d_total = d_total * rescale[:, None]
+        d_row_sum = d_row_sum * rescale  # a sink alone may be in it
         if d_value is not None:
             dv = _load(d_value, d_value_strides, start, num_tokens, HEAD_DIM, DIM, KEY_BLOCK, MASKED, UPCAST)
             d_total = tl.dot(weights, dv, d_total, input_precision=PRECISION)
@@ -186,7 +187,7 @@ def _visit(
                 dk = _load(d_key, d_key_strides, start, num_tokens, HEAD_DIM, DIM, KEY_BLOCK, MASKED, UPCAST)
                 d_scores = tl.dot(q, tl.trans(dk), d_scores, input_precision=PRECISION)
             d_weights = _round(exp_scores * (d_scores * scale), dtype, UPCAST)
-            d_row_sum = d_row_sum * rescale + tl.sum(d_weights.to(tl.float32), 1)
+            d_row_sum += tl.sum(d_weights.to(tl.float32), 1)
             d_total = tl.dot(d_weights, v, d_total, input_precision=PRECISION)
     return row_max, row_sum, d_row_sum, total, d_total
 

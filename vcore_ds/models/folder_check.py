@@ -11,10 +11,11 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from vcore_ds.errors import UserError, last_line
-from vcore_ds.files.model_folder import INDEX, SINGLE_FILE, auto_class
+from vcore_ds.files.model_folder import INDEX, SINGLE_FILE
 from vcore_ds.files.safetensors_ranges import BadSafetensors, StoredTensor, read_header
 from vcore_ds.files.user_paths import reading
 from vcore_ds.models.configuration import bad_config, read_config
+from vcore_ds.models.language_model import auto_class
 
 _REMEDY = "is the download complete?"
 

@@ -12,12 +12,19 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.core_model_loading import WeightConverter, apply_converters, revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightTransform,
+    apply_converters,
+    revert_weight_conversion,
+)
 
-from vcore_ds.files.model_folder import auto_class
 from vcore_ds.files.safetensors_ranges import DTYPES, StoredTensor
 from vcore_ds.models.configuration import read_config
 from vcore_ds.models.folder_check import empty_model
+from vcore_ds.models.language_model import auto_class
 from vcore_ds.models.stored_weights import find_places, read_headers
 
 
@@ -68,7 +75,15 @@ class FolderWeights:
         places, conversions = find_places(self._model, headers)
         if self.is_whole:
             # Only what the input has gone through is undone: experts that its files hold joined stay so.
-            self._model._weight_conversions = [one for one in conversions if one.was_used()]
+            self._conversions: list[WeightTransform] = [one for one in conversions if one.was_used()]
+        else:
+            self._conversions = [
+                one
+                for one in get_model_conversion_mapping(self._model, add_legacy=False)
+                if not isinstance(one, PrefixChange)
+            ]
+        # Where `revert_weight_conversion` looks for them.
+        self._model._weight_conversions = self._conversions  # type: ignore[assignment]
         # Not left to transformers, whose renamings may differ on the way back: Kimi-Linear's dense MLP would get the
         # name of the sparse ones.
         self._renamed = {place.name: key for key, place in places.items() if not place.is_converted}
@@ -90,8 +105,8 @@ class FolderWeights:
 
     def _together(self, names: Iterable[str]) -> Iterable[tuple[str, ...]]:
         """The names in memory of each part: those of which one stored tensor is made."""
-        used = getattr(self._model, "_weight_conversions", None) or []
-        converters = [one.reverse_transform() for one in used[::-1] if isinstance(one, WeightConverter)]
+        reversed_ones = [one.reverse_transform() for one in self._conversions[::-1]]
+        converters = [one for one in reversed_ones if isinstance(one, WeightConverter)]
         parts: dict[str, list[str]] = {}
         for name in names:
             joined, pattern = apply_converters(name, converters)

@@ -4,7 +4,13 @@ Read off `*ForCausalLM.forward` and `*ForConditionalGeneration.forward` of trans
 """
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from vcore_ds.models.token_loss import LogitTransform
 
@@ -14,6 +20,17 @@ DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 """Fields by which logits, or the hidden states they are made of, are divided (Granite, MiniCPM3; Inkling)."""
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Fields with the bound of capped logits (Gemma; RecurrentGemma; xLSTM)."""
+
+
+def is_vision_language(config: PretrainedConfig) -> bool:
+    """Whether the language model is one of the parts of the model, with a configuration of its own."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
+
+
+def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """What opens the whole model. Of a vision-language model, the class for causal language models opens the language
+    model alone, or nothing."""
+    return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:

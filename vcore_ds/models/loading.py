@@ -6,11 +6,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from vcore_ds.errors import UserError, first_line
-from vcore_ds.files.model_folder import auto_class
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.configuration import can_replace_attention, read_config
 from vcore_ds.models.experts import OUR_EXPERTS
-from vcore_ds.models.language_model import freeze_towers
+from vcore_ds.models.language_model import auto_class, freeze_towers
 from vcore_ds.models.stored_weights import check_nothing_is_missing, unreadable_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}

@@ -10,9 +10,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from vcore_ds.config.schema import LoraConfig
 from vcore_ds.errors import UserError
-from vcore_ds.files.model_folder import is_vision_language
 from vcore_ds.models.folder_check import empty_model
-from vcore_ds.models.language_model import decoder
+from vcore_ds.models.language_model import decoder, is_vision_language
 from vcore_ds.models.lora_linear import add_before_rounding
 from vcore_ds.models.lora_targets import find_targets, names_as_they_are, taken_for_experts, write_as_parameters
 
@@ -33,9 +32,9 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft divides it by the rank, whatever its type
         lora_dropout=lora.dropout,
-        exclude_modules=_outside_the_decoder(model),
         target_modules=layers,
         target_parameters=parameters or None,
+        exclude_modules=_outside_the_decoder(model),
         task_type="CAUSAL_LM",
         bias="none",
     )

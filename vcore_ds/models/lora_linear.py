@@ -14,6 +14,8 @@ import torch
 from peft.tuners import lora
 from torch import Tensor, nn
 
+from vcore_ds.models.lora_experts import LoraExperts
+
 
 def linear_sum(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None, scaling: float) -> Tensor:
     """`x W^T + scaling * addend`, rounded once, `+ bias`; without an addend an ordinary linear layer.
@@ -90,7 +92,7 @@ class LoraLinear(lora.Linear):
 
 
 def add_before_rounding(adapted: nn.Module) -> None:
-    """Gives the linear layers of a peft model the forward above, in place.
+    """Gives the linear layers of a peft model the forward above, and experts that of `lora_experts`, in place.
 
     Only their classes change: parameters, names and peft's configuration, and so exported adapters, stay the same.
     """
@@ -98,3 +100,5 @@ def add_before_rounding(adapted: nn.Module) -> None:
         if type(module) is lora.Linear and type(module.base_layer) is nn.Linear:
             module.__class__ = LoraLinear
             module.base_layer.__class__ = BaseLinear
+        elif type(module) is lora.layer.ParamWrapper:
+            module.__class__ = LoraExperts

@@ -127,6 +127,8 @@ def write_as_parameters(config: peft.LoraConfig, layers: list[str]) -> None:
 
 def read_as_layers(config: peft.LoraConfig) -> None:
     """Undoes `write_as_parameters`, so that these layers get the forward of linear layers again."""
+    if isinstance(config.target_modules, str):  # of an adapter that another program has written
+        return
     weights = [name for name in config.target_parameters or () if name.endswith(".weight")]
     config.target_parameters = [name for name in config.target_parameters or () if name not in weights] or None
-    config.target_modules = {*(config.target_modules or ()), *(name.removesuffix(".weight") for name in weights)}
+    config.target_modules = [*(config.target_modules or ()), *(name.removesuffix(".weight") for name in weights)]

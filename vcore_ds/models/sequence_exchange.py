@@ -9,7 +9,7 @@ takes packed rows for one sequence.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,22 @@ def to_tokens(tensors: Sequence[Tensor], sequence_parallel: int) -> list[Tensor]
     received: Tensor = _Exchange.apply(sent, k)
     # Of each tensor [k, b, h, t, D] -> [b, A, t, D].
     return [part.transpose(0, 1).flatten(1, 2) for part in received.split(num_heads, 2)]
+
+
+def values_and_tangents(
+    exchange: Callable[[Sequence[Tensor]], list[Tensor]], values: Sequence[Tensor], tangents: Sequence[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Both through an exchange; tangents stay None where there is none. One exchange serves both where there is no
+    graph; where there is one, no tangent may be part of it."""
+    there = [x for x in tangents if x is not None]
+    if there and torch.is_grad_enabled():
+        exchanged = exchange(values)
+        with torch.no_grad():
+            exchanged += exchange(there)
+    else:
+        exchanged = exchange([*values, *there])
+    found = iter(exchanged)
+    return [next(found) for _ in values], [None if x is None else next(found) for x in tangents]
 
 
 def gather_losses(own: Tensor, supervised: Tensor, sequence_parallel: int) -> Tensor:

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from vcore_ds.config.schema import Recipe
+from vcore_ds.errors import UserError
 from vcore_ds.models.architecture_check import check_architecture
-from vcore_ds.models.configuration import read_config
+from vcore_ds.models.configuration import causal_lm_class, read_config
 from vcore_ds.models.folder_check import check_model_folder
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.planning.model_shape import is_on_disk
@@ -26,6 +27,12 @@ def check_configuration(recipe: Recipe) -> None:
         path = str(Path(path).parent)
     if recipe.model.provider == "huggingface":
         check_architecture(path, attention=recipe.model.attention, lora=recipe.lora, estimator=estimator)
+        causal_lm = causal_lm_class(read_config(path, local_files_only=True))
+        if recipe.model.gradient_checkpointing and not causal_lm.supports_gradient_checkpointing:
+            raise UserError(
+                f"model.gradient_checkpointing: found true together with model.path {path} ({causal_lm.__name__}), "
+                "whose layers cannot be recomputed; expected false"
+            )
         return
     from vcore_ds.models.megatron.adapters import adapted_layers
     from vcore_ds.models.megatron.configuration import transformer_config

@@ -60,7 +60,7 @@ def check_start(engine: Engine, feed: Feed, console: Console) -> None:
     devices = [engine.device] if engine.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices):
         comparisons = compare_losses(engine, feed)
-    dtype = engine.trainable[0][1].dtype
+    dtype = next(engine.module.parameters()).dtype
     # Kernels may differ between ranks, and all ranks must come to the same end.
     of_ranks = layout.gather_objects("job", [comparison.difference for comparison in comparisons])
     for comparison, differences in zip(comparisons, zip(*of_ranks, strict=True), strict=True):

@@ -38,10 +38,13 @@ def describe_run(
         counts: of the model, or of a rank's part of it; None where it cannot be read.
         num_done: optimizer steps that a resumed run has taken.
     """
-    lines = [
-        f"Model:        {describe_model(recipe, counts)}",
-        f"Data:         {describe_data(recipe.data.train_path, feed.dataset)}",
-    ]
+    lines = [f"Model:        {describe_model(recipe, counts)}"]
+    if (experts := feed.plan.time_model.shape.experts) is not None:
+        lines.append(
+            f"Mixture:      {experts.per_token} of {experts.num_experts} experts for a token; no auxiliary loss of the "
+            "router, and biases that balance experts stay as they are"
+        )
+    lines.append(f"Data:         {describe_data(recipe.data.train_path, feed.dataset)}")
     if feed.probe_dataset is not feed.dataset and recipe.data.probe_path is not None:
         lines.append(f"Trusted data: {describe_data(recipe.data.probe_path, feed.probe_dataset)}")
     if validation:

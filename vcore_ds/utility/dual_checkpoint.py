@@ -36,10 +36,16 @@ def checkpoint_with_tangent(layer: Layer, x: Tensor, *others: Any) -> Any:
     with torch.no_grad():
         start = value.detach()
         result = layer(start if tangent is None else forward_ad.make_dual(start, tangent.detach()), *others)
-        y, d_y = forward_ad.unpack_dual(result)
+        y, d_y = forward_ad.unpack_dual(_hidden(result))
     # A view of the dual result would keep its tangent.
-    y = _Recomputed.apply(value, y.data, lambda again: layer(again, *others))
-    return y if d_y is None else make_dual(y, d_y.detach())
+    y = _Recomputed.apply(value, y.data, lambda again: _hidden(layer(again, *others)))
+    y = y if d_y is None else make_dual(y, d_y.detach())
+    return (y, *result[1:]) if isinstance(result, tuple) else y
+
+
+def _hidden(result: Any) -> Tensor:
+    """Hidden states that a layer gives, of some architectures (Falcon-H1, Bamba) in a tuple, the rest of it None."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 class _Recomputed(torch.autograd.Function):

@@ -126,8 +126,7 @@ class _TangentGatherer:
         self._direction, self._precision, self._with_graph = direction, precision, with_graph
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._replaced_modules: list[nn.Module] = []
-        self._linears: list[nn.Linear] = []
-        self._layers: list[nn.Module] = []
+        self._replaced_forwards: list[nn.Module] = []
         self._were_dual: set[int] = set()
         self._whole: dict[int, Tensor] = {}
         self._in_flight: dict[int, layout.PendingGather | None] = {}
@@ -137,6 +136,10 @@ class _TangentGatherer:
         groups = self._direction.groups
         group_of = {id(p): number for number, (_, parameters) in enumerate(groups) for p in parameters}
         owned = {id(owner): number for number, (owner, _) in enumerate(groups)}
+        for module in engine.module.modules():
+            is_linear = type(module) in (nn.Linear, BaseLinear)
+            if isinstance(module, nn.Linear) and is_linear and "forward" not in module.__dict__:
+                self._replace_forward(module, partial(_dual_linear, module))
         for unit, modules in _units(engine.module):
             readers = [m for m in modules if any(self._precision or id(p) in group_of for p in m.parameters(False))]
             if not readers:
@@ -147,18 +150,11 @@ class _TangentGatherer:
                 prefetch = number + 1 if number == owned.get(id(unit)) and number + 1 < len(groups) else None
                 self._handles.append(unit.register_forward_pre_hook(self._gather_hook(number, prefetch)))
             self._replaced_modules += readers
-            if len(modules) > 1:
-                self._replace_in_forward(unit, readers)
-            else:
-                self._handles.append(unit.register_forward_pre_hook(partial(self._replace_all, readers)))
-            self._handles.append(unit.register_forward_hook(partial(self._put_back_all, readers)))
+            # No forward hook: a dual parameter is a view of it, of which the backward has to be through before ZeRO-3
+            # reduces the layer's gradients. That happens behind what PyTorch, after all hooks, makes of the input.
+            self._replace_forward(unit, partial(self._with_duals, readers, unit.forward))
             for number in needed:
                 self._handles.append(unit.register_forward_hook(self._release_hook(number)))
-        for module in engine.module.modules():
-            is_linear = type(module) in (nn.Linear, BaseLinear)
-            if isinstance(module, nn.Linear) and is_linear and "forward" not in module.__dict__:
-                self._linears.append(module)
-                module.forward = partial(_dual_linear, module)  # type: ignore[method-assign]  # on the instance
 
     def check_all_were_dual(self, engine: Engine) -> None:
         """Raises UserError where a parameter with a direction was in no module that ran: its part of all utilities
@@ -177,11 +173,11 @@ class _TangentGatherer:
             handle.remove()
         for module in self._replaced_modules:  # the forward may have raised between the hooks
             self._put_back(module)
-        for layer in (*self._linears, *self._layers):
-            del layer.forward  # the instance's; the class's is in effect again
+        for module in self._replaced_forwards:
+            del module.forward  # the instance's; the class's is in effect again
         for pending in filter(None, self._in_flight.values()):
             pending.wait()  # started on every rank, so it ends; otherwise it would meet the next collective
-        self._handles, self._replaced_modules, self._linears, self._layers = [], [], [], []
+        self._handles, self._replaced_modules, self._replaced_forwards = [], [], []
         self._in_flight, self._whole = {}, {}
 
     def _gather_hook(self, number: int, prefetch: int | None) -> Callable[[nn.Module, object], None]:
@@ -201,27 +197,19 @@ class _TangentGatherer:
 
         return release
 
-    def _replace_in_forward(self, unit: nn.Module, modules: Sequence[nn.Module]) -> None:
-        """Makes the parameters dual at the start of the unit's forward, after all its pre-hooks and behind the node by
-        which ZeRO-3 sees that the layer's backward has ended. Autograd goes backwards through the order in which nodes
-        were made: a dual parameter's node that came before that one would receive its gradient after the layer's
-        gradients have been reduced, and zeros would be reduced instead."""
-        forward = unit.forward
+    def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """On the instance."""
+        if "forward" not in module.__dict__:
+            self._replaced_forwards.append(module)
+        module.forward = forward  # type: ignore[method-assign]
 
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            self._replace_all(modules)
-            return forward(*args, **kwargs)
-
-        unit.forward = replaced  # on the instance
-        self._layers.append(unit)
-
-    def _replace_all(self, modules: Sequence[nn.Module], *_: object) -> None:
-        for module in modules:
+    def _with_duals(self, readers: Sequence[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for module in readers:
             self._replace(module)
-
-    def _put_back_all(self, modules: Sequence[nn.Module], *_: object) -> None:
-        for module in modules:
+        result = forward(*args, **kwargs)
+        for module in readers:
             self._put_back(module)
+        return result
 
     def _replace(self, module: nn.Module) -> None:
         # An attribute of the instance hides the parameter of the same name: nn.Module looks there first.

@@ -168,7 +168,7 @@ def _assumptions(found: Columns) -> Iterator[str]:
     if any(column.plan.recipe.lora is not None for column in found.columns):
         targets = {column.plan.recipe.lora.target_modules for column in found.columns if column.plan.recipe.lora}
         if targets != {"all-linear"}:
-            yield "Assumed: adapters on all linear layers, although lora.target_modules lists some"
+            yield "Assumed: adapters on all linear layers and on no experts, although lora.target_modules lists some"
     if any(column.plan.shape.experts is not None for column in found.columns):
         yield (
             "Assumed: every GPU gathers all experts of a layer, since there is no expert parallelism; tokens go to the "

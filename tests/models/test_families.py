@@ -1,0 +1,56 @@
+"""A dozen architectures against plain transformers, and the page on all of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.ranks import run_ranks
+from tests.models import families
+from tests.models.measurement import Found, measure
+from tests.models.page import PAGE, listed_types
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+DENSE = ("llama", "gemma3_text", "gemma4_text", "granite")
+MIXTURES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
+HYBRIDS = ("qwen3_5_text", "qwen3_next", "granitemoehybrid", "lfm2")
+
+
+def measure_all(names: Sequence[str], parts: Sequence[str]) -> dict[str, Found]:
+    return {name: measure(name, parts) for name in names}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Found]:
+    return run_ranks(measure_all, 1, (*DENSE, *MIXTURES, *HYBRIDS), ("full", "lora"))[0]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> dict[str, Found]:
+    return run_ranks(measure_all, 2, ("qwen3_moe", "lfm2"), ("full",))[0]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES, *HYBRIDS])
+def test_one_rank_computes_what_transformers_does(alone: dict[str, Found], name: str) -> None:
+    assert_right(alone[name])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["qwen3_moe", "lfm2"])
+def test_two_ranks_do_too(on_two_ranks: dict[str, Found], name: str) -> None:
+    assert_right(on_two_ranks[name])
+
+
+def assert_right(found: Found) -> None:
+    print(found)
+    assert found.verdict == "right", (found.errors, found.late, found.beyond_bounds())
+    assert "full fused utility" in found.numbers
+
+
+def test_the_page_lists_every_decoder_of_transformers() -> None:
+    listed = listed_types((REPOSITORY / PAGE).read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted([*families.model_types(), *families.VARIANTS]), (
+        f"measure them: python -m tests.models.survey --markdown {PAGE}"
+    )
