@@ -46,10 +46,10 @@ def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed, console:
         if "jvp" not in str(error) and "forward AD" not in str(error):
             raise
         raise UserError(
-            f"utility.estimator: found jvp together with {engine.module.base.config.model_type}, which has an operation "
-            f"without a forward-mode derivative ({first_line(error)}); expected finite_difference "
-            "(utility.estimator=finite_difference utility.epsilon=auto), a method without utilities (methods/sft.yaml), "
-            "or another architecture"
+            f"utility.estimator: found jvp together with {engine.module.base.config.model_type}, which has an "
+            f"operation without a forward-mode derivative ({first_line(error)}); expected finite_difference "
+            "(utility.estimator=finite_difference utility.epsilon=auto), a method without utilities "
+            "(methods/sft.yaml), or another architecture"
         ) from None
     difference = abs(found / expected - 1) if expected else 0.0
     tolerance = TOLERANCE[engine.trainable[0][1].dtype]
