@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "models": "errors imports cpu_products config distributed files planning data",
     "engine": "errors imports progress random_streams method config distributed files data models",
     "track": "errors progress random_streams units method config distributed files data",
-    "utility": "random_streams method distributed data models engine",
+    "utility": "errors random_streams method distributed data models engine",
     "results": "errors grading config files planning data track",
     "train": "errors progress random_streams cpu_products method config distributed files planning data models engine "
     "track utility results",

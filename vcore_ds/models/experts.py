@@ -47,13 +47,15 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
             product = adapted_product(x, weight[0], adapter, ends, **options)
         return product + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else product
 
-    inner = project(hidden_states[order // top_k_index.shape[-1]], "gate_up_proj" if experts.has_gate else "up_proj")
-    outputs = project(experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner), "down_proj")
+    x = hidden_states[order // top_k_index.shape[-1]]
+    x = project(x, "gate_up_proj" if experts.has_gate else "up_proj")
+    x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
+    x = project(x, "down_proj")
     if experts.has_post_expert_norm:
-        outputs = experts.post_expert_norm(outputs)
-    weighted = outputs * top_k_weights.flatten()[order, None]
+        x = experts.post_expert_norm(x)
+    x = x * top_k_weights.flatten()[order, None]
     # Not `index_add`, whose order of summation is another one in every call on a GPU.
-    return weighted[order.argsort()].unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
+    return x[order.argsort()].unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
 
 
 def grouped_product(

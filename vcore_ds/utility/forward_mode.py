@@ -201,7 +201,7 @@ class _TangentGatherer:
         """On the instance."""
         if "forward" not in module.__dict__:
             self._replaced_forwards.append(module)
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
 
     def _with_duals(self, readers: Sequence[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for module in readers:
