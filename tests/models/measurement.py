@@ -91,7 +91,10 @@ class Found:
 
     @property
     def verdict(self) -> str:
-        """`right`, `WRONG`, or `refused`, before weights are read or before the first step."""
+        """`right`, `WRONG`, or `refused`, before weights are read or before the first step; `not built` where no tiny
+        model can be made."""
+        if "build" in self.errors:
+            return "not built"
         if {"sft", "start"} & self.refused.keys():
             return "refused"
         # What can be done without is refused when the model is built, or in the first step.
@@ -254,6 +257,8 @@ def _read_default_configuration(found: Found, folder: Path) -> None:
     except UserError as error:
         found.refused["sft"] = message(error)
         del found.errors["build"]
+    except Exception:  # transformers cannot make its default configuration either
+        return
 
 
 def message(error: UserError) -> str:
@@ -301,8 +306,12 @@ def _measure(found: Found, folder: Path, parts: Sequence[str]) -> None:
     for part in parts:
         if part == "bf16" and (found.errors or "jvp" in found.refused):
             continue
+        had_jvp = "jvp" not in found.refused
         with noted(found, part):
             _measure_part(found, folder, part, main, probe)
+        if had_jvp and "jvp" in found.refused:  # by a check of the run: what is possible without
+            with noted(found, part):
+                _measure_part(found, folder, part, main, probe)
         if found.errors or "full" in found.late or "start" in found.refused:
             break
 
@@ -329,16 +338,14 @@ def _measure_part(found: Found, folder: Path, part: str, main: Sequence[Text], p
     engine = Engine(model, build_optimizer(model, own.optimizer), config)
     try:
         if part == "full":
-            key = "start"
+            asked = "start"
             try:
                 check_start(engine, _data_of(found), Console(enabled=False))
-                key = "jvp"
+                asked = "jvp"
                 check_derivatives(engine, build_estimator(own, engine), _data_of(found), Console(enabled=False))
             except UserError as error:
-                found.refused[key] = message(error)
-                if key == "start":
-                    return
-                has_jvp = False
+                found.refused[asked] = message(error)
+                return  # DeepSpeed is in the middle of a forward
         plain = plain_model(folder, rounded_to=torch.bfloat16 if is_bf16 else torch.float32)
         if part == "lora":
             plain = add_lora(plain, own.lora).double().eval()

@@ -39,15 +39,18 @@ def tables(results: list[Found]) -> str:
     lines += [
         "### Right",
         "",
-        "| jvp | difference | LoRA | packing | Ulysses | tensor | types, and the largest error |",
+        f"| {' | '.join(ABILITIES)} | types, and the largest error |",
     ]
-    lines += ["|---|---|---|---|---|---|---|"]
+    lines += ["|---" * (len(ABILITIES) + 1) + "|"]
     lines += _grouped(of_verdict["right"], _abilities, lambda found: f"`{found.name}` {found.worst:.0e}")
     measured = [found for found in of_verdict["right"] if "bf16 fused rank" in found.numbers]
     if measured:
         lines += ["", "### In bf16", "", "| rank correlation with fp64 | jvp, separate | fused | transformers itself |"]
         lines += ["|---|---|---|---|"]
         lines += [f"| {found.name} | {' | '.join(_in_bf16(found))} |" for found in measured]
+    if of_verdict["not built"]:
+        lines += ["", "### Not measured", "", "| type | why no tiny model could be made |", "|---|---|"]
+        lines += [f"| `{found.name}` | {_problem(found)} |" for found in of_verdict["not built"]]
     if of_verdict["WRONG"]:
         lines += ["", "### Wrong", "", "| type | what |", "|---|---|"]
         lines += [f"| `{found.name}` | {_problem(found)} |" for found in of_verdict["WRONG"]]
@@ -96,4 +99,7 @@ def _refusal(found: Found) -> str:
     text = found.refused.get("sft") or f"(in the check before the first step) {found.refused['start']}"
     text = re.sub(r"model_type '[\w.-]+'|(?<=model.path: )(?!MODEL)[\w-]+:", "TYPE", text)
     text = re.sub(r" [\d.e-]+ nats", " x nats", text)
-    return re.sub(r"\(\w+For\w+\)", "(CLASS)", text).replace("|", "/").replace("`", "'")
+    text = re.sub(r"\bno \w+ can be built", "no model can be built", text)
+    text = re.sub(r"\b\w+(ForCausalLM|Attention)\b", r"...\1", text)
+    # Only what is ours: transformers goes on with a link.
+    return text.partition(". Please request")[0].replace("|", "/").replace("`", "'")

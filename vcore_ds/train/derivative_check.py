@@ -15,7 +15,7 @@ from vcore_ds.data.batches import Batch, collate
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed.positions import mark
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.errors import UserError
+from vcore_ds.errors import UserError, first_line
 from vcore_ds.track.console import Console
 from vcore_ds.train.feed import Feed
 from vcore_ds.utility.direction import Direction
@@ -41,7 +41,17 @@ def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed, console:
         return
     mark("checking the model's derivatives")
     started = time.perf_counter()
-    expected, found = along_own_gradient(engine, estimator, short_batch(engine, feed))
+    try:
+        expected, found = along_own_gradient(engine, estimator, short_batch(engine, feed))
+    except RuntimeError as error:  # NotImplementedError is one
+        if "jvp" not in str(error) and "forward AD" not in str(error):
+            raise
+        raise UserError(
+            f"utility.estimator: found jvp together with {engine.module.base.config.model_type}, which has an "
+            f"operation without a forward-mode derivative ({first_line(error)}); expected finite_difference "
+            "(utility.estimator=finite_difference utility.epsilon=auto), a method without utilities "
+            "(methods/sft.yaml), or another architecture"
+        ) from None
     difference = abs(found / expected - 1) if expected else 0.0
     # Adapters may be in fp32 on a model in bf16.
     tolerance = max(TOLERANCE[parameter.dtype] for parameter in engine.module.parameters())
