@@ -82,7 +82,7 @@ HYBRID = "whose layers (hybrid) are not all attention"
         (JambaConfig(**SIZES), RECURRENT, RECURRENT),
         (BambaConfig(**SIZES, **MAMBA), RECURRENT, RECURRENT),
         (FalconH1Config(**SIZES, **MAMBA), HYBRID, HYBRID),
-        (NemotronHConfig(**SIZES), "whose attention is its own code", "whose layers (linear_attention, mlp) are not"),
+        (NemotronHConfig(**SIZES), RECURRENT, RECURRENT),
         (FalconConfig(), "whose attention is its own code", "whose attention is its own code"),
         (DeepseekV32Config(), "whose attention is its own code", "whose attention selects keys by their place"),
         (MambaConfig(), "whose configuration has no single num_attention_heads", "whose configuration has no "),

@@ -6,9 +6,9 @@ The rules err on the side of rows of their own: right-padded, these are right fo
 from collections.abc import Mapping
 from typing import Any
 
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "moe", "dense", "sparse"})
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "moe", "dense", "sparse", "mlp"})
 """Kinds of layers (`layer_types`) in which tokens see each other through attention that can be replaced, and no other
-way; all other kinds may carry a state from one sequence of a row to the next. The last three say what follows the
+way; all other kinds may carry a state from one sequence of a row to the next. The last four say what follows the
 attention."""
 
 OTHER_LAYERS = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
