@@ -78,7 +78,7 @@ class Found:
         transformers' own fp32 too, so three times that is allowed."""
         bound = max(BOUND, 3 * self.numbers.get("plain fp32 gradient", 0.0))
         # In bf16 a token near the boundary between two experts goes to another one, in transformers too.
-        bf16_bound = 1 - max(1 - MIN_RANK_CORRELATION, 3 * (1 - self.numbers.get("plain bf16 rank", 1.0)))
+        bf16_bound = 1 - max(0.02, 3 * (1 - self.numbers.get("plain bf16 rank", 1.0)))
 
         def is_bad(name: str, value: float) -> bool:
             if name.startswith("bf16"):

@@ -349,6 +349,8 @@ def test_masks_and_lost_layouts_are_refused() -> None:
     for attend in (training_attention, forward_mode_attention):
         for mask, extra, words in (
             (visible(4), dict(row_layout=layout), "makes an attention mask of its own"),
+            (None, dict(row_layout=layout, position_bias=visible(4)), "adds a bias of positions to its scores"),
+            (None, dict(row_layout=layout, block_indices=visible(4)), "selects the keys of each query"),
             (None, {}, "does not hand keyword arguments"),
         ):
             with pytest.raises(UserError, match=words):

@@ -112,6 +112,15 @@ no sinks, or the tangents, where it stands for zero."""
 Attend = Callable[[Parts, Parts, RowLayout, Scoring], tuple[Tensor, Tensor | None]]
 """Takes values and tangents; gives the output `[b, A, T, D]` and its tangent, None where all tangents are."""
 
+_NOT_COMPUTED = {
+    "position_bias": "adds a bias of positions to its scores",
+    "sinks": "has sinks of another kind",
+    "indices": "selects the keys of each query",
+    "block_indices": "selects the keys of each query",
+}
+"""What some architectures (Inkling, MiniMax-M3) hand to their attention beside its usual arguments: left out, it would
+be silently wrong."""
+
 
 def hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
     """Hugging Face's attention interface around `attend`.
@@ -133,11 +142,12 @@ def hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         row_layout: RowLayout | None = None,
-        **_: object,
+        **others: object,
     ) -> tuple[Tensor, None]:
-        if attention_mask is not None or row_layout is None:
+        ignored = next((words for name, words in _NOT_COMPUTED.items() if others.get(name) is not None), None)
+        if attention_mask is not None or row_layout is None or ignored is not None:
             no_layout = "does not hand keyword arguments from the decoder to its attention"
-            found = no_layout if attention_mask is None else "makes an attention mask of its own"
+            found = ignored or (no_layout if attention_mask is None else "makes an attention mask of its own")
             raise UserError(
                 f"model.path: {type(module).__name__} {found}, so attention here cannot take its place; expected "
                 "another architecture, or model.attention eager with a method without utilities (methods/sft.yaml)"
