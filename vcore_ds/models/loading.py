@@ -7,7 +7,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.models.attention import TRAINING_ATTENTION
-from vcore_ds.models.configuration import can_replace_attention, read_config
+from vcore_ds.models.configuration import can_replace_attention, causal_lm_class, read_config
 from vcore_ds.models.experts import OUR_EXPERTS
 from vcore_ds.models.language_model import auto_class, freeze_towers
 from vcore_ds.models.stored_weights import check_nothing_is_missing, unreadable_model
@@ -82,7 +82,9 @@ def attention_name(config: PretrainedConfig, attention: str) -> str:
     """The kernel that `auto` stands for; other names are kept."""
     if attention != "auto":
         return attention
-    return TRAINING_ATTENTION if can_replace_attention(config) else "sdpa"
+    if can_replace_attention(config):
+        return TRAINING_ATTENTION
+    return "sdpa" if causal_lm_class(config)._supports_sdpa else "eager"
 
 
 def prepare_for_training(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrainedModel:
