@@ -75,7 +75,7 @@ def _abilities(found: Found) -> tuple[str, ...]:
     return (
         yes["jvp" not in found.refused],
         yes["finite_difference" not in found.refused],
-        yes["lora" not in found.late],
+        yes["lora" not in found.late] if "lora probe gradient" in found.numbers or "lora" in found.late else "not run",
         yes["checkpointing" not in found.refused],
         yes["fused, checkpointed" not in found.late and "jvp" not in found.refused],
         yes[found.packing is None],
