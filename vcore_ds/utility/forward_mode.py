@@ -150,8 +150,9 @@ class _TangentGatherer:
                 prefetch = number + 1 if number == owned.get(id(unit)) and number + 1 < len(groups) else None
                 self._handles.append(unit.register_forward_pre_hook(self._gather_hook(number, prefetch)))
             self._replaced_modules += readers
-            # No forward hook: a dual parameter is a view of it, of which the backward has to be through before ZeRO-3
-            # reduces the layer's gradients. That happens behind what PyTorch, after all hooks, makes of the input.
+            # Not in a pre-hook. Autograd takes nodes in the reverse of the order in which they were made, and ZeRO-3
+            # reduces a layer's gradients at the node of its input, which comes after the pre-hooks: a dual parameter's
+            # node from before it would pass its gradient on too late, and zeros would have been reduced instead.
             self._replace_forward(unit, partial(self._with_duals, readers, unit.forward))
             for number in needed:
                 self._handles.append(unit.register_forward_hook(self._release_hook(number)))
