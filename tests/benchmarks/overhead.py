@@ -42,6 +42,7 @@ from vcore_ds.train.feed import Feed
 MODEL = dict(
     vocab_size=8192, hidden_size=384, intermediate_size=1152, num_hidden_layers=8, num_attention_heads=6, head_dim=64
 )
+EXPERTS = dict(num_experts=16, num_experts_per_tok=4, moe_intermediate_size=288, mlp_only_layers=[])
 NUM_MAIN, NUM_PROBE, NUM_SEQUENCES = 32, 4, 1024
 BUCKET_NUMEL = 50_000_000
 SHAPE = ModelShape(
@@ -61,6 +62,8 @@ class Variant:
     sections: dict[str, Any]
     lora: bool = False
     checkpointing: bool = False
+    mixture_of: str | None = None
+    """Kind of a mixture, see `tiny.mixture`: a token goes through as many parameters as in the dense model."""
 
 
 SFT, JVP = {"method": {"name": "sft"}}, {"utility": {"fused": True}}
@@ -76,6 +79,10 @@ VARIANTS = {
     "jvp, checkpointed": Variant(JVP, checkpointing=True),
     "sft, lora, checkpointed": Variant(SFT, lora=True, checkpointing=True),
     "jvp, lora, checkpointed": Variant(JVP, lora=True, checkpointing=True),
+    "sft, mixture": Variant(SFT, mixture_of="qwen3_moe"),
+    "jvp, mixture": Variant(JVP, mixture_of="qwen3_moe"),
+    "sft, mixture, checkpointed": Variant(SFT, mixture_of="qwen3_moe", checkpointing=True),
+    "jvp, mixture, checkpointed": Variant(JVP, mixture_of="qwen3_moe", checkpointing=True),
 }
 BOUNDS = {
     ("sft", "bare"): 1.05,
@@ -85,6 +92,8 @@ BOUNDS = {
     ("finite difference, checkpointed", "sft, checkpointed"): 1.40,
     ("jvp, checkpointed", "sft, checkpointed"): 1.65,
     ("jvp, lora, checkpointed", "sft, lora, checkpointed"): 1.50,
+    ("jvp, mixture", "sft, mixture"): 1.85,
+    ("jvp, mixture, checkpointed", "sft, mixture, checkpointed"): 1.65,
 }
 """Largest median of the ratio of a step's time to another's."""
 
@@ -154,9 +163,9 @@ class BareLoop:
 class OurLoop:
     def __init__(self, variant: Variant):
         self.recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"}, **variant.sections)
-        model = tiny.token_loss_model(
-            tied=True, dtype=torch.bfloat16, lora=variant.lora, checkpointing=variant.checkpointing, **MODEL
-        )
+        options = dict(lora=variant.lora, checkpointing=variant.checkpointing, mixture_of=variant.mixture_of)
+        sizes = MODEL if variant.mixture_of is None else MODEL | EXPERTS
+        model = tiny.token_loss_model(tied=True, dtype=torch.bfloat16, **options, **sizes)
         optimizer = build_optimizer(model, self.recipe.optimizer)
         self.engine = Engine(model, optimizer, deepspeed_config(), coalesce_gradient_reduction=True)
         self.estimator = step_runs.make_estimator(self.recipe, self.engine)
