@@ -122,12 +122,14 @@ def _read_shapes_of(folder: Path, name: str) -> Shapes:
 
 def _check_number_of_layers(path: str, config: PretrainedConfig, shapes: Shapes) -> None:
     """A layer too few would be left out silently; one too many would be made of random numbers."""
-    expected = getattr(config.get_text_config(), "num_hidden_layers", None)
+    text = config.get_text_config()
+    # LongCat-Flash counts each layer's two attentions as layers of their own.
+    expected = text.num_layers if text.model_type == "longcat_flash" else getattr(text, "num_hidden_layers", None)
     numbers = [int(match[1]) for name in shapes if (match := _LAYER.match(name))]
     if not numbers or not isinstance(expected, int):
         return
     found = max(numbers) + 1
-    num_extra = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    num_extra = getattr(text, "num_nextn_predict_layers", None) or 0
     if found not in (expected, expected + num_extra):
         raise bad_config(
             path,

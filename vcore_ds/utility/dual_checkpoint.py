@@ -24,23 +24,30 @@ def checkpoint_with_tangent(layer: Layer, x: Tensor, *others: Any) -> Any:
         x: hidden states `[b, t, H]`, dual where the layers below have tangents.
         others: what else the layer takes; nothing that needs a gradient.
 
-    Raises UserError where something else needs one: its graph would be run through again by every layer.
+    Raises UserError where something else needs one, whose graph every layer would run through again, or where the
+    layer gives further activations (Zaya), whose gradient would be lost.
     """
     named = layer.keywords.values() if isinstance(layer, partial) else ()
     if any(isinstance(other, Tensor) and other.requires_grad for other in (*others, *named)):
-        raise UserError(
-            "utility.fused: the layers of this architecture take activations of others beside their own input, which "
-            "the forward with a graph and tangents cannot recompute; expected false (utility.fused=false)"
-        )
+        raise _not_recomputed()
     value, tangent = forward_ad.unpack_dual(x)
     with torch.no_grad():
         start = value.detach()
         result = layer(start if tangent is None else forward_ad.make_dual(start, tangent.detach()), *others)
+        if isinstance(result, tuple) and any(isinstance(x, Tensor) and x.is_floating_point() for x in result[1:]):
+            raise _not_recomputed()
         y, d_y = forward_ad.unpack_dual(_hidden(result))
     # A view of the dual result would keep its tangent.
     y = _Recomputed.apply(value, y.data, lambda again: _hidden(layer(again, *others)))
     y = y if d_y is None else make_dual(y, d_y.detach())
     return (y, *result[1:]) if isinstance(result, tuple) else y
+
+
+def _not_recomputed() -> UserError:
+    return UserError(
+        "utility.fused: the layers of this architecture exchange activations beside their input and output, which the "
+        "forward with a graph and tangents cannot recompute; expected false (utility.fused=false)"
+    )
 
 
 def _hidden(result: Any) -> Tensor:
