@@ -63,13 +63,15 @@ def _stacked(module: nn.Module) -> list[str]:
 
 def _all_linear(model: PreTrainedModel) -> list[str]:
     """Every linear layer but the output embedding, what decides between experts, experts that are linear layers of
-    their own, and those projections of Mamba whose weights its kernels read past the layer."""
+    their own, and those whose weights are read past the layer."""
     head, found = model.get_output_embeddings(), []
     for name, layer in model.named_modules():
         parent, _, own_name = name.rpartition(".")
         if not isinstance(layer, (nn.Linear, Conv1D)) or layer is head or _ROUTING.search(name):
             continue
         if own_name in _READ_BY_KERNELS and hasattr(model.get_submodule(parent), "D"):
+            continue
+        if own_name == "correction_coefs":  # of Gemma 3n, which reads its weight past the layer in training
             continue
         found.append(name)
     return found

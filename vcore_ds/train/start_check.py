@@ -24,8 +24,9 @@ from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.track.console import Console
 from vcore_ds.train.feed import Feed
 
-NUM_TOKENS = 32
-"""Of each of two training sequences, their last ones: conversations often begin with the same system prompt."""
+NUM_TOKENS = (32, 24)
+"""Of two training sequences, their last ones: conversations often begin with the same system prompt. Not the same
+number: in rows of their own the second has padding behind it, which must not change its losses."""
 
 SAME_PRODUCTS = {torch.bfloat16: 1e-3, torch.float32: 1e-5, torch.float64: 1e-9}
 """Largest mean difference, nats, of losses that the same kernels compute of the same numbers; by the parameters' dtype.
@@ -130,7 +131,7 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
 def _ending(feed: Feed, number: int) -> TokenizedSequence:
     """The end of a training sequence, all of it supervised; data of one sequence have it twice."""
     sequence = feed.dataset[min(number, len(feed.dataset) - 1)]
-    ids = sequence.input_ids[-NUM_TOKENS:]
+    ids = sequence.input_ids[-NUM_TOKENS[number] :]
     return TokenizedSequence(number, ids, np.arange(len(ids)) > 0)
 
 
