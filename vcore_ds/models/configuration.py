@@ -110,6 +110,8 @@ def _check_kind(path: str, config: PretrainedConfig) -> None:
         kind = "a model that runs each of its layers several times in a forward, which ZeRO-3 does not differentiate"
     elif config.model_type == "cpmant":
         kind = "a decoder that puts tokens of its own before each sequence"
+    elif config.model_type == "rwkv":
+        kind = "a model that rescales its weights between training and evaluation"
     elif type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "modernbert-decoder":
         kind = "a decoder with more than an output embedding between its hidden states and its logits"
     elif is_vision_language(config):
