@@ -104,7 +104,7 @@ def _check_sizes(path: str, raw: dict[str, Any]) -> None:
 def _check_kind(path: str, config: PretrainedConfig) -> None:
     if config.is_encoder_decoder:
         kind = "an encoder and a decoder (seq2seq)"
-    elif _may_be_encoder(config) and not getattr(config, "is_decoder", False):
+    elif config.model_type == "xlnet" or (_may_be_encoder(config) and not getattr(config, "is_decoder", False)):
         kind = "an encoder, whose tokens see those behind them"
     elif config.model_type == "hrm_text":
         kind = "a model that runs each of its layers several times in a forward, which ZeRO-3 does not differentiate"

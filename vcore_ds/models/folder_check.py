@@ -5,6 +5,7 @@ Reads a few kilobytes a file and no weights, so that a mistake is found before a
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -56,7 +57,8 @@ def empty_model(path: str, config: PretrainedConfig, *, attention: str | None = 
     """
     try:
         with torch.device("meta"):
-            return auto_class(config).from_config(config, attn_implementation=attention)
+            # A copy: transformers writes the attention into the configuration, which others share.
+            return auto_class(config).from_config(deepcopy(config), attn_implementation=attention)
     except Exception as error:  # of any class: sizes and names go into the architecture's own code as they are
         problem = f"{type(error).__name__}: {last_line(error)}"
         raise bad_config(path, f"no {config.model_type} can be built from its values: {problem}") from None

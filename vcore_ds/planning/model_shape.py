@@ -213,7 +213,10 @@ def shape_on_disk(path: str) -> ModelShape | None:
 
 def is_on_disk(path: str) -> bool:
     """Whether a model's configuration is where `shape_on_disk` reads it, in whatever state."""
-    return any(file.is_file() for file in _config_files(path))
+    try:
+        return any(file.is_file() for file in _config_files(path))
+    except OSError:  # in a folder that this user may not read, which is said where the model is opened
+        return False
 
 
 def _config_files(path: str) -> list[Path]:

@@ -39,7 +39,7 @@ def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed, console:
     """
     if not isinstance(estimator, ForwardMode):
         return
-    mark("checking the model's derivatives")
+    mark("checking derivatives")
     started = time.perf_counter()
     try:
         expected, found = along_own_gradient(engine, estimator, short_batch(engine, feed))

@@ -56,7 +56,7 @@ def check_start(engine: Engine, feed: Feed, console: Console) -> None:
     Raises:
         UserError: on all ranks alike, where two losses differ that have to be equal.
     """
-    mark("checking the model's losses")
+    mark("checking losses")
     started = time.perf_counter()
     devices = [engine.device] if engine.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices):
