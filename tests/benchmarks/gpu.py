@@ -114,7 +114,7 @@ def build_engine(sizes: dict[str, Any]) -> Engine:
         config = Qwen3Config(**sizes, use_cache=False, max_position_embeddings=131072)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.set_attn_implementation(TRAINING_ATTENTION)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     wrapped = TokenLossModel(model)
     wrapped.train()
     config = tiny.deepspeed_config(bf16=True, gradient_clipping=1.0)

@@ -87,7 +87,7 @@ def token_loss_model(
     model.set_attn_implementation(TRAINING_ATTENTION)
     model.set_experts_implementation(OUR_EXPERTS)
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     wrapped = TokenLossModel(with_lora(model, dropout=dropout) if lora else model)
     wrapped.train()
     return wrapped

@@ -21,7 +21,7 @@ def copying(pin_memory: bool) -> saved_tensors_hooks:
 def gradients_and_inputs_kept(*, activation_offload: bool) -> tuple[list[torch.Tensor], list[bool]]:
     """Gradients; and of each layer's input, whether its memory is in use between forward and backward."""
     plain = tiny.qwen3(num_hidden_layers=4)
-    plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    plain.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     plain.set_attn_implementation(TRAINING_ATTENTION)
     model = TokenLossModel(plain, activation_offload=activation_offload)
     model.train()

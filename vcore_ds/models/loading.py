@@ -93,5 +93,5 @@ def prepare_for_training(model: PreTrainedModel, gradient_checkpointing: bool) -
     model.config.use_cache = False
     freeze_towers(model)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     return model
