@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from vcore_ds.models.dual_numbers import make_dual, value_and_tangent
+from vcore_ds.models.expert_load import count_tokens
 
 OUR_EXPERTS = "vcore_experts"
 """Name under which Hugging Face models find `experts_forward`."""
@@ -33,6 +34,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         top_k_index: `[n, k]`, the experts of each token.
         top_k_weights: `[n, k]`.
     """
+    count_tokens(experts, top_k_index, experts.num_experts)
     chosen, order = top_k_index.flatten().sort(stable=True)
     # On the device: no host waits to learn how many tokens an expert has.
     numbers = torch.arange(experts.num_experts, device=chosen.device)
