@@ -185,9 +185,9 @@ def plan_batch(
 ) -> BatchPlan:
     """Spreads a recipe's batches over `num_ranks` ranks, a tensor-parallel group as one: it works on the same rows.
 
-    Raises RecipeError where the recipe's degrees of tensor, expert or sequence parallelism do not fit the ranks, the nodes or
-    the model, sequences share a row or a forward in which this model would let them change each other, the longest
-    sequence would not fit into the largest row, or finite differences are to be taken on a mixture of experts.
+    Raises RecipeError where the recipe's degrees of tensor, expert or sequence parallelism do not fit the ranks, the
+    nodes or the model, sequences share a row or a forward in which this model would let them change each other, the
+    longest sequence would not fit into the largest row, or finite differences are to be taken on a mixture of experts.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")

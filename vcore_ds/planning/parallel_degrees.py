@@ -1,4 +1,4 @@
-"""Which degrees of tensor, expert and sequence parallelism are possible, and what is said where the recipe's do not fit."""
+"""Which degrees of tensor, expert and sequence parallelism are possible, and what is said of one that is not."""
 
 import math
 from collections.abc import Sequence

@@ -197,7 +197,7 @@ class StepModel:
 
     def _parameters(self, work: PassWork) -> dict[str, Traffic]:
         """Gathers of one micro-step."""
-        counts, settings, b = self.counts, self.settings, self.settings.number_bytes
+        counts, b = self.counts, self.settings.number_bytes
         of_experts = b * self.shape.expert_parameters
         others = b * (counts.all - counts.trained) + self._bytes_trained * counts.trained - of_experts
         moved = self._gathered(others, of_experts) * (work.gathers - work.reduces)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from vcore_ds.planning.model_shape import ModelShape
 
 EXCHANGES_OF_EXPERTS = 3
-"""Exchanges of an expert-parallel group in a layer's forward: how many tokens go where, the tokens, what experts made of
-them. A backward has two of them."""
+"""Exchanges of an expert-parallel group in a layer's forward: how many tokens go where, the tokens, what experts made
+of them. A backward has two of them."""
 
 
 @dataclass(frozen=True)

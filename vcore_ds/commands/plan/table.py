@@ -185,12 +185,13 @@ def _assumptions(found: Columns) -> Iterator[str]:
             yield "Assumed: adapters on all linear layers and on no experts, although lora.target_modules lists some"
     mixtures = [column.plan for column in found.columns if column.plan.shape.experts is not None]
     if mixtures:
-        loads = sorted({plan.memory.settings.expert_load for plan in mixtures})
+        loads = sorted({plan.memory.settings.expert_load for plan in mixtures} - {1.0})
+        fullest = " or ".join(f"{load:.2f}" for load in loads)
         yield (
-            f"Assumed: the fullest GPU of an expert-parallel group is sent {' or '.join(f'{load:.2f}' for load in loads)} "
-            "times the mean GPU's tokens, and the others wait for it; a run measures that (docs/expert-parallelism.md)"
-            if loads != [1.0]
-            else "Every GPU gathers all experts of a layer: parallel.expert is 1 (docs/expert-parallelism.md)"
+            f"Assumed: the fullest GPU of an expert-parallel group is sent {fullest} times the mean GPU's tokens, and "
+            "the others wait for it; a run measures that (docs/expert-parallelism.md)"
+            if loads
+            else "Every GPU gathers all experts of a layer, as parallel.expert is 1 (docs/expert-parallelism.md)"
         )
     tensor = sorted({column.plan.batch.tensor for column in found.columns} - {1})
     if tensor:
