@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from vcore_ds.data.batches import Batch
 from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.distributed import layout
 from vcore_ds.engine.counts import count_globally
 from vcore_ds.engine.log_probabilities import with_reference_of_adapters
 from vcore_ds.engine.non_finite import NonFiniteLoss, sequences_by_rank
@@ -88,7 +89,7 @@ def train_step(
                 MicroBatchResult(batch, tokens, q, shares, alpha, weighted.detach().sum(), loss.detach().sum())
             )
     totals = recorder.totals()
-    measured |= load_of_experts(engine.module)
+    measured |= load_of_experts(engine.module, layout.size("expert"))
     check_finite(totals, recorder, main[0].sequence_parallel)
 
     # Line 6: alpha of the global batch, known only now. The loss is linear in it: scaling the gradient is exact.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.counts import count_globally
 from vcore_ds.engine.flat_shards import chunks
 from vcore_ds.engine.non_finite import NonFiniteLoss, sequences_by_rank
-from vcore_ds.engine.partitioned import PartitionedParameter
+from vcore_ds.engine.partitioned import PartitionedParameter, shards_axis
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.adam import adam_direction
 from vcore_ds.method.baselines import dft_weights
@@ -41,7 +41,7 @@ class Direction:
     This is all that VCORE keeps between the passes of a step: one shard in the parameter dtype.
 
     Forward mode gathers one group at a time: the trained parameters of one decoder layer, or of one module outside the
-    layers. That takes one collective per layer instead of one per weight.
+    layers. That takes one collective per layer instead of one per weight, two where experts are divided.
 
     Attributes:
         buffers: the vector, see `FlatShards`.
@@ -160,32 +160,45 @@ class Direction:
         """Takes what `state` gave; the vector is read with the checkpoint's tensors."""
         self.norm, self.num_taken = state["norm"], int(state["num_taken"] or 0)
 
-    def start_gather(self, group: int) -> layout.PendingGather | None:
-        """Starts to gather one group from all ranks; `finish_gather` waits for it. None where this rank has all of it.
-        A collective."""
-        if layout.size("shards") == 1:
-            return None
-        shards = [self.shard(parameter) for parameter in self.groups[group][1]]
-        # With weight decay, matrices and vectors of a layer lie in different sub-groups.
-        return layout.start_all_gather("shards", shards[0] if len(shards) == 1 else torch.cat(shards))
-
-    def finish_gather(self, group: int, pending: layout.PendingGather | None) -> dict[int, Tensor]:
-        """The whole tensors of a group by `id(parameter)`."""
-        if pending is None:
-            # Views of the vector, which lies in memory as the parameters do. Of a tangent that lies there in another
-            # way PyTorch makes a copy, with zeros for all that the parameter's memory holds beside it: all parameters.
-            return {
-                id(parameter): self.shard(parameter)[: parameter.ds_numel].view(parameter.ds_shape)
-                for parameter in self.groups[group][1]
-            }
-        per_rank = pending.wait().view(layout.size("shards"), -1)
-        whole, offset = {}, 0
+    def start_gather(self, group: int) -> list["PartialGather"]:
+        """Starts to gather one group from all ranks; `finish_gather` waits for it. A collective."""
+        of_axis: dict[Literal["shards", "expert_shards"], list[PartitionedParameter]] = {}
         for parameter in self.groups[group][1]:
-            end = offset + parameter.ds_tensor.numel()
-            flat = per_rank[:, offset:end].reshape(-1)
-            whole[id(parameter)] = flat[: parameter.ds_numel].view(parameter.ds_shape)
-            offset = end
+            of_axis.setdefault(shards_axis(parameter), []).append(parameter)
+        started = []
+        for axis, parameters in of_axis.items():
+            pending = None
+            if layout.size(axis) > 1:
+                shards = [self.shard(parameter) for parameter in parameters]
+                # With weight decay, matrices and vectors of a layer lie in different sub-groups.
+                pending = layout.start_all_gather(axis, shards[0] if len(shards) == 1 else torch.cat(shards))
+            started.append(PartialGather(parameters, layout.size(axis), pending))
+        return started
+
+    def finish_gather(self, started: Sequence["PartialGather"]) -> dict[int, Tensor]:
+        """The whole tensors of a group by `id(parameter)`."""
+        whole = {}
+        for parameters, num_ranks, pending in started:
+            if pending is None:
+                # Views of the vector, which lies in memory as the parameters do. Of a tangent that lies there in
+                # another way PyTorch makes a copy, with zeros for all that the parameter's memory holds beside it: all
+                # parameters.
+                flat = [self.shard(parameter) for parameter in parameters]
+            else:
+                numels = [parameter.ds_tensor.numel() for parameter in parameters]
+                flat = [part.reshape(-1) for part in pending.wait().view(num_ranks, -1).split(numels, 1)]
+            for parameter, of_all in zip(parameters, flat, strict=True):
+                whole[id(parameter)] = of_all[: parameter.ds_numel].view(parameter.ds_shape)
         return whole
+
+
+class PartialGather(NamedTuple):
+    """A gather of those of a group's parameters that are sharded over the same ranks."""
+
+    parameters: list[PartitionedParameter]
+    num_ranks: int
+    pending: layout.PendingGather | None
+    """None where this rank has all of them."""
 
 
 def _gather_groups(engine: Engine) -> list[tuple[nn.Module, list[PartitionedParameter]]]:
