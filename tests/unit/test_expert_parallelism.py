@@ -156,8 +156,9 @@ def test_nothing_of_experts_is_gathered_in_one_group_of_all_ranks() -> None:
 
 @pytest.mark.parametrize(("is_checkpointed", "num_passes"), [(False, 2 + 2 + 1), (True, 3 + 3 + 1)])
 def test_tokens_by_hand(is_checkpointed: bool, num_passes: int) -> None:
-    """16 tokens, 2 experts, 10 numbers of 2 bytes, 2 layers, there and back; once in a forward, a backward and a forward
-    that is computed again, in the probe and the main pass, and once for tangents. Of 4 ranks a quarter stays."""
+    """16 tokens, 2 experts, 10 numbers of 2 bytes, 2 layers, there and back; once in a forward, in a backward and in a
+    forward that is computed again, of the probe and of the main pass, and once for tangents. Of 4 ranks a quarter
+    stays."""
     cost = cost_of(replace(JVP, expert=4, is_checkpointed=is_checkpointed), 16)
     sent = num_passes * 16 * 2 * 10 * 2 * 2 * 2
     assert cost.traffic["expert-parallel tokens"] == Traffic(inside=sent * 3 / 4)
@@ -176,7 +177,7 @@ def test_the_fullest_rank_is_waited_for() -> None:
 
 
 def test_memory_of_a_part_of_the_experts() -> None:
-    """What is kept stays; what is gathered at a time has a part of a layer's experts, in one group of all ranks none."""
+    """What is kept stays; what is gathered at a time has a part of a layer's experts, or in one group none."""
     settings = MemorySettings(num_ranks=16, main_tokens=64, max_live_parameters=0, estimator="jvp", is_fused=True)
     counts = parameter_counts(SHAPE)
     experts, layer = 3 * 2048 * 768 * 128, (counts.all - 2 * 151936 * 2048) // 48
