@@ -12,6 +12,7 @@ import torch
 from tests.helpers import step_runs, tiny
 from vcore_ds.data.batches import Batch
 from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.deepspeed_start import start_deepspeed
 from vcore_ds.engine.expert_shards import divide_experts
@@ -66,6 +67,7 @@ def run_case(case: Case) -> dict[str, float]:
     gc.freeze()  # DeepSpeed collects garbage whenever it starts and keeps every engine: not to look through those again
     recipe = step_runs.recipe(**case.sections)
     start_process_group(10, case.tensor, case.expert)
+    layout.make_sequence_groups(case.sequence_parallel, 10)  # those that are not there yet
     sizes = dict(tied=case.tied, num_key_value_heads=case.num_kv_heads, vocab_size=case.vocabulary)
     dtype = torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32
     if case.mixture_of is None:
