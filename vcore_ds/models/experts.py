@@ -19,6 +19,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from vcore_ds.models.dual_numbers import make_dual, value_and_tangent
 from vcore_ds.models.expert_exchange import are_divided, at_their_experts, row_ends
+from vcore_ds.models.expert_load import count_tokens
 
 OUR_EXPERTS = "vcore_experts"
 """Name under which Hugging Face models find `experts_forward`."""
@@ -35,6 +36,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         top_k_index: `[n, k]`, the experts of each token.
         top_k_weights: `[n, k]`.
     """
+    count_tokens(experts, top_k_index, experts.num_experts)
     chosen, order = top_k_index.flatten().sort(stable=True)
     x = hidden_states[order // top_k_index.shape[-1]]
     if are_divided(experts):
