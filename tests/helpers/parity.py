@@ -44,7 +44,7 @@ class Case:
     tensor: int = 1
     """Tensor-parallel degree, in megatron-core's parallel layers."""
     expert: int = 1
-    """Expert-parallel degree."""
+    """Expert-parallel degree; adapters are then beside the experts, not on them."""
     kernel_norm: bool = False
     """With norms of a kernel, as TransformerEngine's, in the parallel layers."""
     mixture_of: str | None = None
@@ -83,14 +83,19 @@ def run_case(case: Case) -> dict[str, float]:
         model = megatron.parallel_model(plain, **options)
     else:
         model = tiny.token_loss_model(
-            lora=case.lora, checkpointing=case.checkpointing, mixture_of=case.mixture_of, dtype=dtype, **sizes
+            lora=case.lora,
+            checkpointing=case.checkpointing,
+            mixture_of=case.mixture_of,
+            on_experts=case.expert == 1,
+            dtype=dtype,
+            **sizes,
         )
     if case.expert > 1:
         start_deepspeed()
         deepspeed.zero.Init(module=model, config_dict_or_path=tiny.deepspeed_config(bf16=dtype == torch.bfloat16))
     divide_experts(model)
     if case.lora:
-        plain = tiny.with_lora(plain)
+        plain = tiny.with_lora(plain, on_experts=case.expert == 1)
     plain = plain.float()  # the oracle computes in fp32, from the same weights
     reference = step_runs.reference_of(plain, recipe)
     engine = step_runs.make_engine(
