@@ -104,7 +104,7 @@ def test_experts_that_cannot_be_divided(tmp_path: Path, monkeypatch: pytest.Monk
     """A dense model is left to the plan of the batch, which knows it without building it."""
     divided: dict[str, Any] = dict(attention="auto", lora=None, estimator="jvp", expert=2)
     check(MIXTURE, tmp_path, **divided)
-    monkeypatch.setattr(architecture_check, "are_ours", lambda module: False)
+    monkeypatch.setattr(architecture_check, "can_be_ours", lambda module: False)
     with pytest.raises(UserError, match="parallel.expert: found 2 .*own code; expected 1"):
         check(MIXTURE, tmp_path, **divided)
     check(MIXTURE, tmp_path, **{**divided, "expert": 1})

@@ -16,7 +16,7 @@ from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
 from vcore_ds.planning.run_plan import find_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -36,6 +36,11 @@ each_recipe = pytest.mark.parametrize(
 
 def recipe_of(name: str) -> Recipe:
     return load(FOLDER / f"{name}.yaml")
+
+
+def shape_for(recipe: Recipe) -> ModelShape:
+    """One shape for all models, but of experts that are divided the model's own."""
+    return QWEN3_32B if recipe.parallel.expert == 1 else find_model(recipe.model.path)[0]
 
 
 def preset_words(preset: str) -> list[str]:
@@ -68,10 +73,8 @@ def test_recipe_loads_from_any_working_directory(path: Path, tmp_path: Path, mon
 def test_recipe_plans_and_merges_on_1_to_32_ranks(path: Path) -> None:
     recipe = load(path)
     tensor, expert = recipe.parallel.tensor, recipe.parallel.expert
-    # Of dense models all are as large as this one; a mixture has experts to be divided.
-    shape = QWEN3_32B if expert == 1 else find_model(recipe.model.path)[0]
     for num_ranks in range(tensor * expert, 33, tensor * expert):
-        plan = plan_batch(recipe, num_ranks, shape)
+        plan = plan_batch(recipe, num_ranks, shape_for(recipe))
         config = deepspeed_config(recipe, plan)
         assert config["train_batch_size"] * tensor == (
             num_ranks * config["gradient_accumulation_steps"] * config["train_micro_batch_size_per_gpu"]
@@ -112,7 +115,11 @@ def test_the_trusted_preset_asks_for_the_pool(path: Path) -> None:
     assert "probe.batch_size: found all without data.probe_path" in probe
     assert "data.trusted_share: found 0.2 without data.probe_path" in share
     recipe = load_recipe(path, preset_words("trusted"))
-    assert plan_batch(recipe, 8, QWEN3_32B).num_trusted_global == round(0.2 * recipe.batch.global_size) > 0
+    assert (
+        plan_batch(recipe, max(8, recipe.parallel.expert), shape_for(recipe)).num_trusted_global
+        == round(0.2 * recipe.batch.global_size)
+        > 0
+    )
 
 
 @each_recipe
@@ -134,7 +141,7 @@ def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_r
             words.append("data.reference_log_probabilities=reference.npz")  # the remedy
         recipe = load_recipe(path, words)
         assert recipe.method.name == name
-        plan_batch(recipe, 8, QWEN3_32B)
+        plan_batch(recipe, max(8, recipe.parallel.expert), shape_for(recipe))
         preset = load_recipe(path, presets) if presets else load(path)
         assert recipe.method.normalization == preset.method.normalization
         changed = {"method", "data"} if name == "iw_sft" or shares_batch else {"method"}

@@ -15,7 +15,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import can_replace_attention, causal_lm_class
-from vcore_ds.models.experts import are_ours
+from vcore_ds.models.experts import can_be_ours
 from vcore_ds.models.folder_check import empty_model
 from vcore_ds.models.loading import attention_name
 from vcore_ds.models.lora import add_lora
@@ -50,7 +50,7 @@ def check_architecture(
     name = attention_name(config, attention)
     base = empty_model(path, config, attention=name)
     # Of a dense model, and of experts that the degree does not divide, the plan of the batch says it.
-    if expert > 1 and _has_routing(config) and not any(are_ours(module) for module in base.modules()):
+    if expert > 1 and _has_routing(config) and not any(can_be_ours(module) for module in base.modules()):
         raise UserError(
             f"parallel.expert: found {expert} together with model.path {path} ({causal_lm_class(config).__name__}), "
             "whose experts are the architecture's own code; expected 1: only experts that transformers computes "

@@ -48,10 +48,15 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     return x[order.argsort()].unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
 
 
+def can_be_ours(module: nn.Module) -> bool:
+    """Whether a module's forward is looked up by name, in transformers' interface for experts."""
+    return hasattr(module, "is_transposed")
+
+
 def are_ours(module: nn.Module) -> bool:
     """Whether a module's forward is `experts_forward`."""
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return hasattr(module, "is_transposed") and implementation == OUR_EXPERTS
+    return can_be_ours(module) and implementation == OUR_EXPERTS
 
 
 def _outputs(experts: Any, x: Tensor, chosen: Tensor, ends: Tensor) -> Tensor:
