@@ -145,7 +145,7 @@ class _Model:
         # Where one expert-parallel group is all ranks, nothing is left to gather of its experts.
         not_gathered = 1 if settings.expert == settings.num_ranks > 1 else 0
         self.gathered_layer = self.layer - not_gathered * shape.expert_layer_parameters // settings.expert
-        elsewhere = shape.expert_parameters - shape.expert_parameters // settings.expert
+        elsewhere = shape.parameters_elsewhere(settings.expert)
         self.gathered_all = counts.all - elsewhere - not_gathered * shape.expert_parameters // settings.expert
         self.is_full = settings.adapters is None
         self.trained_layer = self.layer if self.is_full else counts.trained // shape.num_layers

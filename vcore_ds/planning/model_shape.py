@@ -111,6 +111,10 @@ class ModelShape:
         """The same of all layers."""
         return 0 if self.experts is None else self.experts.num_layers * self.expert_layer_parameters
 
+    def parameters_elsewhere(self, expert: int) -> int:
+        """What the other ranks of an expert-parallel group of so many have of all layers' experts."""
+        return self.expert_parameters - self.expert_parameters // expert
+
     @property
     def attention_length(self) -> float:
         """Tokens of a sequence whose causal attention costs as much as its linear layers, P / (A D).

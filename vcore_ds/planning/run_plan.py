@@ -149,7 +149,8 @@ def plan_run(recipe: Recipe, cluster: Cluster, shape: ModelShape, *, mean_tokens
         )
     settings = memory.settings
     of_rank = parameter_counts(plan.time_model.shape, settings.adapters)
-    unsharded = of_rank.trained * (4 if settings.adapters is not None or settings.number_bytes == 4 else 6)
+    unsharded = of_rank.trained - (shape.parameters_elsewhere(settings.expert) if settings.adapters is None else 0)
+    unsharded *= 4 if settings.adapters is not None or settings.number_bytes == 4 else 6
     coalesces = recipe.engine.coalesce_gradient_reduction
     if coalesces == "auto":
         coalesces = unsharded <= COALESCING_SHARE * cluster.gpu.memory_bytes

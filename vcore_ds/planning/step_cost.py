@@ -136,7 +136,7 @@ class StepModel:
         settings = self.settings
         # All ranks of an expert-parallel group wait for the one that is sent most tokens.
         per_token = linear_flops_per_token(shape) + (settings.expert_load - 1) * routed_flops_per_token(shape)
-        of_all_weights = flops_of_all_weights(shape) - 2 * self._numel_elsewhere
+        of_all_weights = flops_of_all_weights(shape) - 2 * shape.parameters_elsewhere(settings.expert)
         per_square = attention_flops_per_square(shape) / achieved.attention
         reduces_once = self.settings.coalesces_gradients
         for step, groups in enumerate(spread.micro_steps):
@@ -219,7 +219,7 @@ class StepModel:
         shape, b, reuse = self._part, self.settings.number_bytes, self.reuse_distance
         head = shape.vocabulary_size * shape.hidden_size
         embeddings = head if shape.is_tied else 2 * head
-        layer = (self.counts.all - embeddings - self._numel_elsewhere) / shape.num_layers
+        layer = (self.counts.all - embeddings - shape.parameters_elsewhere(self.settings.expert)) / shape.num_layers
         num_kept = max(1, math.ceil((reuse - head) / layer))
         share = max(0, shape.num_layers - num_kept) / shape.num_layers
         of_head = b * head if reuse <= 2 * head else 0
@@ -274,11 +274,6 @@ class StepModel:
     @property
     def _bytes_trained(self) -> int:
         return self.settings.number_bytes if self.settings.adapters is None else _FP32
-
-    @property
-    def _numel_elsewhere(self) -> float:
-        """Parameters of the experts that other ranks of the expert-parallel group have."""
-        return self.shape.expert_parameters * (1 - 1 / self.settings.expert)
 
     @property
     def _part(self) -> ModelShape:
