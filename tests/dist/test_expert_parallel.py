@@ -188,7 +188,7 @@ def tensors_of(state: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("degree", (1, 4))
+@pytest.mark.parametrize("degree", [1, 4])
 def test_a_checkpoint_is_read_whatever_the_division_and_is_the_same_again(found, folder: Path, degree: int):
     expected, again = tensors_of(folder / "state_2"), tensors_of(folder / f"state_{degree}")
     assert expected.keys() == again.keys()
@@ -197,7 +197,7 @@ def test_a_checkpoint_is_read_whatever_the_division_and_is_the_same_again(found,
         assert tensor.any() and torch.equal(again[name], tensor), name
 
 
-@pytest.mark.parametrize("degree", (1, 4))
+@pytest.mark.parametrize("degree", [1, 4])
 def test_results_are_equal_byte_for_byte(found, folder: Path, degree: int):
     names = {path.name for path in (folder / "result_2").glob("*.safetensors")}
     assert len(names) > 1
