@@ -5,9 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tests.helpers.ranks import run_ranks
-from vcore_ds.models.expert_load import count_tokens, forget_tokens, load_of_experts
+from vcore_ds.distributed import layout
+from vcore_ds.models.expert_load import forget_tokens, load_of_experts
+from vcore_ds.models.experts import OUR_EXPERTS
 
 pytestmark = pytest.mark.dist
 
@@ -18,22 +22,16 @@ CHOSEN = [
 ]
 
 
-class _Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Identity(), nn.Identity()])
-
-
 def _measure() -> list[dict[str, Any]]:
-    from vcore_ds.distributed import layout
-
-    model = _Layers()
+    config = Qwen3MoeConfig(hidden_size=4, num_experts=4, moe_intermediate_size=2)
+    config._experts_implementation = OUR_EXPERTS
+    model = nn.ModuleList([Qwen3MoeExperts(config), Qwen3MoeExperts(config)])
     found = [load_of_experts(model, 2)]
     for _ in range(2):  # the second time without what the first one counted
         forget_tokens(model)
-        for layer, forwards in zip(model.layers, CHOSEN[layout.rank("shards")], strict=True):
+        for experts, forwards in zip(model, CHOSEN[layout.rank("shards")], strict=True):
             for chosen in forwards:
-                count_tokens(layer, torch.tensor(chosen), 4)
+                experts(torch.ones(len(chosen), 4), torch.tensor(chosen), torch.ones(len(chosen), 2))
         found.append(load_of_experts(model, 2))
     return [*found, load_of_experts(model)]
 

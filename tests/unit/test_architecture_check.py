@@ -100,6 +100,17 @@ def test_a_model_that_can_be_trained_passes(config: PretrainedConfig, lora: Lora
     check(config, tmp_path, attention="auto", lora=lora, estimator="jvp")
 
 
+def test_experts_that_cannot_be_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense model is left to the plan of the batch, which knows it without building it."""
+    divided: dict[str, Any] = dict(attention="auto", lora=None, estimator="jvp", expert=2)
+    check(MIXTURE, tmp_path, **divided)
+    monkeypatch.setattr(architecture_check, "are_ours", lambda module: False)
+    with pytest.raises(UserError, match="parallel.expert: found 2 .*own code; expected 1"):
+        check(MIXTURE, tmp_path, **divided)
+    check(MIXTURE, tmp_path, **{**divided, "expert": 1})
+    check(DENSE, tmp_path, **divided)
+
+
 def test_names_of_adapted_layers(tmp_path: Path) -> None:
     lora = LoraConfig(rank=2, alpha=4, target_modules=("wqkv",))
     with pytest.raises(UserError, match="lora.target_modules: found wqkv"):

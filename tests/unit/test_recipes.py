@@ -17,6 +17,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.run_plan import find_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "launch_scripts" / "recipes"
@@ -46,7 +47,8 @@ def test_every_training_of_the_papers_tables_has_a_recipe() -> None:
     names = {path.relative_to(FOLDER).with_suffix("").as_posix() for path in RECIPES}
     lora = {f"{model}_{task}_lora" for model, task in product(QWEN3 + OTHERS, ("math", "code"))}
     full = {f"{model}_{task}_full" for model, task in product(QWEN3, ("math", "code"))}
-    others = {"qwen3_32b_math_full_tensor8", "qwen3_30b_a3b_math_full", "qwen3_30b_a3b_math_lora"}
+    mixtures = {"qwen3_30b_a3b_math_full", "qwen3_30b_a3b_math_lora", "qwen3_235b_a22b_math_full"}
+    others = {"qwen3_32b_math_full_tensor8"} | mixtures
     assert names == {"quickstart"} | lora | full | others | {f"paper/{name}" for name in lora}
     assert {path.stem for path in (FOLDER / "presets").glob("*")} == set(PRESETS)
     assert {path.stem for path in (FOLDER / "methods").glob("*")} == set(METHODS)
@@ -65,9 +67,11 @@ def test_recipe_loads_from_any_working_directory(path: Path, tmp_path: Path, mon
 @each_recipe
 def test_recipe_plans_and_merges_on_1_to_32_ranks(path: Path) -> None:
     recipe = load(path)
-    tensor = recipe.parallel.tensor
-    for num_ranks in range(tensor, 33, tensor):
-        plan = plan_batch(recipe, num_ranks, QWEN3_32B)
+    tensor, expert = recipe.parallel.tensor, recipe.parallel.expert
+    # Of dense models all are as large as this one; a mixture has experts to be divided.
+    shape = QWEN3_32B if expert == 1 else find_model(recipe.model.path)[0]
+    for num_ranks in range(tensor * expert, 33, tensor * expert):
+        plan = plan_batch(recipe, num_ranks, shape)
         config = deepspeed_config(recipe, plan)
         assert config["train_batch_size"] * tensor == (
             num_ranks * config["gradient_accumulation_steps"] * config["train_micro_batch_size_per_gpu"]
@@ -215,6 +219,7 @@ PATHS = {
     "qwen3_8b": "Qwen/Qwen3-8B",
     "qwen3_32b": "Qwen/Qwen3-32B",
     "qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3_235b_a22b": "Qwen/Qwen3-235B-A22B",
     "llama3.1_8b_instruct": "meta-llama/Llama-3.1-8B-Instruct",
     "mistral_7b_instruct_v0.3": "mistralai/Mistral-7B-Instruct-v0.3",
 }

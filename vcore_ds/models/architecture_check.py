@@ -15,6 +15,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import can_replace_attention, causal_lm_class
+from vcore_ds.models.experts import are_ours
 from vcore_ds.models.folder_check import empty_model
 from vcore_ds.models.loading import attention_name
 from vcore_ds.models.lora import add_lora
@@ -27,7 +28,13 @@ _DIFFERENCES = "finite_difference (utility.estimator=finite_difference utility.e
 
 
 def check_architecture(
-    path: str, config: PretrainedConfig, *, attention: str, lora: LoraConfig | None, estimator: Estimator | None
+    path: str,
+    config: PretrainedConfig,
+    *,
+    attention: str,
+    lora: LoraConfig | None,
+    estimator: Estimator | None,
+    expert: int = 1,
 ) -> None:
     """Raises UserError where training would refuse the model for its configuration; takes seconds for large models.
 
@@ -36,11 +43,19 @@ def check_architecture(
         config: its configuration.
         attention: of the recipe, `auto` or one of Hugging Face's kernels.
         estimator: of the utilities; None for a method without them.
+        expert: degree of expert parallelism.
     """
     if estimator is not None:
         check_estimator(path, config, estimator)
     name = attention_name(config, attention)
     base = empty_model(path, config, attention=name)
+    # Of a dense model, and of experts that the degree does not divide, the plan of the batch says it.
+    if expert > 1 and _has_routing(config) and not any(are_ours(module) for module in base.modules()):
+        raise UserError(
+            f"parallel.expert: found {expert} together with model.path {path} ({causal_lm_class(config).__name__}), "
+            "whose experts are the architecture's own code; expected 1: only experts that transformers computes "
+            "through its interface for experts can be divided among ranks"
+        )
     with torch.device("meta"):
         model = TokenLossModel(base if lora is None else add_lora(base, lora))
     if name == TRAINING_ATTENTION:

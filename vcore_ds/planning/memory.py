@@ -266,6 +266,11 @@ class _Model:
         """Copies of a token's hidden states in a layer with experts: one for each expert that it goes through."""
         return 0 if self.shape.experts is None else self.settings.expert_load * self.shape.experts.per_token
 
+    @property
+    def _on_the_way(self) -> float:
+        """Copies that are being sent to other ranks and received from them, with expert parallelism."""
+        return 2 * self._copies if self.settings.expert > 1 else 0
+
     def _kept_by_routing(self, num_tokens: int) -> int:
         """What routing keeps beyond the MLPs: the copies that go in, where experts are trained, and those that come
         out, which the gradient of their weights needs; places in the order of the experts; the probabilities."""
@@ -290,13 +295,14 @@ class _Model:
         kept = self._layer_kept(num_tokens) if self.settings.is_checkpointed else 0
         shape, b = self.shape, self.b
         widest = 2 * self._mlp_width + 2 * shape.hidden_size
-        return kept + num_tokens * b * max(widest, int(3 * self._copies) * shape.hidden_size)
+        copies = int(3 * self._copies + self._on_the_way)
+        return kept + num_tokens * b * max(widest, copies * shape.hidden_size)
 
     def _layer_forward(self, num_tokens: int) -> int:
         shape, b = self.shape, self.b
         attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         of_adapter = 0 if self.is_full else _FP32 * self._mlp_width  # the output of one, in fp32
-        widest = max(4 * self._mlp_width, 2 * attention, int(3 * self._copies) * shape.hidden_size)
+        widest = max(4 * self._mlp_width, 2 * attention, int(3 * self._copies + self._on_the_way) * shape.hidden_size)
         hidden = 4 * self._between_layers(num_tokens) * shape.hidden_size
         return b * hidden + self._exchanged(num_tokens) + num_tokens * (b * widest + of_adapter)
 
@@ -309,7 +315,7 @@ class _Model:
         query_heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         of_adapters = 0 if self.is_full else 2 * _FP32  # the output of one and its tangent, in fp32
         mlp = num_tokens * (6 * b + of_adapters) * self._mlp_width + 3 * self._exchanged(num_tokens)
-        mlp += int(2 * self._copies) * b * num_tokens * shape.hidden_size
+        mlp += int(2 * self._copies + 2 * self._on_the_way) * b * num_tokens * shape.hidden_size
         attention = num_tokens * (12 * b * (query_heads + 2 * kv_heads) + of_adapters * query_heads)
         return 4 * b * self._between_layers(num_tokens) * shape.hidden_size + max(mlp, attention)
 

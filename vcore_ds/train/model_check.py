@@ -27,7 +27,14 @@ def check_configuration(recipe: Recipe) -> None:
         path = str(Path(path).parent)
     if recipe.model.provider == "huggingface":
         config = read_config(path, local_files_only=True)
-        check_architecture(path, config, attention=recipe.model.attention, lora=recipe.lora, estimator=estimator)
+        check_architecture(
+            path,
+            config,
+            attention=recipe.model.attention,
+            lora=recipe.lora,
+            estimator=estimator,
+            expert=recipe.parallel.expert,
+        )
         causal_lm = causal_lm_class(config)
         if recipe.model.gradient_checkpointing and not causal_lm.supports_gradient_checkpointing:
             raise UserError(

@@ -64,7 +64,7 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     """
     check_model_folder(recipe.model.path)
     check_reference(recipe.model.path)
-    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
+    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor, recipe.parallel.expert)
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
         return measure_together(recipe, options)
 
