@@ -62,8 +62,8 @@ def lora(dropout: float = 0.0, targets: str | tuple[str, ...] = "all-linear") ->
 
 
 def with_lora(model: PreTrainedModel, *, dropout: float = 0.0, seed: int = 1, on_experts: bool = True):
-    """`model` with adapters, on experts too unless told otherwise, away from their initial point, where B = 0 and half of the gradients
-    vanish."""
+    """`model` with adapters, on experts too unless told otherwise, away from their initial point, where B = 0 and half
+    of the gradients vanish."""
     torch.manual_seed(seed)
     with_experts = on_experts and any(name.endswith(".experts") for name, _ in model.named_modules())
     adapted = add_lora(model, lora(dropout, ("all-linear", "experts") if with_experts else "all-linear"))
