@@ -30,6 +30,7 @@ from vcore_ds.planning.spread import RowLimit, spread
 from vcore_ds.planning.step_cost import StepCost, StepModel
 from vcore_ds.planning.time_model import TimeModel
 from vcore_ds.planning.traffic import Traffic, gathered_weights
+from vcore_ds.track.console import Console
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHAPE = KNOWN_MODELS["Qwen3-30B-A3B"]
@@ -197,6 +198,18 @@ def test_memory_of_a_part_of_the_experts() -> None:
     assert fewer == pytest.approx(6 * 48 * experts * 3 / 4, rel=0.02)  # and a little of the layer at work
 
 
+def test_it_is_offered_where_a_run_does_not_fit() -> None:
+    """SFT of Qwen3-235B-A22B on 32 H200, where three layers with all of their experts are too much."""
+    sft = {"method": {"name": "sft"}, "model": {"path": "m", "gradient_checkpointing": True}}
+    plan = plan_run(recipe(1, **sft), Cluster(GPUS["H200"], 32), KNOWN_MODELS["Qwen3-235B-A22B"])
+    assert not plan.fits
+    found = {remedy.change: remedy.estimate for remedy in plan.memory.remedies(plan.available)}
+    assert [change for change in found if change.startswith("parallel")] == ["parallel.expert=8", "parallel.expert=32"]
+    for expert in (8, 32):
+        assert plan.available.holds(found[f"parallel.expert={expert}"])
+        assert plan_run(recipe(expert, **sft), plan.cluster, plan.shape).fits
+
+
 def test_a_large_mixture_gains_from_groups_over_nodes() -> None:
     """235B on 64 H200: ZeRO-3 alone brings all weights to every node; groups within a node change that by nothing."""
     found = {}
@@ -232,6 +245,20 @@ def test_commands_refuse_a_degree_in_the_same_words(command: list[str], capsys: 
     name, *words = command
     assert main([name, str(LARGE), "parallel.expert=64", *words]) != 0
     assert "parallel.expert: found 64 on 32 ranks; expected a divisor" in capsys.readouterr().err
+
+
+def test_the_console_shows_the_load_of_a_mixture(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = ["loss", "weighted_loss", "grad_norm", "learning_rate", "supervised_tokens_per_second"]
+    values: dict[str, Any] = dict.fromkeys(numbers, 1.0) | {
+        "tau": None,
+        "utilization": None,
+        "peak_memory_bytes": 2**30,
+    }
+    console = Console(enabled=True)
+    console.step(1, 2, values, 0.0, log=True)
+    console.step(2, 2, values | {"expert_load_mean": 1.84, "expert_load_max": 3.0}, 0.0, log=True)
+    dense, mixture = capsys.readouterr().out.splitlines()
+    assert "fullest expert 1.8x" in mixture and "expert" not in dense
 
 
 def test_check_takes_as_many_ranks_as_a_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,7 +156,7 @@ def _describe_way(way: Way) -> str:
     plan = way.plan
     return (
         f"  {way.change}: {gib(plan.memory.estimate.peak_bytes)} GiB, {_seconds(plan.cost.seconds_step)} s a step,"
-        f" {plan.gpu_hours(100):,.1f} GPU hours of 100 steps"
+        f" {plan.gpu_hours(100):,.1f} GPU hours of 100 steps{'' if plan.fits else ', does not fit'}"
     )
 
 
