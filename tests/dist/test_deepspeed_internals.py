@@ -21,7 +21,7 @@ from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.deepspeed_start import start_deepspeed
 from vcore_ds.engine.expert_shards import divide_experts
 from vcore_ds.engine.optimizer import build_optimizer
-from vcore_ds.engine.partitioned import shards_axis
+from vcore_ds.engine.partitioned import is_block_of_experts
 from vcore_ds.engine.zero3 import Engine
 
 pytestmark = pytest.mark.dist
@@ -291,8 +291,8 @@ def marked_parameters_have_shards_and_reductions_of_their_own(e: Engine) -> bool
     deepspeed.zero.Init(module=model, config_dict_or_path=tiny.deepspeed_config())
     divide_experts(model)
     engine = step_runs.make_engine(model, step_runs.recipe())
-    blocks = [p for _, p in engine.trainable if shards_axis(p) == "expert_shards"]
-    others = [p for _, p in engine.trainable if shards_axis(p) == "shards"]
+    blocks = [p for _, p in engine.trainable if is_block_of_experts(p)]
+    others = [p for _, p in engine.trainable if not is_block_of_experts(p)]
     with engine.accumulation(1):
         engine.backward(loss_on(engine))
     gradients = engine.shards.gradients()

@@ -15,7 +15,7 @@ from vcore_ds.data.batches import Batch, idle_batch
 from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.engine.optimizer import build_optimizer
-from vcore_ds.engine.partitioned import shards_axis
+from vcore_ds.engine.partitioned import is_block_of_experts
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.track.step_metrics import MicroBatchResult, StepMetrics, StepRecorder
 from vcore_ds.train.settings import step_settings
@@ -136,7 +136,7 @@ def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
 
 def of_all_experts(parameter: torch.nn.Parameter, gathered: torch.Tensor) -> torch.Tensor:
     """A copy of what a rank has gathered of a parameter; of a block of experts, that of all blocks. A collective."""
-    if shards_axis(parameter) == "shards":
+    if not is_block_of_experts(parameter):
         return gathered.clone()
     return layout.all_gather("expert", gathered).flatten(0, 1)
 

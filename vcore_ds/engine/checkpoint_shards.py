@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import cpu_group
-from vcore_ds.engine.partitioned import PartitionedParameter, shape_of_all, shards_axis
+from vcore_ds.engine.partitioned import PartitionedParameter, is_block_of_experts, shape_of_all
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.files.aside import free_space
 
@@ -158,7 +158,7 @@ def stored_name(name: str, tensor_rank: int, tensor: int) -> str:
 def _shard(engine: Engine, parameter: PartitionedParameter, padded: Tensor) -> DTensor:
     local = padded.detach()[: engine.local_numel(parameter)]
     shape = torch.Size([shape_of_all(parameter).numel()])
-    mesh = _mesh(local.device.type, layout.size("expert") if shards_axis(parameter) == "expert_shards" else 1)
+    mesh = _mesh(local.device.type, layout.size("expert") if is_block_of_experts(parameter) else 1)
     return DTensor.from_local(local, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=(1,))
 
 
@@ -206,6 +206,10 @@ def _mesh(device_type: str, num_blocks: int) -> DeviceMesh:
     communicated over it."""
     if num_blocks == 1:
         return DeviceMesh.from_group(layout.group("shards"), device_type)
-    axes: tuple[layout.Axis, ...] = ("expert", "expert_shards")
     ranks = torch.arange(layout.size("shards")).view(-1, num_blocks).t()
-    return DeviceMesh.from_group([layout.group(axis) for axis in axes], device_type, mesh=ranks, mesh_dim_names=axes)
+    return DeviceMesh.from_group(
+        [layout.group("expert"), layout.group("expert_shards")],
+        device_type,
+        mesh=ranks,
+        mesh_dim_names=("expert", "expert_shards"),
+    )

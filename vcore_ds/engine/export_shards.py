@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.distributed import layout
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed, on_all_ranks
-from vcore_ds.engine.partitioned import as_partitioned, shape_of_all, shards_axis
+from vcore_ds.engine.partitioned import as_partitioned, is_block_of_experts, shape_of_all
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.files import model_folder as files
 from vcore_ds.files.aside import discard, unfinished_path
@@ -188,7 +188,7 @@ def _gathered(engine: Engine, keepers: Mapping[str, Collection[int]]) -> Iterato
             for name, parameter in parameters:
                 name = name.removeprefix(PREFIX)
                 whole = parameter.detach()
-                if shards_axis(parameter) == "expert_shards":  # this rank's block
+                if is_block_of_experts(parameter):
                     whole = layout.all_gather("expert", whole).flatten(0, 1)
                 mine = layout.rank("job") in keepers[name]
                 yield name, whole.to("cpu", copy=True) if mine else None

@@ -1,6 +1,6 @@
 """What ZeRO-3 adds to a parameter, in types."""
 
-from typing import Literal, cast
+from typing import cast
 
 import torch
 import torch.distributed
@@ -44,15 +44,14 @@ def as_partitioned(parameter: nn.Parameter) -> PartitionedParameter:
     return cast(PartitionedParameter, parameter)
 
 
-def shards_axis(parameter: nn.Parameter) -> Literal["shards", "expert_shards"]:
-    """The axis over which ZeRO-3 shards a parameter."""
-    is_block = getattr(parameter, "ds_zero_placement_family", None) == EXPERT_FAMILY
-    return "expert_shards" if is_block else "shards"
+def is_block_of_experts(parameter: nn.Parameter) -> bool:
+    """Whether ZeRO-3 shards a parameter over `expert_shards` instead of `shards`."""
+    return getattr(parameter, "ds_zero_placement_family", None) == EXPERT_FAMILY
 
 
 def shape_of_all(parameter: PartitionedParameter) -> torch.Size:
     """The parameter's shape in the model; of a block of experts, that of all experts."""
-    if shards_axis(parameter) == "shards":
+    if not is_block_of_experts(parameter):
         return parameter.ds_shape
     num_own, *rest = parameter.ds_shape
     return torch.Size([num_own * layout.size("expert"), *rest])

@@ -13,7 +13,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.counts import count_globally
 from vcore_ds.engine.flat_shards import chunks
 from vcore_ds.engine.non_finite import NonFiniteLoss, sequences_by_rank
-from vcore_ds.engine.partitioned import PartitionedParameter, shards_axis
+from vcore_ds.engine.partitioned import PartitionedParameter, is_block_of_experts
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.adam import adam_direction
 from vcore_ds.method.baselines import dft_weights
@@ -162,23 +162,23 @@ class Direction:
 
     def start_gather(self, group: int) -> list["PartialGather"]:
         """Starts to gather one group from all ranks; `finish_gather` waits for it. A collective."""
-        of_axis: dict[Literal["shards", "expert_shards"], list[PartitionedParameter]] = {}
-        for parameter in self.groups[group][1]:
-            of_axis.setdefault(shards_axis(parameter), []).append(parameter)
+        blocks = [parameter for parameter in self.groups[group][1] if is_block_of_experts(parameter)]
+        others = [parameter for parameter in self.groups[group][1] if not is_block_of_experts(parameter)]
         started = []
-        for axis, parameters in of_axis.items():
-            pending = None
-            if layout.size(axis) > 1:
-                shards = [self.shard(parameter) for parameter in parameters]
-                # With weight decay, matrices and vectors of a layer lie in different sub-groups.
-                pending = layout.start_all_gather(axis, shards[0] if len(shards) == 1 else torch.cat(shards))
-            started.append(PartialGather(parameters, layout.size(axis), pending))
+        if others:
+            is_whole = layout.size("shards") == 1
+            pending = None if is_whole else layout.start_all_gather("shards", self._joined(others))
+            started.append(PartialGather(others, pending))
+        if blocks:
+            is_whole = layout.size("expert_shards") == 1
+            pending = None if is_whole else layout.start_all_gather("expert_shards", self._joined(blocks))
+            started.append(PartialGather(blocks, pending))
         return started
 
     def finish_gather(self, started: Sequence["PartialGather"]) -> dict[int, Tensor]:
         """The whole tensors of a group by `id(parameter)`."""
         whole = {}
-        for parameters, num_ranks, pending in started:
+        for parameters, pending in started:
             if pending is None:
                 # Views of the vector, which lies in memory as the parameters do. Of a tangent that lies there in
                 # another way PyTorch makes a copy, with zeros for all that the parameter's memory holds beside it: all
@@ -186,17 +186,21 @@ class Direction:
                 flat = [self.shard(parameter) for parameter in parameters]
             else:
                 numels = [parameter.ds_tensor.numel() for parameter in parameters]
-                flat = [part.reshape(-1) for part in pending.wait().view(num_ranks, -1).split(numels, 1)]
+                flat = [part.reshape(-1) for part in pending.wait().view(-1, sum(numels)).split(numels, 1)]
             for parameter, of_all in zip(parameters, flat, strict=True):
                 whole[id(parameter)] = of_all[: parameter.ds_numel].view(parameter.ds_shape)
         return whole
+
+    def _joined(self, parameters: Sequence[PartitionedParameter]) -> Tensor:
+        # With weight decay, matrices and vectors of a layer lie in different sub-groups.
+        shards = [self.shard(parameter) for parameter in parameters]
+        return shards[0] if len(shards) == 1 else torch.cat(shards)
 
 
 class PartialGather(NamedTuple):
     """A gather of those of a group's parameters that are sharded over the same ranks."""
 
     parameters: list[PartitionedParameter]
-    num_ranks: int
     pending: layout.PendingGather | None
     """None where this rank has all of them."""
 
