@@ -68,9 +68,8 @@ class Draft:
             before = self.values.get(section)
             if isinstance(before, dict) and isinstance(value, dict):
                 for key, inner in value.items():
-                    there = before.get(key)
-                    has_keys = (section, key) in SUBSECTIONS and isinstance(there, dict) and isinstance(inner, dict)
-                    before[key] = {**there, **inner} if has_keys else inner
+                    there = before.get(key) if (section, key) in SUBSECTIONS else None
+                    before[key] = there | inner if isinstance(there, dict) and isinstance(inner, dict) else inner
             else:
                 self.replace(section, value)
         self.sources.update(sources)
