@@ -1,9 +1,11 @@
-"""`vcore-ds score` against explicit inner products of gradients of single traces, in fp64 and plain PyTorch: on one, two
-and four ranks, which have rows of their own or share them, packed or not, for all parameters and for adapters, in both
-providers, at base models and at checkpoints. And a scoring that was killed and goes on ends in the same files.
+"""`vcore-ds score` against explicit inner products of gradients of single traces, in fp64 and plain PyTorch.
+
+On one, two and four ranks, which have rows of their own or share them, packed or not, for all parameters and for
+adapters, in both providers, at base models and at checkpoints. And a scoring that was killed and goes on ends in the
+same files.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,10 @@ SHARED_ROWS = ["batch.sequence_parallel=2", "probe.sequence_parallel=2"]
 LARGE_EPS = {"learning_rate": 1e-3, "eps": 1e-4}
 """Adam's Jacobian divides by a root of second moments, of which fp32 keeps few digits where they are tiny."""
 SMALL_CHUNKS = 64
+
+
+class Killed(Exception):
+    pass
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,7 @@ def kill_and_resume(folder: Path) -> None:
         add(self, sequences)
         written.append(len(sequences))
         if len(written) == 5:
-            raise InterruptedError
+            raise Killed
 
     def build(*arguments: Any) -> Any:
         engines.append(build_engine(*arguments))
@@ -153,7 +159,7 @@ def kill_and_resume(folder: Path) -> None:
     compute.build_engine, PassFiles.add = build, add_and_die
     interrupted = request(folder, case, folder / "scores" / "interrupted")
     try:
-        with pytest.raises(InterruptedError):
+        with pytest.raises(Killed):
             compute.score(interrupted, chunk_tokens_per_rank=SMALL_CHUNKS)
         engines[0].close()
         assert not interrupted.output.exists()
@@ -214,7 +220,10 @@ class Reference:
 
 def stores(folder: Path) -> dict[str, TokenStore]:
     """Of the training data and of the sets, by the names that their files have."""
-    return {path.parent.name.rpartition("-")[0]: TokenStore(path.parent) for path in (folder / "cache").glob("*/manifest.json")}
+    return {
+        path.parent.name.rpartition("-")[0]: TokenStore(path.parent)
+        for path in (folder / "cache").glob("*/manifest.json")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +266,9 @@ def test_utilities_are_inner_products_of_gradients(folder, references, world_siz
     for label, case in CASES[world_size].items():
         output, oracle = output_of(folder, world_size, label), expected(folder, case, references)
         scores, columns = read_scores(output), ["num_supervised_tokens", "loss", "source", "row"]
-        columns += [f"{kind}.{name}" for name in case.sets for kind in ("utility_sum", "utility_mean", "rank", "percentile")]
+        columns += [
+            f"{kind}.{name}" for name in case.sets for kind in ("utility_sum", "utility_mean", "rank", "percentile")
+        ]
         traces = read_traces(output, columns)
         assert traces["loss"] == pytest.approx(oracle["loss"], rel=1e-5), label
         assert [Path(source).name for source in traces["source"]] == ["a.jsonl"] * 17 + ["b.jsonl"] * 13
@@ -280,7 +291,9 @@ def test_utilities_are_inner_products_of_gradients(folder, references, world_siz
             assert scores.sets[name].length_correlation_sum == pytest.approx(correlation)
             for position, exact_tokens in zip((0, 29), oracle[f"tokens.{name}"], strict=True):
                 row, sequence = shown[name, position], store[position]
-                assert row["tokens"] == sequence.input_ids.tolist() and row["supervised"] == sequence.supervised.tolist()
+                assert (
+                    row["tokens"] == sequence.input_ids.tolist() and row["supervised"] == sequence.supervised.tolist()
+                )
                 assert row["utilities"] == pytest.approx(exact_tokens, abs=1e-5 * np.abs(exact_tokens).max())
         if case.steps:
             assert [checkpoint.step for checkpoint in scores.checkpoints] == list(case.steps)

@@ -96,7 +96,7 @@ class Scoring:
         self.sets = {name: read_dataset(recipe, path, tokenizer, console) for name, path in request.sets.items()}
         self.feed = build_feed(recipe, self.plan, self.store, tokenizer)
         self.chunk_tokens = chunk_tokens_per_rank * self.plan.num_ranks
-        checkpoints = request.checkpoints or [None]
+        checkpoints: list[ScoredCheckpoint | None] = [*request.checkpoints] or [None]
         self.passes = [
             Pass(number, checkpoint, name)
             for number, (checkpoint, name) in enumerate(product(checkpoints, request.sets))

@@ -117,12 +117,15 @@ def _columns(store: TokenStore, sets: Mapping[str, SetInputs]) -> tuple[dict[str
 
 def _shown_tokens(store: TokenStore, name: str, inputs: SetInputs, shown: Sequence[int]) -> list[dict[str, Any]]:
     """Rows of tokens.parquet for the sequences at the positions `shown`, in that order."""
-    wanted, losses, utilities = set(shown), {}, dict.fromkeys(shown, 0.0)
+    wanted = set(shown)
+    losses: dict[int, np.ndarray] = {}
+    utilities: dict[int, np.ndarray] = {}
     for weight, files in inputs.passes:
         for sequence in files.sequences():
             if sequence.position in wanted:
                 losses[sequence.position] = sequence.losses
-                utilities[sequence.position] += weight * sequence.utilities.astype(np.float64)
+                weighted = weight * sequence.utilities.astype(np.float64)
+                utilities[sequence.position] = utilities.get(sequence.position, 0.0) + weighted
     rows = []
     for position in shown:
         tokens = store[position]
@@ -134,7 +137,7 @@ def _shown_tokens(store: TokenStore, name: str, inputs: SetInputs, shown: Sequen
                 "sequence": position,
                 "tokens": tokens.input_ids,
                 "supervised": supervised,
-                "utilities": np.asarray(utilities[position], dtype=np.float32),
+                "utilities": utilities[position].astype(np.float32),
                 "losses": losses[position],
             }
         )
@@ -143,10 +146,10 @@ def _shown_tokens(store: TokenStore, name: str, inputs: SetInputs, shown: Sequen
 
 def rank_correlation(left: np.ndarray, right: np.ndarray) -> float | None:
     """Spearman's rank correlation, where ties share their mean rank; None where a side is constant."""
-    ranks = [_ranks(values) for values in (left, right)]
-    if any(np.ptp(of_side) == 0 for of_side in ranks):
+    ranks = np.stack([_ranks(left), _ranks(right)])
+    if (np.ptp(ranks, axis=1) == 0).any():
         return None
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(ranks)[0, 1])
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
