@@ -13,8 +13,8 @@ import pytest
 from tests.helpers.report_runs import random_sequence, random_trace, step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.cli import main
-from vcore_ds.commands.report.curves import MOST_POINTS, make_charts
 from vcore_ds.commands.html_page import ASSETS, BASE, STYLE, as_json
+from vcore_ds.commands.report.curves import MOST_POINTS, make_charts
 from vcore_ds.commands.report.page import SCRIPTS, SOURCES, rank_correlation, weight_range
 from vcore_ds.commands.report.pictures import write_pictures
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs, read_runs

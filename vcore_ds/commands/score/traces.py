@@ -1,4 +1,4 @@
-"""The best and worst traces as a page can hold them: a byte for each measure of a token, compressed; texts once each."""
+"""The best and worst traces as a page can hold them: a byte for each measure of a token, compressed; each text once."""
 
 import base64
 import gzip
