@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -162,7 +161,7 @@ class Scoring:
         found = direction.take(
             batches,
             normalization=recipe.method.normalization,
-            clip=None,
+            clip=recipe.probe.clip,
             optimizer=recipe.probe.direction,
             loss_weights=recipe.probe.loss,
         )
@@ -240,9 +239,6 @@ class Scoring:
         """What scores.json will hold, without what the passes measure: `sets` is empty."""
         request, store = self.request, self.store
         recipe, manifest = request.recipe, store.manifest
-        # A base model has no optimizer state, and a run's is that of its optimizer.
-        uses_adam = recipe.probe.direction == "adam" and recipe.optimizer.name == "adamw" and bool(request.checkpoints)
-        direction: Literal["sgd", "adam"] = "adam" if uses_adam else "sgd"
         return Scores(
             data=ScoredData(
                 recipe.data.train_path,
@@ -255,7 +251,7 @@ class Scoring:
             model=recipe.model.path,
             model_digest=digest_of_model(recipe.model.path),
             checkpoints=request.checkpoints,
-            direction=direction,
+            direction=recipe.probe.direction,
             normalization=recipe.method.normalization,
             sets={},
             version=__version__,
@@ -270,6 +266,7 @@ def _identity(recipe: Recipe, description: Scores, sets: dict[str, TokenStore]) 
     return described | {
         "trusted": {name: trusted.digest for name, trusted in sets.items()},
         "loss": recipe.probe.loss,
+        "clip": recipe.probe.clip,
         "precision": recipe.model.precision,
         "provider": recipe.model.provider,
         "attention": recipe.model.attention,
