@@ -123,9 +123,9 @@ class Checkpoints:
                 data = self._recipe.data
                 path = data.probe_path if key == "data.probe_path" and data.probe_path is not None else data.train_path
                 raise UserError(
-                    f"{key}: {path}: found other tokens than those that {folder} was trained on (data, template or "
-                    "tokenizer have changed); expected the same, to resume. Restore them, or set run.output_dir to a "
-                    "new folder"
+                    f"{key}: {path}: found other tokens than those that {folder} was trained on (data, template, "
+                    "tokenizer or kept traces have changed); expected the same, to resume. Restore them, or set "
+                    "run.output_dir to a new folder"
                 )
 
     def load(self, found: tuple[Path, RunState], engine: Engine, estimator: Estimator) -> int:
