@@ -6,6 +6,7 @@ the gradient. Several checkpoints are TracInCP's sum (Pruthi et al. 2020, arXiv:
 is close to what LESS computes from projected gradients (Xia et al. 2024, arXiv:2402.04333), without its cosine.
 """
 
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -61,8 +62,8 @@ def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PE
     recipe = request.recipe
     check_model(recipe)
     start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
+    folder, console = unfinished_path(request.output), Console(enabled=layout.is_first())
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes), ExitStack() as held:
-        console, folder = Console(enabled=layout.is_first()), unfinished_path(request.output)
 
         def hold() -> None:
             with writing("--output", request.output, NEW_FOLDER):
@@ -71,6 +72,8 @@ def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PE
 
         on_first_rank(hold)
         Scoring(request, console, folder, chunk_tokens_per_rank).run()
+    if layout.is_first():  # not while its lock is held: NFS keeps a file that is open, and with it the folder
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,8 @@ class Scoring:
         whole = {i: arrays for of_rank in every_rank for i, arrays in of_rank.items()}
         wrong = [i for i, arrays in whole.items() if not all(np.isfinite(values).all() for values in arrays)]
         if wrong:
-            raise NonFiniteLoss(f"the loss or the utility of {len(wrong)} sequences is not finite: {_some(wrong)}")
+            shown = ", ".join(map(str, sorted(wrong)[:8])) + (" ..." if len(wrong) > 8 else "")
+            raise NonFiniteLoss(f"data.train_path: loss or utility is not finite of the sequences at positions {shown}")
         return [ScoredSequence(i, *whole[i]) for i in chunk]
 
     def _write(self) -> None:
@@ -277,7 +281,3 @@ def _identity(recipe: Recipe, description: Scores, sets: dict[str, TokenStore]) 
 
 def _of(checkpoint: ScoredCheckpoint | None) -> str:
     return "" if checkpoint is None else f", checkpoint of step {checkpoint.step}"
-
-
-def _some(positions: Sequence[int]) -> str:
-    return ", ".join(map(str, positions[:8])) + (" ..." if len(positions) > 8 else "")
