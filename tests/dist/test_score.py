@@ -31,6 +31,7 @@ from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.store import TokenStore
 from vcore_ds.distributed import layout
+from vcore_ds.engine.export_shards import PREFIX
 from vcore_ds.files.scores_folder import read_scores, read_tokens, read_traces
 from vcore_ds.train import run
 
@@ -209,7 +210,7 @@ class Reference:
         """The diagonal Jacobian of Adam's next update, by differentiating that update."""
         state = resumed_runs.tensors_of(self.folder / self.case.target, self.step)
         m, v = (
-            torch.cat([state[f"{key}.base.{name}"].double() for name in self.trained])
+            torch.cat([state[f"{key}.{PREFIX}{name}"].double() for name in self.trained])
             for key in ("exp_avg", "exp_avg_sq")
         )
         g, k = gradient.clone().requires_grad_(), self.step + 1
@@ -246,7 +247,7 @@ def expected(folder: Path, case: Case, known: dict[Any, Any]) -> Mapping[str, An
         reference, weight = Reference(folder, case, step), rates[step] if len(case.steps) > 1 else 1.0
         losses = [reference.losses(sequence) for sequence in found["train"]]
         gradients = [reference.gradient(of_trace.sum()) for of_trace in losses]
-        result["loss"] = np.array([float(of_trace.mean()) for of_trace in losses])
+        result["loss"] = np.array([of_trace.mean().item() for of_trace in losses])
         for name in SETS:
             norm, along = reference.direction(found[name])
             result[f"norm.{name}"] = norm

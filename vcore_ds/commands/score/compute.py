@@ -6,13 +6,13 @@ the gradient. Several checkpoints are TracInCP's sum (Pruthi et al. 2020, arXiv:
 is close to what LESS computes from projected gradients (Xia et al. 2024, arXiv:2402.04333), without its cosine.
 """
 
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -62,8 +62,8 @@ def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PE
     recipe = request.recipe
     check_model(recipe)
     start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
+    folder, console = unfinished_path(request.output), Console(enabled=layout.is_first())
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes), ExitStack() as held:
-        console, folder = Console(enabled=layout.is_first()), unfinished_path(request.output)
 
         def hold() -> None:
             with writing("--output", request.output, NEW_FOLDER):
@@ -72,6 +72,8 @@ def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PE
 
         on_first_rank(hold)
         Scoring(request, console, folder, chunk_tokens_per_rank).run()
+    if layout.is_first():  # not while its lock is held: NFS keeps a file that is open, and with it the folder
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class Scoring:
         found = direction.take(
             batches,
             normalization=recipe.method.normalization,
-            clip=None,
+            clip=recipe.probe.clip,
             optimizer=recipe.probe.direction,
             loss_weights=recipe.probe.loss,
         )
@@ -213,7 +215,8 @@ class Scoring:
         whole = {i: arrays for of_rank in every_rank for i, arrays in of_rank.items()}
         wrong = [i for i, arrays in whole.items() if not all(np.isfinite(values).all() for values in arrays)]
         if wrong:
-            raise NonFiniteLoss(f"the loss or the utility of {len(wrong)} sequences is not finite: {_some(wrong)}")
+            shown = ", ".join(map(str, sorted(wrong)[:8])) + (" ..." if len(wrong) > 8 else "")
+            raise NonFiniteLoss(f"data.train_path: loss or utility is not finite of the sequences at positions {shown}")
         return [ScoredSequence(i, *whole[i]) for i in chunk]
 
     def _write(self) -> None:
@@ -240,9 +243,6 @@ class Scoring:
         """What scores.json will hold, without what the passes measure: `sets` is empty."""
         request, store = self.request, self.store
         recipe, manifest = request.recipe, store.manifest
-        # A base model has no optimizer state, and a run's is that of its optimizer.
-        uses_adam = recipe.probe.direction == "adam" and recipe.optimizer.name == "adamw" and bool(request.checkpoints)
-        direction: Literal["sgd", "adam"] = "adam" if uses_adam else "sgd"
         return Scores(
             data=ScoredData(
                 recipe.data.train_path,
@@ -256,7 +256,7 @@ class Scoring:
             model=recipe.model.path,
             model_digest=digest_of_model(recipe.model.path),
             checkpoints=request.checkpoints,
-            direction=direction,
+            direction=recipe.probe.direction,
             normalization=recipe.method.normalization,
             sets={},
             version=__version__,
@@ -271,6 +271,7 @@ def _identity(recipe: Recipe, description: Scores, sets: dict[str, TokenStore]) 
     return described | {
         "trusted": {name: trusted.digest for name, trusted in sets.items()},
         "loss": recipe.probe.loss,
+        "clip": recipe.probe.clip,
         "precision": recipe.model.precision,
         "provider": recipe.model.provider,
         "attention": recipe.model.attention,
@@ -281,7 +282,3 @@ def _identity(recipe: Recipe, description: Scores, sets: dict[str, TokenStore]) 
 
 def _of(checkpoint: ScoredCheckpoint | None) -> str:
     return "" if checkpoint is None else f", checkpoint of step {checkpoint.step}"
-
-
-def _some(positions: Sequence[int]) -> str:
-    return ", ".join(map(str, positions[:8])) + (" ..." if len(positions) > 8 else "")

@@ -85,17 +85,20 @@ def _named_sets(words: Sequence[str]) -> dict[str, str]:
 def _scored(recipe: Recipe, run: Path | None) -> Recipe:
     """The recipe as one that takes directions of whole trusted sets, whatever its method is."""
     method = MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization)  # makes no weights
-    probe = recipe.probe.model_copy(
-        update={"source": "batch", "batch_size": "all", "decay": 0.0, "every": 1, "clip": None}
-    )
-    data = recipe.data.model_copy(update={"trusted_share": 0.0, "reference_log_probabilities": None})
-    optimizer = recipe.optimizer
-    if run is None or recipe.probe.direction == "sgd":  # without moments: two thirds of the optimizer's memory
-        optimizer = optimizer.model_copy(update={"name": "sgd"})
-    folder = recipe.run if run is None else recipe.run.model_copy(update={"output_dir": str(run)})
-    return recipe.model_copy(
-        update={"method": method, "probe": probe, "data": data, "optimizer": optimizer, "run": folder}
-    )
+    has_moments = run is not None and recipe.probe.direction == "adam"
+    probe = {"source": "batch", "batch_size": "all", "decay": 0.0, "every": 1}
+    data = {"trusted_share": 0.0, "reference_log_probabilities": None}
+    changes = {
+        "method": method,
+        "data": recipe.data.model_copy(update=data),
+        # Clipping is a factor of all utilities, but for Adam's Jacobian, which belongs to clipped gradients.
+        "probe": recipe.probe.model_copy(update=probe if has_moments else probe | {"direction": "sgd", "clip": None}),
+    }
+    if not has_moments:  # what the optimizer would keep beside the parameters takes two thirds of its memory
+        changes["optimizer"] = recipe.optimizer.model_copy(update={"name": "sgd"})
+    if run is not None:
+        changes["run"] = recipe.run.model_copy(update={"output_dir": str(run)})
+    return recipe.model_copy(update=changes)
 
 
 def _checkpoints(run: Path, name: str | None) -> list[ScoredCheckpoint]:

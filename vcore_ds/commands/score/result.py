@@ -40,9 +40,10 @@ class SetInputs:
 def write_result(
     folder: Path, output: Path, store: TokenStore, sets: Mapping[str, SetInputs], description: Scores
 ) -> Scores:
-    """Writes the folder `output`, whole, and removes `folder` with the unfinished work; returns scores.json.
+    """Writes the folder `output`, whole, from what is in `folder`, and returns scores.json.
 
     Args:
+        folder: of the unfinished work.
         description: without the sets.
 
     Raises:
@@ -79,7 +80,6 @@ def write_result(
         flush(path)
     staged.rename(output)
     flush(output.parent)
-    shutil.rmtree(folder)
     return scores
 
 
