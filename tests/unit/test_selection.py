@@ -135,7 +135,7 @@ REFUSED = {
             "scores": with_other(s / "one", t / "x", lambda f: replace(f, data=replace(f.data, digest="1" * 64))),
             "top": 0.5,
         },
-        "data.keep.scores: .*found scores of .* with other data .111111111111. than that of data.train_path",
+        "data.keep.scores: .*found scores of .* with other tokens .111111111111. than data.train_path has",
     ),
     "other tokenizer": (
         lambda s, t: {

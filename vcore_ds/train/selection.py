@@ -125,13 +125,13 @@ def check_belongs(selection: Selection, store: TokenStore, model: str) -> None:
     of_store = {
         "another tokenizer": (scored.tokenizer_hash, made_with["hash"]),
         "another chat template": (scored.chat_template_hash, made_with["chat_template_hash"]),
-        "other data": (scored.digest, store.digest),
+        "other tokens": (scored.digest, store.digest),
     }
     for what, (found, expected) in of_store.items():
         if found != expected:
             raise UserError(
-                f"data.keep.scores: {folder}: found scores of {scored.path} with {what} ({found[:12]}) than that of "
-                f"data.train_path ({expected[:12]}); expected its own. Score data.train_path as it is now"
+                f"data.keep.scores: {folder}: found scores of {scored.path} with {what} ({found[:12]}) than "
+                f"data.train_path has ({expected[:12]}); expected its own. Score data.train_path as it is now"
             )
     found, expected = selection.scores.model_digest, digest_of_model(model)
     if found != expected:
