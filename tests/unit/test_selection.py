@@ -155,6 +155,13 @@ REFUSED = {
         },
         "found scores of .* with another chat template ",
     ),
+    "files of two folders": (
+        lambda s, t: {
+            "scores": with_other(s / "one", t / "x", lambda f: replace(f, data=replace(f.data, num_sequences=13))),
+            "top": 0.5,
+        },
+        "found 12 traces in scores.parquet and 13 in scores.json",
+    ),
     "other model": (
         lambda s, t: {
             "scores": with_other(s / "one", t / "x", lambda f: replace(f, model="m", model_digest="3" * 64)),
