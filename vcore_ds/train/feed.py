@@ -155,7 +155,7 @@ def read_training_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, conso
         return dataset
     keep, model = recipe.data.keep, recipe.model.path
     selection = first_rank_first(lambda: selection_for(keep, store, model))
-    # Nodes may have copies of the scores: from different ones, ranks would draw different batches and none would notice.
+    # Nodes may have copies of the scores. From different ones, ranks would draw different batches unnoticed.
     if len(set(layout.gather_objects("job", selection.digest))) > 1:
         raise UserError(
             f"data.keep.scores: {keep.scores}: found different scores on different nodes; expected the same. Name a "
