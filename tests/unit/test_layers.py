@@ -57,7 +57,7 @@ MAY_IMPORT = {
 TAKE_WHOLE_RECIPES = {"config", "planning", "results", "train", "commands"}
 """Rooms whose functions may take a `Recipe`; those of the others say what they use of one."""
 
-FOR_ALL_COMMANDS = {"arguments", "champ"}
+FOR_ALL_COMMANDS = {"arguments", "champ", "html_page"}
 """Files of `commands/` that several of them import."""
 HEAVY = {"torch", "transformers", "peft", "deepspeed", "numpy", "datasets", "pyarrow"}
 REDUCTIONS = {

@@ -26,6 +26,7 @@ def broken_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     yield from _packing_rules(recipe)
     yield from _probe_rules(recipe)
     yield from _reference_rules(recipe)
+    yield from _keep_rules(recipe)
     yield from _training_rules(recipe)
     yield from _provider_rules(recipe)
 
@@ -228,6 +229,25 @@ def _reference_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
         why = adapters if method.reads_reference else f"method.name {method.name}"
         yield BrokenRule(
             keys, f"{file} together with {why}", "null: only iw_sft with lora null reads reference log-probabilities"
+        )
+
+
+def _keep_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
+    keep = recipe.data.keep
+    if keep is None:
+        return
+    if (keep.top is None) == (keep.above is None):
+        found = "neither top nor above" if keep.top is None else f"top {keep.top:g} and above {keep.above:g}"
+        yield BrokenRule(
+            ("data.keep.top", "data.keep.above"),
+            found,
+            "exactly one of data.keep.top (share of the traces) and data.keep.above (utility); set the other to null",
+        )
+    elif keep.above is not None and keep.within == "source":
+        yield BrokenRule(
+            ("data.keep.within", "data.keep.above"),
+            f"source together with data.keep.above {keep.above:g}",
+            "all: a threshold keeps the same traces either way (or give data.keep.top)",
         )
 
 

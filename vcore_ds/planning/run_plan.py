@@ -50,6 +50,8 @@ class RunPlan:
     """Tokens of the main batch, mean of the simulated batches."""
     flops_per_step: float
     """FLOP that the step needs, over all GPUs; what activation checkpoints compute again does not count."""
+    seconds_scoring: float
+    """Seconds in which `vcore-ds score` takes as many traces as a step has, along one trusted set."""
 
     @property
     def available(self) -> Available:
@@ -75,6 +77,11 @@ class RunPlan:
 
     def gpu_hours(self, num_steps: int) -> float:
         return num_steps * self.cost.seconds_step * self.cluster.num_gpus / 3600
+
+    def gpu_hours_scoring(self, num_traces: int) -> float:
+        """Of `vcore-ds score` for so many traces along one trusted set; the set's own gradient is not counted."""
+        num_batches = num_traces / self.batch.global_batch_size
+        return num_batches * self.seconds_scoring * self.cluster.num_gpus / 3600
 
     def on(self, num_gpus: int) -> "RunPlan":
         """The same on so many GPUs. Raises RecipeError as `plan_run` does."""
@@ -170,6 +177,7 @@ def plan_run(recipe: Recipe, cluster: Cluster, shape: ModelShape, *, mean_tokens
         model.step(passes_of(recipe, settings), main, probe),
         sum(map(sum, lengths["main"])) / len(main),
         model.needed_flops(needed_passes(recipe, settings), lengths["main"], lengths["probe"]),
+        model.scoring_seconds(main),
     )
 
 

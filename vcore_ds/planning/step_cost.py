@@ -18,7 +18,7 @@ from vcore_ds.planning.gpus import Cluster
 from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.memory_settings import MemorySettings, ParameterCounts
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.passes import PassWork, StepPasses
+from vcore_ds.planning.passes import FORWARD, PassWork, StepPasses, tangents_beside
 from vcore_ds.planning.spread import Spread
 from vcore_ds.planning.traffic import (
     EXCHANGES_OF_EXPERTS,
@@ -115,6 +115,13 @@ class StepModel:
                 self._pass(sums, "probe", passes.probe, batch, 1 / (len(probe) * passes.steps_per_probe))
         self._update(sums, passes)
         return StepCost(sums.seconds, sums.parts, sums.traffic)
+
+    def scoring_seconds(self, main: Sequence[SpreadBatch]) -> float:
+        """Seconds in which `vcore-ds score` takes a batch along one direction, mean over the batches."""
+        sums = _Sums()
+        for batch in main:
+            self._pass(sums, "utility", FORWARD + tangents_beside(self.settings), batch, 1 / len(main))
+        return sums.seconds["utility"]
 
     def needed_flops(self, passes: StepPasses, main: Sequence[Sequence[int]], probe: Sequence[Sequence[int]]) -> float:
         """FLOP that a step needs over all ranks, mean over batches of sequences of so many tokens.

@@ -82,6 +82,10 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
 
     def column(title: str, recipe: Recipe, reload: Callable[[Sequence[str]], Recipe]) -> Column:
         own = find_shape(recipe.model.path) or (shape, model)
+        if recipe.data.keep is not None:
+            from vcore_ds.train.selection import with_num_steps  # here alone: torch takes seconds to import
+
+            recipe = with_num_steps(recipe)
         plan = plan_run(recipe, cluster, own[0], mean_tokens=arguments.mean_tokens)
         ways = [] if plan.fits else cheapest_ways(plan, reload)
         return Column(title, plan, smallest_cluster(plan), ways, expert_ways(plan))

@@ -112,6 +112,7 @@ def _rows(plans: list[RunPlan]) -> Iterator[Row]:
     yield row("GPU hours of 100 steps", lambda plan: f"{plan.gpu_hours(100):,.1f}")
     if all(plan.recipe.schedule.num_steps is not None for plan in plans):
         yield row("GPU hours of the run", lambda plan: f"{plan.gpu_hours(plan.recipe.schedule.num_steps or 0):,.1f}")
+    yield row("GPU hours of scoring 10,000 traces", lambda plan: f"{plan.gpu_hours_scoring(10_000):,.1f}")
 
 
 def _sharing(plan: RunPlan, part: Part) -> str:
