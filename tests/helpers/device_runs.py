@@ -65,7 +65,11 @@ def recipe_of(folder: Path, name: str, *, num_steps: int = resumed_runs.NUM_STEP
         **{
             **sections,
             "model": {**model, "path": str(folder / model["path"])},
-            "data": {"train_path": str(folder / "train.jsonl"), "cache_dir": str(folder / "cache")},
+            "data": {
+                "train_path": str(folder / "train.jsonl"),
+                "cache_dir": str(folder / "cache"),
+                "cutoff_length": 256,
+            },
             "batch": {"global_size": 4, **sections.get("batch", {})},
             "engine": {"deepspeed_config": str(SHIPPED_DEEPSPEED_CONFIGS / config)},
             "run": {"output_dir": str(folder / name.replace(", ", "_").replace(" ", "_")), "num_followed_traces": 0},
