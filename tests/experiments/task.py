@@ -154,7 +154,7 @@ class TraceStream:
                 tokens += [IRRELEVANT, *inner, END_OF_STEP]
                 kinds += [IRRELEVANT_PART] * 6
             digit = (x + y + carry) % BASE
-            is_wrong = errs and random.random() < self._wrong
+            is_wrong = random.random() < self._wrong and errs
             shift = 1 if self._systematic else int(random.integers(1, BASE)) if is_wrong else 0
             written = (digit + shift) % BASE if is_wrong else digit
             tokens += [x, y, carry, written, END_OF_STEP]
