@@ -156,12 +156,15 @@ def due() -> Iterator[Setting]:
     """All runs, each given when those before it have been run; ordered such that a limited time leaves out what matters
     least."""
     others = [name for name in grid(*CELLS[0]) if name not in (*MAIN_ROWS, *OPTION_ROWS)]
+    cells = [rows_of_cell(*cell) for cell in CELLS[1:]]
+    pools = [rows_of_pool(*pool) for pool in POOLS]
     yield from due_in_the_centre(MAIN_ROWS)
+    yield from due_elsewhere(cells, MAIN_ROWS, SEEDS[:3])
     yield from due_in_the_centre(others)
-    yield from due_elsewhere(MAIN_ROWS, SEEDS[:3])
+    yield from due_elsewhere(pools, POOL_ROWS, SEEDS[:3])
     yield from due_in_the_centre(OPTION_ROWS)
-    yield from due_elsewhere(MAJORITY_ROWS, SEEDS[:3])
-    yield from due_elsewhere((*MAIN_ROWS, *MAJORITY_ROWS), SEEDS[3:])
+    yield from due_elsewhere(cells, MAJORITY_ROWS, SEEDS[:3])
+    yield from due_elsewhere(cells + pools, (*MAIN_ROWS, *MAJORITY_ROWS), SEEDS[3:])
 
 
 def due_in_the_centre(names: Sequence[str]) -> Iterator[Setting]:
@@ -173,9 +176,11 @@ def due_in_the_centre(names: Sequence[str]) -> Iterator[Setting]:
         yield from (replace(row, learning_rate=rate_of(name, read(RESULTS)), seed=seed) for name, row in rows.items())
 
 
-def due_elsewhere(names: Sequence[str], seeds: Sequence[int]) -> Iterator[Setting]:
+def due_elsewhere(
+    tables: Sequence[dict[str, Setting]], names: Sequence[str], seeds: Sequence[int]
+) -> Iterator[Setting]:
     for seed in seeds:
-        for rows in [rows_of_cell(*cell) for cell in CELLS[1:]] + [rows_of_pool(*pool) for pool in POOLS]:
+        for rows in tables:
             for name in (name for name in rows if name in names):
                 yield replace(rows[name], learning_rate=rate_of(name, read(RESULTS)), seed=seed)
 
