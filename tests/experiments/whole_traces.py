@@ -61,6 +61,8 @@ MAIN_ROWS = (
     "vcore, 1 over the batch",
     "sft, right traces alone",
 )
+PRESET_ROWS = ("vcore, 1 over the batch, + trusted",)
+"""Says whether presets/trusted.yaml should train on the pool as well."""
 MAJORITY_ROWS = (
     "vcore, training probe, 0.5 within",
     "vcore, training probe, 1 over the batch",
@@ -162,10 +164,11 @@ def rates_of(row: Setting) -> Sequence[float]:
 def due() -> Iterator[Setting]:
     """All runs, each given when those before it have been run; ordered such that a limited time leaves out what matters
     least."""
-    others = [name for name in grid(*CELLS[0]) if name not in (*MAIN_ROWS, *OPTION_ROWS)]
+    others = [name for name in grid(*CELLS[0]) if name not in (*MAIN_ROWS, *PRESET_ROWS, *OPTION_ROWS)]
     cells = [rows_of_cell(*cell) for cell in CELLS[1:]]
     pools = [rows_of_pool(*pool) for pool in POOLS]
     yield from due_in_the_centre(MAIN_ROWS)
+    yield from due_in_the_centre(PRESET_ROWS)
     for cell in cells:
         yield from due_elsewhere([cell], MAIN_ROWS, SEEDS[:3])
     yield from due_in_the_centre(others)
