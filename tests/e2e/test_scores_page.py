@@ -57,9 +57,10 @@ def test_what_the_page_says(browser: "Browser", folder: Path) -> None:
         assert rows[2].split("\t")[4] == "-12.5"  # the median of -5.5 to -19.5
         assert page.locator("#sources table").count() == 2
         names = page.locator("#histograms figcaption").all_inner_texts()
-        assert names == [f"{by} over the tokens, {name}" for name in ("right", HOSTILE) for by in ("Mean", "Sum")]
+        assert names == [f"{by} over the tokens, {name}" for by in ("Mean", "Sum") for name in ("right", HOSTILE)]
         readout = page.locator("#histograms .readout").first
         assert readout.inner_text() == "40 of 60 traces have a positive utility"
+        assert page.locator("#histograms .readout").nth(1).inner_text().startswith("40 of 60")  # and 20 of exactly 0
         bars = page.locator("#histograms svg").first
         assert bars.locator(".bar.negative").count() + bars.locator(".bar.positive").count() in (40, 41, 42)
         bars.focus()

@@ -73,6 +73,7 @@ def write_scores_of(
         tokenizer["chat_template_hash"],
         len(store),
         int(numbers.sum()),
+        {one["file"]: one["fingerprint"] for one in store.manifest.get("source", []) if "file" in one},
     )
     sets = {name: TrustedSet(f"{name}.jsonl", "0" * 64, 8, 1.5, 0.25, 0.5, -0.1) for name in means}
     write_traces(folder, columns)

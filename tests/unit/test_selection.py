@@ -277,3 +277,65 @@ def test_check_and_plan_count_the_kept_traces(setup: Path, capsys: pytest.Captur
     words[0] = str(recipe_file(setup, keep={"scores": str(setup / "missing"), "top": 0.5}))
     assert main(["check", *words]) == 0
     assert f"Not on this machine, and needed where the recipe runs: data.keep.scores {setup}" in capsys.readouterr().out
+
+
+# ---- rows for other trainers ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_files(tmp_path: Path, setup: Path) -> Path:
+    """Scores of a store of two files, with a blank line and a row that the store dropped between them."""
+    rows = [{"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"é{i}"}], "id": i}
+            for i in range(6)]  # fmt: skip
+    dropped = {"messages": [{"role": "user", "content": "x" * 400}, {"role": "assistant", "content": "y"}]}
+    (tmp_path / "data").mkdir()
+    lines = [json.dumps(row) for row in (rows[0], rows[1], dropped, rows[2])]
+    (tmp_path / "data" / "a.jsonl").write_text(f"{lines[0]}\n\n" + "\n".join(lines[1:]) + "\n")
+    (tmp_path / "data" / "b.json").write_text(json.dumps(rows[3:]))
+    folder = store_of(
+        str(tmp_path / "data"),
+        load_tokenizer(str(setup / "model")),
+        cutoff_length=200,
+        overlong="drop",
+        cache_folder=str(tmp_path),
+        say=lambda _: None,
+    )
+    store = TokenStore(folder)
+    sources, numbers = store.origins()
+    write_scores_of(
+        tmp_path / "scores", store, setup / "model", {"right": [0.5, -1, 2, -3, 4, -0.0]}, sources, numbers.tolist()
+    )
+    return tmp_path
+
+
+def test_the_kept_rows_are_those_of_the_files(two_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = two_files / "kept.jsonl"
+    words = ["keep", str(two_files / "scores"), "--above", "0", "--output", str(output)]
+    assert main(words) == 0
+    assert "3 of 6 traces kept: mean utility for right above 0" in capsys.readouterr().out
+    kept = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["id"] for row in kept] == [0, 2, 4] and kept[1]["messages"][1]["content"] == "é2"
+    assert set(kept[0]) == {"messages", "id"}
+    origin = json.loads((two_files / "kept.jsonl.origin.json").read_text())
+    assert origin["kept"] == 3 and origin["above"] == 0 and origin["set"] == "right"
+    assert list(origin["kept_of_source"].values()) == [[2, 3], [1, 3]]
+    assert main(words) == 2 and "is there already" in capsys.readouterr().err
+
+    output.unlink()
+    assert main([*words[:2], "--top", "0.34", "--with-utility", "--output", str(output)]) == 0
+    kept = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(row["id"], row["vcore_utility_mean"], row["vcore_rank"]) for row in kept] == [(2, 2.0, 2), (4, 4.0, 1)]
+
+
+def test_rows_that_are_not_those_that_were_scored(two_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["keep", str(two_files / "scores"), "--top", "1", "--output", str(two_files / "kept.jsonl")]
+    file = two_files / "data" / "a.jsonl"
+    file.write_text("\n" + file.read_text())
+    assert main(words) == 2 and f"{file}: has changed since it was scored" in capsys.readouterr().err
+    file.unlink()
+    assert main(words) == 2 and "which is no file here" in capsys.readouterr().err
+    assert not (two_files / "kept.jsonl").exists()
+    assert main([*words[:2], "--above", "1", "--within", "source", *words[4:]]) == 2
+    assert "--within: found source together with --above" in capsys.readouterr().err
+    assert main([*words[:2], "--set", "wrong", *words[2:]]) == 2
+    assert "--set: found wrong, for which there are no scores; expected one of right" in capsys.readouterr().err

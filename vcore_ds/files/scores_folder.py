@@ -21,7 +21,7 @@ the token's loss lowers the loss of the set.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,6 +57,8 @@ class ScoredData:
     chat_template_hash: str
     num_sequences: int
     num_supervised_tokens: int
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Source file -> hash of its size, beginning and end: whether its rows are still those that were scored."""
 
 
 @dataclass(frozen=True, config=_EXACT)

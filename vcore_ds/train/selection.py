@@ -3,7 +3,7 @@ of the recipe."""
 
 import difflib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,19 +74,19 @@ class Selection:
         }
 
 
-def read_selection(keep: KeepConfig, where: str = "data.keep") -> Selection:
+def read_selection(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}".format) -> Selection:
     """What a folder of scores says to keep.
 
     Args:
-        where: the keys or options that `keep` came from, for messages.
+        where: from a key of `keep` to what the user set it by, for messages.
 
     Raises:
         UserError: the folder is not there, not finished or damaged, has no such set, or nothing is kept.
     """
     folder = Path(keep.scores)
-    _check_is_finished(folder, f"{where}.scores")
-    scores = scores_folder.read_scores(folder, f"{where}.scores")
-    keep = keep.model_copy(update={"set": _name_of_set(keep.set, scores, f"{where}.set")})
+    _check_is_finished(folder, where("scores"))
+    scores = scores_folder.read_scores(folder, where("scores"))
+    keep = keep.model_copy(update={"set": _name_of_set(keep.set, scores, where("set"))})
     assert keep.set is not None
     total, mean, _, _ = scores_folder.utility_columns(keep.set)
     column = mean if keep.by == "mean" else total
@@ -96,12 +96,12 @@ def read_selection(keep: KeepConfig, where: str = "data.keep") -> Selection:
     if not len(positions):
         key, value = ("top", keep.top) if keep.above is None else ("above", keep.above)
         raise UserError(
-            f"{where}.{key}: found {value:g}, which keeps none of the {len(utilities):,} traces in {folder}, whose "
+            f"{where(key)}: found {value:g}, which keeps none of the {len(utilities):,} traces in {folder}, whose "
             f"{column} is {np.nanmin(utilities):.4g} to {np.nanmax(utilities):.4g}; expected at least one. "
             + ("Raise it" if keep.above is None else "Lower it, or give top instead")
         )
     path = folder / scores_folder.TRACES
-    with reading(f"{where}.scores", path, "a file that can be read"), path.open("rb") as file:
+    with reading(where("scores"), path, "a file that can be read"), path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return Selection(keep, scores, digest, positions, sources)
 

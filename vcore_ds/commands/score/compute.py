@@ -251,6 +251,7 @@ class Scoring:
                 manifest["tokenizer"]["chat_template_hash"],
                 len(store),
                 manifest["num_supervised_tokens"],
+                {one["file"]: one["fingerprint"] for one in manifest.get("source", []) if "file" in one},
             ),
             model=recipe.model.path,
             model_digest=digest_of_model(recipe.model.path),

@@ -110,7 +110,12 @@ def _histogram(utilities: np.ndarray) -> dict[str, Any]:
     width = max(high - low, 1e-30) / NUM_BINS
     first, last = int(np.floor(low / width)), max(int(np.ceil(high / width)), int(np.floor(low / width)) + 1)
     places = np.clip(np.floor(utilities / width).astype(np.int64), first, last - 1) - first
-    return {"low": first * width, "width": width, "counts": np.bincount(places, minlength=last - first).tolist()}
+    return {
+        "low": first * width,
+        "width": width,
+        "counts": np.bincount(places, minlength=last - first).tolist(),
+        "numPositive": int((utilities > 0).sum()),
+    }
 
 
 def _points(columns: dict[str, np.ndarray], name: str) -> dict[str, list[float]]:

@@ -44,7 +44,11 @@ def encode_traces(
     rows = sorted((row for row in shown if row["set"] == name), key=lambda row: columns[rank][row["sequence"]])
     most = max(1, MOST_TOKENS // max(1, len(shown)))
     names: dict[str, int] = {}
-    places, flags, losses, utilities, sequences = [], [], [], [], []
+    sequences: list[dict[str, Any]] = []
+    places: list[np.ndarray] = []
+    flags: list[np.ndarray] = []
+    losses: list[np.ndarray] = []
+    utilities: list[np.ndarray] = []
     for row in rows:
         trace, place = ShownTrace.of(row, most), row["sequence"]
         supervised = np.array(row["supervised"][:most], dtype=np.bool_)

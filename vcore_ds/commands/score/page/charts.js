@@ -24,13 +24,12 @@ function titled(set, by, ...content) {
 }
 
 function drawHistogram(set, by) {
-  const { low, width, counts } = set.histograms[by];
+  const { low, width, counts, numPositive } = set.histograms[by];
   const high = low + width * counts.length, most = Math.max(...counts);
   const x = (value) => LEFT + ((value - low) / (high - low)) * (WIDTH - LEFT - RIGHT);
   const y = (count) => HEIGHT - BOTTOM - (count / most) * (HEIGHT - TOP - BOTTOM);
   const total = counts.reduce((sum, count) => sum + count, 0);
-  const positive = counts.reduce((sum, count, i) => sum + (low + (i + 0.5) * width > 0 ? count : 0), 0);
-  const summary = `${positive.toLocaleString("en-US")} of ${total.toLocaleString("en-US")} traces have a positive utility`;
+  const summary = `${numPositive.toLocaleString("en-US")} of ${total.toLocaleString("en-US")} traces have a positive utility`;
   const svg = frame(`${BY[by]}: ${summary}. Arrow keys read it bar by bar.`, "utility", ticks(low, high, 4), ticks(0, most, 4).filter(Number.isInteger), x, y);
   for (const [i, count] of counts.entries()) {
     const side = low + (i + 0.5) * width > 0 ? "positive" : "negative";
@@ -85,6 +84,7 @@ function drawLengths(set, by) {
 
 function drawCharts() {
   for (const [id, draw] of [["histograms", drawHistogram], ["lengths", drawLengths]]) {
-    document.getElementById(id).append(...report.sets.flatMap((set) => Object.keys(BY).map((by) => draw(set, by))));
+    const rows = Object.keys(BY).map((by) => element("div", { class: "charts" }, ...report.sets.map((set) => draw(set, by))));
+    document.getElementById(id).append(...rows);
   }
 }
