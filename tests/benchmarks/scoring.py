@@ -3,9 +3,9 @@
     python -m tests.benchmarks.scoring [--rounds 7] [--only full lora checkpointed] [--output FILE.json]
 
 Model, batches and SFT step are those of `overhead`: |B| = 32, two CPU ranks. SFT takes a step on a batch while the same
-batch is scored along a direction that is there already, in turns; the ratio is taken round by round, of seconds and of
-rank 0's CPU seconds, which other load on the machine moves less. The correlation is Spearman's, over 128 traces, of each
-trace's mean utility in bf16 with the same in fp32, along the same direction.
+batch is scored along a direction that is there already, in turns. Ratios are taken round by round, of seconds and of
+rank 0's CPU seconds, which other load on the machine moves less. The correlation is Spearman's, over 128 traces, of
+each trace's mean utility in bf16 with the same in fp32, along the same direction.
 
 Predicted before the first run, by counting products, with a forward as 1: an SFT step is 3 (2 with adapters alone, 4
 where activations are recomputed), a scored batch 3 (2 with adapters). So 1 without checkpoints and 0.75 with them; less
