@@ -82,6 +82,8 @@ CASES: dict[str, dict[str, Any]] = {
         "probe": {"direction": "adam", "batch_size": 2},
         "model": {"path": "mixture"},
     },
+    # Bit for bit also where it was resumed: the ranks have the same experts again.
+    "expert_parallel_full": {"method": VCORE, "model": {"path": "mixture"}, "parallel": {"expert": 2}},
     "vcore_adam_lora": {"method": VCORE, "probe": {"direction": "adam", "batch_size": 2, "every": 3}, "lora": LORA},
     # The running mean, the gradient of the step before the stop, and a direction that is both.
     "vcore_mean_and_trusted_full": {

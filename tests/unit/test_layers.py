@@ -69,7 +69,7 @@ LAYOUT_FUNCTIONS = {
     "size", "rank", "group", "mesh", "sum_over", "norm_over", "gather_objects", "start_all_gather", "all_to_all",
     "all_gather",
 }  # fmt: skip
-AXES = {"data", "sequence", "tensor", "shards", "job"}
+AXES = {"data", "sequence", "tensor", "shards", "expert", "expert_shards", "job"}
 BEFORE_ANY_LAYOUT = "vcore_ds.commands.preflight.interconnect"
 """Measures the network by groups of its own, on ranks that are on no axes yet."""
 

@@ -135,7 +135,7 @@ REFUSED = {
             "scores": with_other(s / "one", t / "x", lambda f: replace(f, data=replace(f.data, digest="1" * 64))),
             "top": 0.5,
         },
-        "data.keep.scores: .*found scores of .* with other data .111111111111. than that of data.train_path",
+        "data.keep.scores: .*found scores of .* with other tokens .111111111111. than data.train_path has",
     ),
     "other tokenizer": (
         lambda s, t: {
@@ -154,6 +154,13 @@ REFUSED = {
             "top": 0.5,
         },
         "found scores of .* with another chat template ",
+    ),
+    "files of two folders": (
+        lambda s, t: {
+            "scores": with_other(s / "one", t / "x", lambda f: replace(f, data=replace(f.data, num_sequences=13))),
+            "top": 0.5,
+        },
+        "found 12 traces in scores.parquet and 13 in scores.json",
     ),
     "other model": (
         lambda s, t: {

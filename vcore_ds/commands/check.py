@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace) -> None:
         from vcore_ds.train.model_check import check_configuration  # here alone: torch and transformers take seconds
 
         check_configuration(recipe)
-    arguments.ranks = arguments.ranks or recipe.parallel.tensor
+    arguments.ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
     plan = plan_batch(recipe, arguments.ranks, shape_or_assumed(recipe.model.path))
     ds_config = deepspeed_config(recipe, plan)
     can_resume(recipe)
@@ -115,6 +115,11 @@ def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any]) -
         yield (
             f"Tensor parallelism: groups of {recipe.parallel.tensor} ranks, which work on the same rows. Larger models "
             "and longer rows fit; it is no faster than ZeRO-3 over all ranks (docs/megatron.md)"
+        )
+    if recipe.parallel.expert > 1:
+        yield (
+            f"Expert parallelism: groups of {recipe.parallel.expert} ranks, which divide the experts of every layer "
+            "and send each other their tokens (docs/expert-parallelism.md)"
         )
     found, one = plan.simulate(longest), plan.member
     for part, utilization in found.items():

@@ -38,6 +38,7 @@ MAY_DIFFER = frozenset(
         "model.attention",
         "model.gradient_checkpointing",
         "model.activation_offload",
+        "parallel.expert",
     }
 )
 """Dotted keys with which a run may be resumed whatever they were before."""

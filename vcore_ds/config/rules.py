@@ -295,7 +295,19 @@ def _training_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
 
 
 def _provider_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
-    model, tensor = recipe.model, recipe.parallel.tensor
+    model, tensor, expert = recipe.model, recipe.parallel.tensor, recipe.parallel.expert
+    if expert > 1 and model.provider == "megatron":
+        yield BrokenRule(
+            ("parallel.expert", "model.provider"),
+            f"{expert} together with model.provider megatron",
+            "1: megatron-core's layers are those of dense models (or set model.provider to huggingface)",
+        )
+    if expert > 1 and recipe.lora is not None and "experts" in recipe.lora.target_modules:
+        yield BrokenRule(
+            ("parallel.expert", "lora.target_modules"),
+            f"{expert} together with experts in lora.target_modules",
+            "1: adapters on experts are whole on every rank (or leave experts out of lora.target_modules)",
+        )
     if model.provider == "huggingface":
         if tensor > 1:
             yield BrokenRule(

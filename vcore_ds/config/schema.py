@@ -56,6 +56,10 @@ class ParallelConfig(Section):
     """Degree of tensor parallelism: so many ranks divide the heads and columns of every layer among them; with
     model.provider megatron. For models whose layer, or whose longest row, does not fit on one rank: it is not faster.
     Within a node."""
+    expert: Count = 1
+    """Degree of expert parallelism, for mixtures of experts: so many neighbouring ranks divide the experts of every
+    layer among them, and send their tokens to each other instead of gathering all experts; a divisor of the ranks and
+    of the experts of a layer. With model.provider huggingface."""
 
 
 class LoraConfig(Section):

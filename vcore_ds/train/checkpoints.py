@@ -17,6 +17,7 @@ from vcore_ds.engine.checkpoint_shards import (
     state_bytes,
     write_state,
 )
+from vcore_ds.engine.partitioned import shape_of_all
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder as files
@@ -269,7 +270,7 @@ class Checkpoints:
 
 
 def _shapes(engine: Engine) -> dict[str, list[int]]:
-    return {name: list(parameter.ds_shape) for name, parameter in engine.trainable}
+    return {name: list(shape_of_all(parameter)) for name, parameter in engine.trainable}
 
 
 def _data_digests(feed: Feed) -> dict[str, str]:

@@ -19,7 +19,8 @@ from vcore_ds.data.store_checks import check_contents
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.launcher import local_rank
-from vcore_ds.distributed.process_group import first_rank_first, on_first_rank
+from vcore_ds.distributed.process_group import first_rank_first
+from vcore_ds.errors import UserError
 from vcore_ds.files.user_paths import reading
 from vcore_ds.models.configuration import vocabulary_size
 from vcore_ds.planning.batch_plan import BatchPlan, Part
@@ -153,9 +154,13 @@ def read_training_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, conso
     if recipe.data.keep is None:
         return dataset
     keep, model = recipe.data.keep, recipe.model.path
-    # By one rank for all: nodes may have copies of the scores that differ, and no other rank looks for them.
-    selection = layout.gather_objects("job", on_first_rank(lambda: selection_for(keep, store, model)))[0]
-    assert selection is not None  # the first rank's
+    selection = first_rank_first(lambda: selection_for(keep, store, model))
+    # Nodes may have copies of the scores. From different ones, ranks would draw different batches unnoticed.
+    if len(set(layout.gather_objects("job", selection.digest))) > 1:
+        raise UserError(
+            f"data.keep.scores: {keep.scores}: found different scores on different nodes; expected the same. Name a "
+            "folder that all nodes share, or copy it to all of them"
+        )
     for line in selection.details():
         console.note(line)
     return KeptDataset(dataset, selection.positions, selection.describe(), selection.origin())

@@ -77,7 +77,7 @@ def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -
     """
     resumes = can_resume(recipe)
     check_model(recipe)
-    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
+    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor, recipe.parallel.expert)
     lock = RunLock(Path(recipe.run.output_dir))
     try:
         with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):

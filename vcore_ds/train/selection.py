@@ -40,12 +40,9 @@ class Selection:
     @property
     def num_of_source(self) -> dict[str, tuple[int, int]]:
         """(kept traces, all traces) of each source."""
-        kept = np.zeros(len(self.sources), np.bool_)
-        kept[self.positions] = True
-        return {
-            str(name): (int(kept[self.sources == name].sum()), int((self.sources == name).sum()))
-            for name in np.unique(self.sources)
-        }
+        names, index = np.unique(self.sources, return_inverse=True)
+        num_kept, num_scored = (np.bincount(found, minlength=len(names)) for found in (index[self.positions], index))
+        return dict(zip(map(str, names), zip(num_kept.tolist(), num_scored.tolist(), strict=True), strict=True))
 
     def describe(self) -> str:
         """Such as `80 of 320 traces kept: the 25% with the highest mean utility for trusted (runs/scores/math)`."""
@@ -92,6 +89,11 @@ def read_selection(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}
     column = mean if keep.by == "mean" else total
     columns = scores_folder.read_traces(folder, ["source", column])
     utilities, sources = columns[column], columns["source"]
+    if len(utilities) != scores.data.num_sequences:
+        raise UserError(
+            f"{where('scores')}: {folder}: found {len(utilities):,} traces in {scores_folder.TRACES} and "
+            f"{scores.data.num_sequences:,} in {scores_folder.SCORES}; expected as many. Copy the whole folder again"
+        )
     positions = kept_positions(utilities, sources, top=keep.top, above=keep.above, within=keep.within)
     if not len(positions):
         key, value = ("top", keep.top) if keep.above is None else ("above", keep.above)
@@ -125,13 +127,13 @@ def check_belongs(selection: Selection, store: TokenStore, model: str) -> None:
     of_store = {
         "another tokenizer": (scored.tokenizer_hash, made_with["hash"]),
         "another chat template": (scored.chat_template_hash, made_with["chat_template_hash"]),
-        "other data": (scored.digest, store.digest),
+        "other tokens": (scored.digest, store.digest),
     }
     for what, (found, expected) in of_store.items():
         if found != expected:
             raise UserError(
-                f"data.keep.scores: {folder}: found scores of {scored.path} with {what} ({found[:12]}) than that of "
-                f"data.train_path ({expected[:12]}); expected its own. Score data.train_path as it is now"
+                f"data.keep.scores: {folder}: found scores of {scored.path} with {what} ({found[:12]}) than "
+                f"data.train_path has ({expected[:12]}); expected its own. Score data.train_path as it is now"
             )
     found, expected = selection.scores.model_digest, digest_of_model(model)
     if found != expected:

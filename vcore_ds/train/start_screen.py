@@ -122,11 +122,12 @@ def describe_direction(recipe: Recipe) -> str:
 
 
 def describe_parallelism() -> str:
-    """World size, ZeRO-3 and tensor parallelism."""
-    world, tensor = layout.size("job"), layout.size("tensor")
+    """World size, ZeRO-3, tensor and expert parallelism."""
+    world, tensor, expert = layout.size("job"), layout.size("tensor"), layout.size("expert")
     kind = torch.cuda.get_device_name() if device().type == "cuda" else "CPU"
     over = count(layout.size("shards"), "rank") if tensor == 1 else f"{layout.size('shards')} of {world} ranks"
-    return f"ZeRO-3 over {over} ({kind}), tensor parallelism {tensor}"
+    divided = f", expert parallelism {expert}" if expert > 1 else ""
+    return f"ZeRO-3 over {over} ({kind}), tensor parallelism {tensor}{divided}"
 
 
 def describe_accumulation(feed: Feed, num_done: int, num_steps: int) -> str:
