@@ -51,7 +51,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     x = project(x, "gate_up_proj" if experts.has_gate else "up_proj")
     x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
     x = project(x, "down_proj")
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # transformers 5.17 knows none
         x = experts.post_expert_norm(x)
     x = x * top_k_weights.flatten()[order, None]
     # Not `index_add`, whose order of summation is another one in every call on a GPU.
