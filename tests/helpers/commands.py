@@ -13,8 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 _PROCESS_VARIABLES = set(

@@ -30,8 +30,8 @@ GPUS = {
         Gpu("A100", 79 * GIB, 312e12, 2.039e12, 300e9, 25e9),
         # NVIDIA H100 data sheet, SXM 80 GB; DGX H100: eight 400 Gb/s adapters.
         Gpu("H100", 79 * GIB, 989e12, 3.35e12, 450e9, 50e9),
-        # NVIDIA H100 PCIe product brief: 80 GB; NVIDIA H100 data sheet, NVL, half of its sparse peak: 94 GB. PCIe 5.0 x16
-        # in one direction, as NVLink joins pairs at most; 400 Gb/s a GPU assumed.
+        # NVIDIA H100 PCIe product brief, 80 GB; NVIDIA H100 data sheet, NVL, half of its sparse peak, 94 GB. PCIe 5.0
+        # x16 in one direction, as NVLink joins pairs at most; 400 Gb/s a GPU assumed.
         Gpu("H100 PCIe", 79 * GIB, 756e12, 2.0e12, 64e9, 50e9),
         Gpu("H100 NVL", 92 * GIB, 835e12, 3.9e12, 64e9, 50e9),
         # NVIDIA H200 data sheet, SXM 141 GB; DGX H200: eight 400 Gb/s adapters.

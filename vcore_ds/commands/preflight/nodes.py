@@ -71,8 +71,8 @@ def find_problems(nodes: Sequence[Node], needed: Needed) -> list[str]:
     ]
     with_gpus = [node for node in nodes if node.gpus]
     problems += [
-        f"{node.host}: compiling kernels: found {node.cannot_compile}, expected a C compiler and Python's headers, which "
-        "Triton needs for the attention of utilities. Install them in the image (apt-get install gcc python3-dev)"
+        f"{node.host}: compiling kernels: found {node.cannot_compile}, expected a C compiler and Python's headers, "
+        "which Triton needs for the attention of utilities. Install them in the image (apt-get install gcc python3-dev)"
         for node in with_gpus
         if node.cannot_compile is not None
     ]
