@@ -63,6 +63,7 @@ class CudaFlash:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Output `[b, A, T, D]`, differentiable, and the log-sum-exp `[b, A, T]` of the scaled scores."""
+        grouped: dict[str, Any] = {"enable_gqa": True} if TAKES_GROUPED_HEADS else {}
         output, log_sum_exp = varlen_attn(
             _end_to_end(query),
             _end_to_end(key),
@@ -74,7 +75,7 @@ class CudaFlash:
             return_aux=AuxRequest(lse=True),
             scale=self.scale,
             window_size=self._window,
-            **({"enable_gqa": True} if TAKES_GROUPED_HEADS else {}),
+            **grouped,
         )
         num_rows = len(query)
         return output.unflatten(0, (num_rows, -1)).transpose(1, 2), log_sum_exp.unflatten(1, (num_rows, -1)).movedim(
