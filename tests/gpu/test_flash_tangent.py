@@ -63,7 +63,13 @@ def test_the_compiled_kernel_against_fp64(
     [(64, i) for i in TILES_OF_64] + [(128, i) for i in TILES_OF_128] + [(256, i) for i in TILES_OF_256],
 )
 def test_every_tile_that_a_run_may_choose(head_dim: int, number: int) -> None:
+    from triton.runtime.errors import OutOfResources
+
     from vcore_ds.models.flash_tangent import TILES
 
     assert [len(TILES[dim]) for dim in (64, 128, 256)] == [len(TILES_OF_64), len(TILES_OF_128), len(TILES_OF_256)]
-    assert max(errors(torch.bfloat16, head_dim, TILES[head_dim][number])) <= TOLERANCE[torch.bfloat16]
+    try:
+        found = errors(torch.bfloat16, head_dim, TILES[head_dim][number])
+    except OutOfResources as error:  # of a B200's tensor memory, for 64 queries of dimension 256
+        pytest.skip(f"drops out here, as it does in a run: {error}")
+    assert max(found) <= TOLERANCE[torch.bfloat16]

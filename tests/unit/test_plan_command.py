@@ -174,7 +174,11 @@ def test_a_model_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--gpu", "H1000"], "--gpu: found H1000; expected one of A100, H100, H200, B200, B300, GB200, RTX PRO 6000"),
+        (
+            ["--gpu", "H1000"],
+            "--gpu: found H1000; expected one of A100, H100, H100 PCIe, H100 NVL, H200, H200 NVL, B200, B300, GB200, "
+            "RTX PRO 6000",
+        ),
         (["--gpu", "H1000"], 'did you mean "H100"?'),
         (["model.path=Qwen/Qwen3-23B"], 'model.path: found Qwen/Qwen3-23B, which is not on this machine'),
         (["model.path=Qwen/Qwen3-23B"], 'did you mean "Qwen3-32B"?'),

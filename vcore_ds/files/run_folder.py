@@ -211,13 +211,15 @@ def environment(world_size: int) -> dict[str, Any]:
 
     from vcore_ds.cpu_products import cpu_products
 
+    # As `distributed.device.uses_gpu` has it, which this level does without.
+    num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
     return {
         "command": sys.argv,
         "python": platform.python_version(),
         "packages": _packages(),
         "git_commit": _git_commit(),
         "host": platform.node(),
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or [platform.machine()],
+        "devices": [torch.cuda.get_device_name(i) for i in range(num_gpus)] or [platform.machine()],
         "cpu": {"instructions": torch.backends.cpu.get_cpu_capability(), "bf16_products": cpu_products()},
         "world_size": world_size,
     }

@@ -80,7 +80,7 @@ def _outputs(experts: Any, x: Tensor, chosen: Tensor, ends: Tensor) -> Tensor:
     x = project(x, "gate_up_proj" if experts.has_gate else "up_proj")
     x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
     x = project(x, "down_proj")
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # transformers 5.17 knows none
         x = experts.post_expert_norm(x)
     return x
 
