@@ -93,7 +93,8 @@ def train_step(
 
 
 class Recorder(StepRecorder):
-    """Also keeps intermediate results of a step, in host memory: utilities and weights by sequence, the gradient before clipping."""
+    """Also keeps intermediate results of a step, in host memory: utilities and weights by sequence, the gradient
+    before clipping."""
 
     def __init__(self, engine: Engine):
         super().__init__(engine.device, keep_tokens=True)

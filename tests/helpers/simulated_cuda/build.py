@@ -1,6 +1,6 @@
 """Compiles `device.cpp`, once for each PyTorch and each version of the source: about a minute.
 
-    python -m tests.helpers.simulated_cuda.build FOLDER     what `compiled` runs, as loading it changes a process
+python -m tests.helpers.simulated_cuda.build FOLDER     what `compiled` runs, as loading it changes a process
 """
 
 import hashlib

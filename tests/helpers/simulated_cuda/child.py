@@ -1,6 +1,6 @@
 """The process that `run_simulated` starts: it has the device before PyTorch, and PyTorch before everything else.
 
-    python -m tests.helpers.simulated_cuda.child LIBRARY CALL RESULT
+python -m tests.helpers.simulated_cuda.child LIBRARY CALL RESULT
 """
 
 import ctypes

@@ -4,6 +4,7 @@ expert, and the package's Triton kernel in Triton's interpreter.
 Shapes: n tokens of all sequences, A query heads, K key/value heads, D head dimension.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,7 +69,7 @@ def _grouped_product(
     """`[S, in]` by `[E, in, out]` to `[S, out]`, or `[a, S]` by `[S, b]` to `[E, a, b]`."""
     assert bias is None and left.dtype == torch.bfloat16
     ends = [0, *offs.tolist()]
-    spans = [slice(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+    spans = [slice(start, end) for start, end in itertools.pairwise(ends)]
     if right.dim() == 3:
         parts = [left[span].float() @ matrix.float() for span, matrix in zip(spans, right, strict=True)]
         return torch.cat(parts).to(left.dtype)
@@ -80,7 +81,7 @@ def _sequences(ends: Tensor, query: Tensor, left: int | None) -> Iterator[tuple[
     assert query.stride(-1) == 1 and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256, "not for the flash kernel"
     assert query.dtype in (torch.bfloat16, torch.float16), query.dtype
     bounds = ends.tolist()
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
         is_seen = distance >= 0
         if left is not None and left >= 0:
