@@ -119,7 +119,7 @@ def train_alone(folder: Path) -> dict[str, Any]:
     found["full, resumed"] = measured(resumed_runs.to_the_end(stopped))
     export_run(folder / "runs" / "simulated full", output=folder / "exported")
     options = FidelityOptions(2, epsilons=(), probe_sizes=(), large_probe_size=0, stale_steps=())
-    found["fidelity"] = measure_fidelity(make_recipe(folder, "fidelity", {}), options).estimators[0].spearman
+    found["fidelity"] = measure_fidelity(make_recipe(folder, "fidelity", {}), options).estimators[0].agreement.spearman
     return found
 
 
