@@ -1,6 +1,6 @@
 """What a GPU would find in whole steps and runs, on a simulated one (`tests/helpers/simulated_cuda`).
 
-Skipped with its reason where the device cannot be compiled, and on a machine with a GPU, which is better.
+Skipped with its reason where no compiler is, and on a machine with a GPU, which is better.
 """
 
 from pathlib import Path
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.simulated_cuda.build import CannotCompile, compiled
+from tests.helpers.simulated_cuda.build import NoCompiler, compiled
 
 
 @pytest.fixture(scope="session")
@@ -19,5 +19,5 @@ def library(pytestconfig: pytest.Config) -> Path:
     assert pytestconfig.cache is not None
     try:
         return compiled(pytestconfig.cache.mkdir("simulated_cuda"))
-    except CannotCompile as reason:
+    except NoCompiler as reason:
         pytest.skip(f"nothing was tested on a simulated CUDA device: {reason}")
