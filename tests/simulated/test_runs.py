@@ -36,9 +36,11 @@ SINKS, SOFTCAP = ({"model": {"path": name}} for name in ("gpt_oss", "gemma2"))
 MEGATRON = {"model": {"provider": "megatron"}}
 ON_CPU: dict[str, dict[str, Any]] = {
     "full": {},
+    "sft": SFT,
     "adapters": LORA,
     "experts": MIXTURE,
-    "sft": {"method": {"name": "sft"}},
+    "sinks": SINKS,
+    "softcap": SOFTCAP,
 }
 
 ALONE: dict[str, dict[str, Any]] = {
