@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
@@ -154,7 +155,7 @@ def stored_name(name: str, tensor_rank: int, tensor: int) -> str:
 def _shard(engine: Engine, parameter: PartitionedParameter, padded: Tensor) -> DTensor:
     local = padded.detach()[: engine.local_numel(parameter)]
     shape = torch.Size([parameter.ds_numel])
-    mesh = _mesh(local.device.type)
+    mesh = _mesh(layout.group("shards"), local.device.type)
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
 
 
@@ -197,6 +198,6 @@ def _dcp_on_all_ranks(folder: Path, action: Callable[[], object]) -> None:
 
 
 @cache
-def _mesh(device_type: str) -> DeviceMesh:
+def _mesh(shards: ProcessGroup, device_type: str) -> DeviceMesh:
     """The ranks that hold shards, in a row: which part of a tensor a rank has. Nothing is communicated over it."""
-    return DeviceMesh.from_group(layout.group("shards"), device_type)
+    return DeviceMesh.from_group(shards, device_type)
