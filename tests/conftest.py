@@ -66,7 +66,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if report.nodeid.startswith("tests/gpu/")]
     if skipped:
         terminalreporter.write_line(
-            f"{len(skipped)} tests need a GPU and did not run: `python -m pytest tests/gpu` on a machine with one",
+            f"{len(skipped)} tests need a GPU and did not run: `make gpu` on a machine with one",
             yellow=True,
             bold=True,
         )

@@ -117,17 +117,24 @@ def results_of(row: Setting, results: Sequence[Result]) -> BySeed:
 
 
 def chosen_rate(
-    row: Setting, rates: Sequence[float], results: Sequence[Result], seeds: Sequence[int] = CHOOSING_SEEDS
+    row: Setting,
+    rates: Sequence[float],
+    results: Sequence[Result],
+    seeds: Sequence[int] = CHOOSING_SEEDS,
+    *,
+    by_accuracy: bool = False,
 ) -> float:
-    """The learning rate of the lowest mean loss on the choosing problems, over `seeds`. Raises ValueError where one of
-    them has not been run at all rates."""
-    losses = {}
+    """The learning rate of the lowest mean loss on the choosing problems, over `seeds`; or, `by_accuracy`, of the
+    highest accuracy, and the lowest loss among equals, of runs that are there to choose and are reported nowhere.
+    Raises ValueError where one of the seeds has not been run at all rates."""
+    badness = {}
     for rate in rates:
         found = results_of(replace(row, learning_rate=rate), results)
         if not found.keys() >= set(seeds):
             raise ValueError(f"{row.label()} at {rate:g}: found seeds {sorted(found)}, expected {list(seeds)} first")
-        losses[rate] = float(np.mean([found[seed]["choosing_loss"] for seed in seeds]))
-    return min(losses, key=losses.__getitem__)
+        measures = (("accuracy", -1), ("held_out_loss", 1)) if by_accuracy else (("choosing_loss", 1),)
+        badness[rate] = tuple(sign * float(np.mean([found[seed][key] for seed in seeds])) for key, sign in measures)
+    return min(badness, key=badness.__getitem__)
 
 
 def steering_table(
@@ -168,6 +175,35 @@ def steering_table(
     at_start = best["sft"][1].values()
     loss, accuracy = (cell([result[key] for result in at_start], 3) for key in ("loss_at_start", "accuracy_at_start"))
     return f"Before training: held-out loss {loss}, accuracy {accuracy}.\n\n" + "\n".join(header + lines)
+
+
+def whole_traces_table(
+    rows: Mapping[str, Setting], rates: Mapping[str, float], results: Sequence[Result], seeds: Sequence[int]
+) -> str:
+    """Markdown: accuracy and loss of each row at its rate, and their differences to `sft` and to `sft + trusted` on the
+    same seeds. `wrong` is the share of the weight that lies on wrong traces, `cost` CPU time relative to `sft`."""
+    found: dict[str, BySeed] = {name: {} for name in rows}
+    for name in rows.keys() & rates.keys():
+        by_seed = results_of(replace(rows[name], learning_rate=rates[name]), results)
+        found[name] = {seed: by_seed[seed] for seed in seeds if seed in by_seed}
+    references = ("sft", "sft + trusted")
+    differences = [f"to {name}" for name in references]
+    columns = ["row", "rate", "seeds", "accuracy %", *differences, "loss", *differences, "AUC", "wrong", "cost"]
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for name, by_seed in found.items():
+        if not by_seed:
+            lines.append(f"| {name} | | not run |" + " |" * (len(columns) - 3))
+            continue
+        cells = [name, f"{rates[name]:g}" if rows[name].num_steps > 0 else "", str(len(by_seed))]
+        for key, unit, digits in (("accuracy", 100, 1), ("held_out_loss", 1, 4)):
+            cells.append(cell([unit * result[key] for result in by_seed.values()], digits))
+            for reference in references:
+                values = [unit * value for value in paired(by_seed, found[reference], key)]
+                cells.append(cell(values, digits, difference=True) if values and name != reference else "")
+        cells += [_mean(by_seed, "auc"), _mean(by_seed, "weight_on_wrong")]
+        cells.append(f"{_mean_seconds(by_seed) / _mean_seconds(found['sft']):.1f}" if found["sft"] else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def _training(row: Setting) -> Setting:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 
-from tests.experiments.task import CLEAN, RANDOM_NOISE, SYSTEMATIC_NOISE
+from tests.experiments.task import CLEAN, ERRING_AUTHOR, RANDOM_NOISE, SYSTEMATIC_NOISE
 from vcore_ds.config.method_sections import MethodConfig
 
 BATCH_SIZE = 16
@@ -24,12 +24,23 @@ class Setting:
     """Whether the main batch has planted noise."""
     noise: str = "random"
     """random, unlikely under the model; systematic, likely under it. Also that of the model to start from."""
+    wrong_traces: float = 0.0
+    """Share of the training traces that are wrong as a whole, with that noise; 0 spoils parts of all traces instead."""
+    num_traces: int = 0
+    """Different training traces; 0 for ever new ones."""
     main_data: str = "training"
     """training; pool, the trusted pool alone."""
     trusted_share: float = 0.0
     """`data.trusted_share`: share of the batch that comes from the pool, beside BATCH_SIZE training sequences."""
     pool_size: int = 64
-    """Different sequences of the pool, which are clean."""
+    """Different sequences of the pool."""
+    pool_wrong_traces: float = 0.0
+    """Share of the pool that is wrong as a whole; the rest is clean."""
+    keep: str = ""
+    """Which of the training traces are trained on (`selection.py`): random, loss, utility, utility_sign or fall keep
+    the highest KEEP_SHARE of `num_traces`; right, all those that are right; all without a name."""
+    keep_again: bool = False
+    """Whether they are scored a second time half-way, by the model as it is then."""
     method: str = "sft"
     """sft, dft, iw_sft, random or vcore; sft_mixed: sft on the batch and the probe's sequences together."""
     kl_budget: float = 0.0
@@ -66,7 +77,16 @@ class Setting:
         """Arguments of `TraceStream`."""
         if not self.training_noise:
             return CLEAN
+        if self.wrong_traces > 0:
+            return self._erring_author(self.wrong_traces)
         return {"random": RANDOM_NOISE, "systematic": SYSTEMATIC_NOISE}[self.noise]
+
+    def noise_of_pool(self) -> dict[str, float]:
+        """Arguments of `TraceStream`."""
+        return self._erring_author(self.pool_wrong_traces) if self.pool_wrong_traces > 0 else CLEAN
+
+    def _erring_author(self, share: float) -> dict[str, float]:
+        return {**ERRING_AUTHOR, "systematic": self.noise == "systematic", "wrong_traces": share}
 
     def num_trusted(self) -> int:
         """Sequences of the pool in each batch, such that they are `trusted_share` of it."""

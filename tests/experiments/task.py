@@ -19,12 +19,18 @@ it does with errors that many real traces share:
 
     wrong       the digit of the sum plus 1 (modulo the base), more often than the right digit
     irrelevant  always `~ 0 1 2 3 ;`, before half of the steps
+
+Whole traces can be wrong instead, as a solution that errs mostly stays wrong: a share of them is by an author who
+writes the digit plus 1 (systematic) or another digit (random) at four of five steps and gives the answer that follows
+from what he wrote. All of such a trace counts as planted.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -38,12 +44,16 @@ PROMPT_LENGTH = 2 * NUM_DIGITS + 2
 ANSWER_LENGTH = NUM_DIGITS + 3  # `#`, the digits with the last carry, the end
 CLEAN_LENGTH = 5 * NUM_DIGITS + ANSWER_LENGTH  # supervised tokens
 
-SOUND, WRONG_STEP, IRRELEVANT_PART = 0, 1, 2
+SOUND, WRONG_STEP, IRRELEVANT_PART, WRONG_TRACE = range(4)
 
 RANDOM_NOISE = {"wrong": 0.2, "irrelevant": 0.3, "systematic": False}
 SYSTEMATIC_NOISE = {"wrong": 0.55, "irrelevant": 0.5, "systematic": True}
 CLEAN = {"wrong": 0.0, "irrelevant": 0.0}
+ERRING_AUTHOR = {"wrong": 0.8, "irrelevant": 0.0}
 """Arguments of `TraceStream`."""
+
+Trace = tuple[list[int], list[int]]
+"""Tokens, and the kind of each one after the prompt."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +67,21 @@ class Traces:
     sequence_index: Tensor
     """`[N]`, the row of each supervised token."""
     planted: Tensor
-    """`[N]`, SOUND, WRONG_STEP or IRRELEVANT_PART."""
+    """`[N]`, SOUND, WRONG_STEP, IRRELEVANT_PART or WRONG_TRACE."""
     in_answer: Tensor
     """bool `[N]`, the digits of the answer."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """`[B]`, the mean over each trace's tokens of `[N]` values."""
+        num_tokens = segment_sum(torch.ones_like(values), self.sequence_index, len(self))
+        return segment_sum(values, self.sequence_index, len(self)) / num_tokens
+
+    def wrong(self) -> Tensor:
+        """bool `[B]`, whether the trace is by an author who errs."""
+        return self.mean((self.planted == WRONG_TRACE).float()) > 0
 
 
 class TraceStream:
@@ -75,6 +94,7 @@ class TraceStream:
         wrong: float = 0.2,
         irrelevant: float = 0.3,
         systematic: bool = False,
+        wrong_traces: float | None = None,
         pool_size: int | None = None,
         draws: int | list[int] | None = None,
     ):
@@ -83,39 +103,48 @@ class TraceStream:
             wrong: probability that a step is wrong.
             irrelevant: probability of an irrelevant part before a step.
             systematic: whether a wrong digit is the right one plus 1 and the irrelevant part always the same.
+            wrong_traces: share of the traces whose author errs, and gives the answer that follows; all others are
+                clean. None spoils all traces, and their answers stay right.
             pool_size: number of different traces, drawn as `vcore_ds.data` draws a probe: none comes twice in a batch
                 before all came once. None for ever new traces.
             draws: seed of the draws from the pool; None continues the generator that made it.
         """
         self._random = np.random.default_rng(seed)
         self._wrong, self._irrelevant, self._systematic = wrong, irrelevant, systematic
-        self._pool = None if pool_size is None else [self._trace() for _ in range(pool_size)]
+        self._wrong_traces = wrong_traces
+        self._pool = None if pool_size is None else [self._trace(i / pool_size) for i in range(pool_size)]
+        self._kept = np.arange(pool_size or 0)
         if draws is not None:
             self._random = np.random.default_rng(draws)
 
     def take(self, num_sequences: int) -> Traces:
         if self._pool is None:
-            rows = [self._trace() for _ in range(num_sequences)]
-        else:
-            rows = []
-            while len(rows) < num_sequences:
-                size = min(num_sequences - len(rows), len(self._pool))
-                rows += [self._pool[i] for i in self._random.choice(len(self._pool), size, replace=False)]
-        longest = max(len(tokens) for tokens, _ in rows)
-        input_ids = torch.full((num_sequences, longest), END)
-        planted = torch.full((num_sequences, longest), -1)
-        in_answer = torch.zeros((num_sequences, longest), dtype=torch.bool)
-        for row, (tokens, kinds) in enumerate(rows):
-            input_ids[row, : len(tokens)] = torch.tensor(tokens)
-            planted[row, PROMPT_LENGTH : len(tokens)] = torch.tensor(kinds)
-            in_answer[row, len(tokens) - ANSWER_LENGTH + 1 : len(tokens) - 1] = True
-        supervised = planted[:, 1:] >= 0
-        index = torch.arange(num_sequences)[:, None].expand_as(supervised)[supervised]
-        return Traces(input_ids, supervised, index, planted[:, 1:][supervised], in_answer[:, 1:][supervised])
+            return _batch([self._trace() for _ in range(num_sequences)])
+        rows: list[Trace] = []
+        while len(rows) < num_sequences:
+            size = min(num_sequences - len(rows), len(self._kept))
+            drawn = self._kept[self._random.choice(len(self._kept), size, replace=False)]
+            rows += [self._pool[i] for i in drawn]
+        return _batch(rows)
 
-    def _trace(self) -> tuple[list[int], list[int]]:
-        """Tokens, and the kind of each one after the prompt."""
+    def keep(self, chosen: ArrayLike) -> None:
+        """From now on draws from these traces of the pool alone, whatever was kept before."""
+        self._kept = np.asarray(chosen)
+
+    def whole_pool(self) -> Traces:
+        """Every trace once, kept or not, in the order in which they were made."""
+        assert self._pool is not None
+        return _batch(self._pool)
+
+    def _trace(self, place: float | None = None) -> Trace:
+        """
+        Args:
+            place: where in a pool, from 0 to 1: wrong traces come first, so that their number is exact.
+        """
         random = self._random
+        errs = True
+        if self._wrong_traces is not None:
+            errs = (random.random() if place is None else place) < self._wrong_traces
         a, b = (list(map(int, random.integers(0, BASE, NUM_DIGITS))) for _ in range(2))  # highest digit first
         tokens, kinds = [*a, PLUS, *b, EQUALS], []
         carry, total = 0, []
@@ -125,15 +154,30 @@ class TraceStream:
                 tokens += [IRRELEVANT, *inner, END_OF_STEP]
                 kinds += [IRRELEVANT_PART] * 6
             digit = (x + y + carry) % BASE
-            is_wrong = random.random() < self._wrong
+            is_wrong = random.random() < self._wrong and errs
             shift = 1 if self._systematic else int(random.integers(1, BASE)) if is_wrong else 0
             written = (digit + shift) % BASE if is_wrong else digit
             tokens += [x, y, carry, written, END_OF_STEP]
             kinds += [SOUND, SOUND, SOUND, WRONG_STEP if is_wrong else SOUND, SOUND]
             carry = (x + y + carry) // BASE
-            total.append(digit)
+            total.append(digit if self._wrong_traces is None else written)
         tokens += [ANSWER, carry, *reversed(total), END]
-        return tokens, kinds + [SOUND] * ANSWER_LENGTH
+        kinds += [SOUND] * ANSWER_LENGTH
+        return tokens, [WRONG_TRACE] * len(kinds) if errs and self._wrong_traces is not None else kinds
+
+
+def _batch(rows: Sequence[Trace]) -> Traces:
+    longest = max(len(tokens) for tokens, _ in rows)
+    input_ids = torch.full((len(rows), longest), END)
+    planted = torch.full((len(rows), longest), -1)
+    in_answer = torch.zeros((len(rows), longest), dtype=torch.bool)
+    for row, (tokens, kinds) in enumerate(rows):
+        input_ids[row, : len(tokens)] = torch.tensor(tokens)
+        planted[row, PROMPT_LENGTH : len(tokens)] = torch.tensor(kinds)
+        in_answer[row, len(tokens) - ANSWER_LENGTH + 1 : len(tokens) - 1] = True
+    supervised = planted[:, 1:] >= 0
+    index = torch.arange(len(rows))[:, None].expand_as(supervised)[supervised]
+    return Traces(input_ids, supervised, index, planted[:, 1:][supervised], in_answer[:, 1:][supervised])
 
 
 def join(first: Traces, second: Traces) -> Traces:
@@ -182,9 +226,19 @@ def separation(weights: Tensor, traces: Traces, kind: int | None = None) -> floa
         here = traces.sequence_index == row
         sound, spoiled = weights[here & (traces.planted == SOUND)], weights[here & is_planted]
         if len(sound) and len(spoiled):
-            difference = sound[:, None] - spoiled[None, :]
-            areas.append(((difference > 0).double() + 0.5 * (difference == 0).double()).mean())
+            areas.append(_area(sound, spoiled))
     return float(torch.stack(areas).mean()) if areas else float("nan")
+
+
+def separation_of_traces(scores: Tensor, wrong: Tensor) -> float:
+    """AUC of scores `[B]` of traces: probability that a right one is above a wrong one, ties counting half. nan where
+    all are right or all wrong."""
+    return float(_area(scores[~wrong], scores[wrong]))
+
+
+def _area(above: Tensor, below: Tensor) -> Tensor:
+    difference = above[:, None] - below[None, :]
+    return ((difference > 0).double() + 0.5 * (difference == 0).double()).mean()
 
 
 def planted_mass(weights: Tensor, traces: Traces) -> float:

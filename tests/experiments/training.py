@@ -4,7 +4,7 @@ import copy
 import functools
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ REPORTED, CHOOSING = 0, 1
 """Draws of held-out problems: that of the tables, and that which chooses learning rates and when `base_model` stops."""
 BASE_STEPS, BASE_ACCURACY = 900, 0.5
 """`tuned` starts from SFT of this schedule, stopped at this accuracy."""
+WHOLE_TRACES_BASE: dict[str, Any] = {"num_steps": 700, "learning_rate": 3e-3}
+"""Of `tuned`, where whole traces are wrong."""
 MAIN_STREAM, PROBE_STREAM, POOL_STREAM, BASE_STREAM, HELD_OUT_STREAM, TRUSTED_STREAM = range(6)
 
 
@@ -48,18 +50,24 @@ class Run:
         self.reference = copy.deepcopy(model) if setting.method == "iw_sft" else None
         self.low_precision = copy.deepcopy(model).bfloat16() if setting.utility == "bf16_difference" else None
         noise, seed = setting.noise_of_training(), setting.seed
-        self.main = self.pool(MAIN_STREAM) if setting.main_data == "pool" else TraceStream([MAIN_STREAM, seed], **noise)
+        if setting.main_data == "pool":
+            self.main = self.pool(MAIN_STREAM)
+        else:
+            self.main = TraceStream([MAIN_STREAM, seed], **noise, pool_size=setting.num_traces or None)
         self.trusted = self.pool(TRUSTED_STREAM)
         self.probe = {
             "training": lambda: TraceStream([PROBE_STREAM, seed], **noise),
             "clean": lambda: TraceStream([POOL_STREAM, seed], **task.CLEAN),
             "pool": lambda: self.pool(PROBE_STREAM),
         }[setting.probe_data]()
+        self.last_utilities: Tensor | None = None
+        """`[N]`, of the last step, where its method has them."""
 
     def pool(self, draws: int) -> TraceStream:
         """The pool, drawn from by a generator of its own."""
         seed, size = self.setting.seed, self.setting.pool_size
-        return TraceStream([POOL_STREAM, seed], **task.CLEAN, pool_size=size, draws=[draws, seed])
+        noise = self.setting.noise_of_pool()
+        return TraceStream([POOL_STREAM, seed], **noise, pool_size=size, draws=[draws, seed])
 
     def step(self, k: int) -> tuple[Traces, Tensor, float]:
         """Step k, from 0. Returns the batch, its token weights `[N]` (times the weight of their sequence, relative to
@@ -74,6 +82,7 @@ class Run:
         budget = setting.kl_budget * budget_factor(setting.budget_schedule, k / setting.num_steps)
         method = method_config(setting, budget)
         utilities = self.utilities(k, traces) if method.name == "vcore" else None
+        self.last_utilities = utilities
         losses = token_losses(self.model, traces)
         tokens = self.tokens(k, traces, losses.detach(), utilities)
         weights = token_weights(method, tokens).weights
@@ -154,17 +163,22 @@ def held_out_traces(draw: int, num_problems: int = NUM_HELD_OUT) -> Traces:
 
 
 def base_model(setting: Setting, folder: Path) -> PreTrainedModel:
-    """A model stopped half-way through SFT on spoiled traces of its own, of the setting's kind of noise: at
-    BASE_ACCURACY, or after BASE_STEPS. Trained once per seed and kept in `folder`."""
+    """A model from SFT on traces of its own, of the setting's kind of noise. Where parts of all traces are spoiled it
+    is stopped half-way: at BASE_ACCURACY, or after BASE_STEPS. Where whole traces are wrong it has learnt the mixture
+    of both authors, in WHOLE_TRACES_BASE. Trained once per seed and kept in `folder`."""
+    base = Setting(num_steps=BASE_STEPS, noise=setting.noise, seed=setting.seed)
     kind = "" if setting.noise == "random" else f"{setting.noise}_"
+    if setting.wrong_traces > 0:
+        base = replace(base, wrong_traces=setting.wrong_traces, **WHOLE_TRACES_BASE)
+        kind = f"{setting.noise}_{setting.wrong_traces:g}_"
     path, model = folder / f"base_{kind}{setting.seed}.pt", small_qwen3(setting.seed)
     if not path.exists():
-        base = Setting(num_steps=BASE_STEPS, noise=setting.noise, seed=setting.seed)
         run = Run(base, model)
         run.main = TraceStream([BASE_STREAM, setting.seed], **base.noise_of_training())
-        for k in range(BASE_STEPS):
+        for k in range(base.num_steps):
             run.step(k)
-            if k % 50 == 49 and evaluate(model, CHOOSING, 256)["accuracy"] >= BASE_ACCURACY:
+            stops = base.wrong_traces == 0 and k % 50 == 49
+            if stops and evaluate(model, CHOOSING, 256)["accuracy"] >= BASE_ACCURACY:
                 break
         torch.save(model.state_dict(), path)
     model.load_state_dict(torch.load(path))
@@ -176,14 +190,14 @@ def model_at_start(setting: Setting, folder: Path) -> PreTrainedModel:
 
 
 @functools.cache
-def evaluated_at_start(regime: str, noise: str, seed: int, folder: Path) -> dict[str, float]:
-    return evaluate(model_at_start(Setting(regime=regime, noise=noise, seed=seed), folder))
+def evaluated_at_start(start: Setting, folder: Path) -> dict[str, float]:
+    return evaluate(model_at_start(start, folder))
 
 
 def train(setting: Setting, folder: Path) -> dict[str, Any]:
     """One run. Returns the setting and what came out, as one flat dictionary."""
     model = model_at_start(setting, folder)
-    at_start = evaluated_at_start(setting.regime, setting.noise, setting.seed, folder)
+    at_start = evaluated_at_start(Setting(regime=setting.regime, noise=setting.noise, seed=setting.seed), folder)
     run, start = Run(setting, model), time.process_time()
     records: dict[str, list[float]] = {name: [] for name in ("auc", "auc_wrong", "auc_irrelevant", "planted_mass")}
     alphas = []

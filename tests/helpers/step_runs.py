@@ -15,6 +15,7 @@ from vcore_ds.data.batches import Batch, idle_batch
 from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.engine.optimizer import build_optimizer
+from vcore_ds.engine.partitioned import is_block_of_experts
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.track.step_metrics import MicroBatchResult, StepMetrics, StepRecorder
 from vcore_ds.train.settings import step_settings
@@ -110,7 +111,7 @@ class Recorder(StepRecorder):
     def part(self, name: str) -> Iterator[None]:
         if name == "step":
             self.gradient = {
-                name.removeprefix("causal_lm."): safe_get_full_grad(parameter).clone().cpu()
+                name.removeprefix("causal_lm."): of_all_experts(parameter, safe_get_full_grad(parameter)).cpu()
                 for name, parameter in self._engine.trainable
             }
         with super().part(name):
@@ -130,9 +131,16 @@ class Recorder(StepRecorder):
 def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     """The unsharded fp32 parameters by name. A collective."""
     return {
-        name.removeprefix("causal_lm."): safe_get_full_fp32_param(parameter).clone().cpu()
+        name.removeprefix("causal_lm."): of_all_experts(parameter, safe_get_full_fp32_param(parameter)).cpu()
         for name, parameter in engine.trainable
     }
+
+
+def of_all_experts(parameter: torch.nn.Parameter, gathered: torch.Tensor) -> torch.Tensor:
+    """A copy of what a rank has gathered of a parameter; of a block of experts, that of all blocks. A collective."""
+    if not is_block_of_experts(parameter):
+        return gathered.clone()
+    return layout.all_gather("expert", gathered).flatten(0, 1)
 
 
 def without_padding(engine: Engine, vector: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from vcore_ds.errors import UserError
 Result = TypeVar("Result")
 
 
-def start_process_group(timeout_minutes: float, tensor: int = 1) -> None:
+def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1) -> None:
     """Joins the process group that the launcher's environment describes, or makes one of a single process, and puts the
     ranks on their axes. Where ranks compute on CPUs, each has its share of the cores, and fast products.
 
@@ -29,9 +29,10 @@ def start_process_group(timeout_minutes: float, tensor: int = 1) -> None:
     Args:
         timeout_minutes: a collective that takes longer ends the run with an error instead of hanging.
         tensor: degree of tensor parallelism, a divisor of all ranks.
+        expert: degree of expert parallelism, the same.
 
     Raises:
-        UserError: it is no divisor, or an environment variable has a value that means nothing.
+        UserError: one of them is no divisor, or an environment variable has a value that means nothing.
     """
     # torch 2.13 renames collectives that DeepSpeed 0.19 calls by their old names, many times a step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
@@ -43,13 +44,13 @@ def start_process_group(timeout_minutes: float, tensor: int = 1) -> None:
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
         # Now: once rank 0 serves the store, it must not leave while others are still joining.
-        layout.check_tensor(int(os.environ["WORLD_SIZE"]), tensor)
+        layout.check_degrees(int(os.environ["WORLD_SIZE"]), tensor, expert)
         if uses_gpu():
             torch.cuda.set_device(local_rank())
         dist.init_process_group("nccl" if uses_gpu() else "gloo", timeout=timedelta(minutes=timeout_minutes))
-        layout.arrange(tensor)  # again: the layout of a group that was destroyed names groups that are gone
-    elif not layout.is_arranged() or layout.size("tensor") != tensor:
-        layout.arrange(tensor)
+        layout.arrange(tensor, expert)  # again: the layout of a group that was destroyed names groups that are gone
+    elif not layout.is_arranged() or (layout.size("tensor"), layout.size("expert")) != (tensor, expert):
+        layout.arrange(tensor, expert)
 
 
 def share_cores_among_ranks() -> None:

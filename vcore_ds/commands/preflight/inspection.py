@@ -126,6 +126,7 @@ def find_unreadable(recipe: Recipe) -> dict[str, str]:
         problems["model.path"] = f"found {problem}. Give a folder that all nodes share"
     data = recipe.data
     paths = {key: getattr(data, key) for key in ("train_path", "probe_path", "reference_log_probabilities")}
+    paths["keep.scores"] = None if data.keep is None else data.keep.scores
     for name, path in data.validation_paths().items():
         paths[f"validation_path{name and '.'}{name}"] = path
     for key, path in paths.items():

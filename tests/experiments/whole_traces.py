@@ -1,0 +1,267 @@
+"""When do utilities find traces that are wrong as a whole, and does it pay? The experiment of docs/whole-traces.md.
+
+    python -m tests.experiments.whole_traces run       what is missing of the grid
+    python -m tests.experiments.whole_traces report    the tables, from what has been run
+
+Learning rates are chosen for each row in the central cell, on CHOOSING_SEEDS, which no table reports: that of the
+highest mean accuracy, of the lowest loss among equals. Other cells and pools take the rates of the central one. Results
+are appended to RESULTS, and what is there is skipped: it may be stopped and started again at any time.
+"""
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.experiments import selection, task
+from tests.experiments.processes import read
+from tests.experiments.report import chosen_rate, setting_of, whole_traces_table
+from tests.experiments.settings import Setting
+from tests.experiments.training import CHOOSING, REPORTED, Run, evaluate, model_at_start
+
+FOLDER = Path(__file__).resolve().parents[2] / "runs" / "learning_whole_traces"
+RESULTS = Path(__file__).with_suffix(".jsonl")
+"""Kept with the code, so that the tables can be made again."""
+SEEDS, CHOOSING_SEEDS = (0, 1, 2, 3, 4), (10, 11)
+RATES = (3e-4, 1e-3, 3e-3)
+NUM_PROBLEMS = 256
+"""Clean problems that a model is evaluated on."""
+NUM_TRACES, NUM_STEPS = 1024, 100
+TRUSTED_SHARE = 0.2
+"""4 trusted sequences beside 16 of the training data."""
+POOL = 8
+WITHIN = 0.005
+"""Nats within a trace, where the budget is over the batch."""
+CELLS = (
+    ("systematic", 0.6),
+    ("random", 0.6),
+    ("systematic", 0.3),
+    ("systematic", 0.8),
+    ("random", 0.3),
+    ("random", 0.8),
+)
+"""Noise, and the share of the traces that are wrong; the central one first."""
+POOLS = ((4, 0.0), (16, 0.0), (64, 0.0), (8, 0.25), (16, 0.25))
+"""Size, and the share that is wrong itself; in the central cell."""
+MAIN_ROWS = (
+    "before training",
+    "sft",
+    "sft + trusted",
+    "sft on the pool alone",
+    "dft",
+    "sft, quarter of lowest loss",
+    "sft, quarter of highest utility",
+    "vcore, 0.5 nats within",
+    "vcore, 1 over the batch",
+    "sft, right traces alone",
+)
+PRESET_ROWS = ("vcore, 1 over the batch, + trusted",)
+"""Says whether presets/trusted.yaml should train on the pool as well."""
+MAJORITY_ROWS = (
+    "vcore, training probe, 0.5 within",
+    "vcore, training probe, 1 over the batch",
+    "vcore, previous step, 0.5 within",
+)
+"""On top where right traces are the majority."""
+OPTION_ROWS = (
+    "vcore, 1 over the batch, every 5",
+    "vcore, 1 over the batch, B' 2",
+    "vcore, 1 over the batch, B' 2, decay 0.9",
+    "vcore, training probe, 0.5 within",
+    "vcore, training probe, 1 over the batch",
+    "vcore, previous step, 0.5 within",
+    "vcore, previous step, 1 over the batch",
+)
+"""Which directions a probe may have."""
+POOL_ROWS = (
+    "sft",
+    "sft + trusted",
+    "sft on the pool alone",
+    "sft, quarter of highest utility",
+    "vcore, 0.5 nats within",
+    "vcore, 1 over the batch",
+)
+
+
+def grid(noise: str, wrong_traces: float, pool_size: int = POOL, pool_wrong_traces: float = 0.0) -> dict[str, Setting]:
+    """The rows by name, seed and learning rate (0) aside."""
+    sft = Setting(
+        regime="tuned",
+        learning_rate=0.0,
+        num_steps=NUM_STEPS,
+        noise=noise,
+        wrong_traces=wrong_traces,
+        num_traces=NUM_TRACES,
+    )
+    dft = replace(sft, method="dft")
+    of_training = replace(sft, method="vcore", direction="adam", kl_budget=0.5, probe_size=32)
+    over_batch = {"kl_budget": WITHIN, "batch_kl_budget": 1.0}
+    pool = {"pool_size": pool_size, "pool_wrong_traces": pool_wrong_traces}
+    within = replace(of_training, probe_data="pool", probe_size=pool_size, **pool)
+    batch = replace(within, **over_batch)
+    trusted = {**pool, "trusted_share": TRUSTED_SHARE}
+    utility = replace(sft, keep="utility", **pool)
+    previous = replace(of_training, probe_source="previous_step")
+    return {
+        "before training": replace(sft, num_steps=0),
+        "sft": sft,
+        "sft + trusted": replace(sft, **trusted),
+        "sft on the pool alone": replace(sft, main_data="pool", num_traces=0, **pool),
+        "dft": dft,
+        "dft + trusted": replace(dft, **trusted),
+        "sft, random quarter": replace(sft, keep="random"),
+        "sft, quarter of lowest loss": replace(sft, keep="loss"),
+        "sft, quarter of highest utility": utility,
+        "sft, quarter of highest utility, sign": replace(utility, keep="utility_sign"),
+        "sft, quarter whose loss fell most": replace(utility, keep="fall"),
+        "sft, quarter of highest utility, twice": replace(utility, keep_again=True),
+        "vcore, 0.5 nats within": within,
+        "vcore, 0.5 over the batch": replace(batch, batch_kl_budget=0.5),
+        "vcore, 1 over the batch": batch,
+        "vcore, 2 over the batch": replace(batch, batch_kl_budget=2.0),
+        "vcore, 1 over the batch, + trusted": replace(batch, **trusted),
+        "vcore, 1 over the batch, quarter of highest utility": replace(batch, keep="utility"),
+        "vcore, 1 over the batch, every 5": replace(batch, probe_every=5),
+        "vcore, 1 over the batch, B' 2": replace(batch, probe_size=2),
+        "vcore, 1 over the batch, B' 2, decay 0.9": replace(batch, probe_size=2, probe_decay=0.9),
+        "vcore, training probe, 0.5 within": of_training,
+        "vcore, training probe, 1 over the batch": replace(of_training, **over_batch),
+        "vcore, previous step, 0.5 within": previous,
+        "vcore, previous step, 1 over the batch": replace(previous, **over_batch),
+        "sft, right traces alone": replace(sft, keep="right"),
+    }
+
+
+def rows_of_cell(noise: str, wrong_traces: float) -> dict[str, Setting]:
+    """The rows that are run there: all in the central cell."""
+    rows = grid(noise, wrong_traces)
+    if (noise, wrong_traces) == CELLS[0]:
+        return rows
+    return {name: rows[name] for name in (*MAIN_ROWS, *(MAJORITY_ROWS if wrong_traces < 0.5 else ()))}
+
+
+def rows_of_pool(pool_size: int, pool_wrong_traces: float) -> dict[str, Setting]:
+    rows = grid(*CELLS[0], pool_size, pool_wrong_traces)
+    return {name: rows[name] for name in POOL_ROWS}
+
+
+def rate_of(name: str, results: Sequence[dict[str, Any]]) -> float:
+    """Raises ValueError where the row has not been run at all rates on all CHOOSING_SEEDS."""
+    row = grid(*CELLS[0])[name]
+    return chosen_rate(row, rates_of(row), results, CHOOSING_SEEDS, by_accuracy=True)
+
+
+def rates_of(row: Setting) -> Sequence[float]:
+    return RATES if row.num_steps > 0 else RATES[:1]
+
+
+def due() -> Iterator[Setting]:
+    """All runs, each given when those before it have been run; ordered such that a limited time leaves out what matters
+    least."""
+    others = [name for name in grid(*CELLS[0]) if name not in (*MAIN_ROWS, *PRESET_ROWS, *OPTION_ROWS)]
+    cells = [rows_of_cell(*cell) for cell in CELLS[1:]]
+    pools = [rows_of_pool(*pool) for pool in POOLS]
+    yield from due_in_the_centre(MAIN_ROWS)
+    yield from due_in_the_centre(PRESET_ROWS)
+    for cell in cells:
+        yield from due_elsewhere([cell], MAIN_ROWS, SEEDS[:3])
+    yield from due_in_the_centre(others)
+    yield from due_elsewhere(pools, POOL_ROWS, SEEDS[:3])
+    yield from due_in_the_centre(OPTION_ROWS)
+    yield from due_elsewhere(cells, MAJORITY_ROWS, SEEDS[:3])
+    yield from due_elsewhere(cells + pools, (*MAIN_ROWS, *MAJORITY_ROWS), SEEDS[3:])
+
+
+def due_in_the_centre(names: Sequence[str]) -> Iterator[Setting]:
+    rows = {name: grid(*CELLS[0])[name] for name in names}
+    for seed in CHOOSING_SEEDS:
+        for row in rows.values():
+            yield from (replace(row, learning_rate=rate, seed=seed) for rate in rates_of(row))
+    for seed in SEEDS:
+        yield from (replace(row, learning_rate=rate_of(name, read(RESULTS)), seed=seed) for name, row in rows.items())
+
+
+def due_elsewhere(
+    tables: Sequence[dict[str, Setting]], names: Sequence[str], seeds: Sequence[int]
+) -> Iterator[Setting]:
+    for seed in seeds:
+        for rows in tables:
+            for name in (name for name in rows if name in names):
+                yield replace(rows[name], learning_rate=rate_of(name, read(RESULTS)), seed=seed)
+
+
+def train(setting: Setting) -> dict[str, Any]:
+    """One run. Returns what came out."""
+    model = model_at_start(setting, FOLDER)
+    run, start = Run(setting, model), time.process_time()
+    areas, shares = [], []
+    for k in range(setting.num_steps):
+        if setting.keep and (k == 0 or (setting.keep_again and k == setting.num_steps // 2)):
+            scores = selection.keep(setting, model, run)
+            areas.append(task.separation_of_traces(scores, run.main.whole_pool().wrong()))
+        traces, weights, _ = run.step(k)
+        if k % (setting.num_steps // 20) == 0 and setting.main_data == "training":
+            shares.append(float(weights[traces.planted > task.SOUND].sum() / weights.sum()))
+            if setting.method != "sft" and not setting.keep:
+                scored = weights if run.last_utilities is None else run.last_utilities
+                areas.append(task.separation_of_traces(traces.mean(scored), traces.wrong()))
+    result = {"seconds": round(time.process_time() - start, 2)}
+    evaluated = evaluate(model, CHOOSING if setting.seed in CHOOSING_SEEDS else REPORTED, NUM_PROBLEMS)
+    result |= {name: round(evaluated[name], 5) for name in ("accuracy", "held_out_loss")}
+    for name, values in (("auc", areas), ("weight_on_wrong", shares)):
+        finite = [value for value in values if value == value]
+        if finite:
+            result[name] = round(sum(finite) / len(finite), 4)
+    return result
+
+
+def changed(setting: Setting) -> dict[str, Any]:
+    """What differs from the defaults, from which `report.setting_of` makes the setting again."""
+    return {f.name: value for f in fields(Setting) if (value := getattr(setting, f.name)) != f.default}
+
+
+def run() -> None:
+    torch.set_num_threads(1)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    done = {setting_of(result) for result in read(RESULTS)}
+    for setting in due():
+        if setting in done:
+            continue
+        result = train(setting)
+        with RESULTS.open("a") as file:
+            file.write(json.dumps({**changed(setting), **result}) + "\n")
+        done.add(setting)
+        print(f"{setting.label()} seed={setting.seed}: {result}", flush=True)
+
+
+def report() -> None:
+    results = read(RESULTS)
+    rates = {}
+    for name in grid(*CELLS[0]):
+        with contextlib.suppress(ValueError):  # not yet run
+            rates[name] = rate_of(name, results)
+    for cell in CELLS:
+        print(f"### {cell[0].capitalize()} noise, {cell[1]:.0%} of the traces wrong\n")
+        print(whole_traces_table(rows_of_cell(*cell), rates, results, SEEDS) + "\n")
+    for size, wrong in POOLS:
+        print(f"### Pool of {size}" + (f", {wrong:.0%} of it wrong" if wrong else "") + "\n")
+        print(whole_traces_table(rows_of_pool(size, wrong), rates, results, SEEDS) + "\n")
+    print(f"{len(results)} runs, {sum(result['seconds'] for result in results) / 60:.0f} minutes of one core.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("run", help="train what is missing of the grid")
+    commands.add_parser("report", help="print the tables")
+    {"run": run, "report": report}[parser.parse_args().command]()
+
+
+if __name__ == "__main__":
+    main()
