@@ -42,6 +42,7 @@ FIRST = (
     "tests/e2e/test_quickstart.py",
     "tests/dist/test_megatron",
     "tests/dist",
+    "tests/simulated",
     "tests/models",
     "tests/slurm",
     "tests/chaos",

@@ -94,7 +94,8 @@ def train_step(
 
 
 class Recorder(StepRecorder):
-    """Also keeps intermediate results of a step: utilities and weights by sequence, the gradient before clipping."""
+    """Also keeps intermediate results of a step, in host memory: utilities and weights by sequence, the gradient
+    before clipping."""
 
     def __init__(self, engine: Engine):
         super().__init__(engine.device, keep_tokens=True)
@@ -110,7 +111,7 @@ class Recorder(StepRecorder):
     def part(self, name: str) -> Iterator[None]:
         if name == "step":
             self.gradient = {
-                name.removeprefix("causal_lm."): of_all_experts(parameter, safe_get_full_grad(parameter))
+                name.removeprefix("causal_lm."): of_all_experts(parameter, safe_get_full_grad(parameter)).cpu()
                 for name, parameter in self._engine.trainable
             }
         with super().part(name):
@@ -122,14 +123,15 @@ class Recorder(StepRecorder):
         for batch, result in zip(batches, self.results, strict=True):
             for row, sequence_id in enumerate(batch.sequence_ids):
                 own, utilities = result.tokens.sequence_index == row, result.tokens.utilities
-                found[sequence_id] = (None if utilities is None else utilities[own], result.weights.weights[own])
+                weights = result.weights.weights[own].cpu()
+                found[sequence_id] = (None if utilities is None else utilities[own].cpu(), weights)
         return found
 
 
 def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     """The unsharded fp32 parameters by name. A collective."""
     return {
-        name.removeprefix("causal_lm."): of_all_experts(parameter, safe_get_full_fp32_param(parameter))
+        name.removeprefix("causal_lm."): of_all_experts(parameter, safe_get_full_fp32_param(parameter)).cpu()
         for name, parameter in engine.trainable
     }
 

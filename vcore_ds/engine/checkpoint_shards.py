@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
@@ -158,7 +159,8 @@ def stored_name(name: str, tensor_rank: int, tensor: int) -> str:
 def _shard(engine: Engine, parameter: PartitionedParameter, padded: Tensor) -> DTensor:
     local = padded.detach()[: engine.local_numel(parameter)]
     shape = torch.Size([shape_of_all(parameter).numel()])
-    mesh = _mesh(local.device.type, layout.size("expert") if is_block_of_experts(parameter) else 1)
+    num_blocks = layout.size("expert") if is_block_of_experts(parameter) else 1
+    mesh = _mesh(layout.group("shards"), local.device.type, num_blocks)
     return DTensor.from_local(local, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=(1,))
 
 
@@ -201,11 +203,11 @@ def _dcp_on_all_ranks(folder: Path, action: Callable[[], object]) -> None:
 
 
 @cache
-def _mesh(device_type: str, num_blocks: int) -> DeviceMesh:
+def _mesh(shards: ProcessGroup, device_type: str, num_blocks: int) -> DeviceMesh:
     """The ranks that hold shards, in a row, or by block of experts: which part of a tensor a rank has. Nothing is
     communicated over it."""
     if num_blocks == 1:
-        return DeviceMesh.from_group(layout.group("shards"), device_type)
+        return DeviceMesh.from_group(shards, device_type)
     ranks = torch.arange(layout.size("shards")).view(-1, num_blocks).t()
     return DeviceMesh.from_group(
         [layout.group("expert"), layout.group("expert_shards")],
