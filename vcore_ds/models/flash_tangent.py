@@ -39,6 +39,9 @@ and their tangents for 128 queries fill the registers of an H100, and the tensor
 TILES_FP32 = ((16, 16, 4, 1),)
 """The same for fp32, whose products run outside of the tensor cores, to keep its precision. Slow: for checks alone."""
 
+TILE = ("QUERY_BLOCK", "KEY_BLOCK", "num_warps", "num_stages")
+"""What the numbers of a tile are to Triton."""
+
 INTERPRETER_TILES = (32, 32)
 
 LONG_SEQUENCE = 2048
@@ -111,10 +114,42 @@ def launch(
     tiles: tuple[int, ...] | None,
 ) -> None:
     """The kernel alone: `flash_tangent` into given tensors. Tokens beyond the last end are left as they are."""
+    arguments, constants = kernel_arguments(
+        primals, tangents, results, ends=ends, is_long=is_long, scale=scale, sliding_window=sliding_window, sinks=sinks
+    )
+    batch, num_heads, num_tokens, head_dim = primals[0].shape
+
+    def grid(meta: dict[str, int]) -> tuple[int, int, int]:
+        # Whole blocks of all tokens, and one begun block a sequence: at least as many as there are.
+        num_blocks = batch * num_tokens // meta["QUERY_BLOCK"] + ends.numel() - 1
+        return num_blocks, num_heads, triton.cdiv(head_dim, meta["VALUE_DIM"])
+
+    if not triton.knobs.runtime.interpret:
+        _find_driver()
+    elif tiles is None:
+        tiles = INTERPRETER_TILES
+    with torch.cuda.device_of(primals[0]):
+        if tiles is None:
+            _tuned[grid](*arguments, **constants)
+        else:
+            attend[grid](*arguments, **constants, **dict(zip(TILE, tiles, strict=False)))
+
+
+def kernel_arguments(
+    primals: tuple[Tensor, Tensor, Tensor],
+    tangents: Sequence[Tensor | None],
+    results: tuple[Tensor, Tensor | None, Tensor],
+    *,
+    ends: Tensor,
+    is_long: bool,
+    scale: float,
+    sliding_window: int | None,
+    sinks: Sinks | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `attend` takes but for the tile: by position, and the constants that it is compiled for."""
     query, key, _ = primals
     num_heads, num_tokens, head_dim = query.shape[1:]
-    num_sequences = ends.numel() - 1
-    interpreted = triton.knobs.runtime.interpret
+    dim = max(16, triton.next_power_of_2(head_dim))
     tensors = (*primals, *tangents, *results)
     arguments = (
         *tensors,
@@ -122,38 +157,22 @@ def launch(
         *results[2].stride(),
         *(None if tensor is None else tensor.float().contiguous() for tensor in sinks or (None, None)),
         ends,
-        num_sequences,
+        ends.numel() - 1,
         num_tokens,
         num_heads // key.shape[1],
         scale,
         0 if sliding_window is None else sliding_window,
         int(is_long),
     )
-    dim = max(16, triton.next_power_of_2(head_dim))
     constants = dict(
         HEAD_DIM=head_dim,
         DIM=dim,
         VALUE_DIM=min(dim, MAX_VALUE_DIM),
         SLIDING=sliding_window is not None,
         # The interpreter multiplies bf16 as if its bits were integers.
-        UPCAST=interpreted and query.dtype == torch.bfloat16,
+        UPCAST=triton.knobs.runtime.interpret and query.dtype == torch.bfloat16,
     )
-
-    def grid(meta: dict[str, int]) -> tuple[int, int, int]:
-        # Whole blocks of all tokens, and one begun block a sequence: at least as many as there are.
-        num_blocks = query.shape[0] * num_tokens // meta["QUERY_BLOCK"] + num_sequences
-        return num_blocks, num_heads, triton.cdiv(head_dim, meta["VALUE_DIM"])
-
-    if not interpreted:
-        _find_driver()
-    elif tiles is None:
-        tiles = INTERPRETER_TILES
-    with torch.cuda.device_of(query):
-        if tiles is None:
-            _tuned[grid](*arguments, **constants)
-        else:
-            names = ("QUERY_BLOCK", "KEY_BLOCK", "num_warps", "num_stages")
-            attend[grid](*arguments, **constants, **dict(zip(names, tiles, strict=False)))
+    return arguments, constants
 
 
 @functools.cache
@@ -163,9 +182,9 @@ def _find_driver() -> None:
         assert driver.active is not None
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
         raise UserError(
-            f"utility.estimator: jvp takes attention from a Triton kernel, and Triton found no C compiler to make its "
-            f"launcher with: {error}; expected gcc or clang, or a compiler named in CC, and Python's headers "
-            "(apt-get install gcc python3-dev), on every node; utility.estimator: finite_difference needs neither"
+            "utility.estimator: jvp takes attention from a Triton kernel, whose launcher did not compile here: "
+            f"{error}; expected gcc, clang or a C compiler named in CC, and Python's headers, on every node "
+            "(apt-get install gcc python3-dev). utility.estimator: finite_difference needs neither"
         ) from error
 
 

@@ -20,8 +20,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-# Of integers Triton compiles a kernel for 1, for multiples of 16 and for the rest: in the middle of a run, if they differ
-# from batch to batch. It does so for those in tuples in any case; all that are left there are multiples of dimensions.
+# Triton compiles one kernel for integers of 1, one for multiples of 16 and one for the rest, in the middle of a run if
+# they differ from batch to batch. In tuples it always does; what is left there are multiples of the head dimension.
 @triton.jit(
     do_not_specialize=[
         "log_sum_exp_row_stride",
