@@ -143,10 +143,12 @@ def _loop_over_keys(cubin: bytes) -> tuple[Counter[str], int]:
         sass = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([^;]*);", sass)
     instructions = [(int(address, 16), words.split()) for address, words in lines]
-    loops = [(0, instructions[-1][0])] if instructions else []  # none, where the compiler unrolled it or gave up
+    # Behind the last exit are waits that were not over at once, and branches back to where they stand: no loops.
+    end = max(address for address, words in instructions if words[0] == "EXIT")
+    loops = []
     for address, words in instructions:
         target = re.fullmatch(r"0x([0-9a-f]+)", words[-1])
-        if words[0].startswith("BRA") and target is not None and int(target[1], 16) < address:
+        if words[0].startswith("BRA") and target is not None and int(target[1], 16) < address < end:
             loops.append((int(target[1], 16), address))
     found: tuple[Counter[str], int] = Counter(), 0
     for first, last in sorted(loops, key=lambda loop: loop[1] - loop[0]):
