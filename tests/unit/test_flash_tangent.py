@@ -57,8 +57,7 @@ def test_first_tiles_keep_the_tensor_cores_busy(tmp_path: Path) -> None:
         assert one["fits"] and not one["is_serialized"] and one["spilled_bytes"] == 0, one
         number, name = one["products"].split()
         assert name == {"H100": "HGMMA", "B200": "UTCHMMA"}[one["gpu"]] and int(number) >= 20, one
-        if one["gpu"] == "H100":  # B200 waits at barriers, which also guard what is copied
-            assert 0 < one["num_waits"] <= 4, one
+        assert 0 < one["num_waits"] <= {"H100": 4, "B200": 6}[one["gpu"]], one
     assert found["num_compiles"] == {"96": 1, "256": 1}
 
 
