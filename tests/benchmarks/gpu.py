@@ -170,7 +170,7 @@ def needed_flops(method: str, sizes: dict[str, Any], num_tokens: int, rows: int)
 
 
 def measure_steps(
-    sizes: dict[str, Any], num_tokens: int, num_rounds: int, rows: int, chosen: Sequence[str]
+    sizes: dict[str, Any], num_tokens: int, num_rounds: int, rows: int, chosen: Sequence[str] = tuple(METHODS)
 ) -> tuple[dict, dict]:
     """Steps by method, of those chosen, and fidelity."""
     room, needed = available_memory_bytes(), {name: estimated(name, sizes, num_tokens) for name in chosen}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +137,7 @@ DESCRIPTION = Scores(ScoredData("p", "d", "t", "c", NUM_SEQUENCES, 1), "m", "d",
 @pytest.fixture
 def store(tmp_path: Path) -> TokenStore:
     write_store(tmp_path / "store", make_sequences(NUM_SEQUENCES), make_tokenizer())
+    make_tokenizer().save_pretrained(tmp_path / "model")  # which the page reads tokens with
     return TokenStore(tmp_path / "store")
 
 
@@ -153,7 +155,7 @@ def test_tables_add_up_what_the_passes_have_measured(tmp_path: Path, store: Toke
             passes[-1].add(some)
         assert passes[-1].positions() == set(range(50))
     inputs = {"good": SetInputs("good.jsonl", store, list(zip(weights, passes, strict=True)))}
-    scores = write_result(work, tmp_path / "out", store, inputs, DESCRIPTION)
+    scores = write_result(work, tmp_path / "out", store, inputs, replace(DESCRIPTION, model=str(tmp_path / "model")))
     assert read_scores(tmp_path / "out") == scores
 
     exact = np.tensordot(weights, values[:, 1].astype(np.float64), 1)
