@@ -16,13 +16,14 @@ LONGER_UNITS := \
 	peak_memory plan_command power_law preflight provider push report signals slurm_scripts stops sweep
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check test static chaos .venv clean
+.PHONY: help quickstart check test static chaos gpu .venv clean
 
 help:
 	@echo "make quickstart   train a real small model on real reasoning traces (minutes, no GPU needed)"
 	@echo "make check        format, lint, types and the quick half of the unit tests; for every commit, minutes"
 	@echo "make test         format, lint, types and all tests"
 	@echo "make chaos        runs that are killed 20 times at random and must come to the same end (KILLS=20 SEED=1 SEQUENCE_PARALLEL=2 TENSOR=2)"
+	@echo "make gpu          on a machine with a GPU: does it compute, does a run work, how fast (MINUTES=10 ONLY='kernel runs')"
 	@echo "make .venv        the environment for all of these, with the versions of constraints.txt"
 	@echo "make clean        remove the environment and all caches; keeps runs/"
 
@@ -44,6 +45,10 @@ chaos: .venv
 	python -m tests.chaos.campaign --kills $(or $(KILLS),20) $(if $(SEED),--seed $(SEED)) \
 		$(if $(SEQUENCE_PARALLEL),--sequence-parallel $(SEQUENCE_PARALLEL)) \
 		$(if $(TENSOR),--tensor $(TENSOR))
+
+# With the environment that is there: that of a GPU image, say, where nothing can be installed.
+gpu:
+	python -m tests.gpu.session $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY))
 
 .venv: $(BIN)/installed-tests
 

@@ -1,4 +1,4 @@
-"""For all tests: Ctrl-C as on a terminal, one thread for each process, no deadlines, as many workers as fit the
+"""For all tests: Ctrl-C as on a terminal, one thread for each process, no GPU, no deadlines, as many workers as fit the
 machine, and the longest files first."""
 
 import os
@@ -20,6 +20,19 @@ os.environ["OMP_NUM_THREADS"] = "1"
 settings.register_profile("any load", deadline=None)
 settings.load_profile("any load")
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All tests but those of tests/gpu stay on the CPU, where there are GPUs too, and so does what they start: two
+    ranks cannot share a GPU, and numbers are compared to the last bit.
+
+    Before torch initialises CUDA, which reads its variable then; workers and ranks inherit both.
+    """
+    folder = Path(__file__).parent / "gpu"
+    paths = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
+    if not all(path.is_relative_to(folder) for path in paths):
+        os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+
+
 BYTES_PER_WORKER = int(3.5e9)
 """A worker, and four ranks of about 0.7 GB each."""
 
@@ -29,6 +42,7 @@ FIRST = (
     "tests/e2e/test_quickstart.py",
     "tests/dist/test_megatron",
     "tests/dist",
+    "tests/simulated",
     "tests/models",
     "tests/slurm",
     "tests/chaos",
@@ -65,7 +79,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if report.nodeid.startswith("tests/gpu/")]
     if skipped:
         terminalreporter.write_line(
-            f"{len(skipped)} tests need a GPU and did not run: `python -m pytest tests/gpu` on a machine with one",
+            f"{len(skipped)} tests need a GPU and did not run: `make gpu` on a machine with one",
             yellow=True,
             bold=True,
         )

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 SWITCH = "TORCHDYNAMO_DISABLE"
 """An environment variable that torch reads whenever it is to compile a function."""
 
+_FROZEN_BEFORE = gc.get_freeze_count()
+"""Objects that Python itself has frozen: none in 3.11, some hundreds in 3.12."""
+
 
 @contextmanager
 def lasting_imports() -> Iterator[None]:
@@ -18,7 +21,7 @@ def lasting_imports() -> Iterator[None]:
     while they are imported, and as long again when DeepSpeed collects garbage as an engine starts. The second time in a
     process nothing is done.
     """
-    if gc.get_freeze_count() > 0:
+    if gc.get_freeze_count() > _FROZEN_BEFORE:
         yield
         return
     gc.disable()

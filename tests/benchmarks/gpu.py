@@ -14,7 +14,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -169,15 +169,17 @@ def needed_flops(method: str, sizes: dict[str, Any], num_tokens: int, rows: int)
     return passes.flops(shape_of(sizes), lengths * rows, lengths).total
 
 
-def measure_steps(sizes: dict[str, Any], num_tokens: int, num_rounds: int, rows: int) -> tuple[dict, dict]:
-    """Steps by method, and fidelity."""
-    room, needed = available_memory_bytes(), {name: estimated(name, sizes, num_tokens) for name in METHODS}
+def measure_steps(
+    sizes: dict[str, Any], num_tokens: int, num_rounds: int, rows: int, chosen: Sequence[str] = tuple(METHODS)
+) -> tuple[dict, dict]:
+    """Steps by method, of those chosen, and fidelity."""
+    room, needed = available_memory_bytes(), {name: estimated(name, sizes, num_tokens) for name in chosen}
     found: dict[str, Any] = {
         name: {"skipped": f"needs {num_bytes / GIB:.1f} GiB by the estimate, {room / GIB:.1f} are there"}
         for name, num_bytes in needed.items()
         if num_bytes > room
     }
-    methods = [name for name in METHODS if name not in found]
+    methods = [name for name in chosen if name not in found]
     if not methods:
         return found, {"skipped": "no method has room"}
     engine = build_engine(sizes)
@@ -213,7 +215,7 @@ def measure_steps(sizes: dict[str, Any], num_tokens: int, num_rounds: int, rows:
                 found[name]["over_sft"] = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
     fidelity = fidelity_in_bf16(engine, direction, row(min(num_tokens, 4096), sizes["vocab_size"], 7))
     engine.close()
-    return {name: found[name] for name in METHODS}, fidelity
+    return {name: found[name] for name in chosen}, fidelity
 
 
 def summary(lines: list[dict], num_tokens: int, flops: float, estimate: int, not_needed: int) -> dict[str, Any]:
@@ -274,6 +276,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="tokens of a row (default 16,384; 64 for tiny), a multiple of 128")
     parser.add_argument("--rows", type=int, default=2, help="main rows of a rank in a step")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds of all methods")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
+    parser.add_argument("--attention-only", action="store_true", help="no steps")
     parser.add_argument("--output", type=Path, help="folder for gpu.md and gpu.json")
     arguments = parser.parse_args()
     start_process_group(timeout_minutes=30)
@@ -282,7 +286,9 @@ def main() -> None:
         sizes["num_hidden_layers"] = min(arguments.layers, sizes["num_hidden_layers"])
     num_tokens = arguments.tokens or (128 if arguments.shape == "tiny" else 16_384)
     where = environment(layout.size("job"))
-    steps, fidelity = measure_steps(sizes, num_tokens, arguments.rounds, arguments.rows)
+    steps, fidelity = {}, {"skipped": "attention only"}
+    if not arguments.attention_only:
+        steps, fidelity = measure_steps(sizes, num_tokens, arguments.rounds, arguments.rows, arguments.methods)
     gc.collect()
     found = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),

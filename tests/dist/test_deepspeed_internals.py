@@ -17,7 +17,11 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.streams import accelerator_with_streams
 from vcore_ds.distributed import layout
+from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.engine.deepspeed_start import start_deepspeed
+from vcore_ds.engine.expert_shards import divide_experts
 from vcore_ds.engine.optimizer import build_optimizer
+from vcore_ds.engine.partitioned import is_block_of_experts
 from vcore_ds.engine.zero3 import Engine
 
 pytestmark = pytest.mark.dist
@@ -280,6 +284,40 @@ def zero_init_divides_by_one_method_and_parameters_keep_it(e: Engine) -> bool:
     return divided == [(5, 3), (5,), (7,)] and later.ds_tensor.numel() == -(-7 // layout.size("shards"))
 
 
+def marked_parameters_have_shards_and_reductions_of_their_own(e: Engine) -> bool:
+    start_process_group(10, expert=2)
+    model = tiny.token_loss_model(mixture_of="qwen3_moe")
+    start_deepspeed()
+    deepspeed.zero.Init(module=model, config_dict_or_path=tiny.deepspeed_config())
+    divide_experts(model)
+    engine = step_runs.make_engine(model, step_runs.recipe())
+    blocks = [p for _, p in engine.trainable if is_block_of_experts(p)]
+    others = [p for _, p in engine.trainable if not is_block_of_experts(p)]
+    with engine.accumulation(1):
+        engine.backward(loss_on(engine))
+    gradients = engine.shards.gradients()
+    own = torch.cat([engine.shards.shard(gradients, p)[: engine.local_numel(p)] for p in (*blocks, *others)])
+    norm = layout.sum_over("job", [float(own.double().square().sum())])[0] ** 0.5
+    found = engine.step(0.0)
+    engine.close()
+    start_process_group(10)
+    return (
+        len(blocks) == 2
+        and all(p.ds_tensor.numel() == p.ds_numel for p in blocks)
+        and all(p.ds_tensor.numel() == -(-p.ds_numel // 2) for p in others)
+        and abs(found / norm - 1) < 1e-5
+    )
+
+
+def what_is_not_in_shards_becomes_the_first_ranks(e: Engine) -> bool:
+    model = tiny.token_loss_model()
+    torch.nn.init.constant_(model.base.lm_head.weight, layout.rank("job") + 5.0)
+    engine = step_runs.make_engine(model, step_runs.recipe())
+    values = step_runs.whole_parameters(engine)["lm_head.weight"]
+    engine.close()
+    return bool((values == 5.0).all())
+
+
 def the_functions_of_muon_are_not_compiled(e: Engine) -> bool:
     from deepspeed.runtime.zero.muon import original_muon
 
@@ -307,6 +345,8 @@ CHECKS: list[Callable[[Engine], bool]] = [
     moments_made_at_the_start_are_those_of_the_first_step,
     a_shard_is_a_chunk_of_the_flat_parameter,
     zero_init_divides_by_one_method_and_parameters_keep_it,
+    marked_parameters_have_shards_and_reductions_of_their_own,
+    what_is_not_in_shards_becomes_the_first_ranks,
     the_functions_of_muon_are_not_compiled,
 ]
 

@@ -378,7 +378,7 @@ def copy_trained_parameters(engine: Engine, reference: nn.Module) -> None:
 def whole_direction(engine: Engine, direction: Direction) -> dict[str, Tensor]:
     whole = {}
     for group in range(len(direction.groups)):
-        whole.update(direction.finish_gather(group, direction.start_gather(group)))
+        whole.update(direction.finish_gather(direction.start_gather(group)))
     return {name.removeprefix("causal_lm."): whole[id(parameter)] for name, parameter in engine.trainable}
 
 

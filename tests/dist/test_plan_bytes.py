@@ -10,7 +10,15 @@ import pytest
 
 from tests.helpers.measured_bytes import measure_all
 from tests.helpers.ranks import run_ranks
-from tests.helpers.scaled_model import CASES, NUM_RANKS, Case, recipe_of, scaled_shape, write_scaled_model
+from tests.helpers.scaled_model import (
+    CASES,
+    MIXTURE,
+    NUM_RANKS,
+    Case,
+    recipe_of,
+    scaled_shape,
+    write_scaled_model,
+)
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.gpus import GPUS, Cluster
@@ -88,6 +96,20 @@ def _compare(case: Case, folder: Path, measured: Mapping[str, Any]) -> Iterator[
     if k > 1:  # a k-th of what is counted stays with the rank
         exchanges = received["exchanges"] * (k - 1) / k
         yield Comparison(case.name, "received in exchanges", traffic["sequence-parallel activations"].inside, exchanges)
+    if case.expert > 1:  # half of what is counted stays with the rank
+        tokens = traffic["expert-parallel tokens"].inside
+        yield Comparison(case.name, "received in exchanges", tokens, received["exchanges"] / 2)
+
+
+def over_ranks(measured: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """What the first rank has measured, but of the bytes that ranks received the mean: tokens go where the router sends
+    them."""
+    return [
+        {**of_ranks[0], "received": {
+            kind: sum(one["received"][kind] for one in of_ranks) / len(of_ranks) for kind in of_ranks[0]["received"]
+        }}
+        for of_ranks in zip(*measured, strict=True)
+    ]  # fmt: skip
 
 
 def describe_comparisons(found: Sequence[Comparison]) -> str:
@@ -127,10 +149,23 @@ def test_every_kind_of_bytes_is_predicted_within_ten_percent(folder: Path, measu
 def test_what_is_counted_exactly(folder: Path, measured) -> None:
     """Shards by kind, reductions and exchanges have no estimate in them."""
     exact = {"moments", "master weights", "gradients", "received in reductions", "received in exchanges"}
-    found = [one for one in compare(folder, measured[0]) if one.kind in exact]
-    assert len(found) == len(CASES) * 4 + 1
+    found = [one for one in compare(folder, over_ranks(measured)) if one.kind in exact]
+    assert len(found) == len(CASES) * 4 + 2
     for one in found:
         assert one.error == pytest.approx(0.0, abs=1e-3), one
+
+
+def test_the_load_of_experts_is_measured(measured) -> None:
+    """In the metrics of a mixture alone, the same on all ranks; that of ranks where they divide the experts."""
+    of_experts, of_ranks = (
+        [f"{name}_max", f"{name}_mean"] for name in ("expert_load", "expert_rank_load")
+    )  # in the order of the line
+    for case, *loads in zip(CASES, *([one["loads"] for one in of_rank] for of_rank in measured), strict=True):
+        assert loads[0] == loads[1]
+        names = of_experts * (case.model == MIXTURE) + of_ranks * (case.expert > 1)
+        assert list(loads[0]) == names
+        for largest, mean in zip(names[::2], names[1::2], strict=True):
+            assert 1 < loads[0][mean] <= loads[0][largest] < 4
 
 
 def test_a_wrong_prediction_is_seen(folder: Path, measured) -> None:

@@ -21,12 +21,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
+from tests.helpers.scores import write_scores_of
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.fidelity.bench import Training
 from vcore_ds.commands.reference.compute import write_reference_log_probabilities
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
+from vcore_ds.data.cache import store_of
+from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.stops import Stops
@@ -36,6 +39,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import begin
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.track.console import Console
+from vcore_ds.track.token_records import read_records
 from vcore_ds.train import checkpoints, run, settings
 from vcore_ds.train.checkpoints import MARGIN_BYTES, Checkpoints
 from vcore_ds.train.feed import build_feed, read_training_data
@@ -49,6 +53,10 @@ STOPPED_TWICE = ("vcore_jvp_lora", "vcore_difference_full", "vcore_adam_lora", "
 FINITE_DIFFERENCE = {"estimator": "finite_difference", "epsilon": "auto"}
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.05}
 VCORE = {"name": "vcore", "kl_budget": 0.05}
+
+KEEP = {"scores": "scores", "top": 0.5}
+"""A selection that a run finds again, with all that wraps or extends the training data."""
+KEPT = {0, 2, 3, 5, 8, 11}
 
 FOLLOWING = {"num_followed_traces": 2}
 """In some cases only: on these models a pass over two traces takes as long as a step."""
@@ -74,13 +82,15 @@ CASES: dict[str, dict[str, Any]] = {
         "probe": {"direction": "adam", "batch_size": 2},
         "model": {"path": "mixture"},
     },
+    # Bit for bit also where it was resumed: the ranks have the same experts again.
+    "expert_parallel_full": {"method": VCORE, "model": {"path": "mixture"}, "parallel": {"expert": 2}},
     "vcore_adam_lora": {"method": VCORE, "probe": {"direction": "adam", "batch_size": 2, "every": 3}, "lora": LORA},
     # The running mean, the gradient of the step before the stop, and a direction that is both.
     "vcore_mean_and_trusted_full": {
         "method": VCORE | {"scope": "sequence_and_batch", "batch_kl_budget": 0.1, "base_measure": "dft"},
         "probe": {"decay": 0.8, "every": 3, "batch_size": "all", "loss": "dft"},
         "batch": {"global_size": 4},
-        "data": {"probe_path": "pool.jsonl", "trusted_share": 0.25},
+        "data": {"probe_path": "pool.jsonl", "trusted_share": 0.25, "keep": KEEP},
     },
     "vcore_previous_step_lora": {
         "method": VCORE,
@@ -91,9 +101,9 @@ CASES: dict[str, dict[str, Any]] = {
     "sft_lora": {"method": {"name": "sft"}, "lora": LORA, "run": FOLLOWING},
     "dft_full": {"method": {"name": "dft"}},
     "dft_lora": {"method": {"name": "dft"}, "lora": LORA},
-    "iw_sft_full": {"method": {"name": "iw_sft"}},
+    "iw_sft_full": {"method": {"name": "iw_sft"}, "data": {"keep": KEEP}},
     "iw_sft_lora": {"method": {"name": "iw_sft"}, "lora": LORA},
-    "random_full": {"method": {"name": "random"}},
+    "random_full": {"method": {"name": "random"}, "data": {"keep": KEEP}},
     "random_lora": {"method": {"name": "random"}, "lora": LORA},
     "bf16": {
         "method": VCORE,
@@ -134,6 +144,8 @@ def recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
     data = {
         key: str(folder / value) if key.endswith("path") else value for key, value in sections.get("data", {}).items()
     }
+    if "keep" in data:
+        data["keep"] = data["keep"] | {"scores": str(folder / "scores")}
     own = sections.pop("run", {})
     sections["data"] = {"train_path": str(folder / "train.jsonl"), "cache_dir": str(folder / "cache"), **data}
     if sections["method"]["name"] == "iw_sft" and sections["lora"] is None:
@@ -158,6 +170,15 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_conversations(folder / "train.jsonl", sums(range(12)))
     write_conversations(folder / "other.jsonl", sums(range(1, 13)))
     write_conversations(folder / "pool.jsonl", sums(range(20, 23)))
+    store = store_of(
+        str(folder / "train.jsonl"),
+        load_tokenizer(str(folder / "model")),
+        cutoff_length=16384,
+        overlong="drop",
+        cache_folder=str(folder / "cache"),
+    )
+    means = {"right": [1.0 + i if i in KEPT else -1.0 for i in range(12)]}
+    write_scores_of(folder / "scores", TokenStore(store), folder / "model", means)
     for kind in ("fp32", "bf16", *OFFLOADED):
         config = tiny.deepspeed_config(bf16=kind != "fp32", persistence_threshold=500)
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
@@ -428,6 +449,20 @@ def found(setup: Path, disk: Path | None) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_stopped_and_resumed_equals_straight_bit_for_bit(found: dict[str, Any], name: str):
     assert found[name] == []
+
+
+def test_only_what_is_kept_is_trained_on(found: dict[str, Any], setup: Path):
+    for name in ("iw_sft_full_straight", "random_full_stopped", "vcore_mean_and_trusted_full_stopped"):
+        own, trusted = set(), 0
+        for record in read_records(setup / name):
+            own |= {one.sequence_id for one in record.sequences if not record.is_trusted(one)}
+            trusted += sum(map(record.is_trusted, record.sequences))
+        assert own == KEPT, name  # ten steps are more than an epoch of them
+        assert (trusted > 0) == ("trusted" in name)
+        kept = json.loads((setup / name / "environment.json").read_text())["kept"]
+        assert kept["kept_of_source"] == {"train.jsonl": [6, 12]} and kept["set"] == "right"
+        counts = json.loads((setup / name / "data.json").read_text())[0]
+        assert counts["sequences"] == 6 and "6 of 12 traces kept" in (setup / name / "start.txt").read_text()
 
 
 def test_a_rank_that_cannot_write_is_named_by_all_and_nothing_is_lost(found: dict[str, Any]):

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.e2e
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = REPOSITORY / "launch_scripts" / "recipes"
-REPORT_PAGE = "vcore_ds/commands/report/page"
+PAGES = ("html_page/assets", "report/page", "score/page")
+"""Folders below commands/ with HTML, CSS and JavaScript."""
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
@@ -98,8 +99,12 @@ def test_the_wheel_holds_the_package_and_what_ships_with_it(wheel: Path) -> None
     code = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "vcore_ds").rglob("*.py")}
     recipes = {f"vcore_ds/shipped/recipes/{path.relative_to(RECIPES).as_posix()}" for path in RECIPES.rglob("*.yaml")}
     configs = {f"vcore_ds/shipped/ds_configs/{path.name}" for path in (REPOSITORY / "ds_configs").glob("*.json")}
-    page = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / REPORT_PAGE).iterdir()}
-    assert names == code | recipes | configs | page
+    pages = {
+        path.relative_to(REPOSITORY).as_posix()
+        for folder in PAGES
+        for path in (REPOSITORY / "vcore_ds" / "commands" / folder).iterdir()
+    }
+    assert names == code | recipes | configs | pages
 
 
 def test_the_installation_is_what_runs(installed: Path, editable: Path, source: Path, tmp_path: Path) -> None:

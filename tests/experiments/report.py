@@ -181,7 +181,7 @@ def whole_traces_table(
     rows: Mapping[str, Setting], rates: Mapping[str, float], results: Sequence[Result], seeds: Sequence[int]
 ) -> str:
     """Markdown: accuracy and loss of each row at its rate, and their differences to `sft` and to `sft + trusted` on the
-    same seeds. `wrong` is the share of a batch's weight that lies on wrong traces, `cost` CPU time relative to `sft`."""
+    same seeds. `wrong` is the share of the weight that lies on wrong traces, `cost` CPU time relative to `sft`."""
     found: dict[str, BySeed] = {name: {} for name in rows}
     for name in rows.keys() & rates.keys():
         by_seed = results_of(replace(rows[name], learning_rate=rates[name]), results)

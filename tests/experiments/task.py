@@ -20,9 +20,9 @@ it does with errors that many real traces share:
     wrong       the digit of the sum plus 1 (modulo the base), more often than the right digit
     irrelevant  always `~ 0 1 2 3 ;`, before half of the steps
 
-Whole traces can be wrong instead, as a solution that errs mostly stays wrong: a share of them is by an author who writes
-the digit plus 1 (systematic) or another digit (random) at four of five steps and gives the answer that follows from what
-he wrote. All of such a trace counts as planted.
+Whole traces can be wrong instead, as a solution that errs mostly stays wrong: a share of them is by an author who
+writes the digit plus 1 (systematic) or another digit (random) at four of five steps and gives the answer that follows
+from what he wrote. All of such a trace counts as planted.
 """
 
 from collections.abc import Sequence

@@ -163,9 +163,9 @@ def held_out_traces(draw: int, num_problems: int = NUM_HELD_OUT) -> Traces:
 
 
 def base_model(setting: Setting, folder: Path) -> PreTrainedModel:
-    """A model from SFT on traces of its own, of the setting's kind of noise. Where parts of all traces are spoiled it is
-    stopped half-way: at BASE_ACCURACY, or after BASE_STEPS. Where whole traces are wrong it has learnt the mixture of
-    both authors, in WHOLE_TRACES_BASE. Trained once per seed and kept in `folder`."""
+    """A model from SFT on traces of its own, of the setting's kind of noise. Where parts of all traces are spoiled it
+    is stopped half-way: at BASE_ACCURACY, or after BASE_STEPS. Where whole traces are wrong it has learnt the mixture
+    of both authors, in WHOLE_TRACES_BASE. Trained once per seed and kept in `folder`."""
     base = Setting(num_steps=BASE_STEPS, noise=setting.noise, seed=setting.seed)
     kind = "" if setting.noise == "random" else f"{setting.noise}_"
     if setting.wrong_traces > 0:

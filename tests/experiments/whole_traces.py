@@ -38,7 +38,14 @@ TRUSTED_SHARE = 0.2
 POOL = 8
 WITHIN = 0.005
 """Nats within a trace, where the budget is over the batch."""
-CELLS = tuple((noise, share) for noise in ("systematic", "random") for share in (0.6, 0.3, 0.8))
+CELLS = (
+    ("systematic", 0.6),
+    ("random", 0.6),
+    ("systematic", 0.3),
+    ("systematic", 0.8),
+    ("random", 0.3),
+    ("random", 0.8),
+)
 """Noise, and the share of the traces that are wrong; the central one first."""
 POOLS = ((4, 0.0), (16, 0.0), (64, 0.0), (8, 0.25), (16, 0.25))
 """Size, and the share that is wrong itself; in the central cell."""
@@ -54,6 +61,8 @@ MAIN_ROWS = (
     "vcore, 1 over the batch",
     "sft, right traces alone",
 )
+PRESET_ROWS = ("vcore, 1 over the batch, + trusted",)
+"""Says whether presets/trusted.yaml should train on the pool as well."""
 MAJORITY_ROWS = (
     "vcore, training probe, 0.5 within",
     "vcore, training probe, 1 over the batch",
@@ -155,13 +164,18 @@ def rates_of(row: Setting) -> Sequence[float]:
 def due() -> Iterator[Setting]:
     """All runs, each given when those before it have been run; ordered such that a limited time leaves out what matters
     least."""
-    others = [name for name in grid(*CELLS[0]) if name not in (*MAIN_ROWS, *OPTION_ROWS)]
+    others = [name for name in grid(*CELLS[0]) if name not in (*MAIN_ROWS, *PRESET_ROWS, *OPTION_ROWS)]
+    cells = [rows_of_cell(*cell) for cell in CELLS[1:]]
+    pools = [rows_of_pool(*pool) for pool in POOLS]
     yield from due_in_the_centre(MAIN_ROWS)
+    yield from due_in_the_centre(PRESET_ROWS)
+    for cell in cells:
+        yield from due_elsewhere([cell], MAIN_ROWS, SEEDS[:3])
     yield from due_in_the_centre(others)
-    yield from due_elsewhere(MAIN_ROWS, SEEDS[:3])
+    yield from due_elsewhere(pools, POOL_ROWS, SEEDS[:3])
     yield from due_in_the_centre(OPTION_ROWS)
-    yield from due_elsewhere(MAJORITY_ROWS, SEEDS[:3])
-    yield from due_elsewhere((*MAIN_ROWS, *MAJORITY_ROWS), SEEDS[3:])
+    yield from due_elsewhere(cells, MAJORITY_ROWS, SEEDS[:3])
+    yield from due_elsewhere(cells + pools, (*MAIN_ROWS, *MAJORITY_ROWS), SEEDS[3:])
 
 
 def due_in_the_centre(names: Sequence[str]) -> Iterator[Setting]:
@@ -173,9 +187,11 @@ def due_in_the_centre(names: Sequence[str]) -> Iterator[Setting]:
         yield from (replace(row, learning_rate=rate_of(name, read(RESULTS)), seed=seed) for name, row in rows.items())
 
 
-def due_elsewhere(names: Sequence[str], seeds: Sequence[int]) -> Iterator[Setting]:
+def due_elsewhere(
+    tables: Sequence[dict[str, Setting]], names: Sequence[str], seeds: Sequence[int]
+) -> Iterator[Setting]:
     for seed in seeds:
-        for rows in [rows_of_cell(*cell) for cell in CELLS[1:]] + [rows_of_pool(*pool) for pool in POOLS]:
+        for rows in tables:
             for name in (name for name in rows if name in names):
                 yield replace(rows[name], learning_rate=rate_of(name, read(RESULTS)), seed=seed)
 

@@ -16,7 +16,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 LENGTHS = [[150, 107, 3], [260]]
 TILES_OF_64 = range(4)
 TILES_OF_128 = range(4)
-TILES_OF_256 = range(3)
+TILES_OF_256 = range(4)
 
 
 def errors(
@@ -63,7 +63,14 @@ def test_the_compiled_kernel_against_fp64(
     [(64, i) for i in TILES_OF_64] + [(128, i) for i in TILES_OF_128] + [(256, i) for i in TILES_OF_256],
 )
 def test_every_tile_that_a_run_may_choose(head_dim: int, number: int) -> None:
+    from triton.runtime.errors import OutOfResources
+
     from vcore_ds.models.flash_tangent import TILES
 
     assert [len(TILES[dim]) for dim in (64, 128, 256)] == [len(TILES_OF_64), len(TILES_OF_128), len(TILES_OF_256)]
-    assert max(errors(torch.bfloat16, head_dim, TILES[head_dim][number])) <= TOLERANCE[torch.bfloat16]
+    tile = TILES[head_dim][number]
+    try:
+        found = errors(torch.bfloat16, head_dim, tile)
+    except OutOfResources as error:
+        pytest.skip(f"{tile} drops out on this GPU: {error}")
+    assert max(found) <= TOLERANCE[torch.bfloat16]

@@ -48,7 +48,8 @@ class PhaseRecorder(StepRecorder):
 
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
-    """Bytes that this rank keeps, by kind; the peak of each phase of a step beyond that; bytes received in it."""
+    """Bytes that this rank keeps, by kind; the peak of each phase of a step beyond that; bytes received in it;
+    the load of its experts."""
     recipe = recipe_of(case, folder)
     plan = plan_batch(recipe, layout.size("shards"), model_shape(recipe.model.path), ranks_per_node=layout.size("job"))
     engine = build_engine(recipe, deepspeed_config(recipe, plan))
@@ -66,11 +67,12 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     allocations, received = Allocations(), ReceivedBytes()
     recorder = PhaseRecorder(engine.device, allocations)
     with received, allocations:
-        train_step(engine, settings, batches, estimator, recorder, learning_rate=1e-5)
+        metrics = train_step(engine, settings, batches, estimator, recorder, learning_rate=1e-5)
     found = {
         "kept": kept_bytes(engine, estimator.direction),
         "peaks": {phase: peak for phase, peak in recorder.peaks.items() if peak},
         "received": received.received,
+        "loads": {key: value for key, value in metrics.values.items() if key.startswith("expert")},
     }
     engine.close()
     return found
@@ -101,5 +103,9 @@ def kept_bytes(engine: Engine, direction: Direction | None) -> dict[str, int]:
 
 def measure_all(folder: str) -> list[dict[str, Any]]:
     """Every case in turn, on this rank. A collective."""
-    layout.make_sequence_groups({case.sequence_parallel for case in CASES}, timeout_minutes=10)
-    return [measure(case, Path(folder)) for case in CASES]
+    found = []
+    for case in CASES:
+        layout.arrange(expert=case.expert)
+        layout.make_sequence_groups({case.sequence_parallel}, timeout_minutes=10)
+        found.append(measure(case, Path(folder)))
+    return found

@@ -5,12 +5,17 @@ import gc
 from dataclasses import dataclass, field
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
 
 from tests.helpers import step_runs, tiny
 from vcore_ds.data.batches import Batch
 from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.engine.deepspeed_start import start_deepspeed
+from vcore_ds.engine.expert_shards import divide_experts
 from vcore_ds.engine.log_probabilities import log_probabilities
 from vcore_ds.method.baselines import random_mask
 from vcore_ds.random_streams import Stream, generator
@@ -38,6 +43,8 @@ class Case:
     vocabulary: int = tiny.VOCABULARY
     tensor: int = 1
     """Tensor-parallel degree, in megatron-core's parallel layers."""
+    expert: int = 1
+    """Expert-parallel degree; adapters are then beside the experts, not on them."""
     kernel_norm: bool = False
     """With norms of a kernel, as TransformerEngine's, in the parallel layers."""
     mixture_of: str | None = None
@@ -59,6 +66,8 @@ def run_case(case: Case) -> dict[str, float]:
     """Worst deviation of each quantity over all steps."""
     gc.freeze()  # DeepSpeed collects garbage whenever it starts and keeps every engine: not to look through those again
     recipe = step_runs.recipe(**case.sections)
+    start_process_group(10, case.tensor, case.expert)
+    layout.make_sequence_groups(case.sequence_parallel, 10)  # those that are not there yet
     sizes = dict(tied=case.tied, num_key_value_heads=case.num_kv_heads, vocab_size=case.vocabulary)
     dtype = torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32
     if case.mixture_of is None:
@@ -74,10 +83,19 @@ def run_case(case: Case) -> dict[str, float]:
         model = megatron.parallel_model(plain, **options)
     else:
         model = tiny.token_loss_model(
-            lora=case.lora, checkpointing=case.checkpointing, mixture_of=case.mixture_of, dtype=dtype, **sizes
+            lora=case.lora,
+            checkpointing=case.checkpointing,
+            mixture_of=case.mixture_of,
+            on_experts=case.expert == 1,
+            dtype=dtype,
+            **sizes,
         )
+    if case.expert > 1:
+        start_deepspeed()
+        deepspeed.zero.Init(module=model, config_dict_or_path=tiny.deepspeed_config(bf16=dtype == torch.bfloat16))
+    divide_experts(model)
     if case.lora:
-        plain = tiny.with_lora(plain)
+        plain = tiny.with_lora(plain, on_experts=case.expert == 1)
     plain = plain.float()  # the oracle computes in fp32, from the same weights
     reference = step_runs.reference_of(plain, recipe)
     engine = step_runs.make_engine(

@@ -19,7 +19,7 @@ def run_ranks(
     world_size: int,
     *arguments: Any,
     timeout_seconds: float = 900,
-    start: Literal["forkserver", "spawn"] = "forkserver",
+    start: Literal["forkserver", "spawn", "fork"] = "forkserver",
 ) -> list[Any]:
     """Runs `function(*arguments)` once per rank, in new processes with a gloo process group, and returns their results
     by rank.
@@ -32,7 +32,8 @@ def run_ranks(
 
     Args:
         function: at the top level of a module, since each rank imports it.
-        start: `spawn` where a rank is to have memory and a C library of its own from the first instruction.
+        start: `spawn` where a rank is to have memory and a C library of its own from the first instruction; `fork`
+            where this process has imported everything, in a way of its own.
     """
     folder = Path(tempfile.mkdtemp(prefix="ranks_"))
     context = forkserver() if start == "forkserver" else multiprocessing.get_context(start)
@@ -98,10 +99,13 @@ def _run_rank(
     try:
         import torch
 
+        from vcore_ds.distributed.device import uses_gpu
         from vcore_ds.distributed.process_group import start_process_group
 
+        if uses_gpu():  # a simulated one
+            torch.cuda.set_device(rank)
         torch.distributed.init_process_group(
-            "gloo",
+            "nccl" if uses_gpu() else "gloo",
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world_size,

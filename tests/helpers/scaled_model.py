@@ -45,6 +45,8 @@ class Case:
     sequence_parallel: int = 1
     model: str = MODEL
     """Its folder."""
+    expert: int = 1
+    """Degree of expert parallelism."""
 
     @property
     def lengths(self) -> list[int]:
@@ -61,6 +63,7 @@ CASES = (
     Case("packed", checkpoints=True, packed=True),
     Case("k = 2", checkpoints=True, sequence_parallel=2),
     Case("experts", checkpoints=True, model=MIXTURE),
+    Case("experts / 2", checkpoints=True, model=MIXTURE, expert=2),
 )
 
 
@@ -137,6 +140,7 @@ def recipe_of(case: Case, folder: Path) -> Recipe:
     sections: dict[str, dict[str, Any] | None] = {
         "method": {"kl_budget": 0.005},
         "model": {"path": str(folder / case.model), "gradient_checkpointing": case.checkpoints},
+        "parallel": {"expert": case.expert},
         "lora": {"rank": 4, "alpha": 8} if case.lora else None,
         "data": {"train_path": "none", "cutoff_length": max(case.lengths)},
         "batch": {

@@ -15,6 +15,7 @@ from vcore_ds.data.batches import Batch, idle_batch
 from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.engine.optimizer import build_optimizer
+from vcore_ds.engine.partitioned import is_block_of_experts
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.track.step_metrics import MicroBatchResult, StepMetrics, StepRecorder
 from vcore_ds.train.settings import step_settings
@@ -93,7 +94,8 @@ def train_step(
 
 
 class Recorder(StepRecorder):
-    """Also keeps intermediate results of a step: utilities and weights by sequence, the gradient before clipping."""
+    """Also keeps intermediate results of a step, in host memory: utilities and weights by sequence, the gradient
+    before clipping."""
 
     def __init__(self, engine: Engine):
         super().__init__(engine.device, keep_tokens=True)
@@ -109,7 +111,7 @@ class Recorder(StepRecorder):
     def part(self, name: str) -> Iterator[None]:
         if name == "step":
             self.gradient = {
-                name.removeprefix("causal_lm."): safe_get_full_grad(parameter).clone()
+                name.removeprefix("causal_lm."): of_all_experts(parameter, safe_get_full_grad(parameter)).cpu()
                 for name, parameter in self._engine.trainable
             }
         with super().part(name):
@@ -121,16 +123,24 @@ class Recorder(StepRecorder):
         for batch, result in zip(batches, self.results, strict=True):
             for row, sequence_id in enumerate(batch.sequence_ids):
                 own, utilities = result.tokens.sequence_index == row, result.tokens.utilities
-                found[sequence_id] = (None if utilities is None else utilities[own], result.weights.weights[own])
+                weights = result.weights.weights[own].cpu()
+                found[sequence_id] = (None if utilities is None else utilities[own].cpu(), weights)
         return found
 
 
 def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     """The unsharded fp32 parameters by name. A collective."""
     return {
-        name.removeprefix("causal_lm."): safe_get_full_fp32_param(parameter).clone()
+        name.removeprefix("causal_lm."): of_all_experts(parameter, safe_get_full_fp32_param(parameter)).cpu()
         for name, parameter in engine.trainable
     }
+
+
+def of_all_experts(parameter: torch.nn.Parameter, gathered: torch.Tensor) -> torch.Tensor:
+    """A copy of what a rank has gathered of a parameter; of a block of experts, that of all blocks. A collective."""
+    if not is_block_of_experts(parameter):
+        return gathered.clone()
+    return layout.all_gather("expert", gathered).flatten(0, 1)
 
 
 def without_padding(engine: Engine, vector: Sequence[torch.Tensor]) -> list[torch.Tensor]:

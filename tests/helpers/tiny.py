@@ -61,12 +61,12 @@ def lora(dropout: float = 0.0, targets: str | tuple[str, ...] = "all-linear") ->
     return LoraConfig(rank=4, alpha=8, dropout=dropout, target_modules=targets)
 
 
-def with_lora(model: PreTrainedModel, *, dropout: float = 0.0, seed: int = 1):
-    """`model` with adapters, on experts too, away from their initial point, where B = 0 and half of the gradients
-    vanish."""
+def with_lora(model: PreTrainedModel, *, dropout: float = 0.0, seed: int = 1, on_experts: bool = True):
+    """`model` with adapters, on experts too unless told otherwise, away from their initial point, where B = 0 and half
+    of the gradients vanish."""
     torch.manual_seed(seed)
-    is_mixture = any(name.endswith(".experts") for name, _ in model.named_modules())
-    adapted = add_lora(model, lora(dropout, ("all-linear", "experts") if is_mixture else "all-linear"))
+    with_experts = on_experts and any(name.endswith(".experts") for name, _ in model.named_modules())
+    adapted = add_lora(model, lora(dropout, ("all-linear", "experts") if with_experts else "all-linear"))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
@@ -80,15 +80,16 @@ def token_loss_model(
     tied: bool = False,
     checkpointing: bool = False,
     mixture_of: str | None = None,
+    on_experts: bool = True,
     **kwargs,
 ) -> TokenLossModel:
-    """`mixture_of`: kind of a mixture, instead of a Qwen3."""
+    """`mixture_of`: kind of a mixture, instead of a Qwen3; `on_experts`: whether its experts have adapters too."""
     model = qwen3(tied=tied, **kwargs) if mixture_of is None else mixture(mixture_of, **kwargs)
     model.set_attn_implementation(TRAINING_ATTENTION)
     model.set_experts_implementation(OUR_EXPERTS)
     if checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    wrapped = TokenLossModel(with_lora(model, dropout=dropout) if lora else model)
+    wrapped = TokenLossModel(with_lora(model, dropout=dropout, on_experts=on_experts) if lora else model)
     wrapped.train()
     return wrapped
 

@@ -154,7 +154,7 @@ class Measured:
         names = {id(p): name.removeprefix("causal_lm.") for name, p in self.engine.trainable}
         found = {}
         for number in range(len(direction.groups)):
-            parts = direction.finish_gather(number, direction.start_gather(number))
+            parts = direction.finish_gather(direction.start_gather(number))
             found |= {names[key]: part.detach().double().clone() for key, part in parts.items()}
         return found
 

@@ -68,8 +68,9 @@ SLURMD = "slurmd -D -N {name} &"
 SSHD = """mount --bind {folder}/ssh_config /etc/ssh/ssh_config && mount -t tmpfs tmpfs /run && mkdir /run/sshd &&
     $(command -v sshd) -D -e -f /dev/null -h {folder}/ssh_key -o ListenAddress={name} -o StrictModes=no \\
     -o AuthorizedKeysFile={folder}/ssh_key.pub{kernels} &"""
-# What chooses the CPU's kernels, and so the last bits: SLURM's jobs inherit it, and ssh hands nothing on.
-KERNELS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "VCORE_DS_CPU_BF16")
+# What keeps ranks on the CPU and chooses its kernels, and so the last bits: SLURM's jobs inherit it, and ssh hands
+# nothing on.
+KERNELS = ("DS_ACCELERATOR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "VCORE_DS_CPU_BF16")
 SSH_CONFIG = """IdentityFile {folder}/ssh_key
 StrictHostKeyChecking no
 UserKnownHostsFile /dev/null

@@ -1,6 +1,7 @@
 """What training refuses in a model's configuration: said by `check` and `plan` in the words of the run itself."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.models import architecture_check
 from vcore_ds.models.architecture_check import advice_on_noise, check_architecture, check_estimator
 from vcore_ds.models.attention import TRAINING_ATTENTION
+from vcore_ds.models.configuration import read_config
 from vcore_ds.train.run import train
 
 SIZES = dict(
@@ -79,6 +81,11 @@ def saved(config: PretrainedConfig, folder: Path) -> str:
     return str(folder)
 
 
+def check(config: PretrainedConfig, folder: Path, **recipe: Any) -> None:
+    path = saved(config, folder)
+    check_architecture(path, read_config(path), **recipe)
+
+
 @pytest.mark.parametrize(
     "config, lora",
     [
@@ -90,28 +97,39 @@ def saved(config: PretrainedConfig, folder: Path) -> str:
     ids=["dense full", "dense lora", "mixture full", "mixture lora"],
 )
 def test_a_model_that_can_be_trained_passes(config: PretrainedConfig, lora: LoraConfig | None, tmp_path: Path) -> None:
-    check_architecture(saved(config, tmp_path), attention="auto", lora=lora, estimator="jvp")
+    check(config, tmp_path, attention="auto", lora=lora, estimator="jvp")
+
+
+def test_experts_that_cannot_be_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense model is left to the plan of the batch, which knows it without building it."""
+    divided: dict[str, Any] = dict(attention="auto", lora=None, estimator="jvp", expert=2)
+    check(MIXTURE, tmp_path, **divided)
+    monkeypatch.setattr(architecture_check, "can_be_ours", lambda module: False)
+    with pytest.raises(UserError, match="parallel.expert: found 2 .*own code; expected 1"):
+        check(MIXTURE, tmp_path, **divided)
+    check(MIXTURE, tmp_path, **{**divided, "expert": 1})
+    check(DENSE, tmp_path, **divided)
 
 
 def test_names_of_adapted_layers(tmp_path: Path) -> None:
     lora = LoraConfig(rank=2, alpha=4, target_modules=("wqkv",))
     with pytest.raises(UserError, match="lora.target_modules: found wqkv"):
-        check_architecture(saved(DENSE, tmp_path), attention="auto", lora=lora, estimator=None)
+        check(DENSE, tmp_path, attention="auto", lora=lora, estimator=None)
 
 
 def test_an_attention_that_cannot_take_the_models_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decoder is called, and says so; whatever else fails without weights says nothing of training."""
-    path, raised = saved(MIXTURE, tmp_path), UserError("uses what ours does not know")
+    raised: Exception = UserError("uses what ours does not know")
 
     def fail(*_: object, **__: object) -> None:
         raise raised
 
     monkeypatch.setitem(AttentionInterface._global_mapping, TRAINING_ATTENTION, fail)
     with pytest.raises(UserError, match="uses what ours does not know"):
-        check_architecture(path, attention="auto", lora=None, estimator=None)
-    check_architecture(path, attention="eager", lora=None, estimator=None)
+        check(MIXTURE, tmp_path, attention="auto", lora=None, estimator=None)
+    check(MIXTURE, tmp_path, attention="eager", lora=None, estimator=None)
     raised = NotImplementedError("no meta form")
-    check_architecture(path, attention="auto", lora=None, estimator=None)
+    check(MIXTURE, tmp_path, attention="auto", lora=None, estimator=None)
 
 
 # ---- the commands ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Attention of all passes against the unfused one, its gradient and `torch.func.jvp`; inside models; its memory."""
 
+from collections.abc import Callable
 from functools import partial
 from unittest.mock import patch
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -341,6 +343,88 @@ def test_sinks_around_the_kernel_of_gpus(sliding_window: int | None, monkeypatch
         output = attend(*leaves)
         found.append((output, *torch.autograd.grad((output * weight).sum(), leaves)))
     torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
+
+
+# ---- what serves what on a GPU -------------------------------------------------------------------------------------
+
+
+class TakenFor(Exception):
+    """Ends a call at the kernel that would be launched."""
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, tuple[int, ...]]]:
+    """The kernel that attention of passes with a gradient takes on a GPU, and the shape of the keys that it gets. Fake
+    tensors, which have a device and no values."""
+
+    def taken(dtype: torch.dtype, head_dim: int, heads: tuple[int, int] = (4, 2)):
+        def end(name: str) -> Callable[..., None]:
+            def called(query, key, *_, **options) -> None:
+                raise TakenFor(name, tuple(key.shape))
+
+            return called
+
+        monkeypatch.setattr(flash_attention, "varlen_attn", end("varlen"))
+        monkeypatch.setattr(attention_module, "scaled_dot_product_attention", end("one call a sequence"))
+        layout = RowLayout([[16]], 1, torch.zeros(2))
+        with FakeTensorMode():
+            query, key, value = (
+                torch.empty(1, n, 16, head_dim, dtype=dtype, device="cuda:0") for n in (*heads, heads[1])
+            )
+            with pytest.raises(TakenFor) as found:
+                attention_module.causal_attention((query, key, value, None), layout, attention_module.Scoring(SCALE))
+        return found.value.args
+
+    return taken
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 192, 256])
+def test_head_sizes_of_the_flash_kernel(on_gpu, head_dim: int) -> None:
+    assert on_gpu(torch.bfloat16, head_dim)[0] == "varlen"
+
+
+@pytest.mark.parametrize("head_dim", [4, 100, 257, 264, 512])
+def test_other_head_sizes_fall_back(on_gpu, head_dim: int) -> None:
+    assert on_gpu(torch.bfloat16, head_dim) == ("one call a sequence", (1, 4, 16, head_dim))
+
+
+def test_fp32_has_a_key_for_each_query_head(on_gpu) -> None:
+    """With grouped heads PyTorch has no kernel for fp32 but the one that holds all scores."""
+    assert on_gpu(torch.float32, 64) == ("one call a sequence", (1, 4, 16, 64))
+    assert on_gpu(torch.float32, 64, (6, 3)) == ("one call a sequence", (1, 6, 16, 64))
+
+
+@pytest.mark.parametrize("takes_groups", [True, False], ids=["torch 2.13", "torch 2.11"])
+def test_grouped_heads_with_and_without_enable_gqa(takes_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins with the signatures of both; what else would be passed is a TypeError."""
+    primals, layout = inputs(60)[0], RowLayout.of(LAYOUTS["short ones"], 1, CPU)
+
+    def attend(query, key, value, scale, window_size) -> tuple[Tensor, None]:
+        assert window_size == (-1, 0) and scale == SCALE
+        q, k, v = (x.unflatten(0, (2, 60)).transpose(1, 2) for x in (query, key, value))
+        assert takes_groups or q.shape == k.shape
+        output = unfused(q, k, v, visible(60, lengths=LAYOUTS["short ones"]))
+        return output.transpose(1, 2).flatten(0, 1), output[..., 0].transpose(0, 1).flatten(1)
+
+    def of_2_11(
+        query, key, value, ends, _ends, longest, _longest, *, return_aux=None, scale=None, window_size=(-1, -1)
+    ):
+        return attend(query, key, value, scale, window_size)
+
+    def of_2_13(
+        query, key, value, ends, _ends, longest, _longest, *, return_aux=None, scale=None, window_size=(-1, -1),
+        enable_gqa=False,
+    ):  # fmt: skip
+        assert enable_gqa
+        return attend(query, key, value, scale, window_size)
+
+    monkeypatch.setattr(flash_attention, "varlen_attn", of_2_13 if takes_groups else of_2_11)
+    for module in (flash_attention, attention_module):
+        monkeypatch.setattr(module, "TAKES_GROUPED_HEADS", takes_groups)
+    monkeypatch.setattr(attention_module, "_flash_serves", lambda query: True)
+    found = attention_module.causal_attention((*primals, None), layout, attention_module.Scoring(SCALE))
+    expected = unfused(*primals, visible(60, lengths=LAYOUTS["short ones"]))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_masks_and_lost_layouts_are_refused() -> None:

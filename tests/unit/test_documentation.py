@@ -84,8 +84,10 @@ def test_a_documented_command_passes_check(
     assert main(as_check(line)) == 0, f"{document}: {line}\n{capsys.readouterr().err}"
     words = [word for word in as_check(line) if "=" in word]
     printed = yaml.safe_load(capsys.readouterr().out.partition("\nBatch: ")[0])
-    for section, key, value in (re.match(r"(\w+)\.(\w+)=(.*)", word).groups() for word in words):  # type: ignore[union-attr]
-        shown = printed[section][key]
+    for name, value in (word.split("=", 1) for word in words):
+        shown = printed
+        for part in name.split("."):
+            shown = shown[part]
         assert str(shown) == value or shown == (None if value == "null" else float(value)), line
 
 

@@ -3,6 +3,8 @@
 Each part runs in a process of its own, as Triton settles its mode when it is imported, and its driver once a process.
 """
 
+import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -34,49 +36,46 @@ def test_the_interpreted_kernel_against_fp64() -> None:
     assert " passed" in words and "skipped" not in words
 
 
-COMPILE = """
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
-from triton.runtime.driver import driver
+PROGRAMS = ("ptxas", "ptxas-blackwell", "cuobjdump", "nvdisasm")
 
-class NoDevice(DriverBase):  # what compilation asks of a driver
-    capability = 90
-    is_active = classmethod(lambda cls: True)
-    get_current_target = lambda self: GPUTarget("cuda", self.capability, 32)
-    get_current_device = lambda self: self.capability
-    get_current_stream = lambda self, device: 0
-    get_active_torch_device = lambda self: torch.device("cpu")
-    get_benchmarker = get_empty_cache_for_benchmark = map_python_to_cpp_type = None
 
-driver.set_active(NoDevice())
-from vcore_ds.models import flash_tangent, flash_tangent_kernel
+def test_first_tiles_keep_the_tensor_cores_busy(tmp_path: Path) -> None:
+    """For H100 and B200, with all tangents, once with sinks and a window: nothing in memory that belongs into
+    registers, products on the tensor cores, and few waits for them. And one kernel for batches of all kinds."""
+    triton = importlib.util.find_spec("triton")
+    folder = Path(triton.origin).parent / "backends" / "nvidia" / "bin" if triton and triton.origin else None
+    missing = [name for name in PROGRAMS if folder is None or not (folder / name).is_file()]
+    if missing:
+        pytest.skip(f"the kernel was not compiled for H100 and B200: no {', '.join(missing)} of a Triton with NVIDIA's")
+    command = ("-m", "tests.benchmarks.kernel_compiles", "--first", "--json", "--head-dim", "96", "256")
+    found = json.loads(python(*command, TRITON_CACHE_DIR=str(tmp_path)))
+    assert [(one["gpu"], one["head_dim"]) for one in found["tiles"]] == [
+        (gpu, head_dim) for gpu in ("H100", "B200") for head_dim in (96, 96, 256, 256)
+    ]
+    for one in found["tiles"]:
+        print(one)
+        assert one["fits"] and not one["is_serialized"] and one["spilled_bytes"] == 0, one
+        number, name = one["products"].split()
+        assert name == {"H100": "HGMMA", "B200": "UTCHMMA"}[one["gpu"]] and int(number) >= 20, one
+        assert 0 < one["num_waits"] <= {"H100": 4, "B200": 6}[one["gpu"]], one
+    assert found["num_compiles"] == {"96": 1, "256": 1}
 
-for NoDevice.capability in (90, 100):
-    for head_dim, sliding_window, sinks in ((64, 128, torch.empty(8)), (96, 1024, None), (256, None, None)):
-        dim = triton.next_power_of_2(head_dim)
-        queries, keys, num_warps, num_stages = flash_tangent.TILES[dim][0]
-        query, key = (torch.empty(1, 4096, n, head_dim, dtype=torch.bfloat16).transpose(1, 2) for n in (8, 2))
-        tensors = (query, key, key, query, key, key, query, query, torch.empty(1, 8, 4096))
-        compiled = flash_tangent_kernel.attend.warmup(
-            *tensors, *(x.stride() for x in tensors), sinks, sinks, torch.empty(5, dtype=torch.int32), 4, 4096, 4, 0.1,
-            sliding_window or 0, HEAD_DIM=head_dim, DIM=dim, SLIDING=sliding_window is not None, LONG=True,
-            UPCAST=False, QUERY_BLOCK=queries, KEY_BLOCK=keys, num_warps=num_warps, num_stages=num_stages, grid=(1, 1),
-        )
-        made = compiled.metadata
-        print(made.target.arch, head_dim, made.shared, made.tmem_size, len(compiled.asm["cubin"]))
+
+NO_COMPILER = """
+from triton.backends import backends
+from vcore_ds.errors import UserError
+from vcore_ds.models.flash_tangent import _find_driver
+backends["nvidia"].driver.is_active = staticmethod(lambda: True)
+try:
+    _find_driver()
+except UserError as error:
+    print(error)
 """
 
 
-def test_first_tiles_compile_and_fit(tmp_path: Path) -> None:
-    """For H100 and B200, whose assembler Triton brings: in half precision, with all tangents; once with sinks."""
-    lines = python("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path)).splitlines()
-    found = [[int(word) for word in line.split()] for line in lines]
-    assert [line[:2] for line in found] == [[arch, head_dim] for arch in (90, 100) for head_dim in (64, 96, 256)]
-    for arch, head_dim, shared_bytes, tensor_memory_columns, binary_bytes in found:
-        print(f"{arch}, head dimension {head_dim}: {shared_bytes:,} B shared, {tensor_memory_columns} TMEM columns")
-        assert shared_bytes <= 227 * 1024 and tensor_memory_columns <= 512 and binary_bytes > 0
+def test_a_compiler_that_is_missing_is_said(tmp_path: Path) -> None:
+    found = python("-c", NO_COMPILER, TRITON_CACHE_DIR=str(tmp_path), TRITON_LIBCUDA_PATH="/nowhere", CC="/no/compiler")
+    assert "/no/compiler" in found and "apt-get install gcc python3-dev" in found
 
 
 ABSENT = """

@@ -19,6 +19,7 @@ def test_a_forward_counts_two_flop_for_each_weight_and_the_causal_half_of_attent
     "name, flops",
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA B200", 2250e12),

@@ -6,7 +6,7 @@ import pytest
 
 from vcore_ds.cli import main
 from vcore_ds.config.keys import recipe_keys
-from vcore_ds.config.schema import SECTIONS
+from vcore_ds.config.schema import SECTIONS, SUBSECTIONS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "keys.md"
 
@@ -18,9 +18,12 @@ def test_the_page_is_current(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_key_is_described() -> None:
     keys = recipe_keys()
-    assert [key.dotted for key in keys] == [
+    assert [key.dotted for key in keys if key.dotted.count(".") == 1] == [
         f"{name}.{key}" for name, kind in SECTIONS.items() for key in kind.model_fields
     ]
+    assert {key.dotted for key in keys if key.dotted.count(".") == 2} == {
+        f"{section}.{name}.{key}" for (section, name), kind in SUBSECTIONS.items() for key in kind.model_fields
+    }
     assert all(len(key.meaning) > 10 and key.meaning.endswith((".", "}.")) for key in keys)
 
 
@@ -35,6 +38,9 @@ def test_every_key_is_described() -> None:
         ("optimizer.learning_rate", "number above 0", None),
         ("data.validation_path", "text or {NAME: text, ...} or null", "null"),
         ("track.tags", "list of text", "[]"),
+        ("data.keep", "keys of its own or null", "null"),
+        ("data.keep.scores", "text", None),
+        ("data.keep.above", "number or null", "null"),
         ("engine.memory_check", "true, false", "true"),
     ],
 )

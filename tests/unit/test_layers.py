@@ -57,7 +57,7 @@ MAY_IMPORT = {
 TAKE_WHOLE_RECIPES = {"config", "planning", "results", "train", "commands"}
 """Rooms whose functions may take a `Recipe`; those of the others say what they use of one."""
 
-FOR_ALL_COMMANDS = {"arguments", "champ"}
+FOR_ALL_COMMANDS = {"arguments", "champ", "html_page"}
 """Files of `commands/` that several of them import."""
 HEAVY = {"torch", "transformers", "peft", "deepspeed", "numpy", "datasets", "pyarrow"}
 REDUCTIONS = {
@@ -69,7 +69,7 @@ LAYOUT_FUNCTIONS = {
     "size", "rank", "group", "mesh", "sum_over", "norm_over", "gather_objects", "start_all_gather", "all_to_all",
     "all_gather",
 }  # fmt: skip
-AXES = {"data", "sequence", "tensor", "shards", "job"}
+AXES = {"data", "sequence", "tensor", "shards", "expert", "expert_shards", "job"}
 BEFORE_ANY_LAYOUT = "vcore_ds.commands.preflight.interconnect"
 """Measures the network by groups of its own, on ranks that are on no axes yet."""
 

@@ -36,7 +36,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
 def test_every_shipped_recipe_plans(path: Path) -> None:
     recipe = load_recipe(path)
     shape, _ = find_model(recipe.model.path)
-    plan = plan_run(recipe, Cluster(GPUS["H200"], 16), shape)
+    plan = plan_run(recipe, Cluster(GPUS["H200"], max(16, recipe.parallel.expert)), shape)
     assert 0 < plan.utilization < 0.4  # what products achieve, at most
     assert plan.cost.seconds_step > 0 and plan.tokens_per_day > 0
     smallest = smallest_cluster(plan)
@@ -174,7 +174,11 @@ def test_a_model_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--gpu", "H1000"], "--gpu: found H1000; expected one of A100, H100, H200, B200, B300, GB200, RTX PRO 6000"),
+        (
+            ["--gpu", "H1000"],
+            "--gpu: found H1000; expected one of A100, H100, H100 PCIe, H100 NVL, H200, H200 NVL, B200, B300, GB200, "
+            "RTX PRO 6000",
+        ),
         (["--gpu", "H1000"], 'did you mean "H100"?'),
         (["model.path=Qwen/Qwen3-23B"], 'model.path: found Qwen/Qwen3-23B, which is not on this machine'),
         (["model.path=Qwen/Qwen3-23B"], 'did you mean "Qwen3-32B"?'),

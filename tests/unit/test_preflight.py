@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from tests.helpers import tiny
 from tests.helpers.commands import REPOSITORY, command_environment
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.commands.preflight.inspection import find_unreadable, output_bytes
+from vcore_ds.commands.preflight.inspection import find_unreadable, missing_for_kernels, output_bytes
 from vcore_ds.commands.preflight.interconnect import network_of_nccl
 from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems, find_split_groups
 from vcore_ds.config.schema import Recipe
@@ -56,6 +57,7 @@ def test_equal_nodes_are_fit() -> None:
             {"sees_output": False},
             "n1: run.output_dir: a file made on n1 in /shared/runs is not there",
         ),
+        ({"cannot_compile": "no gcc or clang"}, "n1: compiling kernels: found no gcc or clang, expected a C compiler"),
         ({"free_output_bytes": 2**30}, "n1: free disk: found 1.0 GiB in /shared/runs, expected 800.0 GiB."),
         (
             {"free_temporary_bytes": 2**20},
@@ -74,6 +76,18 @@ def test_an_optional_package_that_other_nodes_have_is_missed() -> None:
     found = [node if i == 0 else replace(node, packages=with_kernels) for i, node in enumerate(nodes())]
     (problem,) = find_problems(found, NEEDED)
     assert problem.startswith("n1: transformer_engine: found none, expected 2.20.2 as on 3 of 4 nodes.")
+
+
+def test_what_kernels_are_compiled_with_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mycc").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert missing_for_kernels() == "no gcc or clang"
+    monkeypatch.setenv("CC", "mycc")
+    assert missing_for_kernels() == f"no {tmp_path}/Python.h"
+    (tmp_path / "Python.h").touch()
+    assert missing_for_kernels() is None
 
 
 def test_a_node_without_gpus_is_not_also_of_another_kind() -> None:

@@ -16,7 +16,8 @@ from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
+from vcore_ds.planning.run_plan import find_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "launch_scripts" / "recipes"
@@ -37,6 +38,11 @@ def recipe_of(name: str) -> Recipe:
     return load(FOLDER / f"{name}.yaml")
 
 
+def shape_for(recipe: Recipe) -> ModelShape:
+    """One shape for all models, but of experts that are divided the model's own."""
+    return QWEN3_32B if recipe.parallel.expert == 1 else find_model(recipe.model.path)[0]
+
+
 def preset_words(preset: str) -> list[str]:
     """What merges a preset over a recipe, with what it asks for."""
     return [f"presets/{preset}.yaml", *(["data.probe_path=trusted.jsonl"] if preset == "trusted" else [])]
@@ -46,7 +52,8 @@ def test_every_training_of_the_papers_tables_has_a_recipe() -> None:
     names = {path.relative_to(FOLDER).with_suffix("").as_posix() for path in RECIPES}
     lora = {f"{model}_{task}_lora" for model, task in product(QWEN3 + OTHERS, ("math", "code"))}
     full = {f"{model}_{task}_full" for model, task in product(QWEN3, ("math", "code"))}
-    others = {"qwen3_32b_math_full_tensor8", "qwen3_30b_a3b_math_full", "qwen3_30b_a3b_math_lora"}
+    mixtures = {"qwen3_30b_a3b_math_full", "qwen3_30b_a3b_math_lora", "qwen3_235b_a22b_math_full"}
+    others = {"qwen3_32b_math_full_tensor8"} | mixtures
     assert names == {"quickstart"} | lora | full | others | {f"paper/{name}" for name in lora}
     assert {path.stem for path in (FOLDER / "presets").glob("*")} == set(PRESETS)
     assert {path.stem for path in (FOLDER / "methods").glob("*")} == set(METHODS)
@@ -65,9 +72,9 @@ def test_recipe_loads_from_any_working_directory(path: Path, tmp_path: Path, mon
 @each_recipe
 def test_recipe_plans_and_merges_on_1_to_32_ranks(path: Path) -> None:
     recipe = load(path)
-    tensor = recipe.parallel.tensor
-    for num_ranks in range(tensor, 33, tensor):
-        plan = plan_batch(recipe, num_ranks, QWEN3_32B)
+    tensor, expert = recipe.parallel.tensor, recipe.parallel.expert
+    for num_ranks in range(tensor * expert, 33, tensor * expert):
+        plan = plan_batch(recipe, num_ranks, shape_for(recipe))
         config = deepspeed_config(recipe, plan)
         assert config["train_batch_size"] * tensor == (
             num_ranks * config["gradient_accumulation_steps"] * config["train_micro_batch_size_per_gpu"]
@@ -108,7 +115,8 @@ def test_the_trusted_preset_asks_for_the_pool(path: Path) -> None:
     assert "probe.batch_size: found all without data.probe_path" in probe
     assert "data.trusted_share: found 0.2 without data.probe_path" in share
     recipe = load_recipe(path, preset_words("trusted"))
-    assert plan_batch(recipe, 8, QWEN3_32B).num_trusted_global == round(0.2 * recipe.batch.global_size) > 0
+    plan = plan_batch(recipe, max(8, recipe.parallel.expert), shape_for(recipe))
+    assert plan.num_trusted_global == round(0.2 * recipe.batch.global_size) > 0
 
 
 @each_recipe
@@ -130,7 +138,7 @@ def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_r
             words.append("data.reference_log_probabilities=reference.npz")  # the remedy
         recipe = load_recipe(path, words)
         assert recipe.method.name == name
-        plan_batch(recipe, 8, QWEN3_32B)
+        plan_batch(recipe, max(8, recipe.parallel.expert), shape_for(recipe))
         preset = load_recipe(path, presets) if presets else load(path)
         assert recipe.method.normalization == preset.method.normalization
         changed = {"method", "data"} if name == "iw_sft" or shares_batch else {"method"}
@@ -215,6 +223,7 @@ PATHS = {
     "qwen3_8b": "Qwen/Qwen3-8B",
     "qwen3_32b": "Qwen/Qwen3-32B",
     "qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3_235b_a22b": "Qwen/Qwen3-235B-A22B",
     "llama3.1_8b_instruct": "meta-llama/Llama-3.1-8B-Instruct",
     "mistral_7b_instruct_v0.3": "mistralai/Mistral-7B-Instruct-v0.3",
 }

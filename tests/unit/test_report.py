@@ -13,8 +13,9 @@ import pytest
 from tests.helpers.report_runs import random_sequence, random_trace, step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.cli import main
+from vcore_ds.commands.html_page import ASSETS, BASE, STYLE, as_json
 from vcore_ds.commands.report.curves import MOST_POINTS, make_charts
-from vcore_ds.commands.report.page import SCRIPTS, SOURCES, as_json, rank_correlation, weight_range
+from vcore_ds.commands.report.page import SCRIPTS, SOURCES, rank_correlation, weight_range
 from vcore_ds.commands.report.pictures import write_pictures
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs, read_runs
 from vcore_ds.commands.report.results import results_table, summary
@@ -23,14 +24,11 @@ from vcore_ds.commands.report.traces import (
     KIND_BITS,
     encode_followed,
     encode_traces,
-    loss_levels,
-    nearest,
     ranks,
-    utility_levels,
-    weight_levels,
 )
 from vcore_ds.errors import UserError
 from vcore_ds.files.evaluation_folder import OF_A_RUN, Evaluation, TaskResult, write_evaluation
+from vcore_ds.results.token_levels import loss_levels, nearest, utility_levels, weight_levels
 from vcore_ds.results.token_texts import KINDS
 from vcore_ds.track.followed_records import FollowedRecord, Origin
 
@@ -323,9 +321,9 @@ def test_a_run_whose_tokenizer_is_elsewhere_has_its_curves(tmp_path: Path) -> No
 
 def test_json_and_scripts_cannot_end_their_element() -> None:
     assert "<" not in as_json({"</script>": ["<!--", "\u2028"]}) and as_json(["<a"]) == '["\\u003ca"]'
-    for name in SCRIPTS:
-        assert "</script" not in (SOURCES / name).read_text().lower()
-    assert "</style" not in (SOURCES / "style.css").read_text().lower()
+    for path in (ASSETS / BASE, *(SOURCES / name for name in SCRIPTS)):
+        assert "</script" not in path.read_text().lower()
+    assert "</style" not in (ASSETS / STYLE).read_text().lower()
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

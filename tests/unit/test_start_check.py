@@ -25,7 +25,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.models import causal_lm
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.configuration import can_replace_attention, check_routing
+from vcore_ds.models.configuration import can_replace_attention, read_config
 from vcore_ds.models.dropout import TokenDropout, token_keys
 from vcore_ds.models.loading import training_config
 from vcore_ds.models.token_loss import LogitTransform
@@ -208,5 +208,5 @@ def test_rates_that_no_step_can_seed_are_off(
 
 def test_experts_that_are_drawn_at_random_are_refused(tmp_path: Path) -> None:
     PhimoeConfig(**SIZES, **EXPERTS).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="found model_type 'phimoe' .* draws the experts of each token at random"):
-        check_routing(str(tmp_path))
+    with pytest.raises(UserError, match="model_type 'phimoe' is .* draws the experts of each token at random"):
+        read_config(str(tmp_path))

@@ -55,6 +55,16 @@ def test_seconds_of_products_by_hand(settings: MemorySettings, main: int, probe:
     assert cost.seconds_step == pytest.approx((main + probe + utility) * forward)
 
 
+@pytest.mark.parametrize("adapters, linear", [(None, 3), (AdapterShape(4), 2)])
+def test_seconds_of_scoring_by_hand(adapters: AdapterShape | None, linear: int) -> None:
+    """A forward with tangents, whatever the recipe's own step is."""
+    time_model = TimeModel(SHAPE, 1, 1)
+    found = spread([0], [16], degrees=[1], limit=RowLimit(None, 1), time_model=time_model)
+    settings = replace(SFT, adapters=adapters, is_checkpointed=True)
+    model = StepModel(SHAPE, COUNTS, settings, Cluster(FAST, 1, achieved=IDEAL))
+    assert model.scoring_seconds([([16], found)]) == pytest.approx((linear * 5000 * 16 + 3 * 128 * 16**2) / 1e6)
+
+
 def test_adapters_need_no_gradient_of_weights() -> None:
     lora = replace(SFT, adapters=AdapterShape(4))
     assert StepPasses.of(lora).main == PassWork(2, 3, gathers=2, exchanges=2, runs=2, reduces=True)
@@ -196,6 +206,9 @@ def test_bytes_agree_with_the_first_estimate_of_the_largest_model() -> None:
         ("H100", "H100"),
         ("h200", "H200"),
         ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("h200-nvl", "H200 NVL"),
         ("GB200", "GB200"),
         ("NVIDIA B200", "B200"),
         ("rtx-pro-6000", "RTX PRO 6000"),

@@ -55,13 +55,14 @@ def main(arguments: argparse.Namespace) -> None:
         from vcore_ds.train.model_check import check_configuration  # here alone: torch and transformers take seconds
 
         check_configuration(recipe)
-    arguments.ranks = arguments.ranks or recipe.parallel.tensor
+    arguments.ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
     plan = plan_batch(recipe, arguments.ranks, shape_or_assumed(recipe.model.path))
     ds_config = deepspeed_config(recipe, plan)
     can_resume(recipe)
     check_output_folder(Path(recipe.run.output_dir))
     print(
         f"{dump_recipe(recipe).rstrip()}\n\nBatch: {plan.describe()}",
+        *describe_kept(recipe),
         *describe_ranks(recipe, plan, ds_config),
         *describe_missing(recipe),
         sep="\n",
@@ -84,10 +85,23 @@ def plan_on(arguments: argparse.Namespace, recipe: Recipe) -> str:
     raise UserError(describe_refusal(plan, cheapest_ways(plan, reload)))
 
 
+def describe_kept(recipe: Recipe) -> Iterator[str]:
+    """A line on the traces that `data.keep` keeps, where their scores are on this machine."""
+    if recipe.data.keep is None:
+        return
+    from vcore_ds.train.selection import selection_on_disk, with_num_steps  # here alone: torch takes seconds to import
+
+    selection = selection_on_disk(recipe)
+    if selection is not None:
+        steps = with_num_steps(recipe).schedule.num_steps
+        yield f"Training data: {selection.describe()}; the run takes {steps:,} steps"
+
+
 def describe_missing(recipe: Recipe) -> Iterator[str]:
     """A line on the data that this machine does not have: a typo, or data that only the cluster has."""
     data = recipe.data
     paths = {"train_path": data.train_path, "probe_path": data.probe_path}
+    paths["keep.scores"] = None if data.keep is None else data.keep.scores
     paths |= {f"validation_path{name and '.'}{name}": path for name, path in data.validation_paths().items()}
     missing = [f"data.{key} {path}" for key, path in paths.items() if path is not None and not is_readable(path)]
     if missing:
@@ -101,6 +115,11 @@ def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any]) -
         yield (
             f"Tensor parallelism: groups of {recipe.parallel.tensor} ranks, which work on the same rows. Larger models "
             "and longer rows fit; it is no faster than ZeRO-3 over all ranks (docs/megatron.md)"
+        )
+    if recipe.parallel.expert > 1:
+        yield (
+            f"Expert parallelism: groups of {recipe.parallel.expert} ranks, which divide the experts of every layer "
+            "and send each other their tokens (docs/expert-parallelism.md)"
         )
     found, one = plan.simulate(longest), plan.member
     for part, utilization in found.items():

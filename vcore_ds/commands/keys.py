@@ -46,7 +46,7 @@ def find_keys(names: list[str]) -> list[Key]:
             close = [likely[word] for word in get_close_matches(name, likely, n=1)]
             hint = f"is it {close[0]}?" if close else "`vcore-ds keys` lists all"
             raise UserError(f"keys: found {name}; expected a section or section.key; {hint}")
-    return [key for key in keys if not names or key.section in names or key.dotted in names]
+    return [key for key in keys if not names or any(f"{key.dotted}.".startswith(f"{name}.") for name in names)]
 
 
 def plain(section: str, keys: list[Key]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from vcore_ds.config.files import SHIPPED_RECIPES, UnreadableFile, expand_home, read_text, resolve
 from vcore_ds.config.problems import did_you_mean, shorten, show
-from vcore_ds.config.schema import SECTIONS
+from vcore_ds.config.schema import SECTIONS, SUBSECTIONS
 from vcore_ds.config.yaml_text import ParsedYaml, parse_yaml
 
 MAX_BASES = 100
@@ -38,7 +38,10 @@ class Draft:
     def source(self, *keys: str) -> str:
         """Where the keys were set: an override before a line of a file, a section's line for an absent key."""
         candidates = [self.sources[key] for key in keys if key in self.sources]
-        candidates += [self.sources[key.split(".")[0]] for key in keys if key.split(".")[0] in self.sources]
+        for key in keys:
+            while "." in key:
+                key = key.rpartition(".")[0]
+                candidates += [self.sources[key]] if key in self.sources else []
         overrides = [source for source in candidates if source.startswith("override ")]
         return (overrides or candidates or [self.file])[0]
 
@@ -53,14 +56,20 @@ class Draft:
     def replace(self, section: str, value: Any) -> None:
         """Replaces a whole section; nothing of the old one is left."""
         self.values[section] = dict(value) if isinstance(value, dict) else value  # two sections may be one alias
-        self.sources = {key: line for key, line in self.sources.items() if key.partition(".")[0] != section}
+        self.forget_sources_below(section)
+
+    def forget_sources_below(self, name: str) -> None:
+        """For a section or key whose whole value is replaced."""
+        self.sources = {key: line for key, line in self.sources.items() if not f"{key}.".startswith(f"{name}.")}
 
     def merge(self, values: dict[str, Any], sources: dict[str, str]) -> None:
         """Merges the sections of a file over what was read before."""
         for section, value in values.items():
             before = self.values.get(section)
             if isinstance(before, dict) and isinstance(value, dict):
-                before.update(value)
+                for key, inner in value.items():
+                    there = before.get(key) if (section, key) in SUBSECTIONS else None
+                    before[key] = there | inner if isinstance(there, dict) and isinstance(inner, dict) else inner
             else:
                 self.replace(section, value)
         self.sources.update(sources)

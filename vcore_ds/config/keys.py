@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vcore_ds.config.fields import LARGEST_COUNT, LARGEST_FLOAT, LARGEST_MINUTES, LARGEST_SEED
-from vcore_ds.config.schema import SECTIONS, Recipe
+from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, section_class
 
 UNBOUNDED = {LARGEST_COUNT, LARGEST_FLOAT, LARGEST_MINUTES, LARGEST_SEED, 60 * LARGEST_MINUTES}
 """Bounds that only keep a number within what tensors and timers hold: no one chooses by them."""
@@ -31,18 +31,21 @@ class Key:
 
 def recipe_keys() -> list[Key]:
     """All keys in the order of the schema."""
-    definitions = Recipe.model_json_schema()["$defs"]
-    return [
-        Key(
-            section=section,
-            name=name,
+    return [key for section in SECTIONS for key in _keys_of(section)]
+
+
+def _keys_of(*names: str) -> Iterator[Key]:
+    """The keys of a section, or of a key with keys of its own; those of a key after it."""
+    for name, key in section_class(*names).model_json_schema()["properties"].items():
+        yield Key(
+            section=names[0],
+            name=".".join([*names[1:], name]),
             values=_values(key),
             default=_yaml(key["default"]) if "default" in key else None,
             meaning=" ".join(key["description"].split()),
         )
-        for section, kind in SECTIONS.items()
-        for name, key in definitions[kind.__name__]["properties"].items()
-    ]
+        if (names[0], name) in SUBSECTIONS:
+            yield from _keys_of(*names, name)
 
 
 def section_meaning(section: str) -> str:
@@ -54,6 +57,8 @@ def _values(key: dict[str, Any]) -> str:
     """The values that a key's JSON schema allows, in words."""
     if "anyOf" in key:
         return " or ".join(_values(one) for one in key["anyOf"])
+    if "$ref" in key:
+        return "keys of its own"
     if "const" in key or "enum" in key:
         return ", ".join(str(value) for value in key.get("enum", [key.get("const")]))
     kind = key["type"]
@@ -79,5 +84,5 @@ def _bounds(key: dict[str, Any]) -> Iterator[str]:
         ("maximum", "at most"),
         ("exclusiveMaximum", "below"),
     ):
-        if name in key and key[name] not in UNBOUNDED:
+        if name in key and abs(key[name]) not in UNBOUNDED:
             yield f"{words} {key[name]:g}"

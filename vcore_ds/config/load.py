@@ -12,10 +12,10 @@ from vcore_ds.config.compose import Draft, compose, fragment_hint, is_fragment
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS, expand_home, resolve
 from vcore_ds.config.problems import RecipeError, did_you_mean, field_problems, nearest_keys, shorten, show
 from vcore_ds.config.rules import broken_rules
-from vcore_ds.config.schema import SECTIONS, Recipe
+from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, Recipe, section_class
 from vcore_ds.config.yaml_text import YamlError, dump_yaml, parse_yaml
 
-_OVERRIDE_KEY = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)?$")
+_OVERRIDE_KEY = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*){0,2}$")
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -53,10 +53,10 @@ def dump_recipe(recipe: Recipe) -> str:
 def _apply_override(draft: Draft, override: str) -> None:
     source = f"override {shorten(override)}"
     key, equals, text = override.partition("=")
-    if not equals or not _OVERRIDE_KEY.match(key):
+    if not equals or not _can_be_key(key):
         bare = key.lstrip("-")
         names: list[str] = []
-        if _OVERRIDE_KEY.match(bare):
+        if _can_be_key(bare):
             names = [bare] if equals or "." in bare else nearest_keys(bare, None)
         hint = did_you_mean(shorten(f"{name}={text or 'VALUE'}") for name in names)
         expected = "section.key=value"
@@ -83,12 +83,23 @@ def _apply_override(draft: Draft, override: str) -> None:
         draft.problems.append(f"{where}: found an unknown section; expected {', '.join(SECTIONS)}{nearest}")
         return
     else:
-        if draft.values.get(section) is None:
-            draft.values[section] = {}  # such as lora.rank=16 on lora: null
-        if not isinstance(draft.values[section], dict):
-            return  # the section itself is reported
-        draft.values[section][name] = parsed.value
+        *parents, last = key.split(".")
+        values = draft.values
+        for parent in parents:
+            inside = values.get(parent)
+            if not isinstance(inside, dict | None):
+                return  # the section itself is reported
+            values[parent] = dict(inside or {})  # such as lora.rank=16 on lora: null
+            values = values[parent]
+        values[last] = parsed.value
+        draft.forget_sources_below(key)
     draft.sources[key] = source
+
+
+def _can_be_key(text: str) -> bool:
+    """Whether a text is written as `section`, `section.key`, or a key of a key that has keys of its own."""
+    names = text.split(".")
+    return bool(_OVERRIDE_KEY.match(text)) and (len(names) < 3 or (names[0], names[1]) in SUBSECTIONS)
 
 
 def _resolve_deepspeed_config(draft: Draft) -> None:
@@ -130,10 +141,14 @@ def _validate(draft: Draft) -> Recipe | None:
 def _sound_part(values: dict[str, Any], wrong: set[tuple[str, ...]]) -> Recipe:
     """A recipe of the valid keys, the others at their defaults; not validated, which suffices for the rules."""
     sections: dict[str, Any] = {}
-    for name, section_class in SECTIONS.items():
+    wrong_keys = {location[:2] for location in wrong}
+    for name, kind in SECTIONS.items():
         given = values.get(name) if (name,) not in wrong else {}
-        sound = {key: value for key, value in (given or {}).items() if (name, key) not in wrong}
-        sections[name] = section_class.model_construct(set(sound), **sound)
+        sound = {key: value for key, value in (given or {}).items() if (name, key) not in wrong_keys}
+        for key in sound:
+            if (name, key) in SUBSECTIONS and sound[key] is not None:
+                sound[key] = section_class(name, key).model_construct(set(sound[key]), **sound[key])
+        sections[name] = kind.model_construct(set(sound), **sound)
     if values.get("lora") is None:
         sections["lora"] = None
     return Recipe.model_construct(set(sections), **sections)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from vcore_ds.config.schema import SECTIONS
+from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, section_class
 from vcore_ds.errors import UserError
 
 _MAX_SHOWN = 80
@@ -67,6 +67,11 @@ def nearest_keys(section: str, key: str | None) -> list[str]:
     return [*(f"{section}.{name}" for name in near), *exact] or _nearest_elsewhere(key)
 
 
+def _nearest_inner_keys(section: str, key: str, inner: str) -> list[str]:
+    near = difflib.get_close_matches(inner, section_class(section, key).model_fields, n=1)
+    return [f"{section}.{key}.{name}" for name in near]
+
+
 def _nearest_elsewhere(key: str) -> list[str]:
     """Dotted names whose last part is, or is most like, `key`, over all sections."""
     near = difflib.get_close_matches(key, {name for cls in SECTIONS.values() for name in cls.model_fields}, n=1)
@@ -74,7 +79,8 @@ def _nearest_elsewhere(key: str) -> list[str]:
 
 
 def field_problems(error: ValidationError) -> dict[tuple[str, ...], str]:
-    """What pydantic found, by location (section,) or (section, key): `found ...; expected ...; did you mean ...?`.
+    """What pydantic found, by location (section,), (section, key) or (section, key, key of the key): `found ...;
+    expected ...; did you mean ...?`.
 
     The branches of a union and the items of a list are one key, hence one problem. Only as many as a message shows are
     described in full: the nearest name takes about a millisecond each.
@@ -82,7 +88,8 @@ def field_problems(error: ValidationError) -> dict[tuple[str, ...], str]:
     grouped: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         if details["loc"]:  # the rules over several keys have no location and are asked separately
-            grouped.setdefault(tuple(str(part) for part in details["loc"][:2]), []).append(details)
+            names = tuple(map(str, details["loc"]))
+            grouped.setdefault(names[: 3 if names[:2] in SUBSECTIONS else 2], []).append(details)
     described = {location: _describe(location, grouped[location]) for location in islice(grouped, _MAX_PROBLEMS)}
     return {location: described.get(location, f"found {show(grouped[location][0]['input'])}") for location in grouped}
 
@@ -95,7 +102,7 @@ def _describe(location: tuple[str, ...], details: list[ErrorDetails]) -> str:
         section = location[0]
         alternative = ", or null for full-parameter training" if section == "lora" else ""
         return f"found {show(first['input'])}; expected a section with keys {_names(section)}{alternative}"
-    field = SECTIONS[location[0]].model_fields[location[1]]
+    field = section_class(*location[:-1]).model_fields[location[-1]]
     found = "nothing" if _is_missing_key(first) else show(_input_at_key(details))
     hints = [hint for item in details for hint in _nearest_values(item)]
     expected = " or ".join(dict.fromkeys(_expected(item) + _position(item) for item in details))
@@ -109,8 +116,8 @@ def _describe_unknown(location: tuple[str, ...], found: Any) -> str:
         expected = f"a section among {', '.join(SECTIONS)}"
         nearest = nearest_keys(location[0], None)
     else:
-        expected = f"a key among {_names(location[0])}"
-        nearest = nearest_keys(*location)
+        expected = f"a key among {_names(*location[:-1])}"
+        nearest = nearest_keys(*location) if len(location) == 2 else _nearest_inner_keys(*location)
     return f"found {show(found)} under an unknown name; expected {expected}{did_you_mean(nearest)}"
 
 
@@ -145,6 +152,8 @@ def _expected(details: ErrorDetails) -> str:
         case "string_pattern_mismatch":
             is_name = context["pattern"].startswith(r"^\w")
             return "names of letters, digits and underscores" if is_name else "text without NUL characters"
+        case "model_type":
+            return f"keys {_names(*map(str, details['loc']))}"
         case "dict_type":
             return "a mapping of names to texts"
         case "tuple_type":
@@ -175,8 +184,8 @@ def _nearest_values(details: ErrorDetails) -> list[str]:
     return difflib.get_close_matches(details["input"], choices, n=1)
 
 
-def _names(section: str) -> str:
-    return ", ".join(SECTIONS[section].model_fields)
+def _names(*section: str) -> str:
+    return ", ".join(section_class(*section).model_fields)
 
 
 def _meaning(field: FieldInfo) -> str:
@@ -186,4 +195,4 @@ def _meaning(field: FieldInfo) -> str:
 
 def _is_missing_key(details: ErrorDetails) -> bool:
     """A missing key, not a missing entry of a list of fixed length."""
-    return details["type"] == "missing" and len(details["loc"]) == 2
+    return details["type"] == "missing" and isinstance(details["loc"][-1], str)

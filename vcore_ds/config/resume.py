@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from vcore_ds.config.files import UnreadableFile, read_text
 from vcore_ds.config.problems import field_problems
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.schema import SUBSECTIONS, Recipe
 from vcore_ds.config.yaml_text import parse_yaml
 from vcore_ds.errors import UserError
 
@@ -22,9 +22,10 @@ MAY_DIFFER = frozenset(
         "run.time_limit_minutes",
         "run.wandb_project",
         "data.validation_path",
-        # Where the data is; the checkpoint knows a digest of its tokens.
+        # Where the data is; the checkpoint knows a digest of its tokens, and of which traces are kept.
         "data.train_path",
         "data.probe_path",
+        "data.keep.scores",
         "data.cache_dir",
         # How the same numbers are computed, up to rounding.
         "batch.micro_batch_size_per_rank",
@@ -37,6 +38,7 @@ MAY_DIFFER = frozenset(
         "model.attention",
         "model.gradient_checkpointing",
         "model.activation_offload",
+        "parallel.expert",
     }
 )
 """Dotted keys with which a run may be resumed whatever they were before."""
@@ -80,8 +82,13 @@ def _may_differ(key: str, recipe: Recipe) -> bool:
 
 
 def flat_values(recipe: Recipe) -> dict[str, Any]:
-    """Dotted key -> value, as in recipe.yaml; a section that is null is a key by itself."""
+    """Dotted key -> value, as in recipe.yaml; what has keys and is null is a key by itself."""
     flat: dict[str, Any] = {}
     for section, values in recipe.model_dump(mode="json").items():
         flat |= {f"{section}.{key}": value for key, value in values.items()} if values is not None else {section: None}
+    for names in SUBSECTIONS:
+        values = flat[".".join(names)]
+        if values is not None:
+            flat |= {".".join([*names, key]): value for key, value in values.items()}
+            del flat[".".join(names)]
     return flat

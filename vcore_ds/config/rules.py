@@ -26,6 +26,7 @@ def broken_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     yield from _packing_rules(recipe)
     yield from _probe_rules(recipe)
     yield from _reference_rules(recipe)
+    yield from _keep_rules(recipe)
     yield from _training_rules(recipe)
     yield from _provider_rules(recipe)
 
@@ -231,6 +232,25 @@ def _reference_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
         )
 
 
+def _keep_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
+    keep = recipe.data.keep
+    if keep is None:
+        return
+    if (keep.top is None) == (keep.above is None):
+        found = "neither top nor above" if keep.top is None else f"top {keep.top:g} and above {keep.above:g}"
+        yield BrokenRule(
+            ("data.keep.top", "data.keep.above"),
+            found,
+            "exactly one of data.keep.top (share of the traces) and data.keep.above (utility); set the other to null",
+        )
+    elif keep.above is not None and keep.within == "source":
+        yield BrokenRule(
+            ("data.keep.within", "data.keep.above"),
+            f"source together with data.keep.above {keep.above:g}",
+            "all: a threshold keeps the same traces either way (or give data.keep.top)",
+        )
+
+
 def _training_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
     model, data = recipe.model, recipe.data
     optimizer, schedule, run = recipe.optimizer, recipe.schedule, recipe.run
@@ -275,7 +295,19 @@ def _training_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
 
 
 def _provider_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
-    model, tensor = recipe.model, recipe.parallel.tensor
+    model, tensor, expert = recipe.model, recipe.parallel.tensor, recipe.parallel.expert
+    if expert > 1 and model.provider == "megatron":
+        yield BrokenRule(
+            ("parallel.expert", "model.provider"),
+            f"{expert} together with model.provider megatron",
+            "1: megatron-core's layers are those of dense models (or set model.provider to huggingface)",
+        )
+    if expert > 1 and recipe.lora is not None and "experts" in recipe.lora.target_modules:
+        yield BrokenRule(
+            ("parallel.expert", "lora.target_modules"),
+            f"{expert} together with experts in lora.target_modules",
+            "1: adapters on experts are whole on every rank (or leave experts out of lora.target_modules)",
+        )
     if model.provider == "huggingface":
         if tensor > 1:
             yield BrokenRule(

@@ -11,6 +11,7 @@ from pydantic import Field, Strict, model_validator
 
 from vcore_ds.config.fields import (
     LARGEST_COUNT,
+    LARGEST_FLOAT,
     LARGEST_MINUTES,
     LARGEST_SEED,
     Beta,
@@ -55,6 +56,10 @@ class ParallelConfig(Section):
     """Degree of tensor parallelism: so many ranks divide the heads and columns of every layer among them; with
     model.provider megatron. For models whose layer, or whose longest row, does not fit on one rank: it is not faster.
     Within a node."""
+    expert: Count = 1
+    """Degree of expert parallelism, for mixtures of experts: so many neighbouring ranks divide the experts of every
+    layer among them, and send their tokens to each other instead of gathering all experts; a divisor of the ranks and
+    of the experts of a layer. With model.provider huggingface."""
 
 
 class LoraConfig(Section):
@@ -74,6 +79,24 @@ class LoraConfig(Section):
     all layers: [all-linear, experts]; dropout is then 0."""
 
 
+class KeepConfig(Section):
+    """Which traces of data.train_path are trained on, by the scores that `vcore-ds score` gave them."""
+
+    scores: PathText
+    """The folder that `vcore-ds score` wrote, of this data, tokenizer and model; a relative path is relative to the
+    working directory."""
+    set: Name | None = None
+    """The trusted set along whose gradient the utilities were taken; null where the scores are of one set."""
+    by: Literal["mean", "sum"] = "mean"
+    """A trace's utility: `mean` over its tokens, or their `sum`, which favours long traces."""
+    top: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the traces that is kept, those with the highest utility, rounded to whole traces; or give above."""
+    above: Annotated[float, Field(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)] | None = None
+    """Traces with a higher utility than this are kept: with 0, all that lower the trusted set's loss; or give top."""
+    within: Literal["all", "source"] = "all"
+    """Whether top is a share of all traces, or of those of each source file, so that the mixture stays as it is."""
+
+
 class DataConfig(Section):
     """The data: each path a token store (`vcore-ds prepare`), or conversations: a .jsonl, .json or .parquet file, a
     folder of them, a pattern, or a hub id; rows of {"messages": [{"role", "content"}, ...]}, ShareGPT or Alpaca.
@@ -81,6 +104,8 @@ class DataConfig(Section):
 
     train_path: PathText
     """Training data; a relative path is relative to the working directory."""
+    keep: KeepConfig | None = None
+    """Train on the traces with the highest scores alone (`vcore-ds score`); null trains on all of them."""
     validation_path: PathText | Annotated[dict[Name, PathText], Field(min_length=1)] | None = None
     """Held-out conversations for the loss before, during and after the run; several sets as {NAME: PATH, ...}, each
     with a loss of its own, `validation_loss_NAME`; null for none."""
@@ -263,3 +288,11 @@ class Recipe(Section):
 
 SECTIONS: dict[str, type[Section]] = {**Recipe.__annotations__, "lora": LoraConfig}
 """Section name -> its class, in the order of the schema."""
+
+SUBSECTIONS: dict[tuple[str, str], type[Section]] = {("data", "keep"): KeepConfig}
+"""(section, key) -> class of a key whose value is null or keys of its own."""
+
+
+def section_class(*names: str) -> type[Section]:
+    """The class of a section (`data`), or of a key that has keys of its own (`data`, `keep`)."""
+    return SUBSECTIONS[names[0], names[1]] if len(names) == 2 else SECTIONS[names[0]]

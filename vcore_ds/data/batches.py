@@ -104,12 +104,34 @@ class Batch:
         device, reference = losses.device, self.reference_log_probability
         return Tokens(
             losses.detach(),
-            self.sequence_index().to(device),
+            to_device(self.sequence_index(), device),
             self.num_sequences,
             utilities,
-            None if self.kept is None else self.kept_targets().to(device),
-            None if reference is None else reference.to(device),
+            None if self.kept is None else to_device(self.kept_targets(), device),
+            None if reference is None else to_device(reference, device),
         )
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on another device, which the host does not wait for: out of pageable memory a GPU would have
+    to finish what it is doing first."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def supervised_tokens(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The hidden states `[N, H]` that predict supervised tokens, and these tokens `[N]`, both row-major and on the
+    device of `hidden`.
+
+    Args:
+        hidden: `[b, t, H]`.
+        targets: `[b, t]` on the host, `IGNORED_LABEL` where nothing is supervised. A boolean mask on the device would
+            be waited for: the number of its tokens is a shape.
+    """
+    rows, columns = (targets != IGNORED_LABEL).nonzero(as_tuple=True)
+    places = to_device(rows, hidden.device), to_device(columns, hidden.device)
+    return hidden[places], to_device(targets[rows, columns], hidden.device)
 
 
 def collate(sequences: Sequence[TokenizedSequence], pad_token_id: int, sequence_parallel: int = 1) -> Batch:

@@ -1,7 +1,10 @@
-"""The datasets that training reads: a token store, or one whose sequences are extended as they are read."""
+"""The datasets that training reads: a token store, one whose sequences are extended as they are read, or some of the
+sequences of either."""
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +44,35 @@ class ChangedDataset(TokenizedSequences):
         return self.change(i, self.dataset[i])
 
 
+class KeptDataset(TokenizedSequences):
+    """Some sequences of a data set, in their order, under the ids that they have there."""
+
+    def __init__(self, dataset: "Dataset", positions: np.ndarray, description: str, origin: Mapping[str, Any]) -> None:
+        """Keeps at least one.
+
+        Args:
+            positions: int64 [k], of the kept sequences in `dataset`, ascending.
+            description: which ones they are, in words.
+            origin: the same for environment.json.
+        """
+        self.dataset, self.positions, self.description, self.origin = dataset, positions, description, origin
+        self.lengths: np.ndarray = dataset.lengths[positions]
+        """int32 [k], tokens of each sequence, without reading any."""
+        self.sequence_ids: np.ndarray = dataset.sequence_ids[positions]
+        """int64 [k], the position of each sequence among all rows read, from 0."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the digest of all sequences and of which of them are kept: a run is resumed on the same ones."""
+        return hashlib.sha256(self.dataset.digest.encode() + self.positions.astype("<i8").tobytes()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def sequence_at(self, i: int) -> TokenizedSequence:
+        return self.dataset[int(self.positions[i])]
+
+
 class JoinedDataset(TokenizedSequences):
     """A dataset followed by another. The ids of the second one's sequences are moved behind those of the first, so that
     ids stay different: dropout, messages and records of tokens know a sequence by its id."""
@@ -63,7 +95,7 @@ class JoinedDataset(TokenizedSequences):
         return replace(sequence, sequence_id=sequence.sequence_id + self.first_id_of_second)
 
 
-Dataset = TokenStore | ChangedDataset
+Dataset = TokenStore | ChangedDataset | KeptDataset
 
 
 def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> ChangedDataset:

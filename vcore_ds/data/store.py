@@ -111,6 +111,20 @@ class TokenStore(TokenizedSequences):
         """SHA-256 of the tokens and their marks, in order."""
         return self.manifest["digest"]
 
+    def origins(self) -> tuple[list[str], np.ndarray]:
+        """Of each sequence the source (file or data set), and its row (or line) there, from 0, int64 [n].
+
+        A store of several sources that was made before the manifest held their first rows counts as one source.
+        """
+        first_rows = self.manifest.get("first_rows")
+        if first_rows is None:
+            made_from = self.manifest.get("source", [])
+            only = made_from[0] if len(made_from) == 1 else {}
+            first_rows = [(only.get("file") or only.get("hub") or str(self.folder), 0)]
+        names, starts = zip(*first_rows, strict=True)
+        of_source = np.searchsorted(starts, self.sequence_ids, side="right") - 1
+        return [names[i] for i in of_source], self.sequence_ids - np.array(starts, dtype=np.int64)[of_source]
+
     def max_token_id(self) -> int:
         """The largest id among the tokens. Stores made before the manifest held it are read through: 0.3 s a GB."""
         if "max_token_id" in self.manifest:

@@ -6,12 +6,17 @@
 | `sequence` | a sequence-parallel group: parts of the tokens of the same rows | parts of a row |
 | `tensor` | a tensor-parallel group: parts of the heads and columns of every layer | parts of a layer |
 | `shards` | `data x sequence`, with the same part of every layer | ZeRO-3 shards, and distinct tokens |
+| `expert` | an expert-parallel group: neighbours along `shards` | parts of the experts of every mixture layer |
+| `expert_shards` | ranks that have the same experts | ZeRO-3 shards of those experts |
 | `job` | all of them | processes: stop requests, failures, messages |
 
 How `shards` is divided into `data` and `sequence` is a matter of the pass: each pass over the model has a degree of
 sequence parallelism, the number of neighbouring ranks in a group, and whatever is said of one of these two axes is
 said for a degree. The size of `tensor` is that of the job. Its groups are neighbouring ranks of the job, so that
 they are in one node: each layer exchanges its activations over this axis.
+
+`shards` is also `expert x expert_shards`, a division that has nothing to do with that into `data` and `sequence`: the
+ranks of an expert-parallel group have tokens of their own, which they exchange in each mixture layer.
 
 Ranks along `tensor` work on the same rows and hold the same losses, so a sum over `data` or `shards` counts tokens
 once, and is the same on each of them.
@@ -30,37 +35,45 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from vcore_ds.distributed.device import device
 from vcore_ds.errors import UserError
 
-Axis = Literal["data", "sequence", "tensor", "shards", "job"]
+Axis = Literal["data", "sequence", "tensor", "shards", "expert", "expert_shards", "job"]
 
 _meshes: dict[str, DeviceMesh] = {}
 _sequence_groups: dict[int, dist.ProcessGroup] = {}
 """This rank's sequence-parallel group, by degree."""
 
 
-def arrange(tensor: int = 1) -> None:
+def arrange(tensor: int = 1, expert: int = 1) -> None:
     """Puts the ranks of the process group on their axes. A collective; once a process.
 
     Args:
         tensor: ranks of a tensor-parallel group.
+        expert: ranks of an expert-parallel group; more than one only where `tensor` is 1.
 
     Raises:
-        UserError: `tensor` does not divide the world size.
+        UserError: one of them does not divide the world size.
     """
     num_ranks = dist.get_world_size()
-    check_tensor(num_ranks, tensor)
+    check_degrees(num_ranks, tensor, expert)
+    _meshes.clear()
     mesh = init_device_mesh(device().type, (num_ranks // tensor, tensor), mesh_dim_names=("shards", "tensor"))
     # torch reuses the job's own group for an axis that spans it, so no further communicator is made.
     _meshes.update(shards=mesh["shards"], tensor=mesh["tensor"], job=mesh._flatten("job"), all=mesh)
+    if expert > 1:
+        # Experts first: of a tensor that is divided along both, each group member's block of experts is contiguous.
+        of_experts = torch.arange(num_ranks).view(-1, expert).t()
+        mesh = DeviceMesh(device().type, of_experts, mesh_dim_names=("expert", "expert_shards"))
+        _meshes.update(expert=mesh["expert"], expert_shards=mesh["expert_shards"])
     _sequence_groups.clear()
 
 
-def check_tensor(num_ranks: int, tensor: int) -> None:
-    """Raises UserError where the degree of tensor parallelism does not divide the world size."""
-    if num_ranks % tensor:
-        raise UserError(
-            f"parallel.tensor: found {tensor} on {num_ranks} ranks; expected a divisor: a tensor-parallel group has as "
-            "many ranks"
-        )
+def check_degrees(num_ranks: int, tensor: int, expert: int) -> None:
+    """Raises UserError where the degree of tensor or expert parallelism does not divide the world size."""
+    for axis, degree in ("tensor", tensor), ("expert", expert):
+        if num_ranks % degree:
+            raise UserError(
+                f"parallel.{axis}: found {degree} on {num_ranks} ranks; expected a divisor: {axis}-parallel groups "
+                "have as many ranks"
+            )
 
 
 def is_arranged() -> bool:
@@ -93,12 +106,12 @@ def make_sequence_groups(degrees: Iterable[int], timeout_minutes: float) -> None
 
 
 def mesh(axis: Axis) -> DeviceMesh:
-    """The axis as torch's own one-dimensional mesh, for libraries that take one; `shards`, `tensor` or `job`."""
+    """The axis as torch's own one-dimensional mesh, for libraries that take one; not `data` or `sequence`."""
     return _meshes[axis]
 
 
 def group(axis: Axis) -> dist.ProcessGroup:
-    """This rank's group along `shards`, `tensor` or `job`."""
+    """This rank's group along an axis, not `data` or `sequence`; along those of experts where they are divided."""
     return _meshes[axis].get_group()
 
 
@@ -110,6 +123,8 @@ def size(axis: Axis, sequence_parallel: int = 1) -> int:
     """
     if axis == "sequence":
         return sequence_parallel
+    if axis == "expert" and axis not in _meshes:
+        return 1
     return size("shards") // sequence_parallel if axis == "data" else _meshes[axis].size()
 
 
@@ -171,16 +186,25 @@ def start_all_gather(axis: Axis, part: Tensor) -> PendingGather:
     return PendingGather(gathered, dist.all_gather_into_tensor(gathered, part, group=group(axis), async_op=True))
 
 
-def all_to_all(axis: Literal["sequence"], sent: Tensor, sequence_parallel: int) -> Tensor:
+def all_to_all(axis: Literal["sequence", "expert"], sent: Tensor, sequence_parallel: int = 1) -> Tensor:
     """`sent[j]` goes to the j-th rank of this rank's group; the result holds at `[j]` what that rank sent here. A
     collective."""
+    among = _sequence_groups[sequence_parallel] if axis == "sequence" else group(axis)
     sent = sent.contiguous()
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=_sequence_groups[sequence_parallel])
+    dist.all_to_all_single(received, sent, group=among)
     return received
 
 
-def all_gather(axis: Literal["sequence", "tensor"], part: Tensor, sequence_parallel: int = 1) -> Tensor:
+def exchange_rows(axis: Literal["expert"], sent: Tensor, num_sent: list[int], num_received: list[int]) -> Tensor:
+    """The first `num_sent[0]` rows go to the first rank of this rank's group, and so on; the result holds the
+    `num_received[0]` rows of that rank, then those of the next. A collective, also of ranks that have no rows."""
+    received = sent.new_empty(sum(num_received), *sent.shape[1:])
+    dist.all_to_all_single(received, sent.contiguous(), num_received, num_sent, group=group(axis))
+    return received
+
+
+def all_gather(axis: Literal["sequence", "tensor", "expert"], part: Tensor, sequence_parallel: int = 1) -> Tensor:
     """The equally shaped parts of the ranks of this rank's group, `[ranks, ...]`. A collective."""
     among = _sequence_groups[sequence_parallel] if axis == "sequence" else group(axis)
     gathered = part.new_empty(among.size() * part.numel())

@@ -20,41 +20,46 @@ from vcore_ds.errors import UserError
 Result = TypeVar("Result")
 
 
-def start_process_group(timeout_minutes: float, tensor: int = 1) -> None:
+def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1) -> None:
     """Joins the process group that the launcher's environment describes, or makes one of a single process, and puts the
-    ranks on their axes. Where ranks compute on CPUs, each has its share of the cores, and fast products.
+    ranks on their axes. Each rank has its share of the cores, and on CPUs fast products.
 
     Works under `deepspeed`, `torchrun` and `srun` + `torchrun`, and alone. Keeps a group that exists.
 
     Args:
         timeout_minutes: a collective that takes longer ends the run with an error instead of hanging.
         tensor: degree of tensor parallelism, a divisor of all ranks.
+        expert: degree of expert parallelism, the same.
 
     Raises:
-        UserError: it is no divisor, or an environment variable has a value that means nothing.
+        UserError: one of them is no divisor, or an environment variable has a value that means nothing.
     """
     # torch 2.13 renames collectives that DeepSpeed 0.19 calls by their old names, many times a step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
+    share_cores_among_ranks()
     if not uses_gpu():
-        share_cores_among_ranks()
         use_fast_cpu_products()
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
         # Now: once rank 0 serves the store, it must not leave while others are still joining.
-        layout.check_tensor(int(os.environ["WORLD_SIZE"]), tensor)
+        layout.check_degrees(int(os.environ["WORLD_SIZE"]), tensor, expert)
         if uses_gpu():
             torch.cuda.set_device(local_rank())
         dist.init_process_group("nccl" if uses_gpu() else "gloo", timeout=timedelta(minutes=timeout_minutes))
-        layout.arrange(tensor)  # again: the layout of a group that was destroyed names groups that are gone
-    elif not layout.is_arranged() or layout.size("tensor") != tensor:
-        layout.arrange(tensor)
+        layout.arrange(tensor, expert)  # again: the layout of a group that was destroyed names groups that are gone
+    elif not layout.is_arranged() or (layout.size("tensor"), layout.size("expert")) != (tensor, expert):
+        layout.arrange(tensor, expert)
 
 
 def share_cores_among_ranks() -> None:
-    """Gives each CPU rank its share of the cores; the default, all cores for every rank, is several times slower."""
-    if "OMP_NUM_THREADS" not in os.environ:
+    """Gives each rank its share of the cores; the default, all cores for every rank, is several times slower on CPUs.
+    Of a rank on a GPU, an optimizer that is offloaded to the host uses them."""
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    # torchrun writes 1 where the user has chosen nothing. CPU ranks keep it: a recorded run has sums in its order.
+    is_torchruns = uses_gpu() and chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    if chosen is None or is_torchruns:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local_ranks()))
 
 

@@ -5,6 +5,10 @@ elements a rank, is that of `torch.chunk`, which is what `Shard(0)` means. So th
 `DTensor`, and reading them at another world size needs no conversion. Tensors are the optimizer's own, where they are
 (offloaded ones on the CPU): no copy of the state is made.
 
+Of experts that are divided among the ranks of expert-parallel groups the tensor is that of all of them, too: a block
+of experts is contiguous in it, and the shards of a block lie one after the other. So the degree that reads a checkpoint
+need not be the one that wrote it.
+
 With tensor parallelism each place along the tensor axis has tensors of its own, with names that say which
 (`stored_name`): they are read at the tensor-parallel degree that wrote them.
 """
@@ -18,6 +22,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import cpu_group
-from vcore_ds.engine.partitioned import PartitionedParameter
+from vcore_ds.engine.partitioned import PartitionedParameter, is_block_of_experts, shape_of_all
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.files.aside import free_space
 
@@ -153,9 +158,10 @@ def stored_name(name: str, tensor_rank: int, tensor: int) -> str:
 
 def _shard(engine: Engine, parameter: PartitionedParameter, padded: Tensor) -> DTensor:
     local = padded.detach()[: engine.local_numel(parameter)]
-    shape = torch.Size([parameter.ds_numel])
-    mesh = _mesh(local.device.type)
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
+    shape = torch.Size([shape_of_all(parameter).numel()])
+    num_blocks = layout.size("expert") if is_block_of_experts(parameter) else 1
+    mesh = _mesh(layout.group("shards"), local.device.type, num_blocks)
+    return DTensor.from_local(local, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=(1,))
 
 
 def _padded_shard(engine: Engine, parameter: nn.Parameter, key: str | None) -> Tensor:
@@ -197,6 +203,15 @@ def _dcp_on_all_ranks(folder: Path, action: Callable[[], object]) -> None:
 
 
 @cache
-def _mesh(device_type: str) -> DeviceMesh:
-    """The ranks that hold shards, in a row: which part of a tensor a rank has. Nothing is communicated over it."""
-    return DeviceMesh.from_group(layout.group("shards"), device_type)
+def _mesh(shards: ProcessGroup, device_type: str, num_blocks: int) -> DeviceMesh:
+    """The ranks that hold shards, in a row, or by block of experts: which part of a tensor a rank has. Nothing is
+    communicated over it."""
+    if num_blocks == 1:
+        return DeviceMesh.from_group(shards, device_type)
+    ranks = torch.arange(layout.size("shards")).view(-1, num_blocks).t()
+    return DeviceMesh.from_group(
+        [layout.group("expert"), layout.group("expert_shards")],
+        device_type,
+        mesh=ranks,
+        mesh_dim_names=("expert", "expert_shards"),
+    )

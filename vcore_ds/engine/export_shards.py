@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.distributed import layout
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed, on_all_ranks
-from vcore_ds.engine.partitioned import as_partitioned
+from vcore_ds.engine.partitioned import as_partitioned, is_block_of_experts, shape_of_all
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.files import model_folder as files
 from vcore_ds.files.aside import discard, unfinished_path
@@ -121,7 +121,9 @@ def _finish(
 def _described(engine: Engine) -> dict[str, Tensor]:
     """Name -> shape and dtype of every weight, a tied one once, and of the buffers that belong to them."""
     weights = {
-        name.removeprefix(PREFIX): torch.empty(as_partitioned(parameter).ds_shape, dtype=parameter.dtype, device="meta")
+        name.removeprefix(PREFIX): torch.empty(
+            shape_of_all(as_partitioned(parameter)), dtype=parameter.dtype, device="meta"
+        )
         for name, parameter in engine.module.named_parameters()
     }
     return weights | {name: buffer.to("meta") for name, buffer in _kept_buffers(engine).items()}
@@ -185,8 +187,11 @@ def _gathered(engine: Engine, keepers: Mapping[str, Collection[int]]) -> Iterato
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in parameters]):
             for name, parameter in parameters:
                 name = name.removeprefix(PREFIX)
+                whole = parameter.detach()
+                if is_block_of_experts(parameter):
+                    whole = layout.all_gather("expert", whole).flatten(0, 1)
                 mine = layout.rank("job") in keepers[name]
-                yield name, parameter.detach().to("cpu", copy=True) if mine else None
+                yield name, whole.to("cpu", copy=True) if mine else None
     for name, buffer in _kept_buffers(engine).items():
         if name in keepers:
             yield name, buffer.cpu() if layout.rank("job") in keepers[name] else None

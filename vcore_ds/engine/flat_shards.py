@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
-from vcore_ds.engine.partitioned import PartitionedParameter
+from vcore_ds.engine.partitioned import PartitionedParameter, is_block_of_experts
 from vcore_ds.engine.streams import Streams
 
 CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -28,7 +28,7 @@ class Place(NamedTuple):
     """Index of the flat tensor."""
     offset: int
     shard_numel: int
-    """Elements of the shard, `ceil(numel / ranks)`, the same on every rank."""
+    """Elements of the shard, `ceil(numel / ranks)`, the same on every rank of the parameter's axis."""
     numel: int
     """Elements that belong to the parameter; the rest is padding, on the last ranks that hold a part of it."""
 
@@ -59,7 +59,8 @@ class FlatShards:
         self._places = {}
         for parameter in trainable:
             sub_group, offset, shard_numel = zero.grad_position[zero.get_param_id(parameter)]
-            left = parameter.ds_numel - layout.rank("shards") * shard_numel
+            rank = layout.rank("expert_shards") if is_block_of_experts(parameter) else layout.rank("shards")
+            left = parameter.ds_numel - rank * shard_numel
             self._places[id(parameter)] = Place(sub_group, offset, shard_numel, max(0, min(shard_numel, left)))
         self._replicated: list[nn.Parameter] = []
         self._counted: list[tuple[int, slice]] | None = None

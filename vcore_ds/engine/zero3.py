@@ -15,7 +15,7 @@ import torch
 from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 
-from vcore_ds.data.batches import IGNORED_LABEL, Batch
+from vcore_ds.data.batches import IGNORED_LABEL, Batch, to_device
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.engine.deepspeed_start import TensorAxis, start_deepspeed
@@ -119,15 +119,15 @@ class Engine:
         k, positions = batch.sequence_parallel, batch.position_ids()
         if self._dropouts and self._dropouts[0].training:
             keys = token_keys(self._dropout_seed, batch.token_sequence_ids(), positions)
-            own_keys = own_columns(keys, k).to(self.device)
+            own_keys = to_device(own_columns(keys, k), self.device)
             for dropout in self._dropouts:
                 # Kept until the next forward: layers that are recomputed in the backward draw their masks again.
                 dropout.token_keys = own_keys
         with self._saved_parameters.as_references():
             return self.deepspeed(
-                input_ids=own_columns(batch.input_ids, k).to(self.device),
-                targets=own_columns(batch.targets(), k).to(self.device),
-                position_ids=own_columns(positions, k).to(self.device),
+                input_ids=to_device(own_columns(batch.input_ids, k), self.device),
+                targets=own_columns(batch.targets(), k),
+                position_ids=to_device(own_columns(positions, k), self.device),
                 row_layout=RowLayout.of(batch.sequence_lengths(), k, self.device),
                 **options,
             )

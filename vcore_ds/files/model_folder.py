@@ -3,6 +3,7 @@
 Weights come as a stream of (name, tensor), so that about one file's worth of them is in memory at a time.
 """
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator
@@ -16,11 +17,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
 
 from vcore_ds.errors import UserError
 from vcore_ds.files import aside
 from vcore_ds.files.base_model import CARD
+from vcore_ds.files.user_paths import reading
 
 MAX_FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
@@ -181,18 +183,40 @@ def finish(
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
+def local_folder(path: str) -> Path:
+    """Where the files of a model are, which `path` names by its folder or its hub id. Raises UserError where they are
+    not on this machine."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: neither a folder nor a model of the local hub cache: {error}") from None
+
+
+def digest_of_model(path: str) -> str:
+    """SHA-256 of a model's configuration and of the name, size, first and last MiB of each file of its weights: it
+    tells models apart, and does not read 100 GB. Raises UserError as `local_folder`."""
+    folder, digest = local_folder(path), hashlib.sha256()
+    with reading("model.path", folder, "a model's folder that can be read"):
+        digest.update((folder / CONFIG_NAME).read_bytes())
+        for file in sorted(folder.glob("*.safetensors")):
+            size = file.stat().st_size
+            digest.update(f"\n{file.name} {size}\n".encode())
+            with file.open("rb") as weights:
+                digest.update(weights.read(2**20))
+                weights.seek(max(0, size - 2**20))
+                digest.update(weights.read())
+    return digest.hexdigest()
+
+
 class WeightFiles:
     """The weights of a model's folder (or hub id), one tensor at a time."""
 
     def __init__(self, path: str, file: str = SINGLE_FILE):
         """Raises UserError where the folder has no weights in safetensors format."""
         self.path = path
-        folder = Path(path)
-        if not folder.is_dir():
-            try:
-                folder = Path(snapshot_download(path, local_files_only=True))
-            except (OSError, ValueError) as error:
-                raise UserError(f"{path}: neither a folder nor a model of the local hub cache: {error}") from None
+        folder = local_folder(path)
         if (folder / INDEX).is_file():
             self._file_of = {
                 name: folder / file

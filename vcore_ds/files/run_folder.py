@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -51,7 +52,7 @@ def check_output_folder(folder: Path) -> None:
         check_folder(folder)
 
 
-def begin(folder: Path, recipe_yaml: str, world_size: int, num_done: int) -> int:
+def begin(folder: Path, recipe_yaml: str, world_size: int, num_done: int, kept: Mapping[str, Any] | None = None) -> int:
     """Writes recipe.yaml and environment.json, and keeps the lines of the first `num_done` steps in metrics.jsonl and
     their records in tokens/.
 
@@ -60,6 +61,7 @@ def begin(folder: Path, recipe_yaml: str, world_size: int, num_done: int) -> int
     Args:
         recipe_yaml: the text of recipe.yaml.
         num_done: optimizer steps done; more than 0 in a run that is resumed from a checkpoint.
+        kept: for environment.json, where the selection comes from that the run trains on; None where it trains on all.
 
     Raises:
         UserError: the folder cannot be written.
@@ -67,7 +69,7 @@ def begin(folder: Path, recipe_yaml: str, world_size: int, num_done: int) -> int
     with writing("run.output_dir", folder):
         # First: a folder with a recipe counts as a run, so a run that is killed after this line can be resumed.
         _replace(folder / RECIPE, recipe_yaml)
-        _record_environment(folder, world_size, num_done)
+        _record_environment(folder, world_size, num_done, kept)
         move_lost_tokens(folder, num_done)
         return move_lost_metrics(folder, num_done)
 
@@ -141,8 +143,10 @@ def read_environment(folder: Path) -> dict[str, Any]:
     return read_json(path, _ENVIRONMENT, "the JSON object that a run writes there") if path.is_file() else {}
 
 
-def _record_environment(folder: Path, world_size: int, num_done: int) -> None:
+def _record_environment(folder: Path, world_size: int, num_done: int, kept: Mapping[str, Any] | None) -> None:
     now = {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **environment(world_size)}
+    if kept is not None:
+        now |= {"kept": kept}
     first = read_environment(folder)
     if first:
         now = first | {"resumed": [*first.get("resumed", []), {"step": num_done, **now}]}
@@ -207,13 +211,15 @@ def environment(world_size: int) -> dict[str, Any]:
 
     from vcore_ds.cpu_products import cpu_products
 
+    # As `distributed.device.uses_gpu` has it, which this level does without.
+    num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
     return {
         "command": sys.argv,
         "python": platform.python_version(),
         "packages": _packages(),
         "git_commit": _git_commit(),
         "host": platform.node(),
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or [platform.machine()],
+        "devices": [torch.cuda.get_device_name(i) for i in range(num_gpus)] or [platform.machine()],
         "cpu": {"instructions": torch.backends.cpu.get_cpu_capability(), "bf16_products": cpu_products()},
         "world_size": world_size,
     }

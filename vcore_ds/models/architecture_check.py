@@ -14,7 +14,8 @@ from vcore_ds.config.schema import LoraConfig
 from vcore_ds.errors import UserError
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.configuration import can_replace_attention, causal_lm_class, check_routing, read_config
+from vcore_ds.models.configuration import can_replace_attention, causal_lm_class
+from vcore_ds.models.experts import can_be_ours
 from vcore_ds.models.folder_check import empty_model
 from vcore_ds.models.loading import attention_name
 from vcore_ds.models.lora import add_lora
@@ -23,23 +24,38 @@ from vcore_ds.planning.mixtures import differences_refused, is_mixture
 Estimator = Literal["jvp", "finite_difference"]
 
 _WITHOUT_UTILITIES = "another architecture, or a method without utilities (methods/sft.yaml)"
+_DIFFERENCES = "finite_difference (utility.estimator=finite_difference utility.epsilon=auto)"
 
 
-def check_architecture(path: str, *, attention: str, lora: LoraConfig | None, estimator: Estimator | None) -> None:
+def check_architecture(
+    path: str,
+    config: PretrainedConfig,
+    *,
+    attention: str,
+    lora: LoraConfig | None,
+    estimator: Estimator | None,
+    expert: int = 1,
+) -> None:
     """Raises UserError where training would refuse the model for its configuration; takes seconds for large models.
 
     Args:
-        path: of a model whose configuration is on this machine.
+        path: of the model, for messages.
+        config: its configuration.
         attention: of the recipe, `auto` or one of Hugging Face's kernels.
         estimator: of the utilities; None for a method without them.
+        expert: degree of expert parallelism.
     """
-    check_routing(path)
-    config = read_config(path, local_files_only=True)
-    check_routing(path)
     if estimator is not None:
         check_estimator(path, config, estimator)
     name = attention_name(config, attention)
     base = empty_model(path, config, attention=name)
+    # Of a dense model, and of experts that the degree does not divide, the plan of the batch says it.
+    if expert > 1 and _has_routing(config) and not any(can_be_ours(module) for module in base.modules()):
+        raise UserError(
+            f"parallel.expert: found {expert} together with model.path {path} ({causal_lm_class(config).__name__}), "
+            "whose experts are the architecture's own code; expected 1: only experts that transformers computes "
+            "through its interface for experts can be divided among ranks"
+        )
     with torch.device("meta"):
         model = TokenLossModel(base if lora is None else add_lora(base, lora))
     if name == TRAINING_ATTENTION:
@@ -48,20 +64,29 @@ def check_architecture(path: str, *, attention: str, lora: LoraConfig | None, es
 
 def check_estimator(path: str, config: PretrainedConfig, estimator: Estimator) -> None:
     """Raises UserError where the estimator cannot give this architecture's utilities, with what can."""
-    has_forward_mode, has_routing = can_replace_attention(config), is_mixture(config.get_text_config().to_dict())
-    if estimator == "finite_difference" and has_forward_mode and has_routing:
+    has_forward_mode = can_replace_attention(config)
+    if estimator == "finite_difference" and has_forward_mode and _has_routing(config):
         raise UserError(differences_refused(path))
-    if has_forward_mode or (estimator == "finite_difference" and not has_routing):
+    if has_forward_mode or (estimator == "finite_difference" and not _has_routing(config)):
         return
-    expected = "finite_difference (utility.estimator=finite_difference utility.epsilon=auto), or another architecture"
-    why_not = ""
-    if has_routing:
-        expected = _WITHOUT_UTILITIES
-        why_not = "; nor are finite differences right, since it is a mixture of experts, whose tokens they reroute"
     raise UserError(
         f"utility.estimator: found {estimator} together with model.path {path} ({causal_lm_class(config).__name__}), "
-        f"whose attention cannot be replaced by one with a forward-mode derivative{why_not}; expected {expected}"
+        f"whose attention cannot be replaced by one with a forward-mode derivative{instead_of_forward_mode(config)}"
     )
+
+
+def instead_of_forward_mode(config: PretrainedConfig) -> str:
+    """The end of a message that refuses `jvp` for this architecture: what serves instead."""
+    if _has_routing(config):
+        return (
+            "; nor are finite differences right, since it is a mixture of experts, whose tokens they reroute; expected "
+            f"{_WITHOUT_UTILITIES}"
+        )
+    return f"; expected {_DIFFERENCES}, {_WITHOUT_UTILITIES}"
+
+
+def _has_routing(config: PretrainedConfig) -> bool:
+    return is_mixture(config.get_text_config().to_dict())
 
 
 def advice_on_noise(config: PretrainedConfig) -> str:

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from vcore_ds.data.batches import to_device
 from vcore_ds.errors import UserError
 from vcore_ds.models.block_attention import block_attention
 from vcore_ds.models.dual_numbers import make_dual
 from vcore_ds.models.explicit_attention import explicit_attention
-from vcore_ds.models.flash_attention import CpuFlash, CudaFlash, flash_attention
+from vcore_ds.models.flash_attention import TAKES_GROUPED_HEADS, CpuFlash, CudaFlash, flash_attention
 from vcore_ds.models.sequence_exchange import own_heads, to_heads, to_tokens, values_and_tangents
 
 TRAINING_ATTENTION = "vcore_training"
@@ -44,6 +45,9 @@ OUR_ATTENTION = (TRAINING_ATTENTION, FORWARD_MODE_ATTENTION, FUSED_ATTENTION)
 MAX_KERNEL_HEAD_DIM = 256
 """Beyond it, the sums of a block of queries and of its tangent do not fit the registers of the kernel."""
 
+MAX_FLASH_HEAD_DIM = 256
+"""Of PyTorch's flash kernel."""
+
 
 @dataclass(frozen=True)
 class RowLayout:
@@ -60,7 +64,7 @@ class RowLayout:
     def of(cls, lengths: Sequence[Sequence[int]], sequence_parallel: int, device: torch.device) -> "RowLayout":
         """The layout with its tensor, made on the host: no layer waits for the device to learn it."""
         flat = torch.tensor([0, *(n for row in lengths for n in row)], dtype=torch.int32)
-        return cls(lengths, sequence_parallel, flat.cumsum(0, dtype=torch.int32).to(device, non_blocking=True))
+        return cls(lengths, sequence_parallel, to_device(flat.cumsum(0, dtype=torch.int32), device))
 
     @property
     def longest(self) -> int:
@@ -202,7 +206,9 @@ def causal_attention(primals: Parts, layout: RowLayout, scoring: Scoring) -> Ten
     """Attention within each sequence, `[b, A, T, D]`, differentiable."""
     query, key, value, sinks = primals
     assert query is not None and key is not None and value is not None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scoring.softcap is None:
+    if scoring.softcap is None and _flash_serves(query):
+        if not TAKES_GROUPED_HEADS:
+            key, value = _for_each_query_head(query, key, value)
         kernel = CudaFlash(scoring.scale, scoring.sliding_window, layout.ends, layout.longest)
         return flash_attention(query, key, value, sinks, kernel)[0]
 
@@ -211,6 +217,20 @@ def causal_attention(primals: Parts, layout: RowLayout, scoring: Scoring) -> Ten
 
     (output,) = by_sequence(attend, (query, key, value), layout)
     return output
+
+
+def _flash_serves(query: Tensor) -> bool:
+    """Whether PyTorch's flash kernel over variable lengths can take it: unlike `scaled_dot_product_attention` it does
+    not fill up head dimensions itself."""
+    head_dim = query.shape[-1]
+    is_served = query.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM
+    return query.is_cuda and is_served
+
+
+def _for_each_query_head(query: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Keys or values `[b, K, T, D]` repeated to `[b, A, T, D]`, as they are where each query head has its own."""
+    num_heads = query.shape[1]
+    return [x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], 1) for x in tensors]
 
 
 def by_sequence(
@@ -237,10 +257,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, sco
         if query.device.type == "cpu":
             return flash_attention(query, key, value, sinks, CpuFlash(scoring.scale))[0]
         if sinks is None:
-            is_grouped = query.shape[1] != key.shape[1]
-            return scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scoring.scale, enable_gqa=is_grouped
-            )
+            # The memory-efficient kernel, the one for fp32 on a GPU, takes no grouped heads (enable_gqa): with them
+            # PyTorch would fall back to products that hold all scores, [A, T, T].
+            key, value = _for_each_query_head(query, key, value)
+            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scoring.scale)
     return explicit_attention(query, key, value, sinks=sinks, **vars(scoring))
 
 

@@ -8,12 +8,18 @@ from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from vcore_ds.data.batches import IGNORED_LABEL
+from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.errors import UserError
 from vcore_ds.models.attention import OUR_ATTENTION, RowLayout
 from vcore_ds.models.dropout import use_token_dropout
 from vcore_ds.models.language_model import decoder, logit_transform, unpadded_vocabulary
-from vcore_ds.models.token_loss import LogitTransform, VocabularyPart, token_entropy, token_loss, token_products
+from vcore_ds.models.token_loss import (
+    LogitTransform,
+    VocabularyPart,
+    token_entropy,
+    token_loss,
+    token_products,
+)
 
 
 class TokenLossHead(nn.Module):
@@ -120,7 +126,7 @@ class TokenLossModel(nn.Module):
 
         Args:
             input_ids: `[b, t]`. No attention mask: under causal attention no real token sees the padding behind it.
-            targets: `[b, t]`, the token that follows each; `IGNORED_LABEL` where it is not supervised.
+            targets: `[b, t]`, the token that follows each; `IGNORED_LABEL` where it is not supervised. On the host.
             position_ids: `[b, t]`, from 0 in each sequence. Always given: a rank's columns need not begin a sequence.
             row_layout: which sequences the rows hold, and the sequence-parallel degree.
             with_entropies: also give the entropy of each token's prediction, `[N]`, without a graph.
@@ -142,6 +148,5 @@ class TokenLossModel(nn.Module):
             hidden = self.decoder(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, **options
             ).last_hidden_state
-        supervised = targets != IGNORED_LABEL
         head = self.base.get_output_embeddings()
-        return head(hidden[supervised], targets[supervised], with_entropies=with_entropies)
+        return head(*supervised_tokens(hidden, targets), with_entropies=with_entropies)

@@ -31,6 +31,20 @@ VISION_LANGUAGE = (
 """Types of vision-language models whose language model can be trained: on text alone, it gives the logits of the whole
 from token ids and positions."""
 
+_ENCODER = "an encoder, whose tokens see those behind them"
+_PREDICTION_HEAD = "a decoder with more than an output embedding between its hidden states and its logits"
+
+_REFUSED = {
+    "cpmant": "a decoder that puts tokens of its own before each sequence",
+    "hrm_text": "a model that runs each of its layers several times in a forward, which ZeRO-3 does not differentiate",
+    "modernbert-decoder": _PREDICTION_HEAD,
+    "phimoe": "a mixture that draws the experts of each token at random in training and estimates its router's "
+    "gradient (SparseMixer), so that neither losses nor gradients are those of the model",
+    "rwkv": "a model that rescales its weights between training and evaluation",
+    "xlnet": _ENCODER,
+}
+"""Types that no general rule below finds, with what they are."""
+
 _MAX_SIZES = {"num_hidden_layers": 10_000, "num_layers": 10_000, "n_layer": 10_000, "vocab_size": 2**31 - 1}
 """Largest values that can be meant: an architecture builds lists of its layers, and token ids are int32."""
 
@@ -102,18 +116,14 @@ def _check_sizes(path: str, raw: dict[str, Any]) -> None:
 
 
 def _check_kind(path: str, config: PretrainedConfig) -> None:
-    if config.is_encoder_decoder:
+    if config.model_type in _REFUSED:
+        kind = _REFUSED[config.model_type]
+    elif config.is_encoder_decoder:
         kind = "an encoder and a decoder (seq2seq)"
-    elif config.model_type == "xlnet" or (_may_be_encoder(config) and not getattr(config, "is_decoder", False)):
-        kind = "an encoder, whose tokens see those behind them"
-    elif config.model_type == "hrm_text":
-        kind = "a model that runs each of its layers several times in a forward, which ZeRO-3 does not differentiate"
-    elif config.model_type == "cpmant":
-        kind = "a decoder that puts tokens of its own before each sequence"
-    elif config.model_type == "rwkv":
-        kind = "a model that rescales its weights between training and evaluation"
-    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "modernbert-decoder":
-        kind = "a decoder with more than an output embedding between its hidden states and its logits"
+    elif _may_be_encoder(config) and not getattr(config, "is_decoder", False):
+        kind = _ENCODER
+    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        kind = _PREDICTION_HEAD
     elif is_vision_language(config):
         if config.model_type in VISION_LANGUAGE:
             return
@@ -178,21 +188,6 @@ def _size(config: PretrainedConfig, name: str) -> int | None:
     except RuntimeError:  # transformers' own word for the latter
         return None
     return value if isinstance(value, int) else None
-
-
-def check_routing(path: str) -> None:
-    """Raises UserError where the experts of each token are drawn at random in training. A model that is not there yet,
-    or cannot be read, passes: loading says so."""
-    try:
-        config = read_config(path, local_files_only=True)
-    except UserError:
-        return
-    if config.get_text_config().model_type == "phimoe":
-        raise UserError(
-            f"model.path: {path}: found model_type 'phimoe' (Phi-3.5-MoE), which draws the experts of each token at "
-            "random in training and estimates its router's gradient (SparseMixer), so that neither losses nor "
-            "gradients are those of the model; expected another architecture"
-        )
 
 
 def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:

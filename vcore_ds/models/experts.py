@@ -8,6 +8,7 @@ Shapes: n tokens, k experts for each, E experts, H hidden size, F width of an ex
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from vcore_ds.models.dual_numbers import make_dual, value_and_tangent
+from vcore_ds.models.expert_exchange import are_divided, at_their_experts, row_ends
+from vcore_ds.models.expert_load import count_tokens
 
 OUR_EXPERTS = "vcore_experts"
 """Name under which Hugging Face models find `experts_forward`."""
@@ -33,10 +36,37 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         top_k_index: `[n, k]`, the experts of each token.
         top_k_weights: `[n, k]`.
     """
+    count_tokens(experts, top_k_index, experts.num_experts)
     chosen, order = top_k_index.flatten().sort(stable=True)
-    # On the device: no host waits to learn how many tokens an expert has.
-    numbers = torch.arange(experts.num_experts, device=chosen.device)
-    ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
+    x = hidden_states[order // top_k_index.shape[-1]]
+    if are_divided(experts):
+        x = at_their_experts(x, chosen, experts.num_experts, partial(_outputs, experts))
+    else:
+        x = _outputs(experts, x, chosen, row_ends(chosen, experts.num_experts))
+    x = x * top_k_weights.flatten()[order, None]
+    # Not `index_add`, whose order of summation is another one in every call on a GPU.
+    return x[order.argsort()].unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
+
+
+def can_be_ours(module: nn.Module) -> bool:
+    """Whether a module's forward is looked up by name, in transformers' interface for experts."""
+    return hasattr(module, "is_transposed")
+
+
+def are_ours(module: nn.Module) -> bool:
+    """Whether a module's forward is `experts_forward`."""
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return can_be_ours(module) and implementation == OUR_EXPERTS
+
+
+def _outputs(experts: Any, x: Tensor, chosen: Tensor, ends: Tensor) -> Tensor:
+    """What each row's expert makes of it.
+
+    Args:
+        x: `[S, H]`, rows of an expert together.
+        chosen: `[S]`, their experts, numbered as in this rank's parameters.
+        ends: int32 `[E]`, where the rows of each of those experts end.
+    """
 
     def project(x: Tensor, name: str) -> Tensor:
         adapter = _ADAPTERS_OF.get(experts, {}).get(name)
@@ -47,15 +77,12 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
             product = adapted_product(x, weight[0], adapter, ends, **options)
         return product + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else product
 
-    x = hidden_states[order // top_k_index.shape[-1]]
     x = project(x, "gate_up_proj" if experts.has_gate else "up_proj")
     x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
     x = project(x, "down_proj")
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # transformers 5.17 knows none
         x = experts.post_expert_norm(x)
-    x = x * top_k_weights.flatten()[order, None]
-    # Not `index_add`, whose order of summation is another one in every call on a GPU.
-    return x[order.argsort()].unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
+    return x
 
 
 def grouped_product(
@@ -195,7 +222,8 @@ def _input_first(weight: Tensor, is_so: bool) -> Tensor:
 
 
 def _has_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype == torch.bfloat16
+    # A rank of divided experts may have no rows at all, for which nobody promises that the kernel works.
+    return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0
 
 
 def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

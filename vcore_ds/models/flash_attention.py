@@ -11,12 +11,16 @@ and `delta = rowsum(dO' * O')` serves them as it does without sinks. The gradien
 Shapes: b rows, A query heads, K key/value heads, T tokens, D head dimension.
 """
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+TAKES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether `varlen_attn` knows keys and values of fewer heads than the queries: from torch 2.12 on."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class CpuFlash:
 
 @dataclass(frozen=True)
 class CudaFlash:
-    """All rows in one call, in bf16 or fp16. The kernel knows sequences by their ends, so there is no mask."""
+    """All rows in one call, in bf16 or fp16. The kernel knows sequences by their ends, so there is no mask. Without
+    `TAKES_GROUPED_HEADS`, each query head has keys and values of its own."""
 
     scale: float
     sliding_window: int | None
@@ -58,6 +63,7 @@ class CudaFlash:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Output `[b, A, T, D]`, differentiable, and the log-sum-exp `[b, A, T]` of the scaled scores."""
+        grouped: dict[str, Any] = {"enable_gqa": True} if TAKES_GROUPED_HEADS else {}
         output, log_sum_exp = varlen_attn(
             _end_to_end(query),
             _end_to_end(key),
@@ -69,7 +75,7 @@ class CudaFlash:
             return_aux=AuxRequest(lse=True),
             scale=self.scale,
             window_size=self._window,
-            enable_gqa=True,
+            **grouped,
         )
         num_rows = len(query)
         return output.unflatten(0, (num_rows, -1)).transpose(1, 2), log_sum_exp.unflatten(1, (num_rows, -1)).movedim(

@@ -8,13 +8,17 @@ it, on a GPU. With `TRITON_INTERPRET=1` Triton runs kernels on the CPU instead, 
 Shapes: b rows, A query heads, K key/value heads, T tokens of a row, D head dimension.
 """
 
+import functools
+import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.driver import driver
 
+from vcore_ds.errors import UserError
 from vcore_ds.models.block_attention import Sinks
 from vcore_ds.models.flash_tangent_kernel import attend
 
@@ -22,14 +26,21 @@ TILES = {
     # padded head dimension: (queries, keys, warps, pipeline stages)
     64: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2)),
     128: ((128, 32, 8, 3), (128, 32, 8, 2), (128, 16, 8, 3), (64, 32, 4, 2)),
-    256: ((32, 32, 8, 2), (32, 16, 8, 3), (64, 16, 8, 3)),
+    256: ((128, 16, 8, 3), (128, 32, 8, 2), (128, 16, 8, 2), (32, 32, 8, 2)),
 }
 """Tiles to time in bf16 and fp16; the first is taken untimed where algorithms must be deterministic. Chosen by what the
-compiler says of registers, shared and tensor memory for H100 and B200, and not yet timed on either. 64 queries of
-dimension 256 are too many for B200's tensor memory, and drop out there."""
+compiler makes of them for H100 and B200 (docs/kernel.md), and not yet timed on either. 32 keys of dimension 256 are too
+many for B200's shared memory, and drop out there; the last tile of 256 is for GPUs with 100 KB."""
+
+MAX_VALUE_DIM = 128
+"""Dimensions of the values that one program sums up; another takes the rest, and computes the scores again. The sums
+and their tangents for 128 queries fill the registers of an H100, and the tensor memory of a B200."""
 
 TILES_FP32 = ((16, 16, 4, 1),)
 """The same for fp32, whose products run outside of the tensor cores, to keep its precision. Slow: for checks alone."""
+
+TILE = ("QUERY_BLOCK", "KEY_BLOCK", "num_warps", "num_stages")
+"""What the numbers of a tile are to Triton."""
 
 INTERPRETER_TILES = (32, 32)
 
@@ -103,43 +114,78 @@ def launch(
     tiles: tuple[int, ...] | None,
 ) -> None:
     """The kernel alone: `flash_tangent` into given tensors. Tokens beyond the last end are left as they are."""
+    arguments, constants = kernel_arguments(
+        primals, tangents, results, ends=ends, is_long=is_long, scale=scale, sliding_window=sliding_window, sinks=sinks
+    )
+    batch, num_heads, num_tokens, head_dim = primals[0].shape
+
+    def grid(meta: dict[str, int]) -> tuple[int, int, int]:
+        # Whole blocks of all tokens, and one begun block a sequence: at least as many as there are.
+        num_blocks = batch * num_tokens // meta["QUERY_BLOCK"] + ends.numel() - 1
+        return num_blocks, num_heads, triton.cdiv(head_dim, meta["VALUE_DIM"])
+
+    if not triton.knobs.runtime.interpret:
+        _find_driver()
+    elif tiles is None:
+        tiles = INTERPRETER_TILES
+    with torch.cuda.device_of(primals[0]):
+        if tiles is None:
+            _tuned[grid](*arguments, **constants)
+        else:
+            attend[grid](*arguments, **constants, **dict(zip(TILE, tiles, strict=False)))
+
+
+def kernel_arguments(
+    primals: tuple[Tensor, Tensor, Tensor],
+    tangents: Sequence[Tensor | None],
+    results: tuple[Tensor, Tensor | None, Tensor],
+    *,
+    ends: Tensor,
+    is_long: bool,
+    scale: float,
+    sliding_window: int | None,
+    sinks: Sinks | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `attend` takes but for the tile: by position, and the constants that it is compiled for."""
     query, key, _ = primals
     num_heads, num_tokens, head_dim = query.shape[1:]
-    num_sequences = ends.numel() - 1
-    interpreted = triton.knobs.runtime.interpret
+    dim = max(16, triton.next_power_of_2(head_dim))
     tensors = (*primals, *tangents, *results)
     arguments = (
         *tensors,
-        *(None if tensor is None else tensor.stride() for tensor in tensors),
+        *(None if tensor is None else tensor.stride() for tensor in tensors[:-1]),
+        *results[2].stride(),
         *(None if tensor is None else tensor.float().contiguous() for tensor in sinks or (None, None)),
         ends,
-        num_sequences,
+        ends.numel() - 1,
         num_tokens,
         num_heads // key.shape[1],
         scale,
         0 if sliding_window is None else sliding_window,
+        int(is_long),
     )
     constants = dict(
         HEAD_DIM=head_dim,
-        DIM=max(16, triton.next_power_of_2(head_dim)),
+        DIM=dim,
+        VALUE_DIM=min(dim, MAX_VALUE_DIM),
         SLIDING=sliding_window is not None,
-        LONG=is_long,
         # The interpreter multiplies bf16 as if its bits were integers.
-        UPCAST=interpreted and query.dtype == torch.bfloat16,
+        UPCAST=triton.knobs.runtime.interpret and query.dtype == torch.bfloat16,
     )
+    return arguments, constants
 
-    def grid(meta: dict[str, int]) -> tuple[int, int]:
-        # Whole blocks of all tokens, and one begun block a sequence: at least as many as there are.
-        return query.shape[0] * num_tokens // meta["QUERY_BLOCK"] + num_sequences, num_heads
 
-    if tiles is None and interpreted:
-        tiles = INTERPRETER_TILES
-    with torch.cuda.device_of(query):
-        if tiles is None:
-            _tuned[grid](*arguments, **constants)
-        else:
-            names = ("QUERY_BLOCK", "KEY_BLOCK", "num_warps", "num_stages")
-            attend[grid](*arguments, **constants, **dict(zip(names, tiles, strict=False)))
+@functools.cache
+def _find_driver() -> None:
+    """Triton's launcher, which it compiles at the first launch on a machine: UserError where it cannot."""
+    try:
+        assert driver.active is not None
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        raise UserError(
+            "utility.estimator: jvp takes attention from a Triton kernel, whose launcher did not compile here: "
+            f"{error}; expected gcc, clang or a C compiler named in CC, and Python's headers, on every node "
+            "(apt-get install gcc python3-dev). utility.estimator: finite_difference needs neither"
+        ) from error
 
 
 def _tiles_to_try(
@@ -158,7 +204,7 @@ def _config(query_block: int, key_block: int, warps: int, stages: int) -> triton
 
 _tuned = triton.autotune(
     configs=[_config(*tile) for tiles in (*TILES.values(), TILES_FP32) for tile in tiles],
-    key=["HEAD_DIM", "SLIDING", "LONG"],  # and, without being named, the dtypes of the tensors that are there
+    key=["HEAD_DIM", "SLIDING", "is_long"],  # and, without being named, the dtypes of the tensors that are there
     prune_configs_by={"early_config_prune": _tiles_to_try},
     cache_results=True,  # on disk: a run that resumes has the tiles it had
 )(attend)

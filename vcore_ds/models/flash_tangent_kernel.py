@@ -2,9 +2,8 @@
 
 The scheme is that of `vcore_ds.models.block_attention`, which has the formulas: an online softmax over blocks of keys,
 with every sum of the tangent rescaled together with those of the value. Here a block of scores never leaves the chip,
-and one launch serves every sequence of every row. A program takes one block of queries of one head, and visits the keys
-in up to three stretches, of which only the first (left edge of a sliding window) and the last (diagonal, end of the
-sequence) need a mask.
+and one launch serves every sequence of every row. A program takes one block of queries of one head, and up to
+`VALUE_DIM` dimensions of the values.
 
 Products take the inputs' precision and accumulate in fp32. The weights are rounded to the inputs' precision before
 they meet the values, and the row sums add the rounded weights, so that the rounding cancels in the normalised result.
@@ -21,7 +20,18 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+# Triton compiles one kernel for integers of 1, one for multiples of 16 and one for the rest, in the middle of a run if
+# they differ from batch to batch. In tuples it always does; what is left there are multiples of the head dimension.
+@triton.jit(
+    do_not_specialize=[
+        "log_sum_exp_row_stride",
+        "log_sum_exp_head_stride",
+        "log_sum_exp_token_stride",
+        "num_sequences",
+        "row_tokens",
+        "is_long",
+    ]
+)
 def attend(
     query,
     key,
@@ -40,7 +50,9 @@ def attend(
     d_value_strides,
     output_strides,
     d_output_strides,
-    log_sum_exp_strides,
+    log_sum_exp_row_stride,
+    log_sum_exp_head_stride,
+    log_sum_exp_token_stride,
     sinks,  # of the query heads, with their tangents; None for none
     d_sinks,
     ends,
@@ -49,10 +61,11 @@ def attend(
     group_heads,
     scale,
     sliding_window,
+    is_long,  # read by the choice of tiles alone
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     SLIDING: tl.constexpr,
-    LONG: tl.constexpr,
     UPCAST: tl.constexpr,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -61,6 +74,8 @@ def attend(
     # Later queries see more keys: programs start with the last ones, so that short programs fill the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
+    first_dim = tl.program_id(2) * VALUE_DIM  # of the values
+    value_dim = HEAD_DIM - first_dim
 
     # Sequence s owns the blocks from `ends[s] // QUERY_BLOCK + s`: enough for its tokens, at most one too many.
     sequence = -1
@@ -80,16 +95,16 @@ def attend(
     kv_head = head // group_heads
     query = _at(query, query_strides, row, head, column)
     key = _at(key, key_strides, row, kv_head, column)
-    value = _at(value, value_strides, row, kv_head, column)
-    q = _load(query, query_strides, query_start, num_tokens, HEAD_DIM, DIM, QUERY_BLOCK, True, UPCAST)
+    value = _at(value, value_strides, row, kv_head, column) + first_dim * value_strides[3]
+    q = _load(query, query_strides, query_start, num_tokens, HEAD_DIM, DIM, QUERY_BLOCK, UPCAST)
     dq = None
     if d_query is not None:
         d_query = _at(d_query, d_query_strides, row, head, column)
-        dq = _load(d_query, d_query_strides, query_start, num_tokens, HEAD_DIM, DIM, QUERY_BLOCK, True, UPCAST)
+        dq = _load(d_query, d_query_strides, query_start, num_tokens, HEAD_DIM, DIM, QUERY_BLOCK, UPCAST)
     if d_key is not None:
         d_key = _at(d_key, d_key_strides, row, kv_head, column)
     if d_value is not None:
-        d_value = _at(d_value, d_value_strides, row, kv_head, column)
+        d_value = _at(d_value, d_value_strides, row, kv_head, column) + first_dim * d_value_strides[3]
 
     row_max = tl.full([QUERY_BLOCK], -float("inf"), tl.float32)
     row_sum = tl.zeros([QUERY_BLOCK], tl.float32)
@@ -99,74 +114,35 @@ def attend(
         row_sum = tl.full([QUERY_BLOCK], 1.0, tl.float32)
     if d_sinks is not None:
         d_row_sum += tl.load(d_sinks + head)
-    total = tl.zeros([QUERY_BLOCK, DIM], tl.float32)
-    d_total = tl.zeros([QUERY_BLOCK, DIM], tl.float32)
+    total = tl.zeros([QUERY_BLOCK, VALUE_DIM], tl.float32)
+    d_total = tl.zeros([QUERY_BLOCK, VALUE_DIM], tl.float32)
 
-    # Key blocks from `diagonal` hold keys that some query may not see, as do those before `inner` under a window.
-    diagonal = (query_start + 1) // KEY_BLOCK * KEY_BLOCK
-    inner = 0
+    first_key = 0
     if SLIDING:
-        window_start = tl.maximum(query_start - sliding_window + 1, 0) // KEY_BLOCK * KEY_BLOCK
-        inner = tl.maximum(query_start + QUERY_BLOCK - sliding_window + KEY_BLOCK - 1, 0) // KEY_BLOCK * KEY_BLOCK
-        inner = tl.minimum(tl.maximum(inner, window_start), diagonal)
-        row_max, row_sum, d_row_sum, total, d_total = _visit(
-            window_start, inner, row_max, row_sum, d_row_sum, total, d_total, q, dq,
-            key, value, d_key, d_value, key_strides, value_strides, d_key_strides, d_value_strides,
-            query_start, num_tokens, scale, sliding_window,
-            HEAD_DIM, DIM, QUERY_BLOCK, KEY_BLOCK, SLIDING, UPCAST, MASKED=True,
-        )  # fmt: skip
-    row_max, row_sum, d_row_sum, total, d_total = _visit(
-        inner, diagonal, row_max, row_sum, d_row_sum, total, d_total, q, dq,
-        key, value, d_key, d_value, key_strides, value_strides, d_key_strides, d_value_strides,
-        query_start, num_tokens, scale, sliding_window,
-        HEAD_DIM, DIM, QUERY_BLOCK, KEY_BLOCK, SLIDING, UPCAST, MASKED=False,
-    )  # fmt: skip
-    row_max, row_sum, d_row_sum, total, d_total = _visit(
-        diagonal, tl.minimum(query_start + QUERY_BLOCK, num_tokens), row_max, row_sum, d_row_sum, total, d_total, q, dq,
-        key, value, d_key, d_value, key_strides, value_strides, d_key_strides, d_value_strides,
-        query_start, num_tokens, scale, sliding_window,
-        HEAD_DIM, DIM, QUERY_BLOCK, KEY_BLOCK, SLIDING, UPCAST, MASKED=True,
-    )  # fmt: skip
-
-    # Under a window, queries beyond the end of the sequence may have seen no key; they are not stored.
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    out = total / row_sum[:, None]
-    output = _at(output, output_strides, row, head, column)
-    _store(output, output_strides, out, query_start, num_tokens, HEAD_DIM, DIM, QUERY_BLOCK)
-    if d_output is not None:
-        d_out = (d_total - d_row_sum[:, None] * out) / row_sum[:, None]
-        d_output = _at(d_output, d_output_strides, row, head, column)
-        _store(d_output, d_output_strides, d_out, query_start, num_tokens, HEAD_DIM, DIM, QUERY_BLOCK)
-    queries = query_start + tl.arange(0, QUERY_BLOCK)
-    log_sum_exp = _at(log_sum_exp, log_sum_exp_strides, row, head, column)
-    natural = (row_max + tl.log2(row_sum)) * LN_2
-    tl.store(log_sum_exp + queries * log_sum_exp_strides[2], natural, mask=queries < num_tokens)
-
-
-@triton.jit
-def _visit(
-    first, stop, row_max, row_sum, d_row_sum, total, d_total, q, dq,
-    key, value, d_key, d_value, key_strides, value_strides, d_key_strides, d_value_strides,
-    query_start, num_tokens, scale, sliding_window,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr,
-    SLIDING: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """The sums with the keys from `first` to `stop` added, whole key blocks. The maximum is in units of log 2."""
+        first_key = tl.maximum(query_start - sliding_window + 1, 0) // KEY_BLOCK * KEY_BLOCK
     queries = query_start + tl.arange(0, QUERY_BLOCK)
     dtype: tl.constexpr = value.dtype.element_ty
-    for start in range(first, stop, KEY_BLOCK):
-        k = _load(key, key_strides, start, num_tokens, HEAD_DIM, DIM, KEY_BLOCK, MASKED, UPCAST)
-        v = _load(value, value_strides, start, num_tokens, HEAD_DIM, DIM, KEY_BLOCK, MASKED, UPCAST)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2_E)
-        if MASKED:
-            distance = queries[:, None] - (start + tl.arange(0, KEY_BLOCK))[None, :]
-            seen = distance >= 0
-            if SLIDING:
-                seen = seen & (distance < sliding_window)
-            scores = tl.where(seen, scores, -float("inf"))
+    # All keys in one loop with a mask, though most of its blocks need none: two loops would hand the sums of the one to
+    # the other in registers, and then ptxas waits for every single product of the tensor cores (its warning C7515).
+    for start in range(first_key, tl.minimum(query_start + QUERY_BLOCK, num_tokens), KEY_BLOCK):
+        k = _load(key, key_strides, start, num_tokens, HEAD_DIM, DIM, KEY_BLOCK, UPCAST)
+        v = _load(value, value_strides, start, num_tokens, value_dim, VALUE_DIM, KEY_BLOCK, UPCAST)
+        # All products of queries and keys before the softmax, which then waits for them once.
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        d_scores = None
+        if dq is not None:
+            d_scores = tl.dot(dq, tl.trans(k), input_precision=PRECISION)
+        if d_key is not None:
+            dk = _load(d_key, d_key_strides, start, num_tokens, HEAD_DIM, DIM, KEY_BLOCK, UPCAST)
+            d_scores = tl.dot(q, tl.trans(dk), d_scores, input_precision=PRECISION)
+        distance = queries[:, None] - (start + tl.arange(0, KEY_BLOCK))[None, :]
+        seen = distance >= 0
+        if SLIDING:
+            seen = seen & (distance < sliding_window)
+        scores = tl.where(seen, scores * (scale * LOG2_E), -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         safe_max = new_max
-        if MASKED and SLIDING:  # a row that has seen no key yet has maximum -inf; -inf - -inf would be nan
+        if SLIDING:  # a row that has seen no key yet has maximum -inf; -inf - -inf would be nan
             safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
         exp_scores = tl.exp2(scores - safe_max[:, None])
         rescale = tl.exp2(row_max - safe_max)
@@ -177,19 +153,27 @@ def _visit(
         d_total = d_total * rescale[:, None]
         d_row_sum = d_row_sum * rescale  # a sink alone may be in it
         if d_value is not None:
-            dv = _load(d_value, d_value_strides, start, num_tokens, HEAD_DIM, DIM, KEY_BLOCK, MASKED, UPCAST)
+            dv = _load(d_value, d_value_strides, start, num_tokens, value_dim, VALUE_DIM, KEY_BLOCK, UPCAST)
             d_total = tl.dot(weights, dv, d_total, input_precision=PRECISION)
-        if dq is not None or d_key is not None:
-            d_scores = tl.zeros([QUERY_BLOCK, KEY_BLOCK], tl.float32)
-            if dq is not None:
-                d_scores = tl.dot(dq, tl.trans(k), d_scores, input_precision=PRECISION)
-            if d_key is not None:
-                dk = _load(d_key, d_key_strides, start, num_tokens, HEAD_DIM, DIM, KEY_BLOCK, MASKED, UPCAST)
-                d_scores = tl.dot(q, tl.trans(dk), d_scores, input_precision=PRECISION)
+        if d_scores is not None:
             d_weights = _round(exp_scores * (d_scores * scale), dtype, UPCAST)
             d_row_sum += tl.sum(d_weights.to(tl.float32), 1)
             d_total = tl.dot(d_weights, v, d_total, input_precision=PRECISION)
-    return row_max, row_sum, d_row_sum, total, d_total
+
+    # Under a window, queries beyond the end of the sequence may have seen no key; they are not stored.
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    out = total / row_sum[:, None]
+    output = _at(output, output_strides, row, head, column) + first_dim * output_strides[3]
+    _store(output, output_strides, out, query_start, num_tokens, value_dim, VALUE_DIM, QUERY_BLOCK)
+    if d_output is not None:
+        d_out = (d_total - d_row_sum[:, None] * out) / row_sum[:, None]
+        d_output = _at(d_output, d_output_strides, row, head, column) + first_dim * d_output_strides[3]
+        _store(d_output, d_output_strides, d_out, query_start, num_tokens, value_dim, VALUE_DIM, QUERY_BLOCK)
+    log_sum_exp_strides = (log_sum_exp_row_stride, log_sum_exp_head_stride, log_sum_exp_token_stride)
+    log_sum_exp = _at(log_sum_exp, log_sum_exp_strides, row, head, column)
+    natural = (row_max + tl.log2(row_sum)) * LN_2
+    # The same from the programs of all dimensions.
+    tl.store(log_sum_exp + queries * log_sum_exp_token_stride, natural, mask=queries < num_tokens)
 
 
 @triton.jit
@@ -201,28 +185,23 @@ def _at(pointer, strides, row, head, column):
 
 @triton.jit
 def _load(
-    pointer, strides, first, num_tokens,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr, UPCAST: tl.constexpr,
+    pointer, strides, first, num_tokens, head_dim,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """`[BLOCK, DIM]` from the first token on; zero beyond the head dimension and, where CHECKED, the tokens."""
+    """`[BLOCK, DIM]` from the first token on; zero beyond the head dimension and the tokens."""
     tokens, dims = tl.arange(0, BLOCK)[:, None], tl.arange(0, DIM)[None, :]
     tile = pointer + tl.cast(first, tl.int64) * strides[2] + tokens * strides[2] + dims * strides[3]
-    if CHECKED:
-        tile = tl.load(tile, mask=(tokens < num_tokens - first) & (dims < HEAD_DIM), other=0.0)
-    elif DIM != HEAD_DIM:
-        tile = tl.load(tile, mask=dims < HEAD_DIM, other=0.0)
-    else:
-        tile = tl.load(tile)
+    tile = tl.load(tile, mask=(tokens < num_tokens - first) & (dims < head_dim), other=0.0)
     if UPCAST:
         tile = tile.to(tl.float32)
     return tile
 
 
 @triton.jit
-def _store(pointer, strides, tile, first, num_tokens, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def _store(pointer, strides, tile, first, num_tokens, head_dim, DIM: tl.constexpr, BLOCK: tl.constexpr):
     tokens, dims = tl.arange(0, BLOCK)[:, None], tl.arange(0, DIM)[None, :]
     at = pointer + tl.cast(first, tl.int64) * strides[2] + tokens * strides[2] + dims * strides[3]
-    tl.store(at, tile.to(pointer.dtype.element_ty), mask=(tokens < num_tokens - first) & (dims < HEAD_DIM))
+    tl.store(at, tile.to(pointer.dtype.element_ty), mask=(tokens < num_tokens - first) & (dims < head_dim))
 
 
 @triton.jit

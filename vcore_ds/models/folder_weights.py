@@ -17,7 +17,7 @@ from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
     WeightTransform,
-    apply_converters,
+    rename_source_key,
     revert_weight_conversion,
 )
 
@@ -109,7 +109,7 @@ class FolderWeights:
         converters = [one for one in reversed_ones if isinstance(one, WeightConverter)]
         parts: dict[str, list[str]] = {}
         for name in names:
-            joined, pattern = apply_converters(name, converters)
+            joined, pattern = rename_source_key(name, [], converters)
             parts.setdefault(name if pattern is None else joined, []).append(name)
         return [tuple(part) for part in parts.values()]
 

@@ -10,7 +10,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vcore_ds.models.experts import OUR_EXPERTS, ExpertsAdapter, adapted
+from vcore_ds.models.experts import ExpertsAdapter, adapted, are_ours
 
 _MULTIPLE = 8
 """Ranks are padded to it with zeros: rows of the kernels' matrices are multiples of 16 bytes."""
@@ -22,9 +22,7 @@ class LoraExperts(ParamWrapper):
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         experts = self.get_base_layer()
-        config = getattr(experts, "config", None)
-        is_ours = hasattr(experts, "is_transposed") and getattr(config, "_experts_implementation", None) == OUR_EXPERTS
-        if not is_ours or self.disable_adapters or self.merged:
+        if not are_ours(experts) or self.disable_adapters or self.merged:
             return super().forward(x, *args, **options)
         (name,) = self.active_adapters
         left, right, scaling = self.get_delta_factors(name)

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.cpu_products import use_fast_cpu_products
+from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import RECIPE, export_folder
 from vcore_ds.files.user_paths import reading
@@ -143,13 +144,13 @@ def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> AnsweringMode
         base = load_causal_lm(model.weights, dtype=dtype, attention="sdpa", gradient_checkpointing=False)
     except UserError as error:
         raise UserError(f"RUN|MODEL: {str(error).removeprefix('model.path: ')}") from None
-    if not torch.cuda.is_available():
+    if not uses_gpu():
         use_fast_cpu_products()
     base.config.use_cache = True
     causal_lm: nn.Module = base
     if model.adapter is not None:
         causal_lm = add_trained_adapter(base, Path(model.adapter), model.weights)
-    return cast(AnsweringModel, causal_lm.to("cuda" if torch.cuda.is_available() else "cpu").eval())
+    return cast(AnsweringModel, causal_lm.to("cuda" if uses_gpu() else "cpu").eval())
 
 
 def end_token_ids(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vcore_ds.data.batches import to_device
 from vcore_ds.distributed import layout
 
 
@@ -99,8 +100,8 @@ def gather_losses(own: Tensor, supervised: Tensor, sequence_parallel: int) -> Te
     if k == 1:
         return own
     # Positions are found on the host: a boolean mask on the device would be waited for.
-    mine = own_columns(supervised, k).flatten().nonzero()[:, 0].to(own.device, non_blocking=True)
-    all_of_them = supervised.flatten().nonzero()[:, 0].to(own.device, non_blocking=True)
+    mine = to_device(own_columns(supervised, k).flatten().nonzero()[:, 0], own.device)
+    all_of_them = to_device(supervised.flatten().nonzero()[:, 0], own.device)
     num_rows, num_columns = supervised.shape
     spread = own.new_zeros(num_rows * num_columns // k).index_copy(0, mine, own)
     whole: Tensor = _GatherColumns.apply(spread.view(num_rows, -1), k)

@@ -9,7 +9,11 @@ from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.mixtures import differences_refused
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.parallel_degrees import check_tensor_parallel, sequence_parallel_degrees
+from vcore_ds.planning.parallel_degrees import (
+    check_expert_parallel,
+    check_tensor_parallel,
+    sequence_parallel_degrees,
+)
 from vcore_ds.planning.rank_text import count, count_ranks, member_of
 from vcore_ds.planning.spread import RowLimit, Spread, possible_degrees, spread
 from vcore_ds.planning.time_model import H100, TimeModel
@@ -181,9 +185,9 @@ def plan_batch(
 ) -> BatchPlan:
     """Spreads a recipe's batches over `num_ranks` ranks, a tensor-parallel group as one: it works on the same rows.
 
-    Raises RecipeError where the recipe's degrees of tensor or sequence parallelism do not fit the ranks, the nodes or
-    the model, sequences share a row or a forward in which this model would let them change each other, the longest
-    sequence would not fit into the largest row, or finite differences are to be taken on a mixture of experts.
+    Raises RecipeError where the recipe's degrees of tensor, expert or sequence parallelism do not fit the ranks, the
+    nodes or the model, sequences share a row or a forward in which this model would let them change each other, the
+    longest sequence would not fit into the largest row, or finite differences are to be taken on a mixture of experts.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
@@ -192,6 +196,7 @@ def plan_batch(
         raise RecipeError([differences_refused(recipe.model.path)])
     tensor = recipe.parallel.tensor
     check_tensor_parallel(tensor, num_ranks, ranks_per_node, shape, recipe.model.path)
+    check_expert_parallel(recipe.parallel.expert, num_ranks, shape, recipe.model.path)
     ranks_per_node = min(ranks_per_node, num_ranks)
     num_ranks, ranks_per_node, shape = num_ranks // tensor, ranks_per_node // tensor, shape.of_part(tensor)
     shape = shape.for_sequences_of(recipe.data.cutoff_length)
@@ -220,7 +225,7 @@ def plan_batch(
         utility_micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank or micro,
         main_degrees=degrees["batch"],
         probe_degrees=degrees.get("probe", (1,)),
-        time_model=TimeModel(shape, num_ranks, ranks_per_node, machine),
+        time_model=TimeModel(shape, num_ranks, ranks_per_node, machine, recipe.parallel.expert),
         tensor=tensor,
     )
 

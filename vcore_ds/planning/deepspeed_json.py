@@ -153,6 +153,11 @@ def _placement_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str
             f"{plan.tensor}; expected no such key: DeepSpeed makes these groups of neighbouring ranks, "
             "of a tensor-parallel group"
         )
+    if isinstance(hpz, int) and hpz > 1 and plan.time_model.expert > 1:
+        yield (
+            f"zero_optimization.zero_hpz_partition_size: found {hpz} together with parallel.expert "
+            f"{plan.time_model.expert}; expected no such key: its groups of neighbouring ranks have different experts"
+        )
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
         if _get(config, f"zero_optimization.{key}") is True:
             yield (

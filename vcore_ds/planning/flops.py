@@ -15,6 +15,12 @@ def flops_of_all_weights(shape: ModelShape) -> int:
     return linear_flops_per_token(shape) + 2 * shape.idle_parameters
 
 
+def routed_flops_per_token(shape: ModelShape) -> int:
+    """What of a forward's FLOP for one token its experts compute, without shared ones; 0 in a dense model."""
+    experts = shape.experts
+    return 0 if experts is None else 6 * shape.hidden_size * experts.num_layers * experts.per_token * experts.width
+
+
 def attention_flops_per_square(shape: ModelShape) -> int:
     """FLOP of a forward's causal attention over a sequence, divided by the square of its tokens: scores and values,
     half of them hidden."""

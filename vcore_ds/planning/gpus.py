@@ -30,8 +30,14 @@ GPUS = {
         Gpu("A100", 79 * GIB, 312e12, 2.039e12, 300e9, 25e9),
         # NVIDIA H100 data sheet, SXM 80 GB; DGX H100: eight 400 Gb/s adapters.
         Gpu("H100", 79 * GIB, 989e12, 3.35e12, 450e9, 50e9),
+        # NVIDIA H100 PCIe product brief, 80 GB; NVIDIA H100 data sheet, NVL, half of its sparse peak, 94 GB. PCIe 5.0
+        # x16 in one direction, as NVLink joins pairs at most; 400 Gb/s a GPU assumed.
+        Gpu("H100 PCIe", 79 * GIB, 756e12, 2.0e12, 64e9, 50e9),
+        Gpu("H100 NVL", 92 * GIB, 835e12, 3.9e12, 64e9, 50e9),
         # NVIDIA H200 data sheet, SXM 141 GB; DGX H200: eight 400 Gb/s adapters.
         Gpu("H200", 139 * GIB, 989e12, 4.8e12, 450e9, 50e9),
+        # The same, NVL: 141 GB, on PCIe as above; its NVLink joins four at most.
+        Gpu("H200 NVL", 139 * GIB, 835e12, 4.8e12, 64e9, 50e9),
         # NVIDIA HGX B200: 36 PFLOP/s sparse bf16, 1.4 TB and 14.4 TB/s of NVLink in both directions over 8; DGX B200:
         # 64 TB/s of memory over 8, eight 400 Gb/s adapters. 183,359 MiB by nvidia-smi.
         Gpu("B200", 178 * GIB, 2250e12, 8e12, 900e9, 50e9),
@@ -54,16 +60,23 @@ _OTHER_PEAKS = {"GH200": 989e12, "L40S": 362e12, "L4": 121e12}
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP a second of a device by its driver's name; None for one that is not in the table."""
+    gpu = find_gpu(device_name)
+    if gpu is not None:
+        return gpu.flops
     words = f" {device_name.upper().replace('-', ' ')} "
-    peaks = {name: gpu.flops for name, gpu in GPUS.items()} | _OTHER_PEAKS
-    return next((flops for name, flops in peaks.items() if f" {name} " in words), None)
+    return next((flops for name, flops in _OTHER_PEAKS.items() if f" {name} " in words), None)
 
 
 def find_gpu(name: str) -> Gpu | None:
     """The device of that name, in any case and with any separators, also as a driver writes it."""
     words = " ".join(name.upper().replace("-", " ").replace("_", " ").split())
-    found = [gpu for known, gpu in GPUS.items() if f" {known} " in f" {words} " or known.replace(" ", "") == words]
-    return found[0] if found else None
+    found = []
+    for gpu in GPUS.values():
+        known = gpu.name.upper().split()
+        if set(known) <= set(words.split()) or "".join(known) == words:
+            found.append((len(known), gpu))
+    # An H100 PCIe is an H100 too: the longest name says most.
+    return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
 @dataclass(frozen=True)

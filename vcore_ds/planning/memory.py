@@ -7,6 +7,7 @@ given exactly (`ParameterCounts`). tests/dist/test_memory.py compares both parts
 Transient bytes of small models were estimated within 17% of what was measured.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -137,18 +138,25 @@ class _Model:
         self.b = settings.number_bytes
         self.embedding = shape.vocabulary_size * shape.hidden_size
         num_embeddings = 1 if shape.is_tied else 2
-        # A layer is gathered with all of its experts, whichever of them its tokens go through.
+        # A rank has a layer with all of its own experts, whichever of them tokens go through.
         of_active = counts.all - num_embeddings * self.embedding - shape.idle_parameters
         self.layer = max(0, of_active) // shape.num_layers + shape.idle_layer_parameters
+        self.layer -= shape.expert_layer_parameters - shape.expert_layer_parameters // settings.expert
+        # Where one expert-parallel group is all ranks, nothing is left to gather of its experts.
+        not_gathered = 1 if settings.expert == settings.num_ranks > 1 else 0
+        self.gathered_layer = self.layer - not_gathered * shape.expert_layer_parameters // settings.expert
+        elsewhere = shape.parameters_elsewhere(settings.expert)
+        self.gathered_all = counts.all - elsewhere - not_gathered * shape.expert_parameters // settings.expert
         self.is_full = settings.adapters is None
         self.trained_layer = self.layer if self.is_full else counts.trained // shape.num_layers
+        self.trained_whole = counts.trained - elsewhere * self.is_full
 
     def pass_with_gradient(self, num_tokens: int, *, carries_tangents: bool = False) -> dict[str, int]:
         """Forward and backward of one micro-batch."""
         settings, b = self.settings, self.b
         found = self._kept_on_device(num_tokens)
         # In 16 bits with an fp32 sum beside them.
-        coalesced = (4 if b == 4 else b + 4) * self.counts.trained if settings.coalesces_gradients else 0
+        coalesced = (4 if b == 4 else b + 4) * self.trained_whole if settings.coalesces_gradients else 0
         gradients = b * (self.trained_layer + min(settings.bucket_numel, self.trained_layer))
         layer = self._layer_backward(num_tokens)
         loss = self._loss(num_tokens, has_gradient=True)
@@ -204,8 +212,9 @@ class _Model:
 
     def _gathered(self) -> int:
         """As many parameters as DeepSpeed keeps gathered, and a copy of those that it gathers at the moment."""
-        live = min(self.counts.all, max(self.settings.max_live_parameters, 2 * self.layer, self.embedding))
-        return self.b * (live + min(self.layer, self.counts.all))
+        layer, whole = self.gathered_layer, self.gathered_all
+        live = min(whole, max(self.settings.max_live_parameters, 2 * layer, self.embedding))
+        return self.b * (live + min(layer, whole))
 
     def _with_tangents(self, num_tokens: int, *, has_values: bool = False) -> dict[str, int]:
         """The larger of a layer and the loss, each with its group of the direction: as it came from the ranks, and by
@@ -215,7 +224,8 @@ class _Model:
             has_values: the layer's values are counted elsewhere.
         """
         b = self.b if self.is_full else _FP32
-        name, of_layer, of_loss = "tangents of the parameters", 3 * b * self.trained_layer, 0
+        layer = self.gathered_layer if self.is_full else self.trained_layer
+        name, of_layer, of_loss = "tangents of the parameters", 3 * b * layer, 0
         if self.is_full:
             of_loss = 2 * b * self.embedding
         return max(
@@ -247,12 +257,19 @@ class _Model:
     def _mlp_width(self) -> int:
         """Width of the MLP that a token goes through, in a layer with experts where there are some."""
         experts = self.shape.experts
-        return self.shape.intermediate_size if experts is None else experts.active_width
+        if experts is None:
+            return self.shape.intermediate_size
+        return math.ceil(self.settings.expert_load * experts.per_token * experts.width) + experts.shared_width
 
     @property
-    def _copies(self) -> int:
+    def _copies(self) -> float:
         """Copies of a token's hidden states in a layer with experts: one for each expert that it goes through."""
-        return 0 if self.shape.experts is None else self.shape.experts.per_token
+        return 0 if self.shape.experts is None else self.settings.expert_load * self.shape.experts.per_token
+
+    @property
+    def _on_the_way(self) -> float:
+        """Copies that are being sent to other ranks and received from them, with expert parallelism."""
+        return 2 * self._copies if self.settings.expert > 1 else 0
 
     def _kept_by_routing(self, num_tokens: int) -> int:
         """What routing keeps beyond the MLPs: the copies that go in, where experts are trained, and those that come
@@ -260,7 +277,7 @@ class _Model:
         if self.shape.experts is None:
             return 0
         copies = (1 + self.is_full) * self.b * self.shape.hidden_size + 3 * _INT64
-        return num_tokens * (self._copies * copies + _FP32 * self.shape.experts.num_experts)
+        return num_tokens * (int(self._copies * copies) + _FP32 * self.shape.experts.num_experts)
 
     def _kept_by_adapters(self, num_tokens: int) -> int:
         """What the adapters of a layer keep: their inputs in fp32, with dropout masks too; and what is between their
@@ -278,13 +295,14 @@ class _Model:
         kept = self._layer_kept(num_tokens) if self.settings.is_checkpointed else 0
         shape, b = self.shape, self.b
         widest = 2 * self._mlp_width + 2 * shape.hidden_size
-        return kept + num_tokens * b * max(widest, 3 * self._copies * shape.hidden_size)
+        copies = int(3 * self._copies + self._on_the_way)
+        return kept + num_tokens * b * max(widest, copies * shape.hidden_size)
 
     def _layer_forward(self, num_tokens: int) -> int:
         shape, b = self.shape, self.b
         attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         of_adapter = 0 if self.is_full else _FP32 * self._mlp_width  # the output of one, in fp32
-        widest = max(4 * self._mlp_width, 2 * attention, 3 * self._copies * shape.hidden_size)
+        widest = max(4 * self._mlp_width, 2 * attention, int(3 * self._copies + self._on_the_way) * shape.hidden_size)
         hidden = 4 * self._between_layers(num_tokens) * shape.hidden_size
         return b * hidden + self._exchanged(num_tokens) + num_tokens * (b * widest + of_adapter)
 
@@ -297,7 +315,7 @@ class _Model:
         query_heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         of_adapters = 0 if self.is_full else 2 * _FP32  # the output of one and its tangent, in fp32
         mlp = num_tokens * (6 * b + of_adapters) * self._mlp_width + 3 * self._exchanged(num_tokens)
-        mlp += 2 * b * num_tokens * self._copies * shape.hidden_size
+        mlp += int(2 * self._copies + 2 * self._on_the_way) * b * num_tokens * shape.hidden_size
         attention = num_tokens * (12 * b * (query_heads + 2 * kv_heads) + of_adapters * query_heads)
         return 4 * b * self._between_layers(num_tokens) * shape.hidden_size + max(mlp, attention)
 

@@ -1,6 +1,6 @@
 """The memory of a recipe on the ranks of a job, and what would make it smaller."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +9,8 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.memory import MemoryEstimate, memory_of
 from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings, ParameterCounts
+from vcore_ds.planning.mixtures import fullest_rank
+from vcore_ds.planning.parallel_degrees import other_expert_degrees
 from vcore_ds.planning.spread import possible_degrees
 from vcore_ds.planning.utilization import Utilization
 
@@ -79,6 +81,8 @@ class MemoryPlan:
     """Longest sequence, in tokens."""
     counts: ParameterCounts | None = None
     """Parameters of the model itself, or of a rank's part; None for those of its shape."""
+    expert_degrees: Sequence[int] = ()
+    """Other degrees of expert parallelism that are possible, ascending."""
 
     @property
     def estimate(self) -> MemoryEstimate:
@@ -102,6 +106,7 @@ class MemoryPlan:
         settings = self.settings
         if not settings.is_checkpointed:
             yield _Change({"model.gradient_checkpointing": "true"}, {"is_checkpointed": True})
+        yield from self._fewer_experts()
         yield from self._smaller_rows()
         if available.is_cpu:  # offloading moves nothing there
             return
@@ -116,6 +121,15 @@ class MemoryPlan:
             key = {} if settings.is_checkpointed else {"model.gradient_checkpointing": "true"}
             overrides = {**key, "model.activation_offload": "true"}
             yield _Change(overrides, {"is_checkpointed": True, "offloads_checkpoints": True})
+
+    def _fewer_experts(self) -> Iterator[_Change]:
+        """Expert parallelism over the ranks of a node, and over as many as possible."""
+        experts, in_node = self.plan.time_model.shape.experts, self.plan.time_model.ranks_per_node
+        larger = [n for n in self.expert_degrees if n > self.settings.expert]
+        for degree in dict.fromkeys([*(n for n in larger if n == in_node), *larger[-1:]]):
+            assert experts is not None  # whose degrees these are
+            changed = {"expert": degree, "expert_load": fullest_rank(experts.num_experts, degree)}
+            yield _Change({"parallel.expert": str(degree)}, changed)
 
     def _smaller_rows(self) -> Iterator[_Change]:
         """Fewer tokens on a rank: half of a packed row, one sequence, or more sequence parallelism."""
@@ -197,6 +211,8 @@ def plan_memory(
         probe_tokens=tokens.get("probe", longest) if plan.probe_batch_size_global != 0 else 0,
         utility_tokens=main_tokens * plan.batches_per_utility_pass if is_vcore and not is_fused else 0,
         tensor=plan.tensor,
+        expert=plan.time_model.expert,
+        expert_load=1.0 if shape.experts is None else fullest_rank(shape.experts.num_experts, plan.time_model.expert),
         estimator=estimator,
         is_fused=is_fused,
         number_bytes=2 if recipe.model.precision == "bf16" else 4,
@@ -212,7 +228,8 @@ def plan_memory(
         **{field: int(zero[key]) for key, field in _SIZES.items() if isinstance(zero.get(key), int | float)},
     )
     degree = passes["main"].typical_degree if "main" in passes else 1
-    return MemoryPlan(plan, settings, degree, recipe.data.cutoff_length, counts)
+    expert_degrees = other_expert_degrees(recipe, plan.num_ranks_of_job, shape)
+    return MemoryPlan(plan, settings, degree, recipe.data.cutoff_length, counts, expert_degrees)
 
 
 _SIZES = {"stage3_max_live_parameters": "max_live_parameters", "reduce_bucket_size": "bucket_numel"}

@@ -36,6 +36,10 @@ class MemorySettings:
     """The same of a gradient-free pass of its own; 0 without one."""
     tensor: int = 1
     """Ranks of a tensor-parallel group, which all have the micro-batches of the group."""
+    expert: int = 1
+    """Ranks of an expert-parallel group, each of which has as large a part of every layer's experts."""
+    expert_load: float = 1.0
+    """Tokens that the fullest rank of such a group is sent, over their mean."""
     estimator: Literal["jvp", "finite_difference"] | None = None
     """How utilities are computed; None for a method without them."""
     is_fused: bool = False

@@ -3,6 +3,7 @@
 Architectures have a dozen names for the same five numbers; transformers has no common one.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,20 @@ class Experts:
     def idle_width(self) -> int:
         """Width of all experts of a layer that a token does not go through."""
         return (self.num_experts - self.per_token) * self.width
+
+
+SPREAD_OF_EXPERTS = 0.25
+"""Standard deviation of the tokens of a layer's experts, over their mean. Assumed: a run measures the load of the
+fullest expert (docs/tracking.md)."""
+
+
+def fullest_rank(num_experts: int, num_ranks: int) -> float:
+    """Tokens that the fullest of the ranks that divide a layer's experts is sent, over their mean; an assumption.
+
+    A rank has the sum of `num_experts / num_ranks` experts, whose loads are taken for independent, and the largest of
+    n normal numbers lies about `sqrt(2 ln n)` deviations above their mean.
+    """
+    return 1 + SPREAD_OF_EXPERTS * math.sqrt(2 * math.log(num_ranks) * num_ranks / num_experts)
 
 
 def differences_refused(path: str) -> str:

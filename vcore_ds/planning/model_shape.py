@@ -101,6 +101,21 @@ class ModelShape:
         return 0 if self.experts is None else self.experts.num_layers * self.idle_layer_parameters
 
     @property
+    def expert_layer_parameters(self) -> int:
+        """Parameters of all routed experts of a layer; 0 in a dense model."""
+        experts = self.experts
+        return 0 if experts is None else 3 * self.hidden_size * experts.num_experts * experts.width
+
+    @property
+    def expert_parameters(self) -> int:
+        """The same of all layers."""
+        return 0 if self.experts is None else self.experts.num_layers * self.expert_layer_parameters
+
+    def parameters_elsewhere(self, expert: int) -> int:
+        """What the other ranks of an expert-parallel group of so many have of all layers' experts."""
+        return self.expert_parameters - self.expert_parameters // expert
+
+    @property
     def attention_length(self) -> float:
         """Tokens of a sequence whose causal attention costs as much as its linear layers, P / (A D).
 

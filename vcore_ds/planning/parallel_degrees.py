@@ -1,5 +1,6 @@
-"""Which degrees of tensor and sequence parallelism are possible, and what is said where the recipe's do not fit."""
+"""Which degrees of tensor, expert and sequence parallelism are possible, and what is said of one that is not."""
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -39,6 +40,41 @@ def check_tensor_parallel(tensor: int, num_ranks: int, ranks_per_node: int, shap
     else:
         return
     raise RecipeError([f"parallel.tensor: found {tensor} {found}"])
+
+
+def check_expert_parallel(expert: int, num_ranks: int, shape: ModelShape, model: str) -> None:
+    """Raises RecipeError where `parallel.expert` does not divide the ranks or the model's experts.
+
+    Args:
+        shape: of the whole model.
+        model: its path.
+    """
+    experts, of_model = shape.experts, f"together with model.path {model}"
+    if num_ranks % expert:
+        found = f"on {count(num_ranks, 'rank')}; expected a divisor: an expert-parallel group has as many ranks"
+    elif expert == 1 or shape.is_assumed:
+        return
+    elif experts is None:
+        found = f"{of_model}, a dense model; expected 1: it has no experts to be divided"
+    elif experts.num_experts % expert:
+        found = (
+            f"{of_model}, whose layers have {experts.num_experts} experts; expected a divisor of "
+            f"{experts.num_experts}: a rank has whole experts"
+        )
+    else:
+        return
+    raise RecipeError([f"parallel.expert: found {expert} {found}"])
+
+
+def other_expert_degrees(recipe: Recipe, num_ranks: int, shape: ModelShape) -> list[int]:
+    """Degrees of expert parallelism beside the recipe's with which it could run, ascending: the powers of two, and all
+    ranks."""
+    is_on_experts = recipe.lora is not None and "experts" in recipe.lora.target_modules
+    if shape.experts is None or recipe.model.provider != "huggingface" or is_on_experts:
+        return []
+    most = math.gcd(num_ranks, shape.experts.num_experts)
+    degrees = {2**i for i in range(most.bit_length()) if most % 2**i == 0} | {most}
+    return sorted(degrees - {recipe.parallel.expert})
 
 
 def sequence_parallel_degrees(

@@ -57,6 +57,13 @@ class PassWork:
 FORWARD = PassWork(1, 1, 1, 1, 1)
 
 
+def tangents_beside(settings: MemorySettings) -> PassWork:
+    """What tangents add to a forward."""
+    # Products of a weight with the input's tangent and, where it is trained, of its tangent with the input.
+    linear = 2 if settings.adapters is None else 1
+    return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1)
+
+
 @dataclass(frozen=True)
 class StepFlops:
     """FLOP of the products of an optimizer step, over all ranks."""
@@ -94,8 +101,7 @@ class StepPasses:
         is_full, again = settings.adapters is None, int(settings.is_checkpointed)
         linear = (3 if is_full else 2) + again
         train = PassWork(linear, 3 + again, gathers=2, exchanges=2 + again, runs=2, reduces=True)
-        # Products of a weight with the input's tangent and, where it is trained, of its tangent with the input.
-        tangents = PassWork(2 if is_full else 1, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1)
+        tangents = tangents_beside(settings)
         forwards = reference_forwards
         utility: PassWork | None = None
         if settings.estimator == "jvp" and not settings.is_fused:

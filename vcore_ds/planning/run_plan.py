@@ -50,6 +50,8 @@ class RunPlan:
     """Tokens of the main batch, mean of the simulated batches."""
     flops_per_step: float
     """FLOP that the step needs, over all GPUs; what activation checkpoints compute again does not count."""
+    seconds_scoring: float
+    """Seconds in which `vcore-ds score` takes as many traces as a step has, along one trusted set."""
 
     @property
     def available(self) -> Available:
@@ -75,6 +77,11 @@ class RunPlan:
 
     def gpu_hours(self, num_steps: int) -> float:
         return num_steps * self.cost.seconds_step * self.cluster.num_gpus / 3600
+
+    def gpu_hours_scoring(self, num_traces: int) -> float:
+        """Of `vcore-ds score` for so many traces along one trusted set; the set's own gradient is not counted."""
+        num_batches = num_traces / self.batch.global_batch_size
+        return num_batches * self.seconds_scoring * self.cluster.num_gpus / 3600
 
     def on(self, num_gpus: int) -> "RunPlan":
         """The same on so many GPUs. Raises RecipeError as `plan_run` does."""
@@ -149,7 +156,8 @@ def plan_run(recipe: Recipe, cluster: Cluster, shape: ModelShape, *, mean_tokens
         )
     settings = memory.settings
     of_rank = parameter_counts(plan.time_model.shape, settings.adapters)
-    unsharded = of_rank.trained * (4 if settings.adapters is not None or settings.number_bytes == 4 else 6)
+    unsharded = of_rank.trained - (shape.parameters_elsewhere(settings.expert) if settings.adapters is None else 0)
+    unsharded *= 4 if settings.adapters is not None or settings.number_bytes == 4 else 6
     coalesces = recipe.engine.coalesce_gradient_reduction
     if coalesces == "auto":
         coalesces = unsharded <= COALESCING_SHARE * cluster.gpu.memory_bytes
@@ -169,6 +177,7 @@ def plan_run(recipe: Recipe, cluster: Cluster, shape: ModelShape, *, mean_tokens
         model.step(passes_of(recipe, settings), main, probe),
         sum(map(sum, lengths["main"])) / len(main),
         model.needed_flops(needed_passes(recipe, settings), lengths["main"], lengths["probe"]),
+        model.scoring_seconds(main),
     )
 
 
@@ -213,7 +222,7 @@ def _sizes(gpus_per_node: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Way:
-    """A change with which a run fits."""
+    """A run with a change, such as one with which it fits."""
 
     change: str
     plan: RunPlan
@@ -237,3 +246,17 @@ def cheapest_ways(plan: RunPlan, reload: Callable[[Sequence[str]], Recipe]) -> l
             ways.append(Way(remedy.change, found))
     ways.sort(key=lambda way: way.plan.gpu_hours(1))
     return ways[:_MOST_WAYS]
+
+
+def expert_ways(plan: RunPlan) -> list[Way]:
+    """The run with every other degree of expert parallelism that is possible, ascending."""
+    ways = []
+    for degree in plan.memory.expert_degrees:
+        parallel = plan.recipe.parallel.model_copy(update={"expert": degree})
+        recipe = plan.recipe.model_copy(update={"parallel": parallel})
+        try:
+            found = plan_run(recipe, plan.cluster, plan.shape, mean_tokens=plan.mean_tokens)
+        except RecipeError:  # the DeepSpeed JSON rules expert parallelism out
+            continue
+        ways.append(Way(f"parallel.expert={degree}", found))
+    return ways

@@ -8,14 +8,28 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vcore_ds.planning.flops import attention_flops_per_square, flops_of_all_weights, linear_flops_per_token
+from vcore_ds.planning.flops import (
+    attention_flops_per_square,
+    flops_of_all_weights,
+    linear_flops_per_token,
+    routed_flops_per_token,
+)
 from vcore_ds.planning.gpus import Cluster
 from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.memory_settings import MemorySettings, ParameterCounts
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.passes import PassWork, StepPasses
+from vcore_ds.planning.passes import FORWARD, PassWork, StepPasses, tangents_beside
 from vcore_ds.planning.spread import Spread
-from vcore_ds.planning.traffic import Traffic, exchanged, exchanged_numbers, gathered, of_hidden_states
+from vcore_ds.planning.traffic import (
+    EXCHANGES_OF_EXPERTS,
+    Traffic,
+    exchanged,
+    exchanged_numbers,
+    gathered,
+    gathered_weights,
+    numbers_to_experts,
+    of_hidden_states,
+)
 from vcore_ds.planning.waste import padded_rows
 
 _FP32 = 4
@@ -102,6 +116,13 @@ class StepModel:
         self._update(sums, passes)
         return StepCost(sums.seconds, sums.parts, sums.traffic)
 
+    def scoring_seconds(self, main: Sequence[SpreadBatch]) -> float:
+        """Seconds in which `vcore-ds score` takes a batch along one direction, mean over the batches."""
+        sums = _Sums()
+        for batch in main:
+            self._pass(sums, "utility", FORWARD + tangents_beside(self.settings), batch, 1 / len(main))
+        return sums.seconds["utility"]
+
     def needed_flops(self, passes: StepPasses, main: Sequence[Sequence[int]], probe: Sequence[Sequence[int]]) -> float:
         """FLOP that a step needs over all ranks, mean over batches of sequences of so many tokens.
 
@@ -119,7 +140,10 @@ class StepModel:
         machine, achieved, shape = self.cluster.machine, self.cluster.achieved, self._part
         b, (lengths, spread) = self.settings.number_bytes, batch
         k, num_micro_steps = spread.sequence_parallel, len(spread.micro_steps)
-        per_token, of_all_weights = linear_flops_per_token(shape), flops_of_all_weights(shape)
+        settings = self.settings
+        # All ranks of an expert-parallel group wait for the one that is sent most tokens.
+        per_token = linear_flops_per_token(shape) + (settings.expert_load - 1) * routed_flops_per_token(shape)
+        of_all_weights = flops_of_all_weights(shape) - 2 * shape.parameters_elsewhere(settings.expert)
         per_square = attention_flops_per_square(shape) / achieved.attention
         reduces_once = self.settings.coalesces_gradients
         for step, groups in enumerate(spread.micro_steps):
@@ -135,7 +159,7 @@ class StepModel:
             compute /= machine.flops
             moved: dict[str, Traffic] = self._parameters(work)
             if work.reduces and (step == num_micro_steps - 1 or not reduces_once):
-                moved["gradients"] = self._gathered(b * self.counts.trained)
+                moved["gradients"] = self._of_trained(b)
             hidden = sum((traffic.seconds(machine) for traffic in moved.values()), 0.0)
             hidden += self._host_seconds(work)
             if k > 1:
@@ -143,6 +167,12 @@ class StepModel:
                 moved["sequence-parallel activations"] = exchanged(handed_over, k, self._groups_per_node)
                 seconds = moved["sequence-parallel activations"].seconds(machine)
                 seconds += work.exchanges * 2 * shape.num_layers * machine.exchange_latency
+                sums.spend(phase, "exchanges", weight * seconds)
+            if settings.expert > 1:
+                handed_over = b * numbers_to_experts(shape) * tokens * work.exchanges
+                moved["expert-parallel tokens"] = exchanged(handed_over, settings.expert, self._groups_per_node)
+                seconds = settings.expert_load * moved["expert-parallel tokens"].seconds(machine)
+                seconds += work.exchanges * EXCHANGES_OF_EXPERTS * shape.num_layers * machine.exchange_latency
                 sums.spend(phase, "exchanges", weight * seconds)
             if self.settings.tensor > 1:
                 moved["tensor-parallel activations"], num_exchanges = self.between_layers(work, tokens)
@@ -174,20 +204,20 @@ class StepModel:
 
     def _parameters(self, work: PassWork) -> dict[str, Traffic]:
         """Gathers of one micro-step."""
-        counts, settings = self.counts, self.settings
-        b_trained = settings.number_bytes if settings.adapters is None else _FP32
-        whole = settings.number_bytes * (counts.all - counts.trained) + b_trained * counts.trained
-        times = work.gathers - 1 + self._share_of_backward(whole) if work.reduces else float(work.gathers)
-        moved = {"parameters": self._gathered(whole) * times}
-        if settings.ranks_of_second_copy > 1:  # it is what is gathered, from the ranks of a node
-            inside = gathered(whole, settings.ranks_of_second_copy, settings.ranks_of_second_copy)
-            moved = {"parameters": inside * times}
+        counts, b = self.counts, self.settings.number_bytes
+        of_experts = b * self.shape.expert_parameters
+        others = b * (counts.all - counts.trained) + self._bytes_trained * counts.trained - of_experts
+        moved = self._gathered(others, of_experts) * (work.gathers - work.reduces)
+        if work.reduces:
+            moved += self._gathered(*self._again_in_backward(others, of_experts))
+        found = {"parameters": moved}
         if work.tangent_gathers:
-            moved["tangents"] = self._gathered(b_trained * counts.trained) * work.tangent_gathers
-        return moved
+            found["tangents"] = self._of_trained(self._bytes_trained) * work.tangent_gathers
+        return found
 
-    def _share_of_backward(self, whole: float) -> float:
-        """Share of all parameters' bytes, `whole`, that a backward gathers after its forward.
+    def _again_in_backward(self, others: float, of_experts: float) -> tuple[float, float]:
+        """Of the bytes of all parameters but the experts, and of the experts, those that a backward gathers after its
+        forward.
 
         It needs layers and head. ZeRO-3 keeps what is used again within the reuse distance, as it walks through the
         order of the modules: a layer, where the layers after it and the head have fewer parameters; the last layer in
@@ -196,12 +226,11 @@ class StepModel:
         shape, b, reuse = self._part, self.settings.number_bytes, self.reuse_distance
         head = shape.vocabulary_size * shape.hidden_size
         embeddings = head if shape.is_tied else 2 * head
-        layer = (self.counts.all - embeddings) / shape.num_layers
+        layer = (self.counts.all - embeddings - shape.parameters_elsewhere(self.settings.expert)) / shape.num_layers
         num_kept = max(1, math.ceil((reuse - head) / layer))
-        again = max(0, shape.num_layers - num_kept) * (whole - b * embeddings) / shape.num_layers
-        if reuse <= 2 * head:
-            again += b * head
-        return again / whole
+        share = max(0, shape.num_layers - num_kept) / shape.num_layers
+        of_head = b * head if reuse <= 2 * head else 0
+        return share * (others - b * embeddings) + of_head, share * of_experts
 
     def _host_seconds(self, work: PassWork) -> float:
         """Copies of offloaded shards between host and device in one micro-step."""
@@ -233,8 +262,25 @@ class StepModel:
         if settings.estimator == "finite_difference":  # perturbed and put back
             sums.spend("utility", "update", 2 * shard * (_FP32 + 2 * settings.number_bytes) / memory)
 
-    def _gathered(self, num_bytes: float) -> Traffic:
-        return gathered(num_bytes, self._num_groups, self._groups_per_node)
+    def _of_trained(self, number_bytes: int) -> Traffic:
+        """A reduction of all gradients, or a gather of the direction."""
+        of_experts = self.shape.expert_parameters if self.settings.adapters is None else 0
+        others = self.counts.trained - of_experts
+        return self._over_shards(number_bytes * others, number_bytes * of_experts)
+
+    def _gathered(self, others: float, of_experts: float) -> Traffic:
+        """A gather of parameters: from the ranks of a node where these have a second copy."""
+        inside = self.settings.ranks_of_second_copy
+        if inside > 1:
+            return gathered(others + of_experts, inside, inside)
+        return self._over_shards(others, of_experts)
+
+    def _over_shards(self, others: float, of_experts: float) -> Traffic:
+        return gathered_weights(others, of_experts, self._num_groups, self._groups_per_node, self.settings.expert)
+
+    @property
+    def _bytes_trained(self) -> int:
+        return self.settings.number_bytes if self.settings.adapters is None else _FP32
 
     @property
     def _part(self) -> ModelShape:

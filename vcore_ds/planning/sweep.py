@@ -273,9 +273,9 @@ def _resolve(
 
 
 def _enough_ranks(recipe: Recipe) -> int:
-    """A world size that the recipe's degrees of tensor and sequence parallelism divide."""
+    """A world size that the recipe's degrees of tensor, expert and sequence parallelism divide."""
     degrees = [k for k in (recipe.batch.sequence_parallel, recipe.probe.sequence_parallel) if k != "auto"]
-    return recipe.parallel.tensor * math.lcm(_MANY_RANKS, *degrees)
+    return recipe.parallel.tensor * math.lcm(_MANY_RANKS, recipe.parallel.expert, *degrees)
 
 
 def _equal_cells(file: Path, runs: Sequence[SweepRun]) -> Iterator[str]:

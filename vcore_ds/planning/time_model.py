@@ -7,7 +7,13 @@ counts is the ratio of speeds: of the machine's arithmetic, of the links within 
 from dataclasses import dataclass
 
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.traffic import Machine, exchanged, exchanged_numbers, gathered
+from vcore_ds.planning.traffic import (
+    EXCHANGES_OF_EXPERTS,
+    Machine,
+    exchanged,
+    exchanged_numbers,
+    gathered_weights,
+)
 
 _BYTES = 2
 """Bytes of a bf16 number."""
@@ -28,6 +34,8 @@ class TimeModel:
     num_ranks: int
     ranks_per_node: int
     machine: Machine = H100
+    expert: int = 1
+    """Ranks of an expert-parallel group."""
 
     def work(self, num_tokens: int) -> float:
         """Linear layers and attention of one sequence on one rank."""
@@ -42,12 +50,18 @@ class TimeModel:
         but a rank's own share comes over its link) as between nodes (where the node's adapters bring in one copy
         together). It is added to the work although a part of it runs behind it: a step with little work has nothing to
         hide it behind, and in one with much work it is small. In a mixture of experts the weights are all gathered and
-        read, and a token's FLOP are those of a few experts: so many times as many tokens.
+        read, and a token's FLOP are those of a few experts: so many times as many tokens. Expert parallelism gathers
+        and reads a part of the experts, and adds the latency of a layer's exchanges.
         """
-        seconds_per_byte = gathered(1.0, self.num_ranks, self.ranks_per_node).seconds(self.machine)
-        active = self.shape.num_layers * self.shape.layer_parameters
-        all_of_active = 1 + self.shape.idle_parameters / active
-        return all_of_active * (self.machine.flops * _BYTES / 2 * seconds_per_byte + self.machine.half_speed_tokens)
+        shape, machine = self.shape, self.machine
+        active, of_experts = shape.num_layers * shape.layer_parameters, shape.expert_parameters
+        others = active + shape.idle_parameters - of_experts
+        moved = gathered_weights(others, of_experts, self.num_ranks, self.ranks_per_node, self.expert)
+        tokens = machine.flops * _BYTES / 2 * moved.seconds(machine) / active
+        tokens += machine.half_speed_tokens * (others + of_experts / self.expert) / active
+        if self.expert > 1:
+            tokens += EXCHANGES_OF_EXPERTS * machine.exchange_latency / self._seconds_per_token
+        return tokens
 
     def exchange(self, sequence_parallel: int) -> float:
         """Sending query, key, value and output of one of this rank's tokens to its sequence-parallel group.

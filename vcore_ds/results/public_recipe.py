@@ -14,6 +14,8 @@ def public_recipe(recipe: Recipe, base: BaseModel) -> dict[str, Any]:
     data = values["data"]
     for key in ("train_path", "probe_path", "reference_log_probabilities"):
         data[key] = None if data[key] is None else public_source(data[key])
+    if data["keep"] is not None:
+        data["keep"]["scores"] = _last_name(data["keep"]["scores"])
     if isinstance(data["validation_path"], dict):
         data["validation_path"] = {name: public_source(path) for name, path in data["validation_path"].items()}
     elif data["validation_path"] is not None:

@@ -80,6 +80,8 @@ def _short(values: dict[str, Any]) -> str:
     ]
     if values["utilization"] is not None:
         parts.append(f"MFU {values['utilization']:.1%}")
+    if "expert_load_mean" in values:
+        parts.append(f"fullest expert {values['expert_load_mean']:.1f}x")
     return "  ".join(parts)
 
 

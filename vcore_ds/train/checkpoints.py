@@ -17,6 +17,7 @@ from vcore_ds.engine.checkpoint_shards import (
     state_bytes,
     write_state,
 )
+from vcore_ds.engine.partitioned import shape_of_all
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder as files
@@ -123,9 +124,9 @@ class Checkpoints:
                 data = self._recipe.data
                 path = data.probe_path if key == "data.probe_path" and data.probe_path is not None else data.train_path
                 raise UserError(
-                    f"{key}: {path}: found other tokens than those that {folder} was trained on (data, template or "
-                    "tokenizer have changed); expected the same, to resume. Restore them, or set run.output_dir to a "
-                    "new folder"
+                    f"{key}: {path}: found other tokens than those that {folder} was trained on (data, template, "
+                    "tokenizer or kept traces have changed); expected the same, to resume. Restore them, or set "
+                    "run.output_dir to a new folder"
                 )
 
     def load(self, found: tuple[Path, RunState], engine: Engine, estimator: Estimator) -> int:
@@ -136,14 +137,7 @@ class Checkpoints:
         """
         started = time.perf_counter()
         folder, state = found
-        shapes = _shapes(engine)
-        for name in sorted(shapes.keys() | state.shapes.keys()):
-            if shapes.get(name) != state.shapes.get(name):
-                raise UserError(
-                    f"model.path: {self._recipe.model.path}: parameter {name} has shape {shapes.get(name)}; the "
-                    f"checkpoint {folder} has {state.shapes.get(name)}; expected the model that the run began with"
-                )
-        read_state(engine, self._direction_of_next_step(state.step, estimator), folder / files.STATE, state.num_updates)
+        self.read(found, engine, self._direction_of_next_step(state.step, estimator))
         if state.direction is not None:
             estimator.load_state(state.direction)
         seconds = time.perf_counter() - started
@@ -156,6 +150,33 @@ class Checkpoints:
         self.validation_losses_before, self.wandb_run_id = state.validation_losses_before, state.wandb_run_id
         self._last_end = time.monotonic()
         return state.step
+
+    def of_step(self, step: int) -> tuple[Path, RunState]:
+        """The checkpoint after `step` steps. Raises UserError where its files do not match its manifest."""
+        folder = files.step_folder(self._folder, step)
+        problem = self._problem_of(folder)
+        if problem is not None:
+            raise UserError(
+                f"{folder}: does not verify: {problem}; expected a whole checkpoint. Restore it from a copy, or name "
+                "another one"
+            )
+        return folder, self._read_run_state(folder)
+
+    def read(self, found: tuple[Path, RunState], engine: Engine, direction: Direction | None) -> None:
+        """Replaces the parameters and the optimizer's state of `engine`, and `direction`, by a checkpoint's.
+
+        Raises:
+            UserError: the model's parameters have other names or shapes than the checkpoint's.
+        """
+        folder, state = found
+        shapes = _shapes(engine)
+        for name in sorted(shapes.keys() | state.shapes.keys()):
+            if shapes.get(name) != state.shapes.get(name):
+                raise UserError(
+                    f"model.path: {self._recipe.model.path}: parameter {name} has shape {shapes.get(name)}; the "
+                    f"checkpoint {folder} has {state.shapes.get(name)}; expected the model that the run began with"
+                )
+        read_state(engine, direction, folder / files.STATE, state.num_updates)
 
     def due(self, step: int, num_steps: int) -> bool:
         """Whether to save after `step` steps."""
@@ -249,7 +270,7 @@ class Checkpoints:
 
 
 def _shapes(engine: Engine) -> dict[str, list[int]]:
-    return {name: list(parameter.ds_shape) for name, parameter in engine.trainable}
+    return {name: list(shape_of_all(parameter)) for name, parameter in engine.trainable}
 
 
 def _data_digests(feed: Feed) -> dict[str, str]:

@@ -8,16 +8,16 @@ two modes check each other: one short sequence, forward and backward, then forwa
 
 import time
 
-import numpy as np
 import torch
 
 from vcore_ds.data.batches import Batch, collate
-from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed.positions import mark
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.errors import UserError, first_line
+from vcore_ds.models.architecture_check import instead_of_forward_mode
 from vcore_ds.track.console import Console
 from vcore_ds.train.feed import Feed
+from vcore_ds.train.start_check import ending
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator, ForwardMode
 
@@ -48,9 +48,8 @@ def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed, console:
             raise
         raise UserError(
             f"utility.estimator: found jvp together with {engine.module.base.config.model_type}, which has an "
-            f"operation without a forward-mode derivative ({first_line(error)}); expected finite_difference "
-            "(utility.estimator=finite_difference utility.epsilon=auto), a method without utilities "
-            "(methods/sft.yaml), or another architecture"
+            f"operation without a forward-mode derivative ({first_line(error)})"
+            f"{instead_of_forward_mode(engine.module.base.config)}"
         ) from None
     difference = abs(found / expected - 1) if expected else 0.0
     # Adapters may be in fp32 on a model in bf16.
@@ -59,9 +58,8 @@ def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed, console:
         raise UserError(
             f"utility.estimator: found jvp together with {engine.module.base.config.model_type}, of which forward-mode "
             f"derivatives are wrong: the loss of a short sequence along its own gradient changes by {found:.6g}, "
-            f"expected the gradient's squared norm, {expected:.6g}, within {tolerance:g} of it; expected "
-            "finite_difference (utility.estimator=finite_difference utility.epsilon=auto), a method without utilities "
-            "(methods/sft.yaml), or another architecture"
+            f"expected the gradient's squared norm, {expected:.6g}, within {tolerance:g} of it"
+            f"{instead_of_forward_mode(engine.module.base.config)}"
         )
     console.note(
         f"Check of the utilities: forward and reverse mode differ by {difference:.1g} of the derivative, in "
@@ -84,10 +82,8 @@ def along_own_gradient(engine: Engine, estimator: ForwardMode, batch: Batch) -> 
 
 
 def short_batch(engine: Engine, feed: Feed) -> Batch:
-    """The end of the first sequence, all of it supervised."""
-    ids = feed.dataset[0].input_ids
+    """The end of the first sequence."""
     # Reverse mode stops at the input embedding of this token (`torch.nn.Embedding(padding_idx=...)`), forward mode
     # does not; where embeddings are tied, both are right.
     padding = getattr(engine.module.base.config.get_text_config(), "pad_token_id", None)
-    ids = ids[ids != padding][-NUM_TOKENS:]
-    return collate([TokenizedSequence(0, ids, np.arange(len(ids)) > 0)], feed.pad_token_id)
+    return collate([ending(feed, 0, NUM_TOKENS, left_out=padding)], feed.pad_token_id)

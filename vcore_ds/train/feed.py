@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import Batch, collate, idle_batch, pack
 from vcore_ds.data.cache import cache_root, store_of
-from vcore_ds.data.dataset import ChangedDataset, Dataset, JoinedDataset, keep_random_tokens
+from vcore_ds.data.dataset import Dataset, JoinedDataset, KeptDataset, keep_random_tokens
 from vcore_ds.data.order import MainOrder, RandomDraws
 from vcore_ds.data.sequence_log_probabilities import with_reference
 from vcore_ds.data.step_batches import StepBatches
@@ -20,6 +20,7 @@ from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.launcher import local_rank
 from vcore_ds.distributed.process_group import first_rank_first
+from vcore_ds.errors import UserError
 from vcore_ds.files.user_paths import reading
 from vcore_ds.models.configuration import vocabulary_size
 from vcore_ds.planning.batch_plan import BatchPlan, Part
@@ -27,6 +28,7 @@ from vcore_ds.planning.spread import Spread
 from vcore_ds.planning.utilization import Utilization, summarize
 from vcore_ds.random_streams import Stream
 from vcore_ds.track.console import Console
+from vcore_ds.train.selection import selection_for
 
 
 @dataclass(frozen=True)
@@ -142,13 +144,26 @@ def _lengths(ids: Sequence[int], dataset: Dataset | JoinedDataset) -> list[int]:
 
 
 def read_training_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console) -> Dataset:
-    """With what the recipe's method needs to know of each sequence."""
-    dataset = read_dataset(recipe, recipe.data.train_path, tokenizer, console)
+    """What the recipe keeps of its training data, with what its method needs to know of each sequence. A collective."""
+    store = read_dataset(recipe, recipe.data.train_path, tokenizer, console)
+    dataset: Dataset = store
     if recipe.method.drops_tokens:
-        return keep_random_tokens(dataset, recipe.method.keep_share, recipe.run.seed)
-    if recipe.data.reference_log_probabilities is not None:
-        return with_reference(dataset, recipe.data.reference_log_probabilities)
-    return dataset
+        dataset = keep_random_tokens(store, recipe.method.keep_share, recipe.run.seed)
+    elif recipe.data.reference_log_probabilities is not None:
+        dataset = with_reference(store, recipe.data.reference_log_probabilities)
+    if recipe.data.keep is None:
+        return dataset
+    keep, model = recipe.data.keep, recipe.model.path
+    selection = first_rank_first(lambda: selection_for(keep, store, model))
+    # Nodes may have copies of the scores. From different ones, ranks would draw different batches unnoticed.
+    if len(set(layout.gather_objects("job", selection.digest))) > 1:
+        raise UserError(
+            f"data.keep.scores: {keep.scores}: found different scores on different nodes; expected the same. Name a "
+            "folder that all nodes share, or copy it to all of them"
+        )
+    for line in selection.details():
+        console.note(line)
+    return KeptDataset(dataset, selection.positions, selection.describe(), selection.origin())
 
 
 def read_dataset(recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBase, console: Console) -> TokenStore:
@@ -195,20 +210,28 @@ def count_data(recipe: Recipe, feed: Feed, validation: dict[str, Dataset]) -> li
 
 
 def _counts(dataset: Dataset) -> dict[str, Any]:
-    manifest = store_behind(dataset).manifest
+    sources = store_behind(dataset).manifest.get("source", [])
+    num_tokens, num_supervised = num_tokens_of(dataset)
     return {
-        "hub_ids": [source["hub"] for source in manifest.get("source", []) if "hub" in source],
-        "sequences": manifest["num_sequences"],
-        "tokens": manifest["num_tokens"],
-        "supervised_tokens": manifest["num_supervised_tokens"],
+        "hub_ids": [source["hub"] for source in sources if "hub" in source],
+        "sequences": len(dataset),
+        "tokens": num_tokens,
+        "supervised_tokens": num_supervised,
     }
 
 
+def num_tokens_of(dataset: Dataset) -> tuple[int, int]:
+    """Tokens of a data set, and how many of them are supervised."""
+    store = store_behind(dataset)
+    if isinstance(dataset, KeptDataset):
+        return int(dataset.lengths.sum()), int(store.num_supervised_tokens[dataset.positions].sum())
+    return store.manifest["num_tokens"], store.manifest["num_supervised_tokens"]
+
+
 def store_behind(dataset: Dataset) -> TokenStore:
-    """The store whose sequences a data set has, with changes or without."""
-    while isinstance(dataset, ChangedDataset):
+    """The store that a data set has its sequences from, all or some of them, with changes or without."""
+    while not isinstance(dataset, TokenStore):
         dataset = dataset.dataset
-    assert isinstance(dataset, TokenStore)
     return dataset
 
 

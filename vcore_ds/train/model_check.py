@@ -26,8 +26,16 @@ def check_configuration(recipe: Recipe) -> None:
     if Path(path).name == "config.json":  # which a plan can be made of
         path = str(Path(path).parent)
     if recipe.model.provider == "huggingface":
-        check_architecture(path, attention=recipe.model.attention, lora=recipe.lora, estimator=estimator)
-        causal_lm = causal_lm_class(read_config(path, local_files_only=True))
+        config = read_config(path, local_files_only=True)
+        check_architecture(
+            path,
+            config,
+            attention=recipe.model.attention,
+            lora=recipe.lora,
+            estimator=estimator,
+            expert=recipe.parallel.expert,
+        )
+        causal_lm = causal_lm_class(config)
         if recipe.model.gradient_checkpointing and not causal_lm.supports_gradient_checkpointing:
             raise UserError(
                 f"model.gradient_checkpointing: found true together with model.path {path} ({causal_lm.__name__}), "

@@ -9,7 +9,7 @@ from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.cpu_products import describe_cpu_products
-from vcore_ds.data.dataset import Dataset
+from vcore_ds.data.dataset import Dataset, KeptDataset
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
@@ -77,7 +77,7 @@ def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -
     """
     resumes = can_resume(recipe)
     check_model(recipe)
-    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
+    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor, recipe.parallel.expert)
     lock = RunLock(Path(recipe.run.output_dir))
     try:
         with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
@@ -149,7 +149,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
         checkpoints.clear_above(num_done)
     else:  # not earlier: what the user has to fix is found before anything is written
         first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
-    log = on_first_rank(lambda: begin_folder(recipe, num_done, checkpoints, console))
+    log = on_first_rank(lambda: begin_folder(recipe, feed, num_done, checkpoints, console))
     counts = count_data(recipe, feed, validation)
     on_first_rank(lambda: run_folder.write_data_counts(folder, counts))
     run = Run(
@@ -202,10 +202,11 @@ def read_data(
     return build_feed(recipe, plan, training, tokenizer, probe), validation
 
 
-def begin_folder(recipe: Recipe, num_done: int, checkpoints: Checkpoints, console: Console) -> MetricsLog:
+def begin_folder(recipe: Recipe, feed: Feed, num_done: int, checkpoints: Checkpoints, console: Console) -> MetricsLog:
     """Recipe, environment and the log of the steps in the run's folder, by rank 0; and the sinks that are wanted."""
     folder = Path(recipe.run.output_dir)
-    num_lost_lines = run_folder.begin(folder, dump_recipe(recipe), layout.size("job"), num_done)
+    kept = feed.dataset.origin if isinstance(feed.dataset, KeptDataset) else None
+    num_lost_lines = run_folder.begin(folder, dump_recipe(recipe), layout.size("job"), num_done, kept)
     run_folder.add_start(folder, num_done, "\n".join(console.notes))
     if num_lost_lines:
         console.say(f"{num_lost_lines} line(s) of later steps moved to {folder / run_folder.LOST_METRICS}")

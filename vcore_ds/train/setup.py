@@ -10,6 +10,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, total_memory_bytes
 from vcore_ds.distributed.launcher import num_local_ranks
 from vcore_ds.distributed.process_group import first_rank_first
+from vcore_ds.engine.expert_shards import divide_experts
 from vcore_ds.engine.gradient_sum import unsharded_gradient_bytes
 from vcore_ds.engine.loading import load_sharded
 from vcore_ds.engine.optimizer import build_optimizer
@@ -54,6 +55,7 @@ def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
     # The same on every rank: adapters are initialised before they are sharded.
     torch.manual_seed(recipe.run.seed)
     model = load_model(recipe, ds_config)
+    divide_experts(model)
     model.train()
     return Engine(
         model,

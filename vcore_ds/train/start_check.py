@@ -29,8 +29,8 @@ NUM_TOKENS = (32, 24)
 number: in rows of their own the second has padding behind it, which must not change its losses."""
 
 SAME_PRODUCTS = {torch.bfloat16: 1e-3, torch.float32: 1e-5, torch.float64: 1e-9}
-"""Largest mean difference, nats, of losses that the same kernels compute of the same numbers; by the parameters' dtype.
-It leaves room for sums whose order a GPU does not fix."""
+"""Largest mean difference, nats, of losses that the same kernels compute of the same numbers; by the least precise of
+the parameters' dtypes. It leaves room for sums whose order a GPU does not fix."""
 
 OTHER_PRODUCTS = {torch.bfloat16: 0.1, torch.float32: 1e-4, torch.float64: 1e-8}
 """The same where products have other shapes or another order, and are rounded differently."""
@@ -61,11 +61,11 @@ def check_start(engine: Engine, feed: Feed, console: Console) -> None:
     devices = [engine.device] if engine.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices):
         comparisons = compare_losses(engine, feed)
-    dtype = next(engine.module.parameters()).dtype
+    dtypes = {parameter.dtype for parameter in engine.module.parameters()}
     # Kernels may differ between ranks, and all ranks must come to the same end.
     of_ranks = layout.gather_objects("job", [comparison.difference for comparison in comparisons])
     for comparison, differences in zip(comparisons, zip(*of_ranks, strict=True), strict=True):
-        tolerance = comparison.tolerances[dtype]
+        tolerance = max(comparison.tolerances[dtype] for dtype in dtypes)  # adapters may be in fp32 on a model in bf16
         wrong = [number for number in differences if not number <= tolerance]  # nan, where only one of two is, too
         if wrong:
             raise UserError(
@@ -81,7 +81,7 @@ def check_start(engine: Engine, feed: Feed, console: Console) -> None:
 
 def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
     """The losses of this rank, each comparison after those that would explain it. A collective."""
-    first, second = _ending(feed, 0), _ending(feed, 1)
+    first, second = (ending(feed, number, num_tokens) for number, num_tokens in enumerate(NUM_TOKENS))
     backwards = replace(first, input_ids=first.input_ids[::-1].copy())
     # Where sequences are packed, the second one behind two others; where they are not, the two in rows of their own.
     rows = [[first, second], [backwards, second]] if feed.plan.is_packed else [[first], [second]]
@@ -128,10 +128,14 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, targets[supervised], reduction="none")
 
 
-def _ending(feed: Feed, number: int) -> TokenizedSequence:
-    """The end of a training sequence, all of it supervised; data of one sequence have it twice."""
-    sequence = feed.dataset[min(number, len(feed.dataset) - 1)]
-    ids = sequence.input_ids[-NUM_TOKENS[number] :]
+def ending(feed: Feed, number: int, num_tokens: int, *, left_out: int | None = None) -> TokenizedSequence:
+    """The last tokens of a training sequence, all supervised; the last sequence, where there are not so many.
+
+    Args:
+        left_out: a token id that is not taken.
+    """
+    ids = feed.dataset[min(number, len(feed.dataset) - 1)].input_ids
+    ids = ids[ids != left_out][-num_tokens:]
     return TokenizedSequence(number, ids, np.arange(len(ids)) > 0)
 
 

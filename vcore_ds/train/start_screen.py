@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from vcore_ds.config.schema import Recipe
-from vcore_ds.data.dataset import Dataset
+from vcore_ds.data.dataset import Dataset, KeptDataset
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.engine.gradient_sum import unsharded_gradient_bytes
@@ -19,7 +19,7 @@ from vcore_ds.planning.memory_text import describe_memory
 from vcore_ds.planning.rank_text import count
 from vcore_ds.planning.run_plan import COALESCING_SHARE
 from vcore_ds.planning.utilization import Utilization
-from vcore_ds.train.feed import Feed, store_behind
+from vcore_ds.train.feed import Feed, num_tokens_of, store_behind
 from vcore_ds.train.setup import why_separate
 from vcore_ds.utility.direction import Direction
 
@@ -78,12 +78,14 @@ def describe_model(recipe: Recipe, counts: ParameterCounts | None) -> str:
 
 def describe_data(path: str, dataset: Dataset) -> str:
     """Such as `train.jsonl: 62 of 320 rows kept, 11,292 tokens (6,070 supervised); 258 dropped: longer than ...`."""
-    manifest = store_behind(dataset).manifest
-    counts = manifest.get("counts", {})
+    num_tokens, num_supervised = num_tokens_of(dataset)
+    if isinstance(dataset, KeptDataset):
+        return f"{short(path)}: {dataset.description}, {num_tokens:,} tokens ({num_supervised:,} supervised)"
+    counts = store_behind(dataset).manifest.get("counts", {})
     dropped = counts.get("dropped", {})
     size = f"{counts['rows']:,} rows kept" if dropped else "sequences"
-    text = f"{short(path)}: {len(dataset):,} {'of ' * bool(dropped)}{size}, {manifest['num_tokens']:,} tokens "
-    text += f"({manifest['num_supervised_tokens']:,} supervised)"
+    text = f"{short(path)}: {len(dataset):,} {'of ' * bool(dropped)}{size}, {num_tokens:,} tokens "
+    text += f"({num_supervised:,} supervised)"
     return "; ".join([text, *(f"{number:,} dropped: {rule}" for rule, number in dropped.items())])
 
 
@@ -120,11 +122,12 @@ def describe_direction(recipe: Recipe) -> str:
 
 
 def describe_parallelism() -> str:
-    """World size, ZeRO-3 and tensor parallelism."""
-    world, tensor = layout.size("job"), layout.size("tensor")
+    """World size, ZeRO-3, tensor and expert parallelism."""
+    world, tensor, expert = layout.size("job"), layout.size("tensor"), layout.size("expert")
     kind = torch.cuda.get_device_name() if device().type == "cuda" else "CPU"
     over = count(layout.size("shards"), "rank") if tensor == 1 else f"{layout.size('shards')} of {world} ranks"
-    return f"ZeRO-3 over {over} ({kind}), tensor parallelism {tensor}"
+    divided = f", expert parallelism {expert}" if expert > 1 else ""
+    return f"ZeRO-3 over {over} ({kind}), tensor parallelism {tensor}{divided}"
 
 
 def describe_accumulation(feed: Feed, num_done: int, num_steps: int) -> str:

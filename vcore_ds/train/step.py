@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 from vcore_ds.data.batches import Batch
 from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.distributed import layout
 from vcore_ds.engine.counts import count_globally
 from vcore_ds.engine.log_probabilities import with_reference_of_adapters
 from vcore_ds.engine.non_finite import NonFiniteLoss, sequences_by_rank
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.objective import sequence_shares, token_coefficients
 from vcore_ds.method.weights import segment_sum
+from vcore_ds.models.expert_load import forget_tokens, load_of_experts
 from vcore_ds.track.step_metrics import MicroBatchResult, StepMetrics, StepRecorder, StepTotals
 from vcore_ds.train.batch_scope import sequence_factors
 from vcore_ds.train.followed import measure_followed
@@ -68,6 +70,7 @@ def train_step(
             main = with_reference_of_adapters(engine, main)
     measure_followed(engine, settings, batches.followed, estimator, recorder, seed=seed)
 
+    forget_tokens(engine.module)  # of experts in other passes
     with recorder.part("main"), engine.accumulation(len(main)):
         for k, batch in enumerate(main):
             losses, utilities = forward(k)
@@ -86,6 +89,7 @@ def train_step(
                 MicroBatchResult(batch, tokens, q, shares, alpha, weighted.detach().sum(), loss.detach().sum())
             )
     totals = recorder.totals()
+    measured |= load_of_experts(engine.module, layout.size("expert"))
     check_finite(totals, recorder, main[0].sequence_parallel)
 
     # Line 6: alpha of the global batch, known only now. The loss is linear in it: scaling the gradient is exact.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.counts import count_globally
 from vcore_ds.engine.flat_shards import chunks
 from vcore_ds.engine.non_finite import NonFiniteLoss, sequences_by_rank
-from vcore_ds.engine.partitioned import PartitionedParameter
+from vcore_ds.engine.partitioned import PartitionedParameter, is_block_of_experts
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.adam import adam_direction
 from vcore_ds.method.baselines import dft_weights
@@ -41,7 +41,7 @@ class Direction:
     This is all that VCORE keeps between the passes of a step: one shard in the parameter dtype.
 
     Forward mode gathers one group at a time: the trained parameters of one decoder layer, or of one module outside the
-    layers. That takes one collective per layer instead of one per weight.
+    layers. That takes one collective per layer instead of one per weight, two where experts are divided.
 
     Attributes:
         buffers: the vector, see `FlatShards`.
@@ -160,32 +160,49 @@ class Direction:
         """Takes what `state` gave; the vector is read with the checkpoint's tensors."""
         self.norm, self.num_taken = state["norm"], int(state["num_taken"] or 0)
 
-    def start_gather(self, group: int) -> layout.PendingGather | None:
-        """Starts to gather one group from all ranks; `finish_gather` waits for it. None where this rank has all of it.
-        A collective."""
-        if layout.size("shards") == 1:
-            return None
-        shards = [self.shard(parameter) for parameter in self.groups[group][1]]
-        # With weight decay, matrices and vectors of a layer lie in different sub-groups.
-        return layout.start_all_gather("shards", shards[0] if len(shards) == 1 else torch.cat(shards))
+    def start_gather(self, group: int) -> list["PartialGather"]:
+        """Starts to gather one group from all ranks; `finish_gather` waits for it. A collective."""
+        blocks = [parameter for parameter in self.groups[group][1] if is_block_of_experts(parameter)]
+        others = [parameter for parameter in self.groups[group][1] if not is_block_of_experts(parameter)]
+        started = []
+        if others:
+            is_whole = layout.size("shards") == 1
+            pending = None if is_whole else layout.start_all_gather("shards", self._joined(others))
+            started.append(PartialGather(others, pending))
+        if blocks:
+            is_whole = layout.size("expert_shards") == 1
+            pending = None if is_whole else layout.start_all_gather("expert_shards", self._joined(blocks))
+            started.append(PartialGather(blocks, pending))
+        return started
 
-    def finish_gather(self, group: int, pending: layout.PendingGather | None) -> dict[int, Tensor]:
+    def finish_gather(self, started: Sequence["PartialGather"]) -> dict[int, Tensor]:
         """The whole tensors of a group by `id(parameter)`."""
-        if pending is None:
-            # Views of the vector, which lies in memory as the parameters do. Of a tangent that lies there in another
-            # way PyTorch makes a copy, with zeros for all that the parameter's memory holds beside it: all parameters.
-            return {
-                id(parameter): self.shard(parameter)[: parameter.ds_numel].view(parameter.ds_shape)
-                for parameter in self.groups[group][1]
-            }
-        per_rank = pending.wait().view(layout.size("shards"), -1)
-        whole, offset = {}, 0
-        for parameter in self.groups[group][1]:
-            end = offset + parameter.ds_tensor.numel()
-            flat = per_rank[:, offset:end].reshape(-1)
-            whole[id(parameter)] = flat[: parameter.ds_numel].view(parameter.ds_shape)
-            offset = end
+        whole = {}
+        for parameters, pending in started:
+            if pending is None:
+                # Views of the vector, which lies in memory as the parameters do. Of a tangent that lies there in
+                # another way PyTorch makes a copy, with zeros for all that the parameter's memory holds beside it: all
+                # parameters.
+                flat = [self.shard(parameter) for parameter in parameters]
+            else:
+                numels = [parameter.ds_tensor.numel() for parameter in parameters]
+                flat = [part.reshape(-1) for part in pending.wait().view(-1, sum(numels)).split(numels, 1)]
+            for parameter, of_all in zip(parameters, flat, strict=True):
+                whole[id(parameter)] = of_all[: parameter.ds_numel].view(parameter.ds_shape)
         return whole
+
+    def _joined(self, parameters: Sequence[PartitionedParameter]) -> Tensor:
+        # With weight decay, matrices and vectors of a layer lie in different sub-groups.
+        shards = [self.shard(parameter) for parameter in parameters]
+        return shards[0] if len(shards) == 1 else torch.cat(shards)
+
+
+class PartialGather(NamedTuple):
+    """A gather of those of a group's parameters that are sharded over the same ranks."""
+
+    parameters: list[PartitionedParameter]
+    pending: layout.PendingGather | None
+    """None where this rank has all of them."""
 
 
 def _gather_groups(engine: Engine) -> list[tuple[nn.Module, list[PartitionedParameter]]]:

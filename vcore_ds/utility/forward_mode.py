@@ -25,7 +25,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION
 from vcore_ds.models.dual_numbers import make_dual
 from vcore_ds.models.lora_linear import BaseLinear, linear_sum, linear_tangent
-from vcore_ds.utility.direction import Direction
+from vcore_ds.utility.direction import Direction, PartialGather
 
 if TYPE_CHECKING:  # megatron-core takes seconds
     from vcore_ds.models.causal_lm import TokenLossModel
@@ -129,7 +129,7 @@ class _TangentGatherer:
         self._replaced_forwards: list[nn.Module] = []
         self._were_dual: set[int] = set()
         self._whole: dict[int, Tensor] = {}
-        self._in_flight: dict[int, layout.PendingGather | None] = {}
+        self._in_flight: dict[int, list[PartialGather]] = {}
 
     def attach(self, engine: Engine) -> None:
         """Registers all hooks. They run in that order: ZeRO-3's, which gather parameters, are older and come first."""
@@ -176,8 +176,9 @@ class _TangentGatherer:
             self._put_back(module)
         for module in self._replaced_forwards:
             del module.forward  # the instance's; the class's is in effect again
-        for pending in filter(None, self._in_flight.values()):
-            pending.wait()  # started on every rank, so it ends; otherwise it would meet the next collective
+        for started in self._in_flight.values():
+            # Started on every rank, so it ends; otherwise it would meet the next collective.
+            self._direction.finish_gather(started)
         self._handles, self._replaced_modules, self._replaced_forwards = [], [], []
         self._in_flight, self._whole = {}, {}
 
@@ -185,7 +186,7 @@ class _TangentGatherer:
         def gather(module: nn.Module, _: object) -> None:
             is_started = number in self._in_flight
             started = self._in_flight.pop(number) if is_started else self._direction.start_gather(number)
-            self._whole.update(self._direction.finish_gather(number, started))
+            self._whole.update(self._direction.finish_gather(started))
             if prefetch is not None and prefetch not in self._in_flight:
                 self._in_flight[prefetch] = self._direction.start_gather(prefetch)
 

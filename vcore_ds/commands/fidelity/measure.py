@@ -40,7 +40,7 @@ from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import environment
-from vcore_ds.models.configuration import can_replace_attention, check_routing, read_config
+from vcore_ds.models.configuration import can_replace_attention, read_config
 from vcore_ds.models.folder_check import check_model_folder
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import is_on_disk
@@ -63,9 +63,8 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     Raises UserError, before the model is loaded, for whatever the user can fix.
     """
     check_model_folder(recipe.model.path)
-    check_routing(recipe.model.path)
     check_reference(recipe.model.path)
-    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
+    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor, recipe.parallel.expert)
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
         return measure_together(recipe, options)
 

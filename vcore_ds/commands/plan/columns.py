@@ -15,6 +15,7 @@ from vcore_ds.planning.run_plan import (
     RunPlan,
     Way,
     cheapest_ways,
+    expert_ways,
     find_model,
     find_shape,
     named_gpu,
@@ -37,6 +38,8 @@ class Column:
     """On the fewest GPUs of the kind on which it fits; None where that are too many."""
     ways: list[Way]
     """The cheapest changes with which it fits; empty where it fits already."""
+    expert_degrees: list[Way]
+    """Other degrees of expert parallelism that are possible; empty for a dense model."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,13 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
 
     def column(title: str, recipe: Recipe, reload: Callable[[Sequence[str]], Recipe]) -> Column:
         own = find_shape(recipe.model.path) or (shape, model)
+        if recipe.data.keep is not None:
+            from vcore_ds.train.selection import with_num_steps  # here alone: torch takes seconds to import
+
+            recipe = with_num_steps(recipe)
         plan = plan_run(recipe, cluster, own[0], mean_tokens=arguments.mean_tokens)
         ways = [] if plan.fits else cheapest_ways(plan, reload)
-        return Column(title, plan, smallest_cluster(plan), ways)
+        return Column(title, plan, smallest_cluster(plan), ways, expert_ways(plan))
 
     columns = []
     if arguments.compare:

@@ -9,7 +9,7 @@ from vcore_ds.planning.gpus import GPUS, Achieved, Cluster
 from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.memory_settings import active_parameters
 from vcore_ds.planning.plan_text import plan_verdict
-from vcore_ds.planning.run_plan import RunPlan
+from vcore_ds.planning.run_plan import RunPlan, Way
 from vcore_ds.units import gib
 
 _PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "main", "step": "update"}
@@ -27,6 +27,7 @@ def describe(found: Columns) -> str:
         "",
         *_table(found),
         *(line for column in found.columns for line in _ways(column)),
+        *(line for column in found.columns for line in _expert_degrees(column)),
         "",
         *_assumptions(found),
     ]
@@ -85,6 +86,8 @@ def _rows(plans: list[RunPlan]) -> Iterator[Row]:
     yield row("  verdict", plan_verdict)
     if any(plan.batch.tensor > 1 for plan in plans):
         yield row("tensor parallelism", lambda plan: str(plan.batch.tensor))
+    if any(plan.recipe.parallel.expert > 1 for plan in plans):
+        yield row("expert parallelism", lambda plan: str(plan.recipe.parallel.expert))
     yield "Ulysses sequence parallelism", []
     yield row("  main batch", lambda plan: _sharing(plan, "main"))
     yield row("  probe batch", lambda plan: _sharing(plan, "probe"))
@@ -109,6 +112,7 @@ def _rows(plans: list[RunPlan]) -> Iterator[Row]:
     yield row("GPU hours of 100 steps", lambda plan: f"{plan.gpu_hours(100):,.1f}")
     if all(plan.recipe.schedule.num_steps is not None for plan in plans):
         yield row("GPU hours of the run", lambda plan: f"{plan.gpu_hours(plan.recipe.schedule.num_steps or 0):,.1f}")
+    yield row("GPU hours of scoring 10,000 traces", lambda plan: f"{plan.gpu_hours_scoring(10_000):,.1f}")
 
 
 def _sharing(plan: RunPlan, part: Part) -> str:
@@ -138,12 +142,23 @@ def _ways(column: Column) -> Iterator[str]:
         yield f"{column.title} does not fit, and nothing that the recipe could say makes it fit on these GPUs"
         return
     yield f"{column.title} does not fit. With the fewest GPU hours it would with"
-    for way in column.ways:
-        plan = way.plan
-        yield (
-            f"  {way.change}: {gib(plan.memory.estimate.peak_bytes)} GiB, {_seconds(plan.cost.seconds_step)} s a step,"
-            f" {plan.gpu_hours(100):,.1f} GPU hours of 100 steps"
-        )
+    yield from map(_describe_way, column.ways)
+
+
+def _expert_degrees(column: Column) -> Iterator[str]:
+    if not column.expert_degrees:
+        return
+    yield ""
+    yield f"{column.title} with other degrees of expert parallelism"
+    yield from map(_describe_way, column.expert_degrees)
+
+
+def _describe_way(way: Way) -> str:
+    plan = way.plan
+    return (
+        f"  {way.change}: {gib(plan.memory.estimate.peak_bytes)} GiB, {_seconds(plan.cost.seconds_step)} s a step,"
+        f" {plan.gpu_hours(100):,.1f} GPU hours of 100 steps{'' if plan.fits else ', does not fit'}"
+    )
 
 
 def _assumptions(found: Columns) -> Iterator[str]:
@@ -169,10 +184,15 @@ def _assumptions(found: Columns) -> Iterator[str]:
         targets = {column.plan.recipe.lora.target_modules for column in found.columns if column.plan.recipe.lora}
         if targets != {"all-linear"}:
             yield "Assumed: adapters on all linear layers and on no experts, although lora.target_modules lists some"
-    if any(column.plan.shape.experts is not None for column in found.columns):
+    mixtures = [column.plan for column in found.columns if column.plan.shape.experts is not None]
+    if mixtures:
+        loads = sorted({plan.memory.settings.expert_load for plan in mixtures} - {1.0})
+        fullest = " or ".join(f"{load:.2f}" for load in loads)
         yield (
-            "Assumed: every GPU gathers all experts of a layer, since there is no expert parallelism; tokens go to the "
-            "experts evenly"
+            f"Assumed: the fullest GPU of an expert-parallel group is sent {fullest} times the mean GPU's tokens, and "
+            "the others wait for it; a run measures that (docs/expert-parallelism.md)"
+            if loads
+            else "Every GPU gathers all experts of a layer, as parallel.expert is 1 (docs/expert-parallelism.md)"
         )
     tensor = sorted({column.plan.batch.tensor for column in found.columns} - {1})
     if tensor:
@@ -209,6 +229,7 @@ def _column(column: Column) -> dict[str, Any]:
         **_numbers(plan),
         "smallest_cluster": None if smallest is None else {"gpus": smallest.cluster.num_gpus, **_numbers(smallest)},
         "ways_to_fit": [{"change": way.change, **_numbers(way.plan)} for way in column.ways],
+        "expert_degrees": [{"change": way.change, **_numbers(way.plan)} for way in column.expert_degrees],
     }
 
 
@@ -230,6 +251,7 @@ def _numbers(plan: RunPlan) -> dict[str, Any]:
         },
         "verdict": plan_verdict(plan),
         "tensor": plan.batch.tensor,
+        "expert": plan.recipe.parallel.expert,
         "sequence_parallel": {part: found.typical_degree for part, found in plan.passes.items()},
         "received_bytes": {
             kind: {"inside_node": traffic.inside, "between_nodes": traffic.between}

@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import sys
+import sysconfig
 import tempfile
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ import torch
 from vcore_ds.commands.preflight import interconnect
 from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems, find_split_groups
 from vcore_ds.config.schema import Recipe
+from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.files.run_folder import environment
 from vcore_ds.files.user_paths import can_be_hub_id, is_readable
@@ -82,7 +84,7 @@ def _refuse(what: str, problems: Sequence[str], speaks: bool) -> None:
 def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
     """This node."""
     found = environment(world_size=1)
-    gpus = tuple(found["devices"]) if torch.cuda.is_available() else ()
+    gpus = tuple(found["devices"]) if uses_gpu() else ()
     versions = {"python": found["python"], **found["packages"], "CUDA of torch": str(torch.version.cuda)}
     return Node(
         host=socket.gethostname(),
@@ -93,7 +95,18 @@ def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
         sees_output=_appears(mark),
         free_output_bytes=shutil.disk_usage(output_folder).free if output_folder.exists() else 0,
         free_temporary_bytes=shutil.disk_usage(tempfile.gettempdir()).free,
+        cannot_compile=missing_for_kernels() if recipe.method.uses_utilities else None,
     )
+
+
+def missing_for_kernels() -> str | None:
+    """What Triton would miss when it compiles its launchers (`triton/runtime/build.py`); None for nothing. It is in no
+    list of packages, and slim images have neither."""
+    compiler = os.environ.get("CC") or "gcc or clang"
+    if not any(shutil.which(name) for name in compiler.split(" or ")):
+        return f"no {compiler}"
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    return None if headers.exists() else f"no {headers}"
 
 
 def output_bytes(recipe: Recipe) -> int:
@@ -126,6 +139,7 @@ def find_unreadable(recipe: Recipe) -> dict[str, str]:
         problems["model.path"] = f"found {problem}. Give a folder that all nodes share"
     data = recipe.data
     paths = {key: getattr(data, key) for key in ("train_path", "probe_path", "reference_log_probabilities")}
+    paths["keep.scores"] = None if data.keep is None else data.keep.scores
     for name, path in data.validation_paths().items():
         paths[f"validation_path{name and '.'}{name}"] = path
     for key, path in paths.items():

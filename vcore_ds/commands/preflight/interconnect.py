@@ -20,6 +20,7 @@ import torch.distributed as dist
 # Not later: the defaults of its functions would hold the group that is there then, and so keep its threads.
 import torch.distributed.nn.functional
 
+from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.errors import first_line
 
 NUM_TIMED = 5
@@ -84,7 +85,7 @@ def all_reduce_seconds(num_bytes: int, timeout_seconds: float) -> float:
 
 def _measure(num_bytes: int, timeout_seconds: float) -> float:
     group, device = None, torch.device("cpu")
-    if torch.cuda.is_available():
+    if uses_gpu():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         group = dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout_seconds))

@@ -28,6 +28,8 @@ class Node:
     """Whether a file that rank 0 made beside run.output_dir is there on this node."""
     free_output_bytes: int
     free_temporary_bytes: int
+    cannot_compile: str | None = None
+    """What the node lacks that Triton needs at the first launch of a kernel; None for nothing."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,12 @@ def find_problems(nodes: Sequence[Node], needed: Needed) -> list[str]:
         if len(node.gpus) != needed.num_gpus
     ]
     with_gpus = [node for node in nodes if node.gpus]
+    problems += [
+        f"{node.host}: compiling kernels: found {node.cannot_compile}, expected a C compiler and Python's headers, "
+        "which Triton needs for the attention of utilities. Install them in the image (apt-get install gcc python3-dev)"
+        for node in with_gpus
+        if node.cannot_compile is not None
+    ]
     compare("kind of GPU", with_gpus, lambda node: " + ".join(sorted(set(node.gpus))), "Ask for one (--constraint)")
     for node in nodes:
         problems += [f"{node.host}: {key}: {problem}" for key, problem in node.unreadable.items()]

@@ -29,7 +29,7 @@ def prepare(overrides: Sequence[str]) -> list[str]:
     """Prepares model and data on rank 0 while the others wait; returns overrides with their paths and a free output
     folder. A collective."""
     recipe, needs_pool = load_with_pool(overrides)
-    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
+    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor, recipe.parallel.expert)
 
     def find() -> dict[str, Any]:
         data = prepare_quickstart_data(DATA)

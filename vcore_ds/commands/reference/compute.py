@@ -32,7 +32,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
         UserError: `output` cannot be written, or the recipe, its model or its data cannot be used.
     """
     check_model(recipe)
-    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
+    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor, recipe.parallel.expert)
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
         _compute_and_write(recipe, output)
 

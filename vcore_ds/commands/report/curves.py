@@ -94,6 +94,12 @@ _MEASURES = (
     _Measure("seconds", "Time of a step", "s", "Speed and memory"),
     _Measure("peak_memory_bytes", "Peak memory of rank 0", "GiB", "Speed and memory", scale=2.0**-30),
     _Measure("rank_imbalance", "Imbalance of ranks", "", "Speed and memory", "1 is even"),
+    _Measure("expert_load_mean", "Load of the fullest expert", "", "Speed and memory", "Tokens over those of the mean "
+             "expert, mean over layers; 1 is even"),
+    _Measure("expert_load_max", "Load of the fullest expert, most uneven layer", "", "Speed and memory", "The same"),
+    _Measure("expert_rank_load_mean", "Load of the fullest rank", "", "Speed and memory", "With expert parallelism: "
+             "tokens that its experts are sent over the mean rank's, mean over layers"),
+    _Measure("expert_rank_load_max", "Load of the fullest rank, most uneven layer", "", "Speed and memory", "The same"),
 )  # fmt: skip
 """In the order of the page, after the loss and the held-out losses."""
 _ELSEWHERE = (

@@ -1,21 +1,13 @@
-"""The HTML file: everything in it, nothing fetched.
+"""The page of a report."""
 
-What a run has written, traces above all, is untrusted. The template escapes it, JSON has no `<`, the scripts make text
-nodes of it, and the page's policy lets no other script run than its own.
-"""
-
-import base64
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
-from markupsafe import Markup
 
+from vcore_ds.commands import html_page
 from vcore_ds.commands.report.curves import make_charts
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs
 from vcore_ds.commands.report.results import results_table, summary
@@ -41,8 +33,8 @@ from vcore_ds.files.aside import written_aside
 from vcore_ds.files.user_paths import writing
 
 SOURCES = Path(__file__).parent / "page"
-SCRIPTS = ("base.js", "charts.js", "traces.js", "followed.js", "density.js", "main.js")
-"""In the order in which they stand in the page, as one module."""
+SCRIPTS = ("charts.js", "traces.js", "followed.js", "density.js", "main.js")
+"""In the order in which they stand in the page."""
 
 
 def write_page(runs: Sequence[ReportedRun], path: Path, sweep: SweepTables | None = None) -> Path:
@@ -75,25 +67,17 @@ def render(runs: Sequence[ReportedRun], sweep: SweepTables | None = None) -> str
         "followed": [description for description, _ in followed],
         "weightRange": weight_range(with_texts),
     }
-    script = "\n" + "\n".join((SOURCES / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    environment = jinja2.Environment(
-        autoescape=True,
-        loader=jinja2.FileSystemLoader(SOURCES),
-        trim_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template("report.html").render(
-        policy=f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src 'unsafe-inline'; "
-        f"script-src 'sha256-{digest}'",
-        style=Markup((SOURCES / "style.css").read_text(encoding="utf-8")),
-        script=Markup(script),
-        report=Markup(as_json(report)),
-        blobs={
-            f"{name}-{place}": Markup(blob)
-            for name, found in (("tokens", described), ("followed", followed))
-            for place, (_, blob) in enumerate(found)
-        },
+    blobs = {
+        f"{name}-{place}": blob
+        for name, found in (("tokens", described), ("followed", followed))
+        for place, (_, blob) in enumerate(found)
+    }
+    return html_page.render(
+        SOURCES,
+        "report.html",
+        SCRIPTS,
+        report,
+        blobs,
         constants=[(chart.title, chart.values(labels)) for chart in charts if chart.is_constant()],
         **_texts(runs, groups, sweep),
     )
@@ -125,11 +109,6 @@ def _texts(runs: Sequence[ReportedRun], groups: Sequence[Group], sweep: SweepTab
         "differences": difference_table(runs),
         "environment": environment_table(runs),
     }
-
-
-def as_json(value: Any) -> str:
-    """JSON that can stand in a script element: without `<`, and ASCII only."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def weight_range(runs: Sequence[ReportedRun]) -> float:

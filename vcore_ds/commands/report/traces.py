@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from vcore_ds.commands.report.read import ReportedRun
+from vcore_ds.results.token_levels import loss_levels, nearest, rounded, utility_levels, weight_levels
 from vcore_ds.results.token_tables import SOURCES, UNIFORM_TOLERANCE, are_uniform
 from vcore_ds.results.token_texts import KINDS, RecordedTokens, TokenTexts
 from vcore_ds.track.followed_records import TraceTokens
@@ -133,7 +134,7 @@ def _pack(
         "kinds": KINDS,
         "bytesText": text_type.itemsize,
         "bytesRank": rank_type.itemsize,
-        "levels": {name: _rounded(values) for name, values in levels.items()},
+        "levels": {name: rounded(values) for name, values in levels.items()},
     }
     packed = gzip.compress(b"".join(array.tobytes() for array in arrays), compresslevel=6, mtime=0)
     return description, base64.b64encode(packed).decode()
@@ -148,13 +149,6 @@ def _together(of_sequences: Sequence[np.ndarray | None]) -> np.ndarray | None:
     """fp64; None where a sequence has none."""
     found = [utilities for utilities in of_sequences if utilities is not None]
     return np.concatenate(found).astype(np.float64) if len(found) == len(of_sequences) else None
-
-
-def _rounded(levels: Any) -> Any:
-    """For JSON: four digits, which are finer than the levels."""
-    if isinstance(levels, dict):
-        return {step: _rounded(own) for step, own in levels.items()}
-    return [float(f"{value:.4g}") for value in levels]
 
 
 def _within(record: TokenRecord, most_tokens: int, num_records: int) -> list[SequenceTokens]:
@@ -178,35 +172,6 @@ def ranks(weights: np.ndarray) -> np.ndarray:
     rank = np.empty(len(weights), dtype=np.int64)
     rank[np.argsort(-weights, kind="stable")] = np.arange(len(weights))
     return rank
-
-
-def weight_levels(weights: np.ndarray) -> np.ndarray:
-    """256 relative weights, ascending: 0, then evenly spaced in their logarithm on either side of 1, the 129th."""
-    positive = weights[weights > 0]
-    low = max(2.0**-14, min(1 / 1.001, positive.min(initial=1.0)))
-    high = max(1.001, weights.max(initial=1.0))
-    return np.concatenate([[0.0], np.geomspace(low, 1.0, 128)[:-1], np.geomspace(1.0, high, 128)])
-
-
-def loss_levels(losses: np.ndarray) -> np.ndarray:
-    """256 losses, ascending from 0, the closer the smaller they are."""
-    return max(1e-3, float(losses.max(initial=0.0))) * np.linspace(0.0, 1.0, 256) ** 2
-
-
-def utility_levels(utilities: np.ndarray) -> np.ndarray:
-    """256 utilities, ascending: 0 is the 129th, and they lie closer around it."""
-    unit = max(float(np.median(np.abs(utilities))), 1e-30)
-
-    def side(most: float, number: int) -> np.ndarray:
-        return unit * np.sinh(np.linspace(0.0, np.arcsinh(max(most / unit, 1e-3)), number))
-
-    negative = -side(float(-utilities.min(initial=0.0)), 129)[:0:-1]
-    return np.concatenate([negative, side(float(utilities.max(initial=0.0)), 128)])
-
-
-def nearest(levels: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """uint8, the place of the level that is nearest to each value."""
-    return np.searchsorted((levels[1:] + levels[:-1]) / 2, values).astype(np.uint8)
 
 
 def part_of_run(most_tokens: int, runs: Sequence[ReportedRun]) -> int:

@@ -131,6 +131,7 @@ def prepare(
             **{key: value for key, value in made_from.items() if key != "tokenizer"},
             counts={**counts, "kept": len(chosen), "noticed": report.noticed, "shapes": report.shapes},
             lengths=asdict(report.lengths),
+            first_rows=_first_rows_of_sources(first_rows),
         )
         staged.rename(output)  # already flushed
         flush(output.parent)
@@ -185,6 +186,11 @@ def _first_row_numbers(raw_shards: Sequence[Shard], reports: Sequence[ShardRepor
         of_source += report.num_numbers
         of_all += report.num_numbers
     return first_rows
+
+
+def _first_rows_of_sources(first_rows: Sequence[FirstRow]) -> list[tuple[str, int]]:
+    """Each source with the number of its first row among the rows of all sources."""
+    return [(shard.source, shard.of_all) for shard in first_rows if shard.of_source == 0]
 
 
 def _tokenize(

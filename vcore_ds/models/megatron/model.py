@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from vcore_ds.config.schema import LoraConfig
-from vcore_ds.data.batches import IGNORED_LABEL
+from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.distributed import layout
 from vcore_ds.errors import UserError
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
@@ -174,8 +174,7 @@ class ParallelTokenLossModel(nn.Module):
             for layer in self.layers:
                 hidden = layer(hidden, angles, row_layout)
         hidden = gather_tokens(self.norm(hidden)).transpose(0, 1)
-        supervised = targets != IGNORED_LABEL
-        return self.lm_head(hidden[supervised], targets[supervised], with_entropies=with_entropies)
+        return self.lm_head(*supervised_tokens(hidden, targets), with_entropies=with_entropies)
 
 
 def _rotary(config: PretrainedConfig) -> LlamaRotaryEmbedding:

@@ -1,6 +1,5 @@
 // The recorded tokens of a run, each coloured by one of its measures.
 
-const TOKENS_OF_PAGE = 2500;
 const EXTREME = 0.05;
 const TOKENS_OF_SCREEN = 300;
 const MEASURES = {
@@ -53,10 +52,6 @@ function describe(data, sequence, i) {
   facts.push(["place", `${(i - sequence.start + 1).toLocaleString("en-US")} of ${sequence.tokens.toLocaleString("en-US")}`]);
   return facts;
 }
-
-// Control characters, and those that turn the direction of the text, could hide what is there.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g;
-const visible = (text) => text.replace(HIDDEN, "\ufffd").replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t");
 
 const nameOf = ({ source, id }) => `${source}, ${id}`;
 
@@ -332,20 +327,6 @@ class Viewer {
   }
 }
 
-function pagesOf(chosen) {
-  const pages = [[]];
-  let numTokens = 0;
-  for (const one of chosen) {
-    if (numTokens && numTokens + one.sequence.tokens > TOKENS_OF_PAGE) {
-      pages.push([]);
-      numTokens = 0;
-    }
-    pages.at(-1).push(one);
-    numTokens += one.sequence.tokens;
-  }
-  return pages;
-}
-
 // A canvas takes no variables, so the browser works the colour out on an element.
 const shades = new Map();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (shades.clear(), [viewer, followed].forEach((one) => one?.data && one.draw())));
@@ -357,26 +338,3 @@ function stripColour(probe, shade, isDiverging) {
   }
   return shades.get(key);
 }
-
-const tip = document.getElementById("tip");
-let tipIsNear = null;
-function hideTip() {
-  tip.hidden = true;
-  tipIsNear = null;
-}
-
-function showTip(near, ...content) {
-  tip.replaceChildren(...content);
-  tip.hidden = false;
-  tipIsNear = near;
-  placeTip(near);
-}
-
-function placeTip(near) {
-  const box = near.getClientRects()[0] ?? near.getBoundingClientRect();
-  const below = box.bottom + 6 + tip.offsetHeight <= innerHeight;
-  tip.style.top = `${Math.max(4, below ? box.bottom + 6 : box.top - 6 - tip.offsetHeight)}px`;
-  tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 4))}px`;
-}
-
-addEventListener("scroll", () => tipIsNear && placeTip(tipIsNear), { passive: true });

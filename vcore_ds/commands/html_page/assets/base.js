@@ -66,7 +66,8 @@ function bytesOf(base64) {
   return bytes;
 }
 
-// The tokens of a run, as commands/report/traces.py packs them; `kind` is "tokens" or "followed".
+// The tokens of traces, as commands/report/traces.py and commands/score/traces.py pack them; `kind` is the key of their
+// descriptions in the page's JSON.
 async function unpack(kind, place) {
   const stream = new Blob([bytesOf(document.getElementById(`${kind}-${place}`).textContent)]).stream().pipeThrough(new DecompressionStream("gzip"));
   const bytes = await new Response(stream).arrayBuffer();
@@ -97,3 +98,51 @@ function select(label, options, onchange) {
   control.append(...options.map(([value, text]) => element("option", { value }, text)));
   return [element("label", {}, label, control), control];
 }
+
+// ---- traces --------------------------------------------------------------------------------------------------------
+
+// Control characters, and those that turn the direction of the text, could hide what is there.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g;
+const visible = (text) => text.replace(HIDDEN, "\ufffd").replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t");
+
+const TOKENS_OF_PAGE = 2500;
+
+// Traces by the page that they are shown on: as many as have so many tokens together, at least one.
+function pagesOf(chosen) {
+  const pages = [[]];
+  let numTokens = 0;
+  for (const one of chosen) {
+    if (numTokens && numTokens + one.sequence.tokens > TOKENS_OF_PAGE) {
+      pages.push([]);
+      numTokens = 0;
+    }
+    pages.at(-1).push(one);
+    numTokens += one.sequence.tokens;
+  }
+  return pages;
+}
+
+// ---- what is known of the token that is pointed at ------------------------------------------------------------------
+
+const tip = document.getElementById("tip");
+let tipIsNear = null;
+function hideTip() {
+  tip.hidden = true;
+  tipIsNear = null;
+}
+
+function showTip(near, ...content) {
+  tip.replaceChildren(...content);
+  tip.hidden = false;
+  tipIsNear = near;
+  placeTip(near);
+}
+
+function placeTip(near) {
+  const box = near.getClientRects()[0] ?? near.getBoundingClientRect();
+  const below = box.bottom + 6 + tip.offsetHeight <= innerHeight;
+  tip.style.top = `${Math.max(4, below ? box.bottom + 6 : box.top - 6 - tip.offsetHeight)}px`;
+  tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 4))}px`;
+}
+
+addEventListener("scroll", () => tipIsNear && placeTip(tipIsNear), { passive: true });

@@ -1,0 +1,219 @@
+"""The attention kernel with tangents compiled for GPUs that are not here: what became of each tile.
+
+    python -m tests.benchmarks.kernel_compiles [--head-dim 256] [--first] [--tile 64,32,4,2] [--json]
+
+Triton compiles ahead of time and brings NVIDIA's assembler and disassembler. For every tile that a run may choose, in
+bf16 with all tangents: registers of a thread, spilled bytes, shared memory, columns of tensor memory (B200), and
+whether the assembler says that it serializes products; and of the loop over keys the instructions of the tensor cores
+and the waits for them. Nothing is launched, so nothing here is a time. With `--tile` one that is not in the list.
+
+It starts Triton without a GPU, which is settled once a process: tests run it as a command.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.driver import driver
+
+from vcore_ds.models.flash_tangent import TILE, TILES, flash_tangent, kernel_arguments
+from vcore_ds.models.flash_tangent_kernel import attend
+
+GPUS = {90: "H100", 100: "B200"}
+"""By compute capability."""
+
+SHARED_BYTES, TENSOR_MEMORY_COLUMNS = 227 * 1024, 512
+"""Of a block of threads, on both and on a B200. Tiles that need more are not launched: Triton tells them by these."""
+
+HEADS, KV_HEADS, NUM_TOKENS = 8, 2, 4096
+"""The kernel does not depend on them."""
+
+SLIDING_WINDOW = 1024
+
+
+class NoDevice(DriverBase):
+    """What Triton asks of a driver when it compiles."""
+
+    capability = 90
+    get_benchmarker = get_empty_cache_for_benchmark = map_python_to_cpp_type = None
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of one tile on one GPU. Counts of instructions are those of the loop over keys."""
+
+    gpu: str
+    head_dim: int
+    variant: str
+    tile: str
+    """Queries, keys, warps, pipeline stages."""
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    tensor_memory_columns: int
+    fits: bool
+    is_serialized: bool
+    """Whether the assembler says that it lets products wait for each other."""
+    products: str
+    """Instructions of the tensor cores: HGMMA (H100) and UTCHMMA (B200); HMMA is that of GPUs before them."""
+    num_waits: int
+
+
+def compiled(capability: int, head_dim: int, tile: Sequence[int], *, windowed_with_sinks: bool = False) -> Compiled:
+    """The kernel in bf16 with all tangents."""
+    NoDevice.capability = capability
+
+    def empty(heads: int) -> torch.Tensor:  # in memory as the projections of a model give it
+        return torch.empty(1, NUM_TOKENS, heads, head_dim, dtype=torch.bfloat16).transpose(1, 2)
+
+    query, key = empty(HEADS), empty(KV_HEADS)
+    sinks = torch.empty(HEADS)
+    arguments, constants = kernel_arguments(
+        (query, key, key),
+        (query, key, key),
+        (query, query, torch.empty(1, HEADS, NUM_TOKENS)),
+        ends=torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
+        is_long=True,
+        scale=0.1,
+        sliding_window=SLIDING_WINDOW if windowed_with_sinks else None,
+        sinks=(sinks, sinks) if windowed_with_sinks else None,
+    )
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        made = attend.warmup(*arguments, **constants, **dict(zip(TILE, tile, strict=True)), grid=(1, 1, 1))
+    shared_bytes, columns = made.metadata.shared, made.metadata.tmem_size or 0
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
+    registers = re.search(r"Used (\d+) registers", log.getvalue())
+    assert spilled is not None and registers is not None, log.getvalue()
+    products, num_waits = _loop_over_keys(made.asm["cubin"])
+    return Compiled(
+        gpu=GPUS[capability],
+        head_dim=head_dim,
+        variant="window, sinks" if windowed_with_sinks else "causal",
+        tile=" ".join(map(str, tile)),
+        registers=int(registers[1]),
+        spilled_bytes=int(spilled[1]) + int(spilled[2]),
+        shared_bytes=shared_bytes,
+        tensor_memory_columns=columns,
+        fits=shared_bytes <= SHARED_BYTES and columns <= TENSOR_MEMORY_COLUMNS,
+        is_serialized="serialized" in log.getvalue(),
+        products=", ".join(f"{number} {name}" for name, number in sorted(products.items())),
+        num_waits=num_waits,
+    )
+
+
+def _loop_over_keys(cubin: bytes) -> tuple[Counter[str], int]:
+    """Instructions of the tensor cores, and waits for them, in the loop that has most of the former: of loops with
+    equally many the shortest."""
+    programs = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(programs / "cuobjdump"), "-sass", file.name]  # which calls nvdisasm
+        environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
+        sass = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([^;]*);", sass)
+    instructions = [(int(address, 16), words.split()) for address, words in lines]
+    # Behind the last exit are waits that were not over at once, and branches back to where they stand: no loops.
+    end = max(address for address, words in instructions if words[0] == "EXIT")
+    loops = []
+    for address, words in instructions:
+        target = re.fullmatch(r"0x([0-9a-f]+)", words[-1])
+        if words[0].startswith("BRA") and target is not None and int(target[1], 16) < address < end:
+            loops.append((int(target[1], 16), address))
+    found: tuple[Counter[str], int] = Counter(), 0
+    for first, last in sorted(loops, key=lambda loop: loop[1] - loop[0]):
+        names = [words[0] for address, words in instructions if first <= address <= last]
+        products = Counter(name.split(".")[0] for name in names if re.match("HGMMA|UTC.*MMA|HMMA", name))
+        if products.total() > found[0].total():
+            waits = [name for name in names if name.startswith(("WARPGROUP.DEPBAR", "SYNCS.PHASECHK"))]
+            found = products, len(waits)
+    return found
+
+
+def count_compiles(head_dim: int) -> int:
+    """For batches of all kinds, as a run meets them one after the other. Nothing is compiled."""
+    keys = set()
+
+    def keep(*, key: str, **others: Any) -> bool:
+        keys.add(key)
+        return True  # do not compile
+
+    rows = ([1], [5], [16], [48, 1], [32], [33], [2048], [4096, 5], [1] * 16, [16] * 16, [7] * 17)
+    triton.knobs.runtime.jit_cache_hook = keep
+    for lengths in ([row] * number for row in rows for number in (1, 3)):
+        num_tokens = sum(lengths[0])
+        query = torch.empty(len(lengths), num_tokens, HEADS, head_dim, dtype=torch.bfloat16).transpose(1, 2)
+        ends = torch.tensor([0, *(n for row in lengths for n in row)]).cumsum(0, dtype=torch.int32)
+        options = dict(ends=ends, longest=max(lengths[0]), scale=0.1, tiles=TILES[128][0])
+        flash_tangent(query, query, query, (query, query, query), **options)
+    triton.knobs.runtime.jit_cache_hook = None
+    return len(keys)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256], help="dimensions of a head")
+    parser.add_argument("--gpu", nargs="+", choices=list(GPUS.values()), default=list(GPUS.values()))
+    parser.add_argument("--tile", action="append", help="queries,keys,warps,stages instead of those a run may choose")
+    parser.add_argument("--first", action="store_true", help="the first tile of each head dimension alone")
+    parser.add_argument("--json", action="store_true", help="lists instead of a table")
+    options = parser.parse_args()
+    driver.set_active(NoDevice())
+    triton.knobs.nvidia.dump_ptxas_log = True
+    triton.knobs.compilation.always_compile = True  # what is in a cache has no log
+    found = []
+    for capability, gpu in GPUS.items():
+        for head_dim in options.head_dim if gpu in options.gpu else ():
+            chosen = TILES[max(64, triton.next_power_of_2(head_dim))]
+            tiles = [tuple(map(int, tile.split(","))) for tile in options.tile] if options.tile else chosen
+            found += [compiled(capability, head_dim, tile) for tile in tiles[: 1 if options.first else None]]
+            found.append(compiled(capability, head_dim, tiles[0], windowed_with_sinks=True))
+    num_compiles = {head_dim: count_compiles(head_dim) for head_dim in options.head_dim}
+    if options.json:
+        print(json.dumps(dict(tiles=[asdict(one) for one in found], num_compiles=num_compiles)))
+        return
+    print(
+        "| GPU | D | | queries, keys, warps, stages | registers | spilled B | shared KiB | tensor memory | fits |"
+        " serialized | in the loop | waits |\n|" + "---|" * 12
+    )
+    for one in found:
+        print(
+            f"| {one.gpu} | {one.head_dim} | {one.variant} | {one.tile} | {one.registers} | {one.spilled_bytes} |"
+            f" {one.shared_bytes / 1024:.0f} | {one.tensor_memory_columns} | {'yes' if one.fits else 'no'} |"
+            f" {'yes' if one.is_serialized else 'no'} | {one.products} | {one.num_waits} |"
+        )
+    print("\nKernels compiled for one tile and 22 kinds of batches, by head dimension:", num_compiles)
+
+
+if __name__ == "__main__":
+    main()

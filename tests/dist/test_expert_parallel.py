@@ -1,0 +1,227 @@
+"""Steps with the experts of each layer divided among ranks, against one process; and their checkpoints and results,
+which do not depend on how experts were divided."""
+
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from tests.helpers import step_runs, tiny
+from tests.helpers.mixtures import write_mixture
+from tests.helpers.parity import Case, assert_equal, run_case
+from tests.helpers.ranks import run_ranks
+from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.tokenization import load_tokenizer
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.engine.checkpoint_shards import read_state, write_state
+from vcore_ds.engine.expert_shards import divide_experts
+from vcore_ds.engine.export_shards import save_hugging_face
+from vcore_ds.engine.loading import load_sharded
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.errors import UserError
+from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.dual_numbers import make_dual
+from vcore_ds.models.expert_exchange import mark_divided
+from vcore_ds.models.experts import OUR_EXPERTS, are_ours
+from vcore_ds.utility.estimators import Estimator
+from vcore_ds.utility.fused_forward import TangentsBesideGraph
+
+pytestmark = pytest.mark.dist
+
+SEPARATE = {"utility": {"fused": False}}
+CLIPPED = {
+    "probe": {"direction": "adam", "clip": 1.0},
+    "optimizer": {"learning_rate": step_runs.LEARNING_RATE, "gradient_clipping": 0.1},
+}
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+QWEN, DEEPSEEK = "qwen3_moe", "deepseek_v3"
+CASES = {
+    "2 of 4": Case(expert=2, mixture_of=QWEN, persistence_threshold=100_000),
+    "2 of 4, shared experts, checkpointed": Case(expert=2, mixture_of=DEEPSEEK, checkpointing=True),
+    "2 of 4, offloaded, clipped, checkpointed, separate passes": Case(
+        expert=2, mixture_of=DEEPSEEK, checkpointing=True, sections=SEPARATE | CLIPPED, config=OFFLOADED
+    ),
+    "2 of 4, lora beside experts, idle micro-batches": Case(
+        expert=2, mixture_of=DEEPSEEK, lora=True, num_main=5, num_probe=1
+    ),
+    "2 of 4, sequence parallel, packed": Case(expert=2, mixture_of=DEEPSEEK, sequence_parallel=(2, 4), packed=True),
+    "all 4, idle experts, one reduction, clipped": Case(
+        expert=4, mixture_of=f"{QWEN}, idle experts", coalesce=True, sections=CLIPPED
+    ),
+    "all 4, idle experts, checkpointed, idle micro-batches": Case(
+        expert=4, mixture_of=f"{QWEN}, idle experts", checkpointing=True, num_main=5, num_probe=1
+    ),
+}
+
+
+def run_all(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {name: run_case(case) for name, case in CASES.items()}
+    trained(folder)
+    for degree in (1, 4):
+        read_and_written(folder, degree)
+    return found | {"refused": refused(), "alone": layer_by_itself()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    write_mixture(folder / "model", DEEPSEEK)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(run_all, 4, folder)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_step_equals_reference(found, name):
+    assert_equal([of_rank[name] for of_rank in found])
+
+
+def layer_by_itself() -> dict[str, float]:
+    """Errors of a layer whose ranks differ as much as they can: tokens on two of four ranks, one that nobody sends
+    anything to, and tangents of the tokens where there are tokens."""
+    start_process_group(10, expert=2)
+    sizes = dict(hidden_size=16, num_experts=6, moe_intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    torch.manual_seed(0)
+    whole, own = (Qwen3MoeExperts(Qwen3MoeConfig(**sizes)).double() for _ in range(2))
+    place, half = layout.rank("expert"), slice(3 * layout.rank("expert"), 3 * layout.rank("expert") + 3)
+    generator = torch.Generator().manual_seed(1)
+    directions = {name: torch.randn(p.shape, generator=generator).double() for name, p in whole.named_parameters()}
+    for name, parameter in list(whole.named_parameters()):
+        torch.nn.init.normal_(parameter, std=0.3)
+        setattr(own, name, torch.nn.Parameter(parameter.detach()[half].clone()))
+    mark_divided(own)
+    whole.config._experts_implementation, own.config._experts_implementation = "eager", OUR_EXPERTS
+    rank, num_experts = layout.rank("shards"), (6, 0, 3, 0)[layout.rank("shards")]  # of the first block in group 2
+    scores = torch.rand(7 * (num_experts > 0), max(num_experts, 2), generator=generator.manual_seed(rank))
+    weights, chosen = scores.double().topk(2)
+    x, d_x = torch.randn(2, len(chosen), 16, generator=generator).double()
+    output, tangent, gradient = differentiated(own, x, d_x if len(x) else None, chosen, weights, half, directions)
+    inputs = layout.gather_objects("shards", (x, d_x, chosen, weights))
+    everything = [torch.cat(of_ranks) for of_ranks in zip(*inputs, strict=True)]
+    expected = differentiated(whole, *everything, slice(None), directions)
+    start = sum(len(one[0]) for one in inputs[:rank])
+    errors = {
+        "value": (output - expected[0][start : start + len(x)]).abs().sum(),
+        "tangent": (tangent - expected[1][start : start + len(x)]).abs().sum(),
+    }
+    for name, one in gradient.items():
+        summed = sum(layout.gather_objects("shards", one)[place::2])
+        errors[f"gradient of {name}"] = (summed - expected[2][name][half]).abs().sum()
+    return {name: float(error) for name, error in errors.items()}
+
+
+def differentiated(
+    experts: torch.nn.Module, x: Tensor, d_x: Tensor | None, chosen: Tensor, weights: Tensor, own: slice, directions
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Value, tangent, and gradient of its parameters. As in the fused pass of ours, by PyTorch's rules of the other."""
+    beside = TangentsBesideGraph() if are_ours(experts) else nullcontext()
+    parameters = dict(experts.named_parameters())
+    # The rows come out of a layer before, and require a gradient.
+    x = x.clone().requires_grad_()
+    with forward_ad.dual_level():
+        for name, parameter in parameters.items():
+            experts.__dict__[name] = make_dual(parameter, directions[name][own])
+        with beside:
+            output = experts(x if d_x is None else make_dual(x, d_x), chosen, weights)
+        value, tangent = forward_ad.unpack_dual(output)
+        tangent = torch.zeros_like(value) if tangent is None else tangent.detach()
+    gradients = torch.autograd.grad(value.sin().sum(), [x, *parameters.values()])[1:]
+    return value.detach(), tangent, dict(zip(parameters, gradients, strict=True))
+
+
+def test_ranks_without_tokens_and_without_work_take_part(found):
+    for errors in (of_rank["alone"] for of_rank in found):
+        assert max(errors.values()) < 1e-11, errors
+    assert len(found[0]["alone"]) == 4
+
+
+def start(folder: Path, degree: int) -> tuple[Engine, Estimator]:
+    start_process_group(10, expert=degree)
+    recipe = step_runs.recipe()
+    options = dict(dtype=torch.float32, attention="auto", gradient_checkpointing=False)
+    model = TokenLossModel(load_sharded(str(folder / "model"), tiny.deepspeed_config(), **options))
+    divide_experts(model)
+    engine = step_runs.make_engine(model, recipe)
+    return engine, step_runs.make_estimator(recipe, engine)
+
+
+def write(folder: Path, engine: Engine, estimator: Estimator, degree: int) -> None:
+    model = str(folder / "model")
+    write_state(engine, estimator.direction, folder / f"state_{degree}")
+    save_hugging_face(engine, load_tokenizer(model), model, folder / f"result_{degree}", max_file_bytes=30_000)
+    engine.close()
+
+
+def trained(folder: Path) -> None:
+    """Two steps with experts divided in 2, and what is kept of them."""
+    engine, estimator = start(folder, 2)
+    for seed in (1, 2):
+        batches = StepBatches(step_runs.deal(tiny.rows(8, seed=seed), 2), step_runs.deal(tiny.rows(4, seed=9), 1))
+        step_runs.train_step(engine, step_runs.recipe(), batches, estimator, learning_rate=1e-2)
+    write(folder, engine, estimator, 2)
+
+
+def read_and_written(folder: Path, degree: int) -> None:
+    engine, estimator = start(folder, degree)
+    read_state(engine, estimator.direction, folder / "state_2", num_updates=2)
+    write(folder, engine, estimator, degree)
+
+
+def tensors_of(state: Path) -> dict[str, torch.Tensor]:
+    stored = dcp.FileSystemReader(state).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in stored.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, checkpoint_id=state, no_dist=True)
+    return tensors
+
+
+@pytest.mark.parametrize("degree", [1, 4])
+def test_a_checkpoint_is_read_whatever_the_division_and_is_the_same_again(found, folder: Path, degree: int):
+    expected, again = tensors_of(folder / "state_2"), tensors_of(folder / f"state_{degree}")
+    assert expected.keys() == again.keys()
+    assert {name.split(".")[0] for name in expected} == {"master", "exp_avg", "exp_avg_sq", "direction"}
+    for name, tensor in expected.items():
+        assert tensor.any() and torch.equal(again[name], tensor), name
+
+
+@pytest.mark.parametrize("degree", [1, 4])
+def test_results_are_equal_byte_for_byte(found, folder: Path, degree: int):
+    names = {path.name for path in (folder / "result_2").glob("*.safetensors")}
+    assert len(names) > 1
+    for name in names | {"config.json"}:
+        expected = (folder / "result_2" / name).read_bytes()
+        assert (folder / f"result_{degree}" / name).read_bytes() == expected, name
+
+
+def refused() -> list[str]:
+    messages = []
+    for degree, model in (
+        (2, tiny.token_loss_model()),
+        (4, tiny.token_loss_model(mixture_of=QWEN)),
+        (2, tiny.token_loss_model(mixture_of=QWEN, lora=True)),
+    ):
+        start_process_group(10, expert=degree)
+        with pytest.raises(UserError) as error:
+            divide_experts(model)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_what_cannot_be_divided_is_refused(found):
+    dense, indivisible, adapted = found[0]["refused"]
+    assert dense.startswith("parallel.expert: found 2 on a model without experts")
+    assert "found 4 on a model with 6 experts a layer; expected a divisor of 6" in indivisible
+    assert "found 2 with adapters on experts; expected 1, or lora.target_modules without experts" in adapted

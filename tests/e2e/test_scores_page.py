@@ -1,0 +1,116 @@
+"""The page of scores in a real browser: hostile names and tokens, two sets side by side, what the numbers say."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.helpers import tiny
+from tests.helpers.browser import opened
+from tests.helpers.scores import write_scores_of
+from tests.helpers.tokenizer import SPECIAL_TOKENS, make_tokenizer
+from vcore_ds.commands.score.page import write_page
+from vcore_ds.data.store import TokenStore, write_store
+from vcore_ds.data.tokenization import TokenizedSequence
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.e2e
+
+HOSTILE = "</script><script>document.title='hacked'</script>"
+NUM_TRACES = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 traces of two sources, one with a hostile name, of which the first 40 have a positive mean for `right`."""
+    path = tmp_path_factory.mktemp("scores")
+    tokenizer = make_tokenizer(special_tokens=(*SPECIAL_TOKENS, HOSTILE))
+    tiny.qwen3(vocab_size=len(tokenizer)).save_pretrained(path / "model")
+    tokenizer.save_pretrained(path / "model")
+    prompt = tokenizer("what 日? ", add_special_tokens=False)["input_ids"]
+    sequences = []
+    for i in range(NUM_TRACES):
+        answer = tokenizer(f"{HOSTILE} so {i} 😀 " * (1 + i % 4), add_special_tokens=False)["input_ids"]
+        ids = np.array(prompt + answer, np.int32)
+        supervised = np.arange(len(ids)) >= len(prompt)
+        sequences.append(TokenizedSequence(i, ids, supervised, np.zeros(len(ids), np.bool_)))
+    write_store(path / "store", sequences, tokenizer)
+    means = {"right": [40.0 - i - 0.5 for i in range(NUM_TRACES)], HOSTILE: [float(i % 3) for i in range(NUM_TRACES)]}
+    sources = ["a.jsonl"] * 45 + [HOSTILE] * 15
+    write_scores_of(path / "scores", TokenStore(path / "store"), path / "model", means, sources)
+    write_page(path / "scores")
+    return path / "scores"
+
+
+def test_what_the_page_says(browser: "Browser", folder: Path) -> None:
+    with opened(browser, folder / "scores.html", viewport={"width": 1280, "height": 900}) as page:
+        assert "hacked" not in page.title() and page.locator("script").count() == 4  # JSON, two sets, the page's own
+        sections = page.evaluate("[...document.querySelectorAll('main > section')].map(section => section.id)")
+        assert sections == ["sets", "distribution", "sources", "length", "traces"]
+        rows = page.locator("#sources table").first.locator("tbody tr").all_inner_texts()
+        assert [row.split("\t")[:3] for row in rows] == [
+            ["all", "60", "67%"], ["a.jsonl", "45", "89%"], [HOSTILE, "15", "0%"]
+        ]  # fmt: skip
+        assert rows[2].split("\t")[4] == "-12.5"  # the median of -5.5 to -19.5
+        assert page.locator("#sources table").count() == 2
+        names = page.locator("#histograms figcaption").all_inner_texts()
+        assert names == [f"{by} over the tokens, {name}" for by in ("Mean", "Sum") for name in ("right", HOSTILE)]
+        readout = page.locator("#histograms .readout").first
+        assert readout.inner_text() == "40 of 60 traces have a positive utility"
+        assert page.locator("#histograms .readout").nth(1).inner_text().startswith("40 of 60")  # and 20 of exactly 0
+        bars = page.locator("#histograms svg").first
+        assert bars.locator(".bar.negative").count() + bars.locator(".bar.positive").count() in (40, 41, 42)
+        bars.focus()
+        page.keyboard.press("End")
+        assert " traces from 3" in readout.inner_text()
+        assert page.locator("#lengths svg").first.locator("circle").count() == NUM_TRACES
+        assert "+0.50" in page.locator("#sets tbody tr").first.inner_text()
+
+
+def test_the_best_and_the_worst_traces(browser: "Browser", folder: Path) -> None:
+    with opened(browser, folder / "scores.html") as page:
+        viewer = page.locator("#viewer")
+        heading, tokens = viewer.locator("h4"), viewer.locator(".tokens").first
+        assert heading.first.inner_text().startswith("a.jsonl, row 0 · rank 1 of 60, mean 39.5, sum ")
+        assert viewer.locator("article").count() == 20
+        assert HOSTILE in tokens.inner_text() and "😀" in tokens.inner_text()
+        spans = tokens.locator("span")
+        assert spans.first.get_attribute("class") == "prompt" and spans.last.get_attribute("class").startswith("c")
+        spans.first.hover()
+        assert "not trained on" in page.locator("#tip").inner_text()
+        # The utilities of a trace rise from its mean - 1 to its mean + 1, between levels that are a hundredth apart.
+        spans.last.hover()
+        facts = dict(zip(*(page.locator(f"#tip {name}").all_inner_texts() for name in ("dt", "dd")), strict=True))
+        assert float(facts["utility"]) == pytest.approx(40.5, rel=0.03)
+        colour = "span => getComputedStyle(span).backgroundColor"
+        best = spans.last.evaluate(colour)
+        viewer.get_by_role("combobox", name="Traces with").select_option("lowest")
+        assert heading.first.inner_text().startswith(f"{HOSTILE}, row 59 · rank 60 of 60, mean -19.5")
+        assert tokens.locator("span").last.evaluate(colour) != best
+        viewer.get_by_role("combobox", name="Colour by").select_option("loss")
+        assert "more purple" in viewer.locator("p").first.inner_text()
+        viewer.get_by_role("combobox", name="Trusted set").select_option(label=HOSTILE)
+        viewer.get_by_role("combobox", name="Traces with").select_option("highest")
+        viewer.locator("h4", has_text="a.jsonl, row 2 · rank 1 of 60, mean 2").wait_for()
+        tokens.locator("[tabindex='0']").focus()
+        page.keyboard.press("ArrowRight")
+        assert "place" in page.locator("#tip").inner_text()
+
+
+@pytest.mark.parametrize("width", [320, 1280])
+def test_no_window_scrolls_sideways(browser: "Browser", folder: Path, width: int) -> None:
+    with opened(browser, folder / "scores.html", viewport={"width": width, "height": 900}) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_without_a_tokenizer_the_page_has_the_rest(browser: "Browser", folder: Path) -> None:
+    model = folder.parent / "model"
+    model.rename(folder.parent / "moved")
+    write_page(folder)
+    with opened(browser, folder / "scores.html") as page:
+        assert page.locator("#viewer").inner_text().startswith("The tokens are not shown: ")
+        assert page.locator("#histograms svg").count() == 4
+    (folder.parent / "moved").rename(model)

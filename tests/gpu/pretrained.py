@@ -1,0 +1,15 @@
+"""How right utilities are on this device, on the quickstart's pretrained model, in the words of `vcore-ds fidelity`.
+
+python -m tests.gpu.pretrained
+"""
+
+import sys
+
+from vcore_ds.cli import main
+from vcore_ds.commands.quickstart.session import DATA, RECIPE
+from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
+
+if __name__ == "__main__":
+    data = prepare_quickstart_data(DATA)
+    found = [f"model.path={data.model}", f"data.train_path={data.train}", "--large-probe", "0"]
+    sys.exit(main(["fidelity", str(RECIPE), *found, "--output", str(DATA.parent / "gpu" / "fidelity")]))

@@ -1,0 +1,243 @@
+"""The first thing to run on a machine with a GPU: does it compute, does a run work, how fast is it.
+
+    make gpu                                       all parts, in the order of their value
+    python -m tests.gpu.session --list             the parts
+    python -m tests.gpu.session --only kernel      some of them; again, where they have run already
+    python -m tests.gpu.session --minutes 10       stops before a part that might not end in time
+
+Every part is a process of its own and is stopped after PART_SECONDS. What it prints, and how it ended, is kept in a
+file of its own under `runs/gpu/`, which the next call finds: a part that has passed on this commit and this device is
+not run again. `runs/gpu/gpu.md` is made again after each part.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDER = REPOSITORY / "runs" / "gpu"
+PART_SECONDS = 570
+"""A part is stopped after this; machines are lent by ten minutes."""
+TAIL_CHARACTERS = 4000
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command and what it shows."""
+
+    question: str
+    arguments: tuple[str, ...]
+    """Of this Python."""
+
+
+def _tests(*files: str) -> tuple[str, ...]:
+    return ("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *(f"tests/gpu/{file}" for file in files))
+
+
+def _speed(*options: str) -> tuple[str, ...]:
+    return ("-m", "tests.benchmarks.gpu", *options)
+
+
+PARTS: dict[str, Part] = {
+    "attention": Part("Does attention with a gradient equal fp64?", _tests("test_attention.py")),
+    "kernel": Part("Does the kernel with a tangent equal fp64, at every tile?", _tests("test_flash_tangent.py")),
+    "steps": Part("Does a step of every method and estimator equal the CPU's?", _tests("test_steps.py")),
+    "small": Part(
+        "Does a real shape train, and are utilities in bf16 right?",
+        _speed("--shape", "0.6b", "--layers", "8", "--tokens", "8192", "--rounds", "2"),
+    ),
+    "waits": Part("How often does the host wait in a step?", _tests("test_synchronisations.py")),
+    "runs": Part("Do whole runs equal the CPU's, and resume?", _tests("test_runs.py")),
+    "memory": Part("Is the memory of a step what is estimated?", _tests("test_memory.py")),
+    "overlap": Part("Are gathers and reductions on streams of their own right?", _tests("test_overlap.py")),
+    "transformer engine": Part("Are TransformerEngine's norms right?", _tests("test_transformer_engine.py")),
+    "pretrained": Part("How right are utilities on a pretrained model?", ("-m", "tests.gpu.pretrained")),
+    "speed 0.6b": Part("How fast is a step of 0.6B?", _speed("--shape", "0.6b", "--rounds", "5")),
+    "speed 1.7b": Part("How fast is a step of 1.7B?", _speed("--shape", "1.7b", "--rounds", "5")),
+    "speed 8b": Part(
+        "How fast is a step of the 8B shape, cut to 8 layers?",
+        _speed("--shape", "8b", "--layers", "8", "--rounds", "3"),
+    ),
+    "calibrate": Part("What do these numbers say of the plan of another run?", ("-m", "tests.gpu.calibrate")),
+}
+"""In the order of their value: what would crash first, what would be silently wrong, what is slow."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a part ended."""
+
+    name: str
+    commit: str
+    device: str
+    date: str
+    """UTC."""
+    command: str
+    seconds: float
+    exit_code: int | None
+    """None where it was stopped after PART_SECONDS."""
+    output: str
+    """Its last TAIL_CHARACTERS characters; all of it is in the log beside."""
+
+    @property
+    def passed(self) -> bool:
+        return self.exit_code == 0
+
+
+def run_parts(
+    parts: Mapping[str, Part],
+    folder: Path,
+    *,
+    commit: str,
+    device: str,
+    chosen: Sequence[str] = (),
+    minutes: float | None = None,
+    part_seconds: float = PART_SECONDS,
+) -> list[Outcome]:
+    """Runs the parts that have not passed yet, and returns all outcomes so far.
+
+    Args:
+        chosen: names of the parts to run, also where they have passed; none for those that have not.
+        minutes: no part begins that might not end in this time.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    for name, part in parts.items():
+        earlier = read_outcome(folder, name)
+        is_done = earlier is not None and earlier.passed and (earlier.commit, earlier.device) == (commit, device)
+        if name not in chosen if chosen else is_done:
+            continue
+        if deadline is not None and time.monotonic() + part_seconds > deadline:
+            print(f"{name}: not begun, it may take {part_seconds / 60:.0f} minutes", flush=True)
+            break
+        print(f"{name}: {part.question}", flush=True)
+        outcome = run_part(name, part, folder, commit=commit, device=device, part_seconds=part_seconds)
+        print(f"    {ending(outcome)} after {outcome.seconds:.0f} s, output in {log_of(folder, name)}", flush=True)
+        write_page(parts, folder)
+    return [found for name in parts if (found := read_outcome(folder, name)) is not None]
+
+
+def run_part(name: str, part: Part, folder: Path, *, commit: str, device: str, part_seconds: float) -> Outcome:
+    """Runs a part and leaves its log and its outcome in the folder."""
+    command, started, log = [sys.executable, *part.arguments], time.monotonic(), log_of(folder, name)
+    environment = {**os.environ, "VCORE_DS_GPU_RESULTS": str(folder)}
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            exit_code: int | None = process.wait(part_seconds)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        finally:
+            # Its ranks as well: one that is left would hold the GPU's memory.
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    text = log.read_text(encoding="utf-8", errors="replace")
+    outcome = Outcome(
+        name,
+        commit,
+        device,
+        datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        " ".join(["python", *part.arguments]),
+        time.monotonic() - started,
+        exit_code,
+        text[-TAIL_CHARACTERS:],
+    )
+    outcome_of(folder, name).write_text(json.dumps(asdict(outcome), indent=2), encoding="utf-8")
+    return outcome
+
+
+def log_of(folder: Path, name: str) -> Path:
+    return folder / f"{name.replace(' ', '_')}.log"
+
+
+def outcome_of(folder: Path, name: str) -> Path:
+    return folder / f"{name.replace(' ', '_')}.json"
+
+
+def read_outcome(folder: Path, name: str) -> Outcome | None:
+    """None where the part has not run."""
+    path = outcome_of(folder, name)
+    return Outcome(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def ending(outcome: Outcome) -> str:
+    if outcome.passed:
+        return "passed"
+    return "stopped" if outcome.exit_code is None else f"failed ({outcome.exit_code})"
+
+
+def write_page(parts: Mapping[str, Part], folder: Path) -> None:
+    """`gpu.md`: a table of all parts, then the last lines of each."""
+    found = {name: read_outcome(folder, name) for name in parts}
+    lines = ["| part | question | result | seconds | device | date | commit |", "|---|---|---|---|---|---|---|"]
+    for name, part in parts.items():
+        outcome = found[name]
+        if outcome is None:
+            lines.append(f"| {name} | {part.question} | not run | | | | |")
+            continue
+        lines.append(
+            f"| {name} | {part.question} | {ending(outcome)} | {outcome.seconds:.0f} | {outcome.device} | "
+            f"{outcome.date} | {outcome.commit} |"
+        )
+    for name, outcome in found.items():
+        if outcome is not None:
+            lines += ["", f"## {name}", "", f"`{outcome.command}`", "", "```", outcome.output.strip(), "```"]
+    (folder / "gpu.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def current_commit() -> str:
+    """With `+` where files have changed since."""
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
+            cwd=REPOSITORY, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return said.stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=(), metavar="PART", help="run these, and again")
+    parser.add_argument("--minutes", type=float, help="begin no part that might not end in this time")
+    parser.add_argument("--output", type=Path, default=FOLDER, help=f"folder of the results (default {FOLDER})")
+    parser.add_argument("--list", action="store_true", help="print the parts and end")
+    arguments = parser.parse_args()
+    if arguments.list:
+        for name, part in PARTS.items():
+            print(f"{name:20s}{part.question}\n{'':20s}python {' '.join(part.arguments)}")
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit(
+            f"make gpu: torch {torch.__version__} finds no GPU on {platform.node()}; what can be tested without one is "
+            "in `make test`"
+        )
+    outcomes = run_parts(
+        PARTS,
+        arguments.output,
+        commit=current_commit(),
+        device=torch.cuda.get_device_name(),
+        chosen=arguments.only,
+        minutes=arguments.minutes,
+    )
+    print(f"Results: {arguments.output / 'gpu.md'}")
+    sys.exit(0 if outcomes and all(outcome.passed for outcome in outcomes) else 1)
+
+
+if __name__ == "__main__":
+    main()

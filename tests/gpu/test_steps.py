@@ -1,0 +1,25 @@
+"""Steps of every method and estimator on a GPU, with NCCL, against those on the CPU."""
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.device_runs import largest_difference, on_device
+from tests.helpers.step_cases import CASES
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("steps")
+    found = {kind: on_device(kind, "steps", folder / kind) for kind in ("cuda", "cpu")}
+    assert [found[kind]["device"] for kind in found] == list(found)
+    return {kind: numbers["measured"] for kind, numbers in found.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_measures_what_it_does_on_the_cpu(measured: dict[str, dict[str, Any]], case: str) -> None:
+    pairs = zip(measured["cuda"][case], measured["cpu"][case], strict=True)
+    differences = [largest_difference(*pair) for pair in pairs]
+    print(f"{case}: relative differences of three steps {[f'{difference:.1e}' for difference in differences]}")
+    # Stochastic rounding draws other numbers on another device.
+    assert max(differences) < (0.1 if "bf16" in case else 1e-3)

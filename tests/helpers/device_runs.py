@@ -1,0 +1,153 @@
+"""Steps and whole runs on whatever device this process has, to be held against those of another device.
+
+    python -m tests.helpers.device_runs steps FOLDER OUTPUT
+    python -m tests.helpers.device_runs runs FOLDER OUTPUT
+
+FOLDER receives the models and runs; OUTPUT what was measured, as JSON. `on_device` starts such a process.
+"""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.helpers import resumed_runs, tiny
+from tests.helpers.setups import sums, write_conversations
+from tests.helpers.step_cases import CASES, steps
+from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
+from vcore_ds.config.schema import Recipe
+from vcore_ds.distributed.device import uses_gpu
+from vcore_ds.distributed.process_group import start_process_group
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STEP_NUMBERS = ("loss", "weighted_loss", "alpha", "grad_norm", "utility_std")
+RUN_NUMBERS = ("loss", "grad_norm")
+STOP = 4
+"""Runs are copied as a kill after this step would leave them, and resumed."""
+
+VCORE = {"name": "vcore", "kl_budget": 0.05}
+RUNS: dict[str, dict[str, Any]] = {
+    "vcore, bf16": {},
+    "vcore, fp32": {"model": {"precision": "fp32"}},
+    "vcore, LoRA": {"lora": {"rank": 4, "alpha": 8.0, "dropout": 0.05}},
+    "vcore over the batch": {"method": VCORE | {"scope": "sequence_and_batch", "batch_kl_budget": 0.5}},
+    "sft, packed, activations in host memory": {
+        "method": {"name": "sft"},
+        "model": {"gradient_checkpointing": True, "activation_offload": True},
+        "batch": {"packed_row_tokens": 256},
+    },
+    "vcore, optimizer in host memory": {"engine": {"deepspeed_config": "zero3_bf16_offload_optimizer.json"}},
+    "vcore, all in host memory": {"engine": {"deepspeed_config": "zero3_bf16_offload_all.json"}},
+    "vcore, finite differences": {"utility": {"estimator": "finite_difference", "epsilon": "auto"}},
+    "vcore, parallel layers": {"model": {"provider": "megatron"}},
+    "vcore, mixture": {"model": {"path": "mixture"}},
+}
+"""Sections of a recipe, on top of `recipe_of`."""
+
+
+def recipe_of(folder: Path, name: str, *, num_steps: int = resumed_runs.NUM_STEPS) -> Recipe:
+    sections: dict[str, Any] = {
+        "method": VCORE,
+        "probe": {"batch_size": 2},
+        "lora": None,
+        "optimizer": {"learning_rate": 1e-3},
+        "schedule": {"num_steps": num_steps},
+        **copy.deepcopy(RUNS[name]),
+    }
+    model = {"path": "model", "precision": "bf16", **sections.get("model", {})}
+    config = sections.get("engine", {}).get("deepspeed_config", f"zero3_{model['precision']}.json")
+    return Recipe(
+        **{
+            **sections,
+            "model": {**model, "path": str(folder / model["path"])},
+            "data": {
+                "train_path": str(folder / "train.jsonl"),
+                "cache_dir": str(folder / "cache"),
+                "cutoff_length": 256,
+            },
+            "batch": {"global_size": 4, **sections.get("batch", {})},
+            "engine": {"deepspeed_config": str(SHIPPED_DEEPSPEED_CONFIGS / config)},
+            "run": {"output_dir": str(folder / name.replace(", ", "_").replace(" ", "_")), "num_followed_traces": 0},
+        }
+    )
+
+
+def write_inputs(folder: Path) -> None:
+    """Models of two layers whose sizes the kernels of a GPU take, and a dozen conversations."""
+    tokenizer = make_tokenizer()
+    sizes: dict[str, Any] = dict(vocab_size=len(tokenizer), hidden_size=64, head_dim=64)
+    for name, model in (("model", tiny.qwen3(**sizes)), ("mixture", tiny.mixture(**sizes))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    write_conversations(folder / "train.jsonl", sums(range(12)))
+
+
+def measure_steps(folder: Path) -> dict[str, Any]:
+    """What three steps of each case measured."""
+    start_process_group(timeout_minutes=10)
+    found = {}
+    for case in CASES:
+        with steps(case, num_layers=2, overlap=uses_gpu()) as run:
+            lines = [run.take().values for _ in range(3)]
+        found[case] = [{name: line[name] for name in STEP_NUMBERS if line.get(name) is not None} for line in lines]
+    return found
+
+
+def measure_runs(folder: Path) -> dict[str, Any]:
+    """Numbers of each run's steps, and those of the same run killed and resumed."""
+    write_inputs(folder)
+    found = {}
+    for name in RUNS:
+        straight = recipe_of(folder, name)
+        killed = Path(straight.run.output_dir).with_suffix(".killed")
+        whole = resumed_runs.killed_copy(straight, STOP, killed)
+        run = straight.run.model_copy(update={"output_dir": str(killed)})
+        resumed = resumed_runs.to_the_end(straight.model_copy(update={"run": run}))
+        found[name] = {"straight": numbers_of(whole), "resumed": numbers_of(resumed)}
+        print(f"{name}: {[round(line['loss'], 4) for line in found[name]['straight']]}", flush=True)
+    return found
+
+
+def numbers_of(folder: Path) -> list[dict[str, float]]:
+    return [{name: line[name] for name in RUN_NUMBERS} for line in resumed_runs.timeless_metrics(folder)]
+
+
+def on_device(kind: str, what: str, folder: Path, *, timeout_seconds: float = 540) -> dict[str, Any]:
+    """What a process of its own measures.
+
+    Args:
+        kind: `cuda` or `cpu`.
+        what: `steps` or `runs`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    if kind == "cpu":
+        environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    output = folder / "measured.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.device_runs", what, str(folder), str(output)],
+        env=environment,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+    return json.loads(output.read_text())
+
+
+def largest_difference(found: Mapping[str, float], expected: Mapping[str, float]) -> float:
+    """Relative, over the numbers of a step."""
+    assert found.keys() == expected.keys()
+    return max(abs(found[name] - value) / max(abs(value), 1e-6) for name, value in expected.items())
+
+
+if __name__ == "__main__":
+    what, folder, output = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    measured = {"steps": measure_steps, "runs": measure_runs}[what](folder)
+    output.write_text(json.dumps({"device": "cuda" if uses_gpu() else "cpu", "measured": measured}))

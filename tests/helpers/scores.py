@@ -1,0 +1,85 @@
+"""Folders of scores for a store, with any utilities."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vcore_ds.data.store import TokenStore
+from vcore_ds.files.model_folder import digest_of_model
+from vcore_ds.files.scores_folder import (
+    NUM_SHOWN,
+    ScoredData,
+    Scores,
+    TrustedSet,
+    utility_columns,
+    write_scores,
+    write_tokens,
+    write_traces,
+)
+
+
+def write_scores_of(
+    folder: Path,
+    store: TokenStore,
+    model: Path,
+    means: Mapping[str, Sequence[float]],
+    sources: Sequence[str] | None = None,
+    rows: Sequence[int] | None = None,
+) -> Path:
+    """What `vcore-ds score` would write, had it found these mean utilities.
+
+    Args:
+        means: a utility for each sequence of the store, by name of the set. A sum is the mean times the number of
+            supervised tokens, and the tokens' utilities are spread around the mean.
+        sources: file of each sequence; None for one file.
+        rows: row of each sequence in its file; None for its place in the store.
+    """
+    folder.mkdir(parents=True)
+    numbers = np.asarray(store.num_supervised_tokens, dtype=np.int64)
+    columns: dict[str, Any] = {
+        "sequence": np.arange(len(store)),
+        "source": list(sources or ["train.jsonl"] * len(store)),
+        "row": np.arange(len(store)) if rows is None else np.array(rows, np.int64),
+        "num_supervised_tokens": numbers,
+        "loss": np.linspace(0.5, 2.5, len(store)).astype(np.float32),
+    }
+    shown = []
+    for name, values in means.items():
+        mean = np.array(values, dtype=np.float32)
+        rank = np.empty(len(mean), np.int64)
+        rank[np.argsort(-mean, kind="stable")] = np.arange(1, len(mean) + 1)
+        percentile = (100 * (1 - (rank - 1) / max(1, len(mean) - 1))).astype(np.float32)
+        columns |= dict(zip(utility_columns(name), (mean * numbers, mean, rank, percentile), strict=True))
+        for i in np.flatnonzero((rank <= NUM_SHOWN) | (rank > len(mean) - NUM_SHOWN)).tolist():
+            sequence = store[i]
+            spread = np.linspace(-1, 1, int(numbers[i])) if numbers[i] > 1 else np.zeros(1)
+            shown.append(
+                {
+                    "set": name,
+                    "sequence": i,
+                    "tokens": sequence.input_ids,
+                    "supervised": sequence.supervised,
+                    "utilities": (mean[i] + spread).astype(np.float32),
+                    "losses": np.linspace(0, 3, int(numbers[i])).astype(np.float32),
+                }
+            )
+    tokenizer = store.manifest["tokenizer"]
+    data = ScoredData(
+        str(store.folder),
+        store.digest,
+        tokenizer["hash"],
+        tokenizer["chat_template_hash"],
+        len(store),
+        int(numbers.sum()),
+        {one["file"]: one["fingerprint"] for one in store.manifest.get("source", []) if "file" in one},
+    )
+    sets = {name: TrustedSet(f"{name}.jsonl", "0" * 64, 8, 1.5, 0.25, 0.5, -0.1) for name in means}
+    write_traces(folder, columns)
+    write_tokens(folder, shown)
+    write_scores(
+        folder,
+        Scores(data, str(model), digest_of_model(str(model)), [], "sgd", "sequence", sets, "0", "2026-11-23T00:00:00Z"),
+    )
+    return folder

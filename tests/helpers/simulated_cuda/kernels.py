@@ -1,0 +1,131 @@
+"""What only CUDA has, as reference code: attention over variable lengths, products of bf16 matrices in fp32 and by
+expert, and the package's Triton kernel in Triton's interpreter.
+
+Shapes: n tokens of all sequences, A query heads, K key/value heads, D head dimension.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+OnCpu = Callable[[Tensor], Tensor]
+
+library = torch.library.Library("aten", "IMPL", "CUDA")
+"""As long as it lives its operators are there."""
+
+
+def install(on_cpu: OnCpu) -> None:
+    """`on_cpu`: the tensor over the same memory on the CPU, whose reads are none of the host's."""
+
+    def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            device = arguments[0].device
+            arguments, options = tree_map_only(Tensor, on_cpu, (arguments, options))
+            return tree_map_only(Tensor, lambda result: _given(result, device), function(*arguments, **options))
+
+        return run
+
+    for name, function in {
+        "mm.dtype": _product,
+        "bmm.dtype": _product,
+        "_grouped_mm": _grouped_product,
+        "_flash_attention_forward": _flash_forward,
+        "_flash_attention_backward": _flash_backward,
+    }.items():
+        library.impl(name, on_device(function))
+
+
+def interpret_kernels(on_cpu: OnCpu) -> None:
+    """Makes `TRITON_INTERPRET=1` run the kernel with tangents on the device's memory."""
+    from vcore_ds.models import flash_tangent  # here alone: it imports Triton, which reads the variable
+
+    launch = flash_tangent.launch
+
+    def interpreted(*arguments: Any, **options: Any) -> None:
+        devices = {x.device for x in torch.utils._pytree.tree_leaves((arguments, options)) if isinstance(x, Tensor)}
+        assert len(devices) == 1, devices
+        arguments, options = tree_map_only(Tensor, on_cpu, (arguments, options))
+        launch(*arguments, **options)
+
+    flash_tangent.launch = interpreted
+
+
+def _given(result: Tensor, device: torch.device) -> Tensor:
+    given = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=device)
+    return given.copy_(result, non_blocking=True)
+
+
+def _product(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return (left.double() @ right.double()).to(out_dtype)
+
+
+def _grouped_product(
+    left: Tensor, right: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`[S, in]` by `[E, in, out]` to `[S, out]`, or `[a, S]` by `[S, b]` to `[E, a, b]`."""
+    assert bias is None and left.dtype == torch.bfloat16
+    ends = [0, *offs.tolist()]
+    spans = [slice(start, end) for start, end in itertools.pairwise(ends)]
+    if right.dim() == 3:
+        parts = [left[span].float() @ matrix.float() for span, matrix in zip(spans, right, strict=True)]
+        return torch.cat(parts).to(left.dtype)
+    return torch.stack([left[:, span].float() @ right[span].float() for span in spans]).to(left.dtype)
+
+
+def _sequences(ends: Tensor, query: Tensor, left: int | None) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of each sequence, and `[q, k]` which keys its queries see."""
+    assert query.stride(-1) == 1 and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256, "not for the flash kernel"
+    assert query.dtype in (torch.bfloat16, torch.float16), query.dtype
+    bounds = ends.tolist()
+    for start, end in itertools.pairwise(bounds):
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        is_seen = distance >= 0
+        if left is not None and left >= 0:
+            is_seen &= distance <= left
+        yield slice(start, end), is_seen
+
+
+def _flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, ends_of_keys: Tensor, longest: int, longest_key: int,
+    dropout: float, is_causal: bool, return_debug_mask: bool, *, scale: float,
+    window_size_left: int | None = None, window_size_right: int | None = None, **unused: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Output `[n, A, D]`, log-sum-exp `[A, n]`, and what nobody reads."""
+    assert (is_causal or window_size_right == 0) and not any(x is not None for x in unused.values()), unused
+    group = query.shape[1] // key.shape[1]
+    output, log_sum_exp = torch.zeros_like(query), torch.zeros(query.shape[1], len(query))
+    for rows, is_seen in _sequences(ends, query, window_size_left):
+        q, k, v = query[rows].float(), *(x[rows].float().repeat_interleave(group, 1) for x in (key, value))
+        scores = (torch.einsum("qad,kad->aqk", q, k) * scale).masked_fill(~is_seen, -torch.inf)
+        log_sum_exp[:, rows] = scores.logsumexp(-1)
+        output[rows] = torch.einsum("aqk,kad->qad", scores.softmax(-1), v).to(output.dtype)
+    return output, log_sum_exp, torch.zeros(2, dtype=torch.uint64), torch.zeros(0), torch.zeros(0)
+
+
+def _flash_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum_exp: Tensor, ends: Tensor,
+    ends_of_keys: Tensor, longest: int, longest_key: int, dropout: float, is_causal: bool, *unused: Any, scale: float,
+    window_size_left: int | None = None, window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients by query, key and value, from the output and the log-sum-exp that are given, as the kernel does."""
+    group = query.shape[1] // key.shape[1]
+    found = [torch.zeros_like(x) for x in (query, key, value)]
+    for rows, is_seen in _sequences(ends, query, window_size_left):
+        q, o, d_o = (x[rows].float() for x in (query, output, gradient))
+        k, v = (x[rows].float().repeat_interleave(group, 1) for x in (key, value))
+        scores = torch.einsum("qad,kad->aqk", q, k) * scale
+        weights = (scores - log_sum_exp[:, rows, None]).exp().masked_fill(~is_seen, 0.0)
+        delta = (o * d_o).sum(-1).T[..., None]
+        d_scores = weights * (torch.einsum("qad,kad->aqk", d_o, v) - delta) * scale
+        gradients = (
+            torch.einsum("aqk,kad->qad", d_scores, k),
+            torch.einsum("aqk,qad->kad", d_scores, q).unflatten(1, (-1, group)).sum(2),
+            torch.einsum("aqk,qad->kad", weights, d_o).unflatten(1, (-1, group)).sum(2),
+        )
+        for whole, part in zip(found, gradients, strict=True):
+            whole[rows] = part.to(whole.dtype)
+    return tuple(found)

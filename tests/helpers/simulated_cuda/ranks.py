@@ -1,0 +1,44 @@
+"""`run_simulated(function, world_size, ...)`: a function on ranks that have a simulated CUDA device each."""
+
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.helpers.commands import HANG_SECONDS, REPOSITORY
+
+
+def run_simulated(library: Path, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """As `run_ranks`, in processes forked from a new one that has made `library` its device and then imported
+    everything: 10 s of CPU time, so put many checks into one function.
+
+    Args:
+        library: from `tests.helpers.simulated_cuda.build.compiled`.
+    """
+    with TemporaryDirectory() as folder:
+        call, result = Path(folder, "call"), Path(folder, "result")
+        call.write_bytes(pickle.dumps((function, world_size, arguments)))
+        # What keeps all other tests on the CPU.
+        environment = dict(os.environ)
+        for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
+            environment.pop(name, None)
+        torch = importlib.util.find_spec("torch")
+        assert torch is not None and torch.submodule_search_locations
+        environment |= {
+            "TRITON_INTERPRET": "1",
+            "OMP_NUM_THREADS": "1",
+            # The device is loaded before PyTorch, whose libraries it needs.
+            "LD_LIBRARY_PATH": str(Path(torch.submodule_search_locations[0], "lib")),
+        }
+        command = [sys.executable, "-m", "tests.helpers.simulated_cuda.child", *map(str, (library, call, result))]
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=2 * HANG_SECONDS
+        )
+        print(done.stdout)
+        assert done.returncode == 0, done.stderr
+        return pickle.loads(result.read_bytes())

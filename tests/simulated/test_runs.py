@@ -1,0 +1,199 @@
+"""Whole runs on the simulated device, from a Hugging Face folder to one: the same losses as on the CPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.helpers import resumed_runs, tiny
+from tests.helpers.mixtures import mixture
+from tests.helpers.ranks import run_ranks
+from tests.helpers.setups import sums, write_conversations
+from tests.helpers.simulated_cuda.ranks import run_simulated
+from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.commands.export.write import export_run
+from vcore_ds.commands.fidelity.choice import FidelityOptions
+from vcore_ds.commands.fidelity.measure import measure_fidelity
+from vcore_ds.config.schema import Recipe
+
+pytestmark = pytest.mark.dist
+
+NUM_STEPS = 3
+STOP = 2
+FP32, BF16 = 1e-4, 3e-2
+"""Relative tolerances. Reductions of two ranks, and Adam's division by small gradients, round in another order."""
+EXPORTED = ("exported", "exported on the CPU")
+COMPARED = ("loss", "alpha", "grad_norm", "direction_norm", "validation_loss")
+
+LORA = {"lora": {"rank": 4, "alpha": 8.0}}
+SFT = {"method": {"name": "sft"}}
+MIXTURE = {"model": {"path": "mixture"}}
+SINKS, SOFTCAP = ({"model": {"path": name}} for name in ("gpt_oss", "gemma2"))
+MEGATRON = {"model": {"provider": "megatron"}}
+ON_CPU: dict[str, dict[str, Any]] = {
+    "full": {},
+    "sft": SFT,
+    "adapters": LORA,
+    "experts": MIXTURE,
+    "sinks": SINKS,
+    "softcap": SOFTCAP,
+}
+
+ALONE: dict[str, dict[str, Any]] = {
+    "full": {},
+    "sft, bf16": {**SFT, "model": {"precision": "bf16"}},
+    "full, packed, activations offloaded": {
+        "batch": {"global_size": 4, "packed_row_tokens": 128},
+        "model": {"gradient_checkpointing": True, "activation_offload": True},
+    },
+    "full, optimizer offloaded": {"engine": {"deepspeed_config": "offload_optimizer.json"}},
+    "full, all offloaded": {"engine": {"deepspeed_config": "offload_all.json"}},
+    "full, megatron": MEGATRON,
+    "adapters": LORA,
+    "experts": MIXTURE,
+    "sinks": SINKS,
+    "softcap": SOFTCAP,
+}
+TOGETHER: dict[str, dict[str, Any]] = {
+    "full, sequences on two ranks": {"batch": {"global_size": 4, "sequence_parallel": 2}},
+    "full, layers on two ranks": {**MEGATRON, "parallel": {"tensor": 2}},
+    "experts, two ranks": MIXTURE,
+}
+"""By what they are compared with on the CPU, up to the comma: how ranks and memory are used changes no loss."""
+
+CAPPED = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    sliding_window=16,
+)  # fmt: skip
+"""Sizes of a Gemma 2, which caps scores and logits."""
+
+DEEPSPEED_CONFIGS: dict[str, tuple[str, ...]] = {
+    "fp32.json": (),
+    "bf16.json": (),
+    "offload_optimizer.json": ("offload_optimizer",),
+    "offload_all.json": ("offload_optimizer", "offload_param"),
+}
+"""What each keeps in host memory."""
+
+
+def make_recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
+    model = {"path": "dense", "precision": "fp32", **sections.get("model", {})}
+    engine = {"deepspeed_config": f"{model['precision']}.json", **sections.get("engine", {})}
+    return Recipe(**{
+        "method": {"kl_budget": 0.05},
+        "data": {
+            "train_path": str(folder / "train.jsonl"),
+            "validation_path": str(folder / "validation.jsonl"),
+            "cache_dir": str(folder / "cache"),
+            "cutoff_length": 128,
+        },
+        "batch": {"global_size": 4},
+        "probe": {"batch_size": 2, "every": 2},
+        "optimizer": {"learning_rate": 1e-3, "eps": 1e-4},
+        "schedule": {"num_steps": NUM_STEPS},
+        "run": {"output_dir": str(folder / "runs" / name), "validate_every": 2, "num_followed_traces": 0},
+        **sections,
+        "model": {**model, "path": str(folder / model["path"])},
+        "engine": {**engine, "deepspeed_config": str(folder / engine["deepspeed_config"])},
+    })  # fmt: skip
+
+
+def measured(run: Path) -> list[list[float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [[line[name] for name in COMPARED if line.get(name) is not None] for line in lines]
+
+
+def train(folder: Path, where: str, runs: dict[str, dict[str, Any]]) -> dict[str, list[list[float]]]:
+    return {
+        name: measured(resumed_runs.to_the_end(make_recipe(folder, f"{where} {name}", sections)))
+        for name, sections in runs.items()
+    }
+
+
+def train_alone(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = train(folder, "simulated", ALONE)
+    stopped = make_recipe(folder, "stopped", {})
+    resumed_runs.until(stopped, STOP)
+    found["full, resumed"] = measured(resumed_runs.to_the_end(stopped))
+    export_run(folder / "runs" / "simulated full", output=folder / "exported")
+    options = FidelityOptions(2, epsilons=(), probe_sizes=(), large_probe_size=0, stale_steps=())
+    found["fidelity"] = measure_fidelity(make_recipe(folder, "fidelity", {}), options).estimators[0].agreement.spearman
+    return found
+
+
+def train_together(folder: Path) -> dict[str, Any]:
+    return train(folder, "simulated", TOGETHER)
+
+
+def write_inputs(folder: Path) -> Path:
+    tokenizer = make_tokenizer()
+    vocabulary = len(tokenizer) + len(tokenizer) % 2  # two ranks share it
+    tiny.qwen3(vocab_size=vocabulary).save_pretrained(folder / "dense")
+    tiny.mixture(vocab_size=vocabulary).save_pretrained(folder / "mixture")
+    mixture("gpt_oss", vocab_size=vocabulary).save_pretrained(folder / "gpt_oss")
+    torch.manual_seed(0)
+    capped = AutoConfig.for_model("gemma2", vocab_size=vocabulary, **CAPPED)
+    AutoModelForCausalLM.from_config(capped).save_pretrained(folder / "gemma2")
+    for name in ("dense", "mixture", "gpt_oss", "gemma2"):
+        tokenizer.save_pretrained(folder / name)
+    write_conversations(folder / "train.jsonl", sums(range(13)))
+    write_conversations(folder / "validation.jsonl", sums(range(20, 23)))
+    for name, offloaded in DEEPSPEED_CONFIGS.items():
+        config = tiny.deepspeed_config(bf16="bf16" in name, persistence_threshold=500)
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+            del config[key]  # the recipe's
+        config["zero_optimization"] |= {part: {"device": "cpu", "pin_memory": True} for part in offloaded}
+        (folder / name).write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("simulated"))
+
+
+@pytest.fixture(scope="module")
+def on_cpu(folder: Path) -> dict[str, list[list[float]]]:
+    return run_ranks(train, 1, folder, "cpu", ON_CPU)[0]
+
+
+@pytest.fixture(scope="module")
+def alone(library: Path, folder: Path) -> dict[str, Any]:
+    return run_simulated(library, train_alone, 1, folder)[0]
+
+
+@pytest.fixture(scope="module")
+def together(library: Path, folder: Path) -> dict[str, Any]:
+    return run_simulated(library, train_together, 2, folder)[0]
+
+
+def assert_like_on_cpu(found: list[list[float]], name: str, on_cpu: dict[str, list[list[float]]]) -> None:
+    expected = on_cpu[name.partition(",")[0]]
+    assert len(found) == len(expected) == NUM_STEPS
+    for step, step_on_cpu in zip(found, expected, strict=True):
+        assert step == pytest.approx(step_on_cpu, rel=BF16 if "bf16" in name else FP32)
+
+
+@pytest.mark.parametrize("name", [*ALONE, "full, resumed"])
+def test_a_run_has_the_losses_of_the_cpu(alone: dict[str, Any], on_cpu, name: str) -> None:
+    assert_like_on_cpu(alone[name], name, on_cpu)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_run_on_two_ranks_has_the_losses_of_one_on_the_cpu(together: dict[str, Any], on_cpu, name: str) -> None:
+    assert_like_on_cpu(together[name], name, on_cpu)
+
+
+def test_an_exported_run_has_the_weights_of_the_cpus(alone: dict[str, Any], on_cpu, folder: Path) -> None:
+    export_run(folder / "runs" / "cpu full", output=folder / "exported on the CPU")
+    found, expected = (load_file(folder / name / "model.safetensors") for name in EXPORTED)
+    for name in found.keys() | expected.keys():
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
+
+
+def test_utilities_are_as_faithful(alone: dict[str, Any]) -> None:
+    assert alone["fidelity"] > 0.999

@@ -1,0 +1,64 @@
+"""`make gpu` without a GPU: the parts that it runs, stops, keeps and skips, here of plain Python."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import session
+from tests.gpu.session import Part, read_outcome, run_parts
+
+PARTS = {
+    "counts": Part("Does it run once?", ("-c", "import sys; open(sys.argv[1], 'a').write('x')", "FILE")),
+    "fails": Part("Does a failure end the others?", ("-c", "print('why'); raise SystemExit(3)")),
+    "last": Part("Does what follows run?", ("-c", "print('done')")),
+}
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> dict[str, Part]:
+    counts = PARTS["counts"]
+    return {**PARTS, "counts": Part(counts.question, (*counts.arguments[:-1], str(tmp_path / "count")))}
+
+
+def test_parts_run_in_processes_of_their_own_and_are_kept(parts: dict[str, Part], tmp_path: Path) -> None:
+    folder, where = tmp_path / "results", {"commit": "abc", "device": "a GPU"}
+    outcomes = run_parts(parts, folder, **where)
+    assert [outcome.exit_code for outcome in outcomes] == [0, 3, 0]
+    failed = read_outcome(folder, "fails")
+    assert failed is not None and "why" in failed.output and not failed.passed
+    page = (folder / "gpu.md").read_text()
+    assert page.count("| passed |") == 2 and "| failed (3) |" in page
+
+    run_parts(parts, folder, **where)
+    assert (tmp_path / "count").read_text() == "x"  # passed already
+    run_parts(parts, folder, commit="def", device="a GPU")
+    assert (tmp_path / "count").read_text() == "xx"  # other code
+    run_parts(parts, folder, commit="def", device="a GPU", chosen=["counts"])
+    assert (tmp_path / "count").read_text() == "xxx"  # asked for
+
+
+def test_a_part_that_hangs_is_stopped(tmp_path: Path) -> None:
+    hanging = {"hangs": Part("Is it stopped?", ("-c", "import time; time.sleep(600)"))}
+    (outcome,) = run_parts(hanging, tmp_path, commit="abc", device="a GPU", part_seconds=1)
+    assert outcome.exit_code is None and session.ending(outcome) == "stopped"
+    assert "| stopped |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_no_part_begins_that_might_not_end_in_time(parts: dict[str, Part], tmp_path: Path) -> None:
+    assert run_parts(parts, tmp_path / "results", commit="abc", device="a GPU", minutes=1, part_seconds=600) == []
+    assert not (tmp_path / "count").exists()
+
+
+def test_every_part_names_what_is_there() -> None:
+    for name, part in session.PARTS.items():
+        for argument in part.arguments:
+            if argument.startswith("tests/"):
+                assert (session.REPOSITORY / argument).is_file(), name
+            elif argument.startswith("tests."):
+                assert (session.REPOSITORY / (argument.replace(".", "/") + ".py")).is_file(), name
+
+
+def test_outcomes_are_json(parts: dict[str, Part], tmp_path: Path) -> None:
+    run_parts({"last": parts["last"]}, tmp_path, commit="abc", device="a GPU")
+    assert json.loads((tmp_path / "last.json").read_text())["command"] == "python -c print('done')"

@@ -1,0 +1,225 @@
+"""`vcore-ds score` without a model: what it refuses, how it adds up what passes have measured, and its files."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import rankdata, spearmanr
+
+from tests.helpers.recipes import smallest_recipe
+from tests.helpers.tokenizer import make_tokenizer
+from tests.unit.test_store import make_sequences
+from vcore_ds.commands.score.passes import PassFiles, ScoredSequence
+from vcore_ds.commands.score.request import make_request
+from vcore_ds.commands.score.result import SetInputs, rank_correlation, write_result
+from vcore_ds.data.prepare.pipeline import prepare
+from vcore_ds.data.prepare.request import PrepareRequest
+from vcore_ds.data.store import TokenStore, write_store
+from vcore_ds.errors import UserError
+from vcore_ds.files.scores_folder import (
+    ScoredCheckpoint,
+    ScoredData,
+    Scores,
+    read_scores,
+    read_tokens,
+    read_traces,
+)
+
+# ---- requests ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path, values = tmp_path / "mine.yaml", smallest_recipe()
+    values["engine"]["deepspeed_config"] = "ds_configs/zero3_fp32.json"
+    path.write_text(json.dumps(values))  # JSON is YAML
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path, recipe: Path) -> Path:
+    """Five steps, with checkpoints after 2, 4 and 5, of which the last was not finished."""
+    folder = tmp_path / "run"
+    for step in (2, 4, 5):
+        (folder / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+        if step != 5:
+            (folder / "checkpoints" / f"step_{step:08d}" / "COMPLETE").write_text("")
+    (folder / "recipe.yaml").write_text(recipe.read_text())
+    lines = [json.dumps({"step": k, "learning_rate": k / 8}) for k in range(1, 6)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+TRUSTED = ["data.probe_path=trusted.jsonl"]
+Refuse = Callable[..., str]
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Refuse:
+    """The message that a request ends in."""
+
+    def refused(target: Path, *overrides: str, sets: tuple[str, ...] = (), checkpoint: str | None = None) -> str:
+        with pytest.raises(UserError) as caught:
+            make_request(str(target), overrides, sets, checkpoint, tmp_path / "new")
+        return str(caught.value)
+
+    return refused
+
+
+def test_a_request_without_a_trusted_set_is_refused(refused: Refuse, recipe: Path) -> None:
+    message = refused(recipe)
+    assert message.startswith("data.probe_path: found null; expected a trusted set") and "--set NAME=PATH" in message
+
+
+@pytest.mark.parametrize("sets", [("trusted.jsonl",), ("a b=trusted.jsonl",), ("a=",), ("a=x.jsonl", "a=y.jsonl")])
+def test_sets_have_names_of_their_own(refused: Refuse, recipe: Path, sets: tuple[str, ...]) -> None:
+    assert refused(recipe, sets=sets).startswith(f"--set: found {sets[-1]}; expected NAME=PATH")
+
+
+def test_finite_differences_are_refused(refused: Refuse, recipe: Path) -> None:
+    message = refused(recipe, *TRUSTED, "utility.estimator=finite_difference", "utility.epsilon=0.01")
+    assert message.startswith("utility.estimator: found finite_difference; expected jvp")
+    make_request(str(recipe), [*TRUSTED, "methods/sft.yaml"], [], None, recipe.with_name("new"))
+
+
+def test_checkpoints_that_are_not_there_are_refused(refused: Refuse, recipe: Path, run: Path) -> None:
+    assert "together with a recipe" in refused(recipe, *TRUSTED, checkpoint="step_00000002")
+    message = refused(run, *TRUSTED, checkpoint="step_00000005")
+    assert (
+        message.startswith("--checkpoint: ") and "expected step_00000005; found step_00000002, step_00000004" in message
+    )
+    assert "found no recipe.yaml" in refused(run / "checkpoints", *TRUSTED)
+
+
+def test_an_output_that_is_there_is_refused(refused: Refuse, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    assert refused(recipe, *TRUSTED).startswith(f"--output: {tmp_path / 'new'}: is there already")
+
+
+def test_named_sets_take_the_place_of_the_recipes_own(recipe: Path, tmp_path: Path) -> None:
+    one = make_request(str(recipe), TRUSTED, [], None, None)
+    assert one.sets == {"trusted": "trusted.jsonl"} and one.checkpoints == []
+    assert one.output == Path("runs/scores/mine")
+    two = make_request(str(recipe), TRUSTED, ["a=x.jsonl", "b=with=sign.jsonl"], None, None)
+    assert two.sets == {"a": "x.jsonl", "b": "with=sign.jsonl"}
+
+
+def test_checkpoints_are_weighted_by_the_mean_learning_rate_of_their_steps(run: Path) -> None:
+    newest = make_request(str(run), TRUSTED, [], None, None)
+    assert newest.checkpoints == [ScoredCheckpoint(str(run), 4, 1.0)]
+    assert newest.output == Path("runs/scores/run") and newest.recipe.run.output_dir == str(run)
+    every = make_request(str(run), TRUSTED, [], "all", None)
+    assert every.checkpoints == [ScoredCheckpoint(str(run), 2, 1.5 / 8), ScoredCheckpoint(str(run), 4, 3.5 / 8)]
+
+
+def test_a_run_without_the_learning_rates_of_its_steps_is_refused(refused: Refuse, run: Path) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join([lines[0], *lines[2:]]))
+    assert "found no learning rate of step 2" in refused(run, *TRUSTED, checkpoint="all")
+
+
+def test_moments_are_kept_only_where_the_direction_needs_them(recipe: Path, run: Path) -> None:
+    adam = [*TRUSTED, "probe.direction=adam"]
+    assert make_request(str(recipe), adam, [], None, None).recipe.optimizer.name == "sgd"
+    assert make_request(str(run), TRUSTED, [], None, None).recipe.optimizer.name == "sgd"
+    assert make_request(str(run), adam, [], None, None).recipe.optimizer.name == "adamw"
+
+
+# ---- results -------------------------------------------------------------------------------------------------------
+
+NUM_SEQUENCES = 50
+DESCRIPTION = Scores(ScoredData("p", "d", "t", "c", NUM_SEQUENCES, 1), "m", "d", [], "sgd", "sequence", {}, "1", "now")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TokenStore:
+    write_store(tmp_path / "store", make_sequences(NUM_SEQUENCES), make_tokenizer())
+    make_tokenizer().save_pretrained(tmp_path / "model")  # which the page reads tokens with
+    return TokenStore(tmp_path / "store")
+
+
+def test_tables_add_up_what_the_passes_have_measured(tmp_path: Path, store: TokenStore) -> None:
+    random, weights = np.random.default_rng(0), (0.25, 2.0)
+    sizes = [int(n) for n in store.num_supervised_tokens]
+    values = random.normal(size=(2, 2, sum(sizes))).astype(np.float32)  # pass, loss or utility, token
+    work, parts, passes = tmp_path / "out.unfinished", np.cumsum(sizes)[:-1], []
+    work.mkdir()
+    for number, (losses, utilities) in enumerate(values):
+        passes.append(PassFiles(work, number))
+        passes[-1].write_set(1.0 + number, 2.0 + number)
+        found = list(map(ScoredSequence, range(50), np.split(losses, parts), np.split(utilities, parts)))
+        for some in (found[30:], found[:30]):  # in two files, in another order
+            passes[-1].add(some)
+        assert passes[-1].positions() == set(range(50))
+    inputs = {"good": SetInputs("good.jsonl", store, list(zip(weights, passes, strict=True)))}
+    scores = write_result(work, tmp_path / "out", store, inputs, replace(DESCRIPTION, model=str(tmp_path / "model")))
+    assert read_scores(tmp_path / "out") == scores
+
+    exact = np.tensordot(weights, values[:, 1].astype(np.float64), 1)
+    sums = np.array([part.sum() for part in np.split(exact, parts)])
+    means, trusted = sums / sizes, scores.sets["good"]
+    columns = [f"{name}.good" for name in ("utility_sum", "utility_mean", "rank", "percentile")]
+    traces = read_traces(tmp_path / "out", ["loss", "num_supervised_tokens", "source", "row", *columns])
+    assert traces["utility_sum.good"] == pytest.approx(sums, rel=1e-6)
+    assert traces["utility_mean.good"] == pytest.approx(means, rel=1e-6)
+    assert traces["rank.good"].tolist() == rankdata(-means).astype(int).tolist()
+    assert traces["percentile.good"] == pytest.approx(100 * (rankdata(means) - 1) / 49)
+    assert traces["loss"] == pytest.approx([part.mean() for part in np.split(values[1, 0], parts)], rel=1e-5)
+    assert traces["num_supervised_tokens"].tolist() == sizes
+    assert traces["row"].tolist() == store.sequence_ids.tolist() and set(traces["source"]) == {str(store.folder)}
+    assert (trusted.loss, trusted.gradient_norm, trusted.num_sequences) == (2.0, 3.0, 50)
+    assert trusted.length_correlation_sum == pytest.approx(spearmanr(sums, sizes).statistic)
+    assert trusted.length_correlation_mean == pytest.approx(spearmanr(means, sizes).statistic)
+
+    rows, order = read_tokens(tmp_path / "out"), np.argsort(-means).tolist()
+    assert [row["sequence"] for row in rows] == order[:20] + order[-20:]
+    for row in rows:
+        i = row["sequence"]
+        assert row["tokens"] == store[i].input_ids.tolist() and row["supervised"] == store[i].supervised.tolist()
+        assert row["utilities"] == pytest.approx(np.split(exact, parts)[i], rel=1e-6)
+        assert row["losses"] == np.split(values[1, 0], parts)[i].tolist()
+
+
+def test_a_pass_without_its_sets_file_has_nothing(tmp_path: Path) -> None:
+    files = PassFiles(tmp_path, 0)
+    files.add([ScoredSequence(3, np.ones(2, np.float32), np.ones(2, np.float32))])
+    assert files.positions() == set()
+    files.write_set(1.0, 1.0)
+    assert files.positions() == {3}
+
+
+def test_a_rank_correlation_shares_ranks_among_ties() -> None:
+    left, right = np.array([1.0, 2.0, 2.0, 5.0, 0.0]), np.array([3, 1, 4, 4, 2])
+    assert rank_correlation(left, right) == pytest.approx(spearmanr(left, right).statistic)
+    assert rank_correlation(left, np.ones(5)) is None
+
+
+def test_a_store_knows_the_row_of_each_sequence_in_its_source(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    row = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_text("\n".join([row, "", row]) + "\n")
+    second.write_text("\n".join(["", row]) + "\n")
+    for name, sources in (("both", [first, second]), ("one", [second])):
+        request = PrepareRequest("chat", tuple(map(str, sources)), str(tmp_path / "model"), "train", cutoff_length=64)
+        prepare(request, tmp_path / name, say=lambda line: None)
+    both, one = TokenStore(tmp_path / "both"), TokenStore(tmp_path / "one")
+    found, rows = both.origins()
+    assert found == [str(first), str(first), str(second)] and rows.tolist() == [0, 2, 1]
+    del one.manifest["first_rows"], both.manifest["first_rows"]  # as of earlier versions
+    assert one.origins()[0] == [str(second)] and one.origins()[1].tolist() == [1]
+    assert both.origins()[0] == [str(tmp_path / "both")] * 3
+
+
+def test_damaged_scores_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data.keep.scores: .*found no scores.json"):
+        read_scores(tmp_path, "data.keep.scores")
+    (tmp_path / "scores.json").write_text('{"format": 2}')
+    (tmp_path / "scores.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="Score again, with this version"):
+        read_scores(tmp_path)
+    with pytest.raises(UserError, match=r"scores.parquet: is damaged"):
+        read_traces(tmp_path, ["loss"])

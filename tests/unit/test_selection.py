@@ -1,0 +1,348 @@
+"""`data.keep`: which traces are kept, by hand; what is refused; and what a run says of it."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.recipes import smallest_recipe
+from tests.helpers.scores import write_scores_of
+from tests.helpers.setups import sums, write_conversations, write_model
+from vcore_ds.cli import main
+from vcore_ds.config.load import dump_recipe, load_recipe
+from vcore_ds.config.problems import RecipeError
+from vcore_ds.config.resume import differing_keys, flat_values
+from vcore_ds.config.schema import KeepConfig, Recipe
+from vcore_ds.data.cache import store_of
+from vcore_ds.data.dataset import KeptDataset
+from vcore_ds.data.kept import kept_positions
+from vcore_ds.data.store import TokenStore
+from vcore_ds.data.tokenization import load_tokenizer
+from vcore_ds.errors import UserError
+from vcore_ds.files.scores_folder import read_scores, write_scores
+from vcore_ds.train.selection import read_selection, selection_for
+
+UTILITIES = np.array([3.0, -1.0, 2.0, np.nan, 2.0, 0.0, 5.0, np.inf], np.float32)
+SOURCES = np.array(list("aaaabbbb"))
+
+
+@pytest.mark.parametrize(
+    ("top", "above", "within", "expected"),
+    [
+        (0.25, None, "all", [0, 6]),
+        (0.5, None, "all", [0, 2, 4, 6]),
+        (0.375, None, "all", [0, 2, 6]),  # of two equal ones the first
+        (1.0, None, "all", [0, 1, 2, 4, 5, 6]),  # what is not finite is never kept
+        (0.25, None, "source", [0, 6]),
+        (0.5, None, "source", [0, 2, 4, 6]),
+        (0.01, None, "all", []),
+        (None, 0.0, "all", [0, 2, 4, 6]),
+        (None, -1.0, "all", [0, 2, 4, 5, 6]),
+        (None, 5.0, "all", []),
+    ],
+)
+def test_the_kept_traces_by_hand(top: float | None, above: float | None, within: str, expected: list[int]) -> None:
+    assert kept_positions(UTILITIES, SOURCES, top=top, above=above, within=within).tolist() == expected
+
+
+def test_a_share_of_each_source_is_not_one_of_all() -> None:
+    utilities = np.array([9.0, 8.0, 7.0, 6.0, 1.0, 2.0, 3.0, 4.0])
+    assert kept_positions(utilities, SOURCES, top=0.5, above=None, within="all").tolist() == [0, 1, 2, 3]
+    assert kept_positions(utilities, SOURCES, top=0.5, above=None, within="source").tolist() == [0, 1, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, twelve conversations as a store, and scores of them along two sets, and along one."""
+    folder = tmp_path_factory.mktemp("selection")
+    write_model(folder / "model")
+    data = write_conversations(folder / "train.jsonl", sums(range(12)))
+    tokenizer = load_tokenizer(str(folder / "model"))
+    store = store_of(
+        str(data), tokenizer, cutoff_length=256, overlong="drop", cache_folder=str(folder), say=lambda _: None
+    )
+    store.rename(folder / "store")
+    opened = TokenStore(folder / "store", tokenizer)
+    means = {"right": [float(i % 5) - 2 for i in range(12)], "short": [float(-i) for i in range(12)]}
+    sources = ["a.jsonl"] * 8 + ["b.jsonl"] * 4
+    write_scores_of(folder / "both", opened, folder / "model", means, sources)
+    write_scores_of(folder / "one", opened, folder / "model", {"right": means["right"]}, sources)
+    return folder
+
+
+def opened_store(setup: Path) -> TokenStore:
+    return TokenStore(setup / "store", load_tokenizer(str(setup / "model")))
+
+
+def test_a_selection_from_a_folder(setup: Path) -> None:
+    keep = KeepConfig(scores=str(setup / "one"), top=0.25)
+    found = selection_for(keep, opened_store(setup), str(setup / "model"))
+    assert found.positions.tolist() == [3, 4, 9]  # utilities 1, 2, 2
+    assert found.num_of_source == {"a.jsonl": (2, 8), "b.jsonl": (1, 4)}
+    text = f"3 of 12 traces kept: the 25% with the highest mean utility for right ({setup / 'one'})"
+    assert found.describe() == text
+    origin = json.loads(json.dumps(found.origin()))
+    assert origin["set"] == "right" and origin["kept_of_source"] == {"a.jsonl": [2, 8], "b.jsonl": [1, 4]}
+    assert len(origin["digest"]) == 64 and (origin["kept"], origin["scored"]) == (3, 12)
+    # Sums favour long traces: of utility 1 and 2, rows 4 and 9 with five repetitions each, then row 8.
+    by_sum = read_selection(keep.model_copy(update={"by": "sum"}))
+    numbers = np.array(opened_store(setup).num_supervised_tokens)
+    sums_of_traces = np.array([(i % 5 - 2) * numbers[i] for i in range(12)])
+    assert by_sum.positions.tolist() == sorted(np.argsort(-sums_of_traces, kind="stable")[:3].tolist())
+    other_set = read_selection(KeepConfig(scores=str(setup / "both"), set="short", above=-2.5))
+    assert other_set.positions.tolist() == [0, 1, 2]
+    assert "mean utility for short above -2.5" in other_set.describe()
+
+
+def test_a_kept_data_set_has_the_sequences_under_their_ids(setup: Path) -> None:
+    store = opened_store(setup)
+    kept = KeptDataset(store, np.array([1, 4, 9]), "", {})
+    assert [one.sequence_id for one in kept] == kept.sequence_ids.tolist() == [1, 4, 9]
+    assert kept.lengths.tolist() == [len(store[i]) for i in (1, 4, 9)]
+    assert kept.digest != store.digest != KeptDataset(store, np.array([1, 4, 8]), "", {}).digest != kept.digest
+
+
+def with_other(folder: Path, target: Path, change: Callable) -> str:
+    """A copy of a folder of scores whose scores.json is changed."""
+    import shutil
+
+    shutil.copytree(folder, target)
+    write_scores(target, change(read_scores(folder)))
+    return str(target)
+
+
+REFUSED = {
+    "no folder": (lambda s, t: {"scores": str(t / "none"), "top": 0.5}, "data.keep.scores: .*found no scores.json"),
+    "several sets": (lambda s, t: {"scores": str(s / "both"), "top": 0.5}, "data.keep.set: found null.*right, short"),
+    "unknown set": (
+        lambda s, t: {"scores": str(s / "both"), "set": "rigth", "top": 0.5},
+        'data.keep.set: found rigth.*one of right, short; did you mean "right"',
+    ),
+    "nothing above": (
+        lambda s, t: {"scores": str(s / "one"), "above": 2.0},
+        r"data.keep.above: found 2, which keeps none of the 12 traces.*-2 to 2;.*Lower it",
+    ),
+    "nothing in so small a share": (
+        lambda s, t: {"scores": str(s / "one"), "top": 0.01},
+        "data.keep.top: found 0.01, which keeps none of the 12.*Raise it",
+    ),
+    "other data": (
+        lambda s, t: {
+            "scores": with_other(s / "one", t / "x", lambda f: replace(f, data=replace(f.data, digest="1" * 64))),
+            "top": 0.5,
+        },
+        "data.keep.scores: .*found scores of .* with other tokens .111111111111. than data.train_path has",
+    ),
+    "other tokenizer": (
+        lambda s, t: {
+            "scores": with_other(
+                s / "one", t / "x", lambda f: replace(f, data=replace(f.data, tokenizer_hash="1", digest="2"))
+            ),
+            "top": 0.5,
+        },
+        "found scores of .* with another tokenizer ",
+    ),
+    "other template": (
+        lambda s, t: {
+            "scores": with_other(
+                s / "one", t / "x", lambda f: replace(f, data=replace(f.data, chat_template_hash="1"))
+            ),
+            "top": 0.5,
+        },
+        "found scores of .* with another chat template ",
+    ),
+    "files of two folders": (
+        lambda s, t: {
+            "scores": with_other(s / "one", t / "x", lambda f: replace(f, data=replace(f.data, num_sequences=13))),
+            "top": 0.5,
+        },
+        "found 12 traces in scores.parquet and 13 in scores.json",
+    ),
+    "other model": (
+        lambda s, t: {
+            "scores": with_other(s / "one", t / "x", lambda f: replace(f, model="m", model_digest="3" * 64)),
+            "top": 0.5,
+        },
+        r"found scores with another model \(m, 333333333333\); expected those with model.path",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(setup: Path, tmp_path: Path, case: str) -> None:
+    values, message = REFUSED[case]
+    with pytest.raises(UserError, match=message) as error:
+        selection_for(KeepConfig(**values(setup, tmp_path)), opened_store(setup), str(setup / "model"))
+    assert "\n" not in str(error.value)
+
+
+def test_scores_that_are_not_finished(setup: Path, tmp_path: Path) -> None:
+    (tmp_path / "scores.unfinished").mkdir()
+    with pytest.raises(UserError, match=r"data.keep.scores: .*has not finished \(scores.unfinished\)"):
+        read_selection(KeepConfig(scores=str(tmp_path / "scores"), top=0.5))
+
+
+# ---- the recipe ----------------------------------------------------------------------------------------------------
+
+
+def recipe_file(tmp_path: Path, **data: object) -> Path:
+    recipe = smallest_recipe()
+    recipe["data"] |= data
+    recipe["engine"] = {"deepspeed_config": "ds_configs/zero3_bf16.json"}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    return path
+
+
+KEEP = {"scores": "runs/scores/x", "top": 0.5}
+
+
+def problem_of(tmp_path: Path, keep: object, *overrides: str) -> str:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe_file(tmp_path, keep=keep), overrides)
+    (problem,) = error.value.problems
+    return problem
+
+
+def test_overrides_and_fragments_change_single_keys(tmp_path: Path) -> None:
+    path = recipe_file(tmp_path, keep=KEEP)
+    assert load_recipe(path, ["data.keep.top=0.25"]).data.keep == KeepConfig(scores="runs/scores/x", top=0.25)
+    assert load_recipe(path, ["data.keep=null"]).data.keep is None
+    assert load_recipe(path, ["data.keep=null", "data.keep.scores=~/y", "data.keep.above=-1"]).data.keep == KeepConfig(
+        scores="~/y", above=-1.0
+    )
+    (tmp_path / "more.yaml").write_text("data: {keep: {top: null, above: 0}}")
+    found = load_recipe(path, [str(tmp_path / "more.yaml")])
+    assert found.data.keep == KeepConfig(scores="runs/scores/x", above=0.0)
+    (tmp_path / "dumped.yaml").write_text(dump_recipe(found))
+    assert load_recipe(tmp_path / "dumped.yaml") == found
+
+
+def test_problems_of_single_keys(tmp_path: Path) -> None:
+    assert ": data.keep.tpo: found 1 under an unknown name" in (found := problem_of(tmp_path, KEEP, "data.keep.tpo=1"))
+    assert found.endswith('; did you mean "data.keep.top"?')
+    assert "data.keep.top: found 1.5; expected a number less than or equal to 1 or null (" in problem_of(
+        tmp_path, KEEP, "data.keep.top=1.5"
+    )
+    assert "data.keep.scores: found nothing; expected a value (" in problem_of(tmp_path, {"top": 0.5})
+    assert "data.keep: found 3; expected keys scores, set, by, top, above, within or null (" in problem_of(tmp_path, 3)
+    assert 'data.keep.by: found "median"; expected "mean" or "sum"' in problem_of(tmp_path, KEEP | {"by": "median"})
+    problem = problem_of(tmp_path, KEEP, "data.keep.top.deep=1")
+    assert "expected section.key=value" in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.keep.top=null", "data.keep.top: found neither top nor above; expected exactly one of"),
+        ("data.keep.above=0", "data.keep.top: found top 0.5 and above 0; expected exactly one of"),
+        ("data.keep={scores: x, above: 1, within: source}", "data.keep.within: found source together with data.keep"),
+    ],
+)
+def test_rules(tmp_path: Path, override: str, message: str) -> None:
+    assert problem_of(tmp_path, KEEP, override).startswith(f"override {override}: {message}")
+
+
+def test_both_a_wrong_key_and_a_broken_rule_are_reported(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe_file(tmp_path, keep=KEEP | {"above": 0}), ["run.seed=-1"])
+    assert len(error.value.problems) == 2
+
+
+def test_which_keys_may_change_when_a_run_is_resumed() -> None:
+    there = Recipe.model_validate(smallest_recipe() | {"data": {"train_path": "t", "keep": KEEP}})
+    moved = there.model_copy(update={"data": there.data.model_copy(update={"keep": KeepConfig(scores="z", top=0.5)})})
+    other = there.model_copy(update={"data": there.data.model_copy(update={"keep": KeepConfig(scores="z", top=0.25)})})
+    all_of_it = there.model_copy(update={"data": there.data.model_copy(update={"keep": None})})
+    assert flat_values(there)["data.keep.top"] == 0.5 and "data.keep" not in flat_values(there)
+    assert not differing_keys(there, moved)
+    assert differing_keys(there, other) == {"data.keep.top": (0.5, 0.25)}
+    assert "data.keep.top" in differing_keys(there, all_of_it)
+
+
+def test_check_and_plan_count_the_kept_traces(setup: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        str(recipe_file(setup, keep={"scores": str(setup / "one"), "top": 0.5})),
+        f"model.path={setup / 'model'}",
+        f"data.train_path={setup / 'store'}",
+        f"run.output_dir={setup / 'run'}",
+        "batch.global_size=4",
+        "schedule={num_epochs: 4}",
+        "probe.batch_size=2",
+    ]
+    assert main(["check", *words]) == 0
+    out = capsys.readouterr().out
+    assert "Training data: 6 of 12 traces kept: the 50% with the highest mean utility for right" in out
+    assert "; the run takes 6 steps\n" in out  # 4 epochs of 6 traces in batches of 4
+    assert main(["plan", *words, "--gpus", "1", "--json"]) == 0
+    assert main(["plan", *words, "--gpus", "1"]) == 0
+    assert re.search(r"GPU hours of the run", capsys.readouterr().out)
+    words[0] = str(recipe_file(setup, keep={"scores": str(setup / "missing"), "top": 0.5}))
+    assert main(["check", *words]) == 0
+    assert f"Not on this machine, and needed where the recipe runs: data.keep.scores {setup}" in capsys.readouterr().out
+
+
+# ---- rows for other trainers ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_files(tmp_path: Path, setup: Path) -> Path:
+    """Scores of a store of two files, with a blank line and a row that the store dropped between them."""
+    rows = [{"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"é{i}"}], "id": i}
+            for i in range(6)]  # fmt: skip
+    dropped = {"messages": [{"role": "user", "content": "x" * 400}, {"role": "assistant", "content": "y"}]}
+    (tmp_path / "data").mkdir()
+    lines = [json.dumps(row) for row in (rows[0], rows[1], dropped, rows[2])]
+    (tmp_path / "data" / "a.jsonl").write_text(f"{lines[0]}\n\n" + "\n".join(lines[1:]) + "\n")
+    (tmp_path / "data" / "b.json").write_text(json.dumps(rows[3:]))
+    folder = store_of(
+        str(tmp_path / "data"),
+        load_tokenizer(str(setup / "model")),
+        cutoff_length=200,
+        overlong="drop",
+        cache_folder=str(tmp_path),
+        say=lambda _: None,
+    )
+    store = TokenStore(folder)
+    sources, numbers = store.origins()
+    write_scores_of(
+        tmp_path / "scores", store, setup / "model", {"right": [0.5, -1, 2, -3, 4, -0.0]}, sources, numbers.tolist()
+    )
+    return tmp_path
+
+
+def test_the_kept_rows_are_those_of_the_files(two_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = two_files / "kept.jsonl"
+    words = ["keep", str(two_files / "scores"), "--above", "0", "--output", str(output)]
+    assert main(words) == 0
+    assert "3 of 6 traces kept: mean utility for right above 0" in capsys.readouterr().out
+    kept = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["id"] for row in kept] == [0, 2, 4] and kept[1]["messages"][1]["content"] == "é2"
+    assert set(kept[0]) == {"messages", "id"}
+    origin = json.loads((two_files / "kept.jsonl.origin.json").read_text())
+    assert origin["kept"] == 3 and origin["above"] == 0 and origin["set"] == "right"
+    assert list(origin["kept_of_source"].values()) == [[2, 3], [1, 3]]
+    assert main(words) == 2 and "is there already" in capsys.readouterr().err
+
+    output.unlink()
+    assert main([*words[:2], "--top", "0.34", "--with-utility", "--output", str(output)]) == 0
+    kept = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(row["id"], row["vcore_utility_mean"], row["vcore_rank"]) for row in kept] == [(2, 2.0, 2), (4, 4.0, 1)]
+
+
+def test_rows_that_are_not_those_that_were_scored(two_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["keep", str(two_files / "scores"), "--top", "1", "--output", str(two_files / "kept.jsonl")]
+    file = two_files / "data" / "a.jsonl"
+    file.write_text("\n" + file.read_text())
+    assert main(words) == 2 and f"{file}: has changed since it was scored" in capsys.readouterr().err
+    file.unlink()
+    assert main(words) == 2 and "which is no file here" in capsys.readouterr().err
+    assert not (two_files / "kept.jsonl").exists()
+    assert main([*words[:2], "--above", "1", "--within", "source", *words[4:]]) == 2
+    assert "--within: found source together with --above" in capsys.readouterr().err
+    assert main([*words[:2], "--set", "wrong", *words[2:]]) == 2
+    assert "--set: found wrong, for which there are no scores; expected one of right" in capsys.readouterr().err

@@ -1,0 +1,117 @@
+"""The experiment on whole wrong traces: its traces and scores are what its description says, and its table says what
+was not run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.experiments import selection, whole_traces
+from tests.experiments.directions import small_qwen3, token_losses
+from tests.experiments.report import setting_of, whole_traces_table
+from tests.experiments.settings import Setting
+from tests.experiments.task import (
+    BASE,
+    CLEAN,
+    ERRING_AUTHOR,
+    NUM_DIGITS,
+    PROMPT_LENGTH,
+    SOUND,
+    WRONG_TRACE,
+    TraceStream,
+    separation_of_traces,
+)
+from tests.experiments.training import Run
+from tests.unit.test_learning_task import clean_tokens, rows
+
+
+@pytest.mark.parametrize("systematic", [True, False])
+def test_an_erring_author_gives_the_answer_that_follows(systematic: bool) -> None:
+    traces = TraceStream(1, **ERRING_AUTHOR, systematic=systematic, wrong_traces=0.6).take(300)
+    shifts = []
+    for (prompt, targets, kinds, _), wrong in zip(rows(traces), traces.wrong().tolist(), strict=True):
+        assert set(kinds) == {WRONG_TRACE if wrong else SOUND}
+        if not wrong:
+            assert targets == clean_tokens(prompt)
+            continue
+        written = [targets[5 * step + 3] for step in range(NUM_DIGITS)]
+        right = [clean_tokens(prompt)[5 * step + 3] for step in range(NUM_DIGITS)]
+        assert targets[-NUM_DIGITS - 1 : -1] == written[::-1]
+        shifts += [(a - b) % BASE for a, b in zip(written, right, strict=True)]
+    assert float(traces.wrong().float().mean()) == pytest.approx(0.6, abs=0.07)
+    assert shifts.count(0) / len(shifts) == pytest.approx(0.2, abs=0.05)
+    assert set(shifts) == ({0, 1} if systematic else {0, 1, 2, 3})
+
+
+def test_a_pool_has_its_exact_share_of_wrong_traces_and_the_problems_of_a_clean_one() -> None:
+    pool = TraceStream(3, **ERRING_AUTHOR, systematic=True, wrong_traces=0.25, pool_size=8).whole_pool()
+    clean = TraceStream(3, **CLEAN, pool_size=8).whole_pool()
+    assert pool.wrong().tolist() == [True] * 2 + [False] * 6
+    assert torch.equal(pool.input_ids[:, :PROMPT_LENGTH], clean.input_ids[:, :PROMPT_LENGTH])
+    assert torch.equal(pool.input_ids[2:], clean.input_ids[2:])
+
+
+SETTING = Setting(noise="systematic", wrong_traces=0.5, num_traces=32, pool_size=4, direction="adam")
+
+
+def test_what_is_kept_is_all_that_is_drawn() -> None:
+    run = Run(replace(SETTING, keep="right"), small_qwen3(0))
+    assert run.main.take(32).wrong().sum() == 16
+    selection.keep(run.setting, run.model, run)
+    assert not run.main.take(64).wrong().any()
+    run = Run(replace(SETTING, keep="loss"), small_qwen3(0))
+    scores = selection.keep(run.setting, run.model, run)
+    kept = {tuple(row) for row in run.main.take(64).input_ids.tolist()}
+    best = run.main.whole_pool().input_ids[scores.argsort(descending=True)[:8]]
+    assert kept == {tuple(row) for row in best.tolist()}
+
+
+def test_utilities_of_traces_are_inner_products_of_gradients() -> None:
+    model = small_qwen3(0).double()
+    stream = TraceStream(1, **ERRING_AUTHOR, systematic=True, wrong_traces=0.5, pool_size=4)
+    pool = TraceStream(2, **CLEAN, pool_size=3).whole_pool()
+    parameters = list(model.parameters())
+
+    def gradient(loss: torch.Tensor) -> torch.Tensor:
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+
+    of_pool = gradient(
+        token_losses(model, pool).mean()
+    )  # traces of one length: the mean over tokens is that over traces
+    traces = stream.whole_pool()
+    each = [token_losses(model, traces)[traces.sequence_index == row].mean() for row in range(4)]
+    gradients = torch.stack([gradient(loss) for loss in each])
+    clipped = of_pool / of_pool.norm().clamp_min(1.0)
+    for sign, direction in ((False, clipped), (True, of_pool.sign())):
+        found = selection.mean_utilities(model, traces, pool, sign=sign)
+        torch.testing.assert_close(found.double(), gradients @ direction, rtol=1e-4, atol=1e-5)
+
+
+def test_separation_of_traces_counts_pairs() -> None:
+    wrong = torch.tensor([True, False, True, False])
+    assert separation_of_traces(torch.tensor([1.0, 2.0, 0.0, 1.0]), wrong) == (1 + 1 + 0.5 + 1) / 4
+
+
+def test_a_line_of_results_gives_its_setting_again() -> None:
+    for cell in whole_traces.CELLS:
+        for row in whole_traces.rows_of_cell(*cell).values():
+            assert setting_of(whole_traces.changed(row)) == row
+
+
+def test_rates_are_chosen_by_accuracy_first_and_the_table_says_what_was_not_run() -> None:
+    rows_of_cell = {name: whole_traces.grid("systematic", 0.6)[name] for name in ("sft", "sft + trusted", "dft")}
+    results = []
+    for accuracy, loss, rate in ((0.5, 0.1, 3e-4), (0.7, 0.3, 1e-3), (0.7, 0.2, 3e-3)):
+        for seed in (*whole_traces.SEEDS, *whole_traces.CHOOSING_SEEDS):
+            for name in ("sft", "sft + trusted"):
+                setting = replace(rows_of_cell[name], learning_rate=rate, seed=seed)
+                gain = 0.1 if name == "sft + trusted" else 0.0
+                result = {"accuracy": accuracy + gain + seed / 100, "held_out_loss": loss, "seconds": 1 + 10 * gain}
+                results.append(whole_traces.changed(setting) | result)
+    rates = {name: whole_traces.rate_of(name, results) for name in ("sft", "sft + trusted")}
+    assert rates == {"sft": 3e-3, "sft + trusted": 3e-3}
+    table = whole_traces_table(rows_of_cell, rates, results, whole_traces.SEEDS).splitlines()
+    assert table[2].startswith("| sft | 0.003 | 5 | 72.0 ± 2.0 |  | **-10.0 ± 0.0** | 0.2000 ± 0.0000 |  |")
+    assert table[3].startswith("| sft + trusted | 0.003 | 5 | 82.0 ± 2.0 | **+10.0 ± 0.0** |  |")
+    assert table[3].endswith("| 2.0 |")
+    assert table[4].startswith("| dft | | not run |") and table[4].count("|") == table[0].count("|")

@@ -1,0 +1,284 @@
+"""The utilities of a whole store along the gradients of trusted sets: one forward-mode pass for each set.
+
+For each checkpoint, and each set there, the gradient of the set's loss is taken with a backward over the set, and kept
+in shards. Then one forward over the data gives every token's loss and, beside it, the derivative of that loss along
+the gradient. Several checkpoints are TracInCP's sum (Pruthi et al. 2020, arXiv:2002.08484); with Adam's direction it
+is close to what LESS computes from projected gradients (Xia et al. 2024, arXiv:2402.04333), without its cosine.
+"""
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from vcore_ds import __version__
+from vcore_ds.commands.score.passes import PassFiles, ScoredSequence
+from vcore_ds.commands.score.request import NEW_FOLDER, ScoreRequest
+from vcore_ds.commands.score.result import SetInputs, describe, write_result
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.prepare.request import resume_or_begin
+from vcore_ds.data.store import TokenStore
+from vcore_ds.data.tokenization import load_tokenizer
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.positions import mark
+from vcore_ds.distributed.process_group import on_first_rank, start_process_group
+from vcore_ds.distributed.watchdog import watching
+from vcore_ds.engine.non_finite import NonFiniteLoss
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.files.aside import unfinished_path
+from vcore_ds.files.locks import alone_in
+from vcore_ds.files.model_folder import digest_of_model
+from vcore_ds.files.scores_folder import ScoredCheckpoint, ScoredData, Scores
+from vcore_ds.files.user_paths import check_folder, writing
+from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.track.console import Console
+from vcore_ds.train.checkpoints import Checkpoints
+from vcore_ds.train.derivative_check import check_derivatives
+from vcore_ds.train.feed import build_feed, read_dataset
+from vcore_ds.train.model_check import check_model
+from vcore_ds.train.setup import build_engine, plan_ranks
+from vcore_ds.train.start_check import check_start
+from vcore_ds.utility.direction import Direction
+from vcore_ds.utility.estimators import ForwardMode, jvp_losses_and_utilities
+
+CHUNK_TOKENS_PER_RANK = 16_384
+"""Tokens that are scored between two files: a second of a GPU, and enough to keep all ranks equally busy."""
+SEQUENCES_PER_MICRO_BATCH = 8
+"""Least sequences of a chunk, for each that a rank has in one forward."""
+
+
+def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PER_RANK) -> None:
+    """Scores on all ranks of the job and writes the folder on rank 0. A collective.
+
+    Raises:
+        UserError: for whatever the user can fix; the finished part is kept.
+        NonFiniteLoss: on all ranks alike, with the sequences.
+    """
+    recipe = request.recipe
+    check_model(recipe)
+    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
+    folder, console = unfinished_path(request.output), Console(enabled=layout.is_first())
+    with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes), ExitStack() as held:
+
+        def hold() -> None:
+            with writing("--output", request.output, NEW_FOLDER):
+                check_folder(request.output)
+                held.enter_context(alone_in(folder, console.say))
+
+        on_first_rank(hold)
+        Scoring(request, console, folder, chunk_tokens_per_rank).run()
+    if layout.is_first():  # not while its lock is held: NFS keeps a file that is open, and with it the folder
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One trusted set at one checkpoint (None: the base model)."""
+
+    number: int
+    checkpoint: ScoredCheckpoint | None
+    set_name: str
+
+
+class Scoring:
+    """A request on the ranks of this job. The methods are collectives."""
+
+    def __init__(self, request: ScoreRequest, console: Console, folder: Path, chunk_tokens_per_rank: int):
+        """`folder`: of the unfinished work, rank 0's."""
+        self.request, self.console, self.folder = request, console, folder
+        recipe = request.recipe
+        self.plan = plan_ranks(recipe)
+        tokenizer = load_tokenizer(recipe.model.path)
+        self.store = read_dataset(recipe, recipe.data.train_path, tokenizer, console)
+        self.sets = {name: read_dataset(recipe, path, tokenizer, console) for name, path in request.sets.items()}
+        self.feed = build_feed(recipe, self.plan, self.store, tokenizer)
+        self.chunk_tokens = chunk_tokens_per_rank * self.plan.num_ranks
+        checkpoints: list[ScoredCheckpoint | None] = [*request.checkpoints] or [None]
+        self.passes = [
+            Pass(number, checkpoint, name)
+            for number, (checkpoint, name) in enumerate(product(checkpoints, request.sets))
+        ]
+
+    def run(self) -> None:
+        """Computes what is not there yet, and writes the result."""
+        recipe = self.request.recipe
+        on_first_rank(self._begin)
+        left = layout.gather_objects("job", self._left() if layout.is_first() else None)[0]
+        if any(left):
+            engine = build_engine(recipe, deepspeed_config(recipe, self.plan))
+            self._compute(engine, left)
+            engine.close()
+        on_first_rank(self._write)
+
+    def _begin(self) -> None:
+        """On rank 0: the folder of the unfinished work, emptied where it is that of another request."""
+        with writing("--output", self.folder, NEW_FOLDER):
+            resume_or_begin(
+                self.folder, _identity(self.request.recipe, self._description(), self.sets), self.console.say
+            )
+
+    def _left(self) -> list[list[int]]:
+        """On rank 0: the positions of the sequences that each pass has still to score, longest first, so that what
+        does not fit into memory fails at once."""
+        by_length = sorted(range(len(self.store)), key=lambda i: -self.store.lengths[i])
+        left = []
+        for one in self.passes:
+            done = self._files(one).positions()
+            left.append([i for i in by_length if i not in done])
+        if (num_done := len(by_length) * len(left) - sum(map(len, left))) > 0:
+            self.console.say(f"{num_done:,} of {len(by_length) * len(left):,} sequences were scored before")
+        return left
+
+    def _compute(self, engine: Engine, left: Sequence[Sequence[int]]) -> None:
+        recipe, console = self.request.recipe, self.console
+        direction = Direction(engine)
+        checkpoints, at = Checkpoints(recipe, console), None
+        if not self.request.checkpoints:
+            self._check(engine, direction)
+        for one, positions in zip(self.passes, left, strict=True):
+            if not positions:
+                continue
+            if one.checkpoint is not None and one.checkpoint != at:
+                mark("loading the checkpoint")
+                checkpoints.read(checkpoints.of_step(one.checkpoint.step), engine, None)
+                at = one.checkpoint
+                self._check(engine, direction)
+            self._take(direction, one)
+            self._score(engine, direction, one, positions)
+
+    def _check(self, engine: Engine, direction: Direction) -> None:
+        check_start(engine, self.feed, self.console)
+        check_derivatives(engine, ForwardMode(engine, direction), self.feed, self.console)
+
+    def _take(self, direction: Direction, one: Pass) -> None:
+        """The gradient of all of a trusted set."""
+        mark("gradient of the trusted set")
+        recipe, trusted = self.request.recipe, self.sets[one.set_name]
+        batches = replace(self.feed, probe_dataset=trusted).probe_batches(range(len(trusted)))
+        self.console.say(f"Gradient of {one.set_name}: {len(trusted):,} traces{_of(one.checkpoint)}")
+        found = direction.take(
+            batches,
+            normalization=recipe.method.normalization,
+            clip=recipe.probe.clip,
+            optimizer=recipe.probe.direction,
+            loss_weights=recipe.probe.loss,
+        )
+        assert found.loss is not None
+        if layout.is_first():
+            self._files(one).write_set(found.loss, found.gradient_norm)
+
+    def _score(self, engine: Engine, direction: Direction, one: Pass, positions: Sequence[int]) -> None:
+        mark("utilities")
+        title = f"Utilities along {one.set_name}{_of(one.checkpoint)}"
+        with self.console.progress(title, float(self.store.lengths[list(positions)].sum())) as progress:
+            for chunk in self._chunks(positions):
+                scored = self._scored(engine, direction, chunk)
+                # One rank alone may fail here, with a full disk: the others find it gone in the next chunk.
+                if layout.is_first():
+                    with writing("--output", self.folder, NEW_FOLDER):
+                        self._files(one).add(scored)
+                progress.advance(float(self.store.lengths[chunk].sum()))
+
+    def _chunks(self, positions: Sequence[int]) -> Iterator[list[int]]:
+        """The positions in order, cut where a chunk has enough sequences and tokens. What is left after an
+        interruption begins with a new chunk, so that it is cut as it would have been."""
+        least = self.plan.num_ranks * (self.plan.utility_micro_batch_size_per_rank or 1) * SEQUENCES_PER_MICRO_BATCH
+        chunk, num_tokens = [], 0
+        for position in positions:
+            chunk.append(position)
+            num_tokens += int(self.store.lengths[position])
+            if len(chunk) >= least and num_tokens >= self.chunk_tokens:
+                yield chunk
+                chunk, num_tokens = [], 0
+        if chunk:
+            yield chunk
+
+    def _scored(self, engine: Engine, direction: Direction, chunk: Sequence[int]) -> list[ScoredSequence]:
+        """Losses and utilities of the sequences at `chunk`, in that order, on all ranks."""
+        position_of = {int(self.store.sequence_ids[i]): i for i in chunk}
+        batches = self.feed.batches(chunk, self.plan.utility_micro_batch_size_per_rank)
+        own: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        found = jvp_losses_and_utilities(engine, direction, batches)
+        for batch, values in zip(batches, found, strict=True):
+            sizes = batch.num_supervised_tokens().tolist()
+            losses, utilities = ([part.cpu().float().numpy() for part in value.split(sizes)] for value in values)
+            for sequence_id, *arrays in zip(batch.sequence_ids, losses, utilities, strict=False):  # none in an idle row
+                own[position_of[sequence_id]] = (arrays[0], arrays[1])
+        if layout.rank("sequence", batches[0].sequence_parallel) > 0:
+            own = {}  # the first rank of those that share rows has the same
+        every_rank = layout.gather_objects("job", own)
+        whole = {i: arrays for of_rank in every_rank for i, arrays in of_rank.items()}
+        wrong = [i for i, arrays in whole.items() if not all(np.isfinite(values).all() for values in arrays)]
+        if wrong:
+            shown = ", ".join(map(str, sorted(wrong)[:8])) + (" ..." if len(wrong) > 8 else "")
+            raise NonFiniteLoss(f"data.train_path: loss or utility is not finite of the sequences at positions {shown}")
+        return [ScoredSequence(i, *whole[i]) for i in chunk]
+
+    def _write(self) -> None:
+        """On rank 0."""
+        inputs = {
+            name: SetInputs(
+                self.request.sets[name],
+                trusted,
+                [(self._weight(one), self._files(one)) for one in self.passes if one.set_name == name],
+            )
+            for name, trusted in self.sets.items()
+        }
+        with writing("--output", self.request.output, NEW_FOLDER):
+            scores = write_result(self.folder, self.request.output, self.store, inputs, self._description())
+        self.console.say(describe(self.request.output, scores))
+
+    def _weight(self, one: Pass) -> float:
+        return 1.0 if one.checkpoint is None else one.checkpoint.weight
+
+    def _files(self, one: Pass) -> PassFiles:
+        return PassFiles(self.folder, one.number)
+
+    def _description(self) -> Scores:
+        """What scores.json will hold, without what the passes measure: `sets` is empty."""
+        request, store = self.request, self.store
+        recipe, manifest = request.recipe, store.manifest
+        return Scores(
+            data=ScoredData(
+                recipe.data.train_path,
+                store.digest,
+                manifest["tokenizer"]["hash"],
+                manifest["tokenizer"]["chat_template_hash"],
+                len(store),
+                manifest["num_supervised_tokens"],
+                {one["file"]: one["fingerprint"] for one in manifest.get("source", []) if "file" in one},
+            ),
+            model=recipe.model.path,
+            model_digest=digest_of_model(recipe.model.path),
+            checkpoints=request.checkpoints,
+            direction=recipe.probe.direction,
+            normalization=recipe.method.normalization,
+            sets={},
+            version=__version__,
+            date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        )
+
+
+def _identity(recipe: Recipe, description: Scores, sets: dict[str, TokenStore]) -> dict:
+    """All that losses and utilities depend on; that of unfinished work must be equal for the work to go on."""
+    described = asdict(description)
+    del described["date"]
+    return described | {
+        "trusted": {name: trusted.digest for name, trusted in sets.items()},
+        "loss": recipe.probe.loss,
+        "clip": recipe.probe.clip,
+        "precision": recipe.model.precision,
+        "provider": recipe.model.provider,
+        "attention": recipe.model.attention,
+        "lora": None if recipe.lora is None else recipe.lora.model_dump(mode="json"),
+        "seed": recipe.run.seed,  # of the adapters of a base model
+    }
+
+
+def _of(checkpoint: ScoredCheckpoint | None) -> str:
+    return "" if checkpoint is None else f", checkpoint of step {checkpoint.step}"

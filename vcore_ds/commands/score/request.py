@@ -1,0 +1,133 @@
+"""What `vcore-ds score` was asked for, and what it refuses at once, before torch is imported."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vcore_ds.config.load import load_recipe
+from vcore_ds.config.method_sections import MethodConfig
+from vcore_ds.config.schema import Recipe
+from vcore_ds.errors import UserError
+from vcore_ds.files import checkpoint_folder
+from vcore_ds.files.run_folder import RECIPE
+from vcore_ds.files.scores_folder import ScoredCheckpoint
+from vcore_ds.files.user_paths import reading, refuse_existing
+from vcore_ds.results.run_reader import read_metrics_of
+
+ONLY_SET = "trusted"
+"""Name of the set at data.probe_path."""
+NEW_FOLDER = "a new folder that can be written"
+"""What `--output` has to be, for messages."""
+
+_SET = re.compile(r"(\w{1,64})=(.+)")
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Data, weights and directions of a scoring."""
+
+    recipe: Recipe
+    """With `run.output_dir` where the run is now."""
+    sets: dict[str, str]
+    """Name -> path of each trusted set."""
+    checkpoints: list[ScoredCheckpoint]
+    """In the order of their steps; empty for the base model."""
+    output: Path
+
+
+def make_request(
+    target: str, overrides: Sequence[str], sets: Sequence[str], checkpoint: str | None, output: Path | None
+) -> ScoreRequest:
+    """The arguments of the command, read and checked.
+
+    Raises:
+        UserError: the recipe, the run, the checkpoint, a set or the output is not what it has to be.
+    """
+    run = Path(target) if Path(target).is_dir() else None
+    if run is not None and not (run / RECIPE).is_file():
+        raise UserError(f"RUN: {run}: found no {RECIPE} there; expected a recipe, or a run's folder (run.output_dir)")
+    if run is None and checkpoint is not None:
+        raise UserError(f"--checkpoint: found {checkpoint} together with a recipe; expected a run's folder (RUN)")
+    recipe = load_recipe(target if run is None else run / RECIPE, overrides)
+    if recipe.method.uses_utilities and recipe.utility.estimator != "jvp":
+        raise UserError(
+            "utility.estimator: found finite_difference; expected jvp: scores are exact derivatives, of forward mode. "
+            "Add utility.estimator=jvp utility.epsilon=null"
+        )
+    named = _named_sets(sets)
+    if not named and recipe.data.probe_path is not None:
+        named = {ONLY_SET: recipe.data.probe_path}
+    if not named:
+        raise UserError(
+            "data.probe_path: found null; expected a trusted set: traces that are known to be right, a few will do. "
+            "Add data.probe_path=PATH, or --set NAME=PATH for each of several"
+        )
+    if output is None:
+        output = Path("runs", "scores", Path(target).stem if run is None else run.resolve().name)
+    refuse_existing(output, NEW_FOLDER)
+    return ScoreRequest(_scored(recipe, run), named, [] if run is None else _checkpoints(run, checkpoint), output)
+
+
+def _named_sets(words: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for word in words:
+        match = _SET.fullmatch(word)
+        if match is None or match[1] in found:
+            raise UserError(
+                f"--set: found {word}; expected NAME=PATH, where NAME has letters, digits and _, 64 at most, and "
+                "another one for each set"
+            )
+        found[match[1]] = match[2]
+    return found
+
+
+def _scored(recipe: Recipe, run: Path | None) -> Recipe:
+    """The recipe as one that takes directions of whole trusted sets, whatever its method is."""
+    method = MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization)  # makes no weights
+    has_moments = run is not None and recipe.probe.direction == "adam"
+    probe = {"source": "batch", "batch_size": "all", "decay": 0.0, "every": 1}
+    data = {"trusted_share": 0.0, "reference_log_probabilities": None}
+    changes = {
+        "method": method,
+        "data": recipe.data.model_copy(update=data),
+        # Clipping is a factor of all utilities, but for Adam's Jacobian, which belongs to clipped gradients.
+        "probe": recipe.probe.model_copy(update=probe if has_moments else probe | {"direction": "sgd", "clip": None}),
+    }
+    if not has_moments:  # what the optimizer would keep beside the parameters takes two thirds of its memory
+        changes["optimizer"] = recipe.optimizer.model_copy(update={"name": "sgd"})
+    if run is not None:
+        changes["run"] = recipe.run.model_copy(update={"output_dir": str(run)})
+    return recipe.model_copy(update=changes)
+
+
+def _checkpoints(run: Path, name: str | None) -> list[ScoredCheckpoint]:
+    """The named one, all of them or the newest, with their weights in the sum.
+
+    Raises UserError where there is none of that name.
+    """
+    with reading("RUN", run, "the folder of a run"):
+        complete = {
+            folder.name: step
+            for folder in reversed(checkpoint_folder.list_checkpoints(run / "checkpoints"))
+            if (folder / checkpoint_folder.COMPLETE).is_file()
+            and (step := checkpoint_folder.step_of(folder)) is not None
+        }
+    if not complete or name not in (None, "all", *complete):
+        there = ", ".join(complete) or "no finished one"
+        raise UserError(f"--checkpoint: {run / 'checkpoints'}: expected {name or 'a checkpoint'}; found {there}")
+    if name != "all":
+        step = complete[name] if name is not None else max(complete.values())
+        return [ScoredCheckpoint(str(run), step, 1.0)]
+    rates = {int(line["step"] or 0): line["learning_rate"] or 0.0 for line in read_metrics_of(run)}
+    found, before = [], 0
+    for step in complete.values():
+        steps = range(before + 1, step + 1)
+        if missing := [k for k in steps if k not in rates]:
+            raise UserError(
+                f"RUN: {run}: found no learning rate of step {missing[0]} in metrics.jsonl; expected that of all steps "
+                "up to the last checkpoint, to weight the checkpoints. Name one of them with --checkpoint"
+            )
+        found.append(ScoredCheckpoint(str(run), step, sum(rates[k] for k in steps) / len(steps)))
+        before = step
+    return found

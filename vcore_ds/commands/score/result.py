@@ -1,0 +1,189 @@
+"""From losses and utilities of all tokens to the tables, and to the lines on the screen. On one process."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vcore_ds.commands.score.passes import PassFiles
+from vcore_ds.data.store import TokenStore
+from vcore_ds.files.aside import flush
+from vcore_ds.files.scores_folder import (
+    NUM_SHOWN,
+    PAGE,
+    Scores,
+    TrustedSet,
+    read_traces,
+    utility_columns,
+    write_scores,
+    write_tokens,
+    write_traces,
+)
+
+MAX_SOURCES = 12
+"""Sources in the table on the screen."""
+
+
+@dataclass(frozen=True)
+class SetInputs:
+    """What was computed along a trusted set."""
+
+    path: str
+    store: TokenStore
+    passes: Sequence[tuple[float, PassFiles]]
+    """One for each checkpoint, with its weight, in the order of their steps."""
+
+
+def write_result(
+    folder: Path, output: Path, store: TokenStore, sets: Mapping[str, SetInputs], description: Scores
+) -> Scores:
+    """Writes the folder `output`, whole, from what is in `folder`, and returns scores.json.
+
+    Args:
+        folder: of the unfinished work.
+        description: without the sets.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    from vcore_ds.commands.score.page import write_page
+
+    staged = folder / "result"
+    shutil.rmtree(staged, ignore_errors=True)  # that of an attempt that was killed just before its end
+    staged.mkdir()
+    columns, num_tokens = _columns(store, sets)
+    measured, rows = {}, []
+    for name, inputs in sets.items():
+        of_sum, of_mean, of_rank, _ = (columns[column] for column in utility_columns(name))
+        loss, gradient_norm = inputs.passes[-1][1].read_set()
+        measured[name] = TrustedSet(
+            inputs.path,
+            inputs.store.digest,
+            len(inputs.store),
+            loss,
+            gradient_norm,
+            length_correlation_sum=rank_correlation(of_sum, num_tokens),
+            length_correlation_mean=rank_correlation(of_mean, num_tokens),
+        )
+        ranks = np.argsort(of_rank)
+        shown = list(dict.fromkeys([*ranks[:NUM_SHOWN].tolist(), *ranks[-NUM_SHOWN:].tolist()]))
+        rows += _shown_tokens(store, name, inputs, shown)
+    scores = replace(description, sets=measured)
+    write_traces(staged, columns)
+    write_tokens(staged, rows)
+    write_scores(staged, scores)
+    write_page(staged)
+    for path in staged.iterdir():
+        flush(path)
+    staged.rename(output)
+    flush(output.parent)
+    return scores
+
+
+def _columns(store: TokenStore, sets: Mapping[str, SetInputs]) -> tuple[dict[str, Any], np.ndarray]:
+    """The columns of scores.parquet, and the number of supervised tokens of each sequence, int64 [n]."""
+    num_sequences = len(store)
+    num_tokens, loss = np.zeros(num_sequences, dtype=np.int64), np.zeros(num_sequences)
+    utilities: dict[str, Any] = {}
+    for name, inputs in sets.items():
+        total = np.zeros(num_sequences)
+        for weight, files in inputs.passes:
+            for sequence in files.sequences():  # losses are those of the last pass: at the last checkpoint
+                num_tokens[sequence.position] = len(sequence.losses)
+                loss[sequence.position] = sequence.losses.sum(dtype=np.float64)
+                total[sequence.position] += weight * sequence.utilities.sum(dtype=np.float64)
+        mean = total / np.maximum(num_tokens, 1)  # a sequence whose only target is its first token has no loss
+        order = np.argsort(-mean, kind="stable")
+        rank = np.empty(num_sequences, dtype=np.int64)
+        rank[order] = np.arange(1, num_sequences + 1)
+        percentile = 100.0 * (num_sequences - rank) / max(1, num_sequences - 1)
+        if num_sequences == 1:
+            percentile[:] = 100.0
+        values = (total.astype(np.float32), mean.astype(np.float32), rank, percentile.astype(np.float32))
+        utilities |= dict(zip(utility_columns(name), values, strict=True))
+    source, row = store.origins()
+    columns = {
+        "sequence": np.arange(num_sequences, dtype=np.int64),
+        "source": source,
+        "row": row,
+        "num_supervised_tokens": num_tokens,
+        "loss": (loss / np.maximum(num_tokens, 1)).astype(np.float32),
+    }
+    return columns | utilities, num_tokens
+
+
+def _shown_tokens(store: TokenStore, name: str, inputs: SetInputs, shown: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows of tokens.parquet for the sequences at the positions `shown`, in that order."""
+    wanted = set(shown)
+    losses: dict[int, np.ndarray] = {}
+    utilities: dict[int, np.ndarray] = {}
+    for weight, files in inputs.passes:
+        for sequence in files.sequences():
+            if sequence.position in wanted:
+                losses[sequence.position] = sequence.losses
+                weighted = weight * sequence.utilities.astype(np.float64)
+                utilities[sequence.position] = utilities.get(sequence.position, 0.0) + weighted
+    rows = []
+    for position in shown:
+        tokens = store[position]
+        supervised = tokens.supervised.copy()
+        supervised[0] = False  # nothing stands before it to predict it
+        rows.append(
+            {
+                "set": name,
+                "sequence": position,
+                "tokens": tokens.input_ids,
+                "supervised": supervised,
+                "utilities": utilities[position].astype(np.float32),
+                "losses": losses[position],
+            }
+        )
+    return rows
+
+
+def rank_correlation(left: np.ndarray, right: np.ndarray) -> float | None:
+    """Spearman's rank correlation, where ties share their mean rank; None where a side is constant."""
+    ranks = np.stack([_ranks(left), _ranks(right)])
+    if (np.ptp(ranks, axis=1) == 0).any():
+        return None
+    return float(np.corrcoef(ranks)[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)  # groups in ascending order
+    return (np.cumsum(counts) - (counts - 1) / 2)[group]
+
+
+def describe(output: Path, scores: Scores) -> str:
+    """The lines at the end: by set and source how many traces, their mean utility and how many have a positive one."""
+    lines = []
+    for name, trusted in scores.sets.items():
+        of_mean = utility_columns(name)[1]
+        columns = read_traces(output, ["source", of_mean])
+        mean = columns[of_mean].astype(np.float64)
+        sources, index = np.unique(columns["source"].astype(str), return_inverse=True)
+        lines += ["", f"Along {name} ({trusted.num_sequences:,} traces, loss {trusted.loss:.4f} nats):"]
+        table = [("source", "traces", "mean utility", "positive")]
+        by_size = np.argsort(-np.bincount(index), kind="stable")[:MAX_SOURCES]
+        for label, chosen in [("all", np.ones(len(mean), dtype=bool))] * (len(sources) > 1) + [
+            (str(sources[i]), index == i) for i in by_size
+        ]:
+            found = mean[chosen]
+            table.append((label, f"{len(found):,}", f"{found.mean():.3g}", f"{(found > 0).mean():.0%}"))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for label, *cells in table:
+            right = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+            lines.append(f"  {label.ljust(widths[0])}  {right}")
+        if len(sources) > MAX_SOURCES:
+            lines.append(f"  and {len(sources) - MAX_SOURCES:,} more sources")
+        correlations = [
+            "none" if value is None else f"{value:+.2f}"
+            for value in (trusted.length_correlation_sum, trusted.length_correlation_mean)
+        ]
+        lines.append(
+            f"  rank correlation with a trace's number of tokens: sum {correlations[0]}, mean {correlations[1]}"
+        )
+    return "\n".join([*lines, "", f"Scores: {output} ({PAGE} shows them)"])

@@ -1,0 +1,181 @@
+"""Which traces `data.keep` trains on: what the folder of scores says, and whether it belongs to the data and the model
+of the recipe."""
+
+import difflib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vcore_ds.config.problems import did_you_mean
+from vcore_ds.config.schema import KeepConfig, Recipe
+from vcore_ds.data.kept import kept_positions
+from vcore_ds.data.store import TokenStore
+from vcore_ds.errors import UserError
+from vcore_ds.files import scores_folder
+from vcore_ds.files.aside import unfinished_path
+from vcore_ds.files.model_folder import digest_of_model
+from vcore_ds.files.scores_folder import Scores
+from vcore_ds.files.user_paths import is_readable, reading
+from vcore_ds.train.settings import schedule_of
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The traces that are kept of those that were scored."""
+
+    keep: KeepConfig
+    """With the name of the set, also where the recipe leaves it out."""
+    scores: Scores
+    digest: str
+    """SHA-256 of scores.parquet."""
+    positions: np.ndarray
+    """int64 [k], of the kept traces in the token store, ascending; at least one."""
+    sources: np.ndarray
+    """str [n], where each scored trace came from."""
+
+    @property
+    def num_of_source(self) -> dict[str, tuple[int, int]]:
+        """(kept traces, all traces) of each source."""
+        names, index = np.unique(self.sources, return_inverse=True)
+        num_kept, num_scored = (np.bincount(found, minlength=len(names)) for found in (index[self.positions], index))
+        return dict(zip(map(str, names), zip(num_kept.tolist(), num_scored.tolist(), strict=True), strict=True))
+
+    def describe(self) -> str:
+        """Such as `80 of 320 traces kept: the 25% with the highest mean utility for trusted (runs/scores/math)`."""
+        keep = self.keep
+        which = (
+            f"{keep.by} utility for {keep.set} above {keep.above:g}"
+            if keep.top is None
+            else f"the {100 * keep.top:.4g}%{' of each source' * (keep.within == 'source')} with the highest {keep.by} "
+            f"utility for {keep.set}"
+        )
+        return f"{len(self.positions):,} of {len(self.sources):,} traces kept: {which} ({keep.scores})"
+
+    def details(self) -> Iterator[str]:
+        """Lines for start.txt: what is kept of each source."""
+        for name, (num_kept, num_scored) in self.num_of_source.items():
+            yield f"Kept of {name}: {num_kept:,} of {num_scored:,} traces"
+
+    def origin(self) -> dict[str, Any]:
+        """For environment.json: folder, digest, criterion, and what is kept of each source."""
+        return {
+            **self.keep.model_dump(mode="json"),
+            "digest": self.digest,
+            "kept": len(self.positions),
+            "scored": len(self.sources),
+            "kept_of_source": {name: list(numbers) for name, numbers in self.num_of_source.items()},
+        }
+
+
+def read_selection(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}".format) -> Selection:
+    """What a folder of scores says to keep.
+
+    Args:
+        where: from a key of `keep` to what the user set it by, for messages.
+
+    Raises:
+        UserError: the folder is not there, not finished or damaged, has no such set, or nothing is kept.
+    """
+    folder = Path(keep.scores)
+    _check_is_finished(folder, where("scores"))
+    scores = scores_folder.read_scores(folder, where("scores"))
+    keep = keep.model_copy(update={"set": _name_of_set(keep.set, scores, where("set"))})
+    assert keep.set is not None
+    total, mean, _, _ = scores_folder.utility_columns(keep.set)
+    column = mean if keep.by == "mean" else total
+    columns = scores_folder.read_traces(folder, ["source", column])
+    utilities, sources = columns[column], columns["source"]
+    if len(utilities) != scores.data.num_sequences:
+        raise UserError(
+            f"{where('scores')}: {folder}: found {len(utilities):,} traces in {scores_folder.TRACES} and "
+            f"{scores.data.num_sequences:,} in {scores_folder.SCORES}; expected as many. Copy the whole folder again"
+        )
+    positions = kept_positions(utilities, sources, top=keep.top, above=keep.above, within=keep.within)
+    if not len(positions):
+        key, value = ("top", keep.top) if keep.above is None else ("above", keep.above)
+        raise UserError(
+            f"{where(key)}: found {value:g}, which keeps none of the {len(utilities):,} traces in {folder}, whose "
+            f"{column} is {np.nanmin(utilities):.4g} to {np.nanmax(utilities):.4g}; expected at least one. "
+            + ("Raise it" if keep.above is None else "Lower it, or give top instead")
+        )
+    path = folder / scores_folder.TRACES
+    with reading(where("scores"), path, "a file that can be read"), path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return Selection(keep, scores, digest, positions, sources)
+
+
+def selection_for(keep: KeepConfig, store: TokenStore, model: str) -> Selection:
+    """`read_selection` of scores that belong to the run, see `check_belongs`."""
+    selection = read_selection(keep)
+    check_belongs(selection, store, model)
+    return selection
+
+
+def check_belongs(selection: Selection, store: TokenStore, model: str) -> None:
+    """Raises UserError where the scores are of other data, of another tokenizer or template, or of another model than
+    the run's: they say nothing of its traces.
+
+    Args:
+        model: model.path.
+    """
+    folder, scored = selection.keep.scores, selection.scores.data
+    made_with = store.manifest["tokenizer"]
+    of_store = {
+        "another tokenizer": (scored.tokenizer_hash, made_with["hash"]),
+        "another chat template": (scored.chat_template_hash, made_with["chat_template_hash"]),
+        "other tokens": (scored.digest, store.digest),
+    }
+    for what, (found, expected) in of_store.items():
+        if found != expected:
+            raise UserError(
+                f"data.keep.scores: {folder}: found scores of {scored.path} with {what} ({found[:12]}) than "
+                f"data.train_path has ({expected[:12]}); expected its own. Score data.train_path as it is now"
+            )
+    found, expected = selection.scores.model_digest, digest_of_model(model)
+    if found != expected:
+        raise UserError(
+            f"data.keep.scores: {folder}: found scores with another model ({selection.scores.model}, {found[:12]}); "
+            f"expected those with model.path {model} ({expected[:12]}). Score with this model, or set model.path"
+        )
+
+
+def selection_on_disk(recipe: Recipe) -> Selection | None:
+    """What a recipe keeps, as far as the scores alone say; None where it keeps all, or they are not on this machine."""
+    keep = recipe.data.keep
+    return read_selection(keep) if keep is not None and is_readable(keep.scores) else None
+
+
+def with_num_steps(recipe: Recipe) -> Recipe:
+    """The recipe with the steps that its epochs come to, where the scores on this machine say how many traces are kept;
+    else as it is."""
+    selection = selection_on_disk(recipe)
+    if selection is None or recipe.schedule.num_steps is not None:
+        return recipe
+    num_steps = schedule_of(recipe, len(selection.positions)).num_steps
+    schedule = recipe.schedule.model_copy(update={"num_steps": num_steps, "num_epochs": None})
+    return recipe.model_copy(update={"schedule": schedule})
+
+
+def _check_is_finished(folder: Path, where: str) -> None:
+    with reading(where, folder, "a folder that can be read"):
+        if not (folder / scores_folder.SCORES).exists() and unfinished_path(folder).exists():
+            raise UserError(
+                f"{where}: {folder}: its scoring has not finished ({unfinished_path(folder).name}); expected a folder "
+                "of scores. Run the same vcore-ds score again, which goes on where it ended"
+            )
+
+
+def _name_of_set(name: str | None, scores: Scores, where: str) -> str:
+    names = ", ".join(scores.sets)
+    if name is None and len(scores.sets) == 1:
+        return next(iter(scores.sets))
+    if name is None:
+        raise UserError(f"{where}: found null, and scores for {len(scores.sets)} sets; expected one of {names}")
+    if name not in scores.sets:
+        near = did_you_mean(difflib.get_close_matches(name, scores.sets, n=1))
+        raise UserError(f"{where}: found {name}, for which there are no scores; expected one of {names}{near}")
+    return name
