@@ -13,6 +13,10 @@ Measures, for each seed:
     recall    share of right traces among the quarter with the highest scores
     LDS       linear datamodelling score (arXiv:2303.14186): Spearman's correlation, over random halves of the traces,
               of the sum of a half's scores with the fall of the pool's loss when the model is trained on that half
+
+Predicted before the first run: Bergson's dot product equals our utilities of linear layers to 1e-5; AUC of all gradient
+scores within 0.03 of each other and above 0.95; recall above 0.9; LDS positive for all of them, EK-FAC's the highest;
+the loss worse in all three.
 """
 
 import argparse
