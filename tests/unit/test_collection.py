@@ -15,8 +15,8 @@ def test_every_folder_with_tests_is_collected(pytestconfig: pytest.Config) -> No
     assert skipped == set()
 
 
-FOREIGN = {"peer_trl"}
-"""Run with the Python of another trainer."""
+FOREIGN = {"peer_bergson", "peer_trl"}
+"""Run with the Python of a peer."""
 SCRIPTS = [
     path
     for folder in ("benchmarks", "experiments")
