@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 from vcore_ds.errors import EXIT_STOPPED
 
@@ -55,6 +56,7 @@ class StopSignals:
         """Starts to handle stop requests; call it in the main thread. Does nothing the second time."""
         if self._pipe is not None:
             return
+        _stderr()  # before anything is in its place
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -147,7 +149,13 @@ def _forget() -> None:
 
 def _say(text: str) -> None:
     # Not print: the main thread may hold the buffer's lock for good.
-    os.write(2, f"vcore-ds: rank {os.environ.get('RANK', '0')}: {text}\n".encode())
+    os.write(_stderr(), f"vcore-ds: rank {os.environ.get('RANK', '0')}: {text}\n".encode())
+
+
+@cache
+def _stderr() -> int:
+    """A descriptor of its own: while DeepSpeed tries the compiler (`OpBuilder.has_function`), 2 is another file."""
+    return os.dup(2)
 
 
 def _launchers() -> list[int]:
