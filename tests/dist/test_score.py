@@ -61,6 +61,8 @@ class Case:
     checkpoint: str | None = None
     steps: tuple[int, ...] = ()
     """Of the checkpoints that are summed over."""
+    model: str = "model"
+    """Folder of the base model."""
 
 
 SETS = ("trusted", "other")
@@ -74,6 +76,7 @@ CASES: dict[int, dict[str, Case]] = {
         "packed": Case("full.yaml", sets=SETS),
         "shared rows": Case("full.yaml", tuple(SHARED_ROWS)),
         "checkpoints": Case("runs/lora", checkpoint="all", steps=(2, 4)),
+        "divided experts": Case("full.yaml", ("parallel.expert=2",), model="mixture"),
         "megatron": Case("full.yaml", ("model.provider=megatron", "parallel.tensor=2")),
         "megatron, LoRA": Case("runs/megatron", checkpoint="step_00000004", steps=(4,)),
     },
@@ -107,7 +110,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("score")
     tokenizer = make_tokenizer()
     tiny.qwen3(vocab_size=len(tokenizer) + len(tokenizer) % 2).save_pretrained(root / "model")
-    tokenizer.save_pretrained(root / "model")
+    tiny.mixture(vocab_size=len(tokenizer)).save_pretrained(root / "mixture")
+    for name in ("model", "mixture"):
+        tokenizer.save_pretrained(root / name)
     (root / "train").mkdir()
     write_conversations(root / "train" / "a.jsonl", sums(range(17)))
     write_conversations(root / "train" / "b.jsonl", sums(range(30, 43)))
@@ -126,7 +131,8 @@ def train_adapters(folder: Path) -> None:
 
 def request(folder: Path, case: Case, output: Path):
     sets = [f"{name}={folder / name}.jsonl" for name in case.sets] if len(case.sets) > 1 else []
-    return make_request(str(folder / case.target), case.overrides, sets, case.checkpoint, output)
+    overrides = (*case.overrides, f"model.path={folder / case.model}")
+    return make_request(str(folder / case.target), overrides, sets, case.checkpoint, output)
 
 
 def output_of(folder: Path, world_size: int, name: str) -> Path:
@@ -137,6 +143,7 @@ def score_cases(folder: Path) -> None:
     world_size = layout.size("job")
     for name, case in CASES[world_size].items():
         compute.score(request(folder, case, output_of(folder, world_size, name)))
+        assert layout.size("expert") == (2 if case.model == "mixture" else 1)
     if world_size == 1:
         kill_and_resume(folder)
 
@@ -176,7 +183,7 @@ class Reference:
     def __init__(self, folder: Path, case: Case, step: int | None):
         """`step`: of the checkpoint, None for the base model."""
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            folder / "model", dtype=torch.float64, attn_implementation="eager"
+            folder / case.model, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
         if step is not None:
             name = f"step_{step:08d}"
@@ -234,7 +241,7 @@ def references() -> dict[Any, Mapping[str, Any]]:
 
 def expected(folder: Path, case: Case, known: dict[Any, Any]) -> Mapping[str, Any]:
     """Losses `[n]`, for each set the sum of the utilities of each trace, and the utilities of two traces' tokens."""
-    key = (case.target if case.steps else "base", case.steps, "probe.direction=adam" in case.overrides)
+    key = (case.target if case.steps else case.model, case.steps, "probe.direction=adam" in case.overrides)
     if key in known:
         return known[key]
     found = stores(folder)

@@ -10,6 +10,7 @@ runs, so they can as well be replaced by copies in fp32 or fp64, and activations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,9 +177,9 @@ class _TangentGatherer:
             self._put_back(module)
         for module in self._replaced_forwards:
             del module.forward  # the instance's; the class's is in effect again
-        for started in self._in_flight.values():
-            # Started on every rank, so it ends; otherwise it would meet the next collective.
-            self._direction.finish_gather(started)
+        for _, pending in chain.from_iterable(self._in_flight.values()):
+            if pending is not None:
+                pending.wait()  # started on every rank, so it ends; otherwise it would meet the next collective
         self._handles, self._replaced_modules, self._replaced_forwards = [], [], []
         self._in_flight, self._whole = {}, {}
 

@@ -61,7 +61,7 @@ def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PE
     """
     recipe = request.recipe
     check_model(recipe)
-    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor)
+    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor, recipe.parallel.expert)
     folder, console = unfinished_path(request.output), Console(enabled=layout.is_first())
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes), ExitStack() as held:
 
