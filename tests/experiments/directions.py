@@ -61,7 +61,8 @@ def mean_over_sequences(values: Tensor, traces: Traces) -> Tensor:
 
 
 class Direction:
-    """The probe direction of one run, kept between steps as the product keeps it (`vcore_ds.utility.direction`)."""
+    """The probe direction of one run, kept between steps as the product keeps it (`vcore_ds.utility.direction`); with
+    `probe_decay` as a running mean, which the product had up to version 0.6."""
 
     def __init__(self, setting: Setting, parameters: dict[str, Tensor], optimizer: torch.optim.Optimizer):
         self.setting, self.parameters, self.optimizer = setting, parameters, optimizer

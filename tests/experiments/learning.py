@@ -124,7 +124,7 @@ def run_parts(parts: Sequence[str], seeds: Sequence[int]) -> None:
     for setting in settings:
         if setting in {setting_of(result) for result in read(RESULTS)}:
             continue
-        train_and_record(setting, RESULTS)
+        train_and_record(setting, RESULTS, FOLDER)
 
 
 def report() -> None:

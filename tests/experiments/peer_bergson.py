@@ -2,9 +2,10 @@
 
     python tests/experiments/peer_bergson.py METHOD MODEL TRACES POOL OUTPUT
 
-Run by `peer_scores.py` with the Python of an environment that has Bergson. TRACES and POOL are JSON lines of
-{"input_ids", "labels"}, MODEL is a Hugging Face folder, of a model or of an adapter. OUTPUT receives the scores in the
-order of TRACES, the CPU seconds of the whole pipeline and the bytes of the files that it leaves. The methods:
+Run by `peer_scores.py` and `benchmarks/peer_scoring.py` with the Python of an environment that has Bergson. TRACES and
+POOL are JSON lines of {"input_ids", "labels"}, MODEL is a Hugging Face folder, of a model or of an adapter. OUTPUT
+receives the scores in the order of TRACES, the CPU seconds of the whole pipeline and the bytes of the files that it
+leaves. The methods:
 
     dot         gradient of a trace times the gradient of the pool's mean loss
     output      the same for each token's loss, by one forward-mode pass; 0 of tokens that are not supervised

@@ -1,4 +1,4 @@
-"""`vcore-ds train` as a part of an experiment, and the file of results."""
+"""Commands of `vcore-ds` as a part of an experiment, and the file of results."""
 
 import json
 import os
@@ -18,15 +18,20 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 
 def run_train(overrides: Sequence[str], output: Path) -> str:
-    """What `vcore-ds train` prints, in one process with one thread, on the quickstart's recipe.
+    """What `vcore-ds train` prints on the quickstart's recipe; `output`, its folder, is emptied before."""
+    shutil.rmtree(output, ignore_errors=True)  # what a stopped attempt has left
+    return run_vcore_ds("train", *overrides)
+
+
+def run_vcore_ds(command: str, *arguments: str) -> str:
+    """What a command of `vcore-ds` prints, in one process with one thread, on the quickstart's recipe.
 
     Raises:
         RuntimeError: it failed; with its last lines.
     """
-    shutil.rmtree(output, ignore_errors=True)  # what a stopped attempt has left
-    command = [sys.executable, "-m", "vcore_ds.cli", "train", RECIPE, *overrides]
+    whole = [sys.executable, "-m", "vcore_ds.cli", command, RECIPE, *arguments]
     done = subprocess.run(
-        command,
+        whole,
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
         stdout=subprocess.PIPE,
@@ -34,5 +39,5 @@ def run_train(overrides: Sequence[str], output: Path) -> str:
         text=True,
     )
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+        raise RuntimeError(f"{' '.join(whole)} ended with {done.returncode}:\n{done.stdout[-3000:]}")
     return done.stdout

@@ -224,9 +224,9 @@ def train(setting: Setting, folder: Path) -> dict[str, Any]:
     }
 
 
-def train_and_record(setting: Setting, results: Path) -> None:
-    """One run, appended to the file as a line; models to start from are kept beside it."""
-    result = train(setting, results.parent)
+def train_and_record(setting: Setting, results: Path, folder: Path) -> None:
+    """One run, appended to the file as a line; models to start from are kept in `folder`."""
+    result = train(setting, folder)
     with results.open("a") as file:
         file.write(json.dumps(result) + "\n")
     print(

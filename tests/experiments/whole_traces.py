@@ -61,8 +61,8 @@ MAIN_ROWS = (
     "vcore, 1 over the batch",
     "sft, right traces alone",
 )
-PRESET_ROWS = ("vcore, 1 over the batch, + trusted",)
-"""Says whether presets/trusted.yaml should train on the pool as well."""
+PRESET_ROWS = ("vcore, 1 over the batch, + trusted", "vcore, 0.5 nats within, + trusted")
+"""Say how presets/trusted.yaml should weight, and whether it should train on the pool as well."""
 MAJORITY_ROWS = (
     "vcore, training probe, 0.5 within",
     "vcore, training probe, 1 over the batch",
@@ -122,6 +122,7 @@ def grid(noise: str, wrong_traces: float, pool_size: int = POOL, pool_wrong_trac
         "sft, quarter whose loss fell most": replace(utility, keep="fall"),
         "sft, quarter of highest utility, twice": replace(utility, keep_again=True),
         "vcore, 0.5 nats within": within,
+        "vcore, 0.5 nats within, + trusted": replace(within, **trusted),
         "vcore, 0.5 over the batch": replace(batch, batch_kl_budget=0.5),
         "vcore, 1 over the batch": batch,
         "vcore, 2 over the batch": replace(batch, batch_kl_budget=2.0),

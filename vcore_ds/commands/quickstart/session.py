@@ -11,8 +11,9 @@ from vcore_ds.config.files import SHIPPED_RECIPES
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import on_first_rank, start_process_group
+from vcore_ds.distributed.process_group import on_first_rank
 from vcore_ds.errors import UserError
+from vcore_ds.train.setup import start_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 RECIPE = SHIPPED_RECIPES / "quickstart.yaml"
@@ -29,7 +30,7 @@ def prepare(overrides: Sequence[str]) -> list[str]:
     """Prepares model and data on rank 0 while the others wait; returns overrides with their paths and a free output
     folder. A collective."""
     recipe, needs_pool = load_with_pool(overrides)
-    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor, recipe.parallel.expert)
+    start_ranks(recipe)
 
     def find() -> dict[str, Any]:
         data = prepare_quickstart_data(DATA)

@@ -1,0 +1,233 @@
+"""Which traces of a mixture to train on for one task, as LESS asks (arXiv:2402.04333): SmolLM2-135M-Instruct, LoRA.
+
+    python -m tests.experiments.target_selection run [--seeds 0 1 2]     scores and trains what is missing
+    python -m tests.experiments.target_selection report                  the table of docs/selection.md
+
+The mixture has worked solutions of six small tasks, a sixth of each, all of them right. The target is one of the tasks,
+another one with each seed, and the pool has a few more of its traces. `vcore-ds score` gives every trace its utility
+for the pool at the base model; `vcore-ds train` then takes equally many SFT steps on each row's traces. What counts is
+the share of the target's traces among the chosen ones, and the loss on held-out traces of the target.
+
+Rows: all traces, and a tenth of them, chosen by utility (`data.keep`), at random, by the lowest loss, by the fewest
+supervised tokens.
+
+Decided before the first run: sizes, rate and rows as below, three seeds, all of them reported. Predicted: of the tenth
+with the highest utility at least 0.9 belongs to the target, of the random one a sixth; its held-out loss is the lowest
+of all rows with every target, all traces and the random tenth come next within 0.1 nats of each other, and the two
+other criteria are worse than random where their tenth has few traces of the target.
+"""
+
+import argparse
+import json
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.experiments.processes import REPOSITORY, read, run_vcore_ds
+from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
+from vcore_ds.files.scores_folder import read_traces
+
+FOLDER = REPOSITORY / "runs" / "target_selection"
+RESULTS = Path(__file__).with_suffix(".jsonl")
+NUM_OF_A_TASK, NUM_POOL, NUM_HELD_OUT = 40, 8, 24
+KEEP_SHARE = 0.1
+SEEDS = (0, 1, 2)
+COMMON = ("data.cutoff_length=160", "run.num_token_records=0", "run.num_followed_traces=0")
+TRAINING = (
+    "methods/sft.yaml",
+    "batch.global_size=8",
+    "schedule.num_steps=8",
+    "optimizer.learning_rate=1e-3",
+    "checkpoint.every_minutes=null",
+)
+HELD_OUT_LOSS = re.compile(r"Held-out loss: ([\d.]+) -> ([\d.]+)")
+ROWS = ("highest utility", "random", "all", "lowest loss", "shortest")
+WORDS = "apple bread chair dance eagle flame grape house island juice knife lemon mango night ocean piano".split()
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+
+Task = Callable[[random.Random], tuple[str, str]]
+"""Draws a question and its worked answer."""
+
+
+def addition(draw: random.Random) -> tuple[str, str]:
+    a, b = draw.randint(100, 999), draw.randint(100, 999)
+    hundreds, rest = a + b // 100 * 100, b % 100
+    return f"What is {a} + {b}?", f"{a} + {b - rest} = {hundreds}, and {hundreds} + {rest} = {a + b}. Answer: {a + b}"
+
+
+def subtraction(draw: random.Random) -> tuple[str, str]:
+    a, b = draw.randint(500, 999), draw.randint(100, 499)
+    left = a - b // 100 * 100
+    return f"What is {a} - {b}?", f"{a} - {b // 100 * 100} = {left}, and {left} - {b % 100} = {a - b}. Answer: {a - b}"
+
+
+def weekday(draw: random.Random) -> tuple[str, str]:
+    day, ahead = draw.randrange(7), draw.randint(8, 60)
+    then = DAYS[(day + ahead) % 7]
+    steps = f"{ahead} days are {ahead // 7} weeks and {ahead % 7} days. {ahead % 7} days after {DAYS[day]} is {then}."
+    return f"Today is {DAYS[day]}. Which day is it in {ahead} days?", f"{steps} Answer: {then}"
+
+
+def sorting(draw: random.Random) -> tuple[str, str]:
+    words = draw.sample(WORDS, 5)
+    steps = ", then ".join(sorted(words))
+    return f"Sort these words: {', '.join(words)}.", f"First comes {steps}. Answer: {' '.join(sorted(words))}"
+
+
+def spelling(draw: random.Random) -> tuple[str, str]:
+    word = draw.choice(WORDS) + draw.choice(WORDS)
+    letters, backwards = "-".join(word), "-".join(reversed(word))
+    return f"Write {word} backwards.", f"The letters are {letters}. Backwards: {backwards}. Answer: {word[::-1]}"
+
+
+def counting(draw: random.Random) -> tuple[str, str]:
+    words = [draw.choice(WORDS[:4]) for _ in range(8)]
+    word = draw.choice(words)
+    places = [i for i, found in enumerate(words, start=1) if found == word]
+    steps = f"It stands at {', '.join(map(str, places))}, which are {len(places)} places."
+    return f"How often is {word} in this list: {' '.join(words)}?", f"{steps} Answer: {len(places)}"
+
+
+TASKS: dict[str, Task] = {task.__name__: task for task in (addition, weekday, sorting, subtraction, spelling, counting)}
+"""The target of seed k is the k-th."""
+
+
+def target_of(seed: int) -> str:
+    return list(TASKS)[seed]
+
+
+def make_data(seed: int, folder: Path) -> list[dict[str, Any]]:
+    """Writes mixture, pool and held-out traces, no question in two of them or twice; returns the mixture's rows."""
+    draw, asked = random.Random(seed), set()
+
+    def rows_of(task: str, number: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        while len(found) < number:
+            question, answer = TASKS[task](draw)
+            if question not in asked:
+                asked.add(question)
+                turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+                found.append({"messages": turns, "task": task})
+        return found
+
+    mixture = [row for task in TASKS for row in rows_of(task, NUM_OF_A_TASK)]
+    draw.shuffle(mixture)
+    write(folder / "mixture.jsonl", mixture)
+    write(folder / "pool.jsonl", rows_of(target_of(seed), NUM_POOL))
+    write(folder / "held_out.jsonl", rows_of(target_of(seed), NUM_HELD_OUT))
+    return mixture
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def score(folder: Path) -> float:
+    """Scores the mixture along the pool, unless that is done; returns the minutes."""
+    start, output = time.perf_counter(), folder / "scores"
+    if not output.exists():
+        paths = (f"data.train_path={folder}/mixture.jsonl", f"data.probe_path={folder}/pool.jsonl")
+        run_vcore_ds("score", *COMMON, *paths, f"data.cache_dir={folder}/cache", "--output", str(output))
+    return (time.perf_counter() - start) / 60
+
+
+def chosen(row: str, seed: int, columns: dict[str, np.ndarray]) -> np.ndarray:
+    """Positions in the table of scores of a row's traces."""
+    measures = {
+        "highest utility": -columns["utility_mean.trusted"],
+        "lowest loss": columns["loss"],
+        "shortest": columns["num_supervised_tokens"],
+        "random": np.random.default_rng(seed).permutation(len(columns["loss"])),
+    }
+    num_traces = len(columns["loss"])
+    if row == "all":
+        return np.arange(num_traces)
+    return np.argsort(measures[row], kind="stable")[: round(KEEP_SHARE * num_traces)]
+
+
+def train(row: str, seed: int, folder: Path, mixture: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    columns = read_traces(folder / "scores", ["row", "loss", "num_supervised_tokens", "utility_mean.trusted"])
+    positions = chosen(row, seed, columns)
+    traces = [mixture[i] for i in columns["row"][positions]]
+    data = folder / "mixture.jsonl"
+    keep = [f"data.keep.scores={folder}/scores", f"data.keep.top={KEEP_SHARE}"] if row == "highest utility" else []
+    if row not in ("highest utility", "all"):
+        data = folder / f"{row.replace(' ', '_')}.jsonl"
+        write(data, traces)
+    output = folder / row.replace(" ", "_")
+    shutil.rmtree(output, ignore_errors=True)  # what a stopped attempt has left
+    paths = [
+        f"data.train_path={data}",
+        f"data.validation_path={folder}/held_out.jsonl",
+        f"data.cache_dir={folder}/cache",
+        f"run.output_dir={output}",
+        f"run.seed={seed}",
+    ]
+    losses = HELD_OUT_LOSS.search(run_vcore_ds("train", *TRAINING, *COMMON, *paths, *keep))
+    assert losses is not None
+    for name in ("checkpoints", "adapter"):
+        shutil.rmtree(output / name, ignore_errors=True)
+    return {
+        "seed": seed,
+        "target": target_of(seed),
+        "row": row,
+        "num_traces": len(traces),
+        "share_of_target": sum(trace["task"] == target_of(seed) for trace in traces) / len(traces),
+        "tokens_a_trace": float(columns["num_supervised_tokens"][positions].mean()),
+        "loss_before": float(losses[1]),
+        "loss_after": float(losses[2]),
+    }
+
+
+def run(seeds: Sequence[int]) -> None:
+    prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
+    done = {(result["seed"], result["row"]) for result in read(RESULTS)}
+    for seed in seeds:
+        folder = FOLDER / str(seed)
+        mixture = make_data(seed, folder)
+        print(f"seed {seed}: scored in {score(folder):.1f} minutes", flush=True)
+        for row in (row for row in ROWS if (seed, row) not in done):
+            result = train(row, seed, folder, mixture)
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            print(result, flush=True)
+
+
+def report() -> None:
+    results = read(RESULTS)
+    seeds = sorted({result["seed"] for result in results})
+    heads = " | ".join(f"{target_of(seed)}: share, loss" for seed in seeds)
+    print(f"| traces | {heads} |\n{'|---' * (len(seeds) + 1)}|")
+    for row in ROWS:
+        of_row = {result["seed"]: result for result in results if result["row"] == row}
+        cells = [
+            f"{of_row[seed]['share_of_target']:.2f}, {of_row[seed]['loss_after']:.3f}" if seed in of_row else ""
+            for seed in seeds
+        ]
+        print(f"| {row} | {' | '.join(cells)} |")
+    before = {result["seed"]: result["loss_before"] for result in results}
+    print("\nBefore training:", ", ".join(f"{before[seed]:.3f}" for seed in seeds))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run", help="score and train what is missing")
+    running.add_argument("--seeds", type=int, nargs="+", choices=SEEDS, default=list(SEEDS))
+    commands.add_parser("report", help="print the tables")
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        run(arguments.seeds)
+    else:
+        report()
+
+
+if __name__ == "__main__":
+    main()
