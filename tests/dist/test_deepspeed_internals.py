@@ -1,6 +1,7 @@
 """The DeepSpeed internals that docs/zero3.md lists, one test per row: an upgrade that changes one fails by its name."""
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import deepspeed
 import pytest
@@ -309,6 +310,14 @@ def marked_parameters_have_shards_and_reductions_of_their_own(e: Engine) -> bool
     )
 
 
+def groups_have_the_recipes_limit_of_time(e: Engine) -> bool:
+    start_process_group(10, expert=2)
+    groups = [e.optimizer.dp_process_group, layout.group("tensor"), layout.group("expert_shards")]
+    start_process_group(10)
+    limits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    return torch.distributed.group.WORLD not in groups and set(limits) == {timedelta(minutes=10)}
+
+
 def what_is_not_in_shards_becomes_the_first_ranks(e: Engine) -> bool:
     model = tiny.token_loss_model()
     torch.nn.init.constant_(model.base.lm_head.weight, layout.rank("job") + 5.0)
@@ -346,6 +355,7 @@ CHECKS: list[Callable[[Engine], bool]] = [
     a_shard_is_a_chunk_of_the_flat_parameter,
     zero_init_divides_by_one_method_and_parameters_keep_it,
     marked_parameters_have_shards_and_reductions_of_their_own,
+    groups_have_the_recipes_limit_of_time,
     what_is_not_in_shards_becomes_the_first_ranks,
     the_functions_of_muon_are_not_compiled,
 ]

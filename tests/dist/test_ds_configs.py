@@ -184,7 +184,7 @@ DEGREES = ((1, 1), (2, 4))
 
 
 def train_hierarchically(model: str, json_files: dict[str, str]) -> dict[tuple[str, tuple[int, int]], Outcome]:
-    layout.make_sequence_groups([2, 4], timeout_minutes=5)
+    layout.make_sequence_groups([2, 4])
     return {
         (name, degrees): train_two_steps(model, json_file, "fp32", "finite_difference", lora=False, degrees=degrees)
         for name, json_file in json_files.items()

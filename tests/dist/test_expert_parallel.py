@@ -5,6 +5,7 @@ import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.engine.loading import load_sharded
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.errors import UserError
+from vcore_ds.models import expert_exchange, experts
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.dual_numbers import make_dual
 from vcore_ds.models.expert_exchange import mark_divided
@@ -68,7 +70,8 @@ def run_all(folder: Path) -> dict[str, Any]:
     trained(folder)
     for degree in (1, 4):
         read_and_written(folder, degree)
-    return found | {"refused": refused(), "alone": layer_by_itself()}
+    found |= {"refused": refused(), "alone": layer_by_itself()}
+    return found | {"other experts": message_of_other_experts_when_recomputed()}  # last: it ends within a backward
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +207,24 @@ def test_results_are_equal_byte_for_byte(found, folder: Path, degree: int):
     for name in names | {"config.json"}:
         expected = (folder / "result_2" / name).read_bytes()
         assert (folder / f"result_{degree}" / name).read_bytes() == expected, name
+
+
+def message_of_other_experts_when_recomputed() -> str:
+    """What a step says whose tokens all choose the first expert when their layer is recomputed."""
+    send = expert_exchange.at_their_experts
+
+    def at_others(x: Tensor, chosen: Tensor, *arguments: Any) -> Tensor:
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        return send(x, torch.zeros_like(chosen) if is_recomputed else chosen, *arguments)
+
+    with patch.object(experts, "at_their_experts", at_others), pytest.raises(UserError) as error:
+        run_case(Case(expert=2, mixture_of=QWEN, checkpointing=True, sections={"method": {"name": "sft"}}))
+    return str(error.value)
+
+
+def test_other_experts_in_a_recomputed_layer_are_named(found):
+    for of_rank in found:
+        assert of_rank["other experts"].startswith("model.gradient_checkpointing: a layer that was recomputed")
 
 
 def refused() -> list[str]:

@@ -8,8 +8,8 @@ The same on a tiny model on one and two ranks, from bf16 and from fp32. `pytest 
 
 What is left between forward mode and the reference is the bf16 model itself, whose losses differ as well. It was worst
 for adapters just off B = 0, whose output was lost when it was added to a base output that was already rounded: 0.986
-and 0.988 of the correlation and 0.14 nats of mean loss at the two points below. One token whose utility is far off
-costs 0.003 in the 371 tokens of the other settings, so these are measured on 742.
+of the correlation and 0.14 nats of mean loss after one step at 1e-3 (0.988 after three at 3e-4, no other fault). One
+token whose utility is far off costs 0.003 in the 371 tokens of the other settings, so this is measured on 742.
 
 How far off such tokens are is a matter of the last bit: one of 1,487 had an error of 0.2 to 1.7 with the products of
 four kinds of CPUs, up to 72% of the sum of squares, and with it the relative error of all tokens was 0.030 to 0.064.
@@ -55,8 +55,8 @@ EPSILONS = (1e-2, 1e-4)
 LORA = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
 HIGHER_PRECISION = {"bf16": torch.float32, "fp32": torch.float64}
 SETTINGS = ("full", "lora at init", "lora after 3 steps")
-OFF_ZERO = {"1 step at 1e-3": (1, 1e-3), "3 steps at 3e-4": (3, 3e-4)}
-"""Number and learning rate of the AdamW steps that take adapters just off B = 0."""
+OFF_ZERO_RATE = 1e-3
+"""Learning rate of the one AdamW step that takes adapters just off B = 0."""
 
 
 @dataclass
@@ -121,22 +121,19 @@ def fidelity(on_one_rank: list[tuple[dict[str, "Fidelity"], dict[str, "Upcast"]]
 
 
 @pytest.fixture(scope="session")
-def off_zero(model_folder: Path) -> dict[str, OffZero]:
-    (measured,) = run_ranks(measure_off_zero, 1, str(model_folder), timeout_seconds=500)
-    for point, found in measured.items():
-        print(
-            f"\nlora after {point}: jvp {found.jvp:.4f}, relative error {found.jvp_relative_error:.3f}; mean loss "
-            f"{found.loss:.4f}, exact {found.exact_loss:.4f}; {found.num_tokens} tokens"
-        )
-    return measured
+def off_zero(model_folder: Path) -> OffZero:
+    (found,) = run_ranks(measure_off_zero, 1, str(model_folder), timeout_seconds=500)
+    print(
+        f"\nlora just off 0: jvp {found.jvp:.4f}, relative error {found.jvp_relative_error:.3f}; mean loss "
+        f"{found.loss:.4f}, exact {found.exact_loss:.4f}; {found.num_tokens} tokens"
+    )
+    return found
 
 
-@pytest.mark.parametrize("point", OFF_ZERO)
-def test_an_adapter_just_off_zero_is_not_lost_in_rounding(off_zero: dict[str, OffZero], point: str) -> None:
-    found = off_zero[point]
-    assert found.jvp >= 0.996
-    assert found.jvp_relative_error < 0.03
-    assert abs(found.loss - found.exact_loss) < 0.01
+def test_an_adapter_just_off_zero_is_not_lost_in_rounding(off_zero: OffZero) -> None:
+    assert off_zero.jvp >= 0.996
+    assert off_zero.jvp_relative_error < 0.03
+    assert abs(off_zero.loss - off_zero.exact_loss) < 0.01
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -196,32 +193,27 @@ def measure_all(model_folder: str) -> tuple[dict[str, Fidelity], dict[str, "Upca
     return measured, measure_upcasts()
 
 
-def measure_off_zero(model_folder: str) -> dict[str, OffZero]:
+def measure_off_zero(model_folder: str) -> OffZero:
     tokenizer = load_tokenizer(model_folder)
     probe = arithmetic(tokenizer, range(100, 108))
     mains = [arithmetic(tokenizer, range(start, start + 4)) for start in range(0, 8, 4)]
-    measured = {}
-    for point, (num_steps, learning_rate) in OFF_ZERO.items():
-        engine = make_engine(model_folder, lora=True)
-        direction = Direction(engine)
-        take_steps(engine, direction, tokenizer, num_steps=num_steps, learning_rate=learning_rate)
-        direction.take([probe], normalization="sequence", clip=None)
-        jvp = torch.cat(jvp_utilities(engine, direction, mains))
-        with torch.no_grad():
-            losses = torch.cat([engine.token_losses(main) for main in mains])
-        with forward_mode(engine, direction, precision=torch.float32):
-            exact_losses, exact = map(
-                torch.cat, zip(*(losses_and_utilities(engine, main) for main in mains), strict=True)
-            )
-        engine.close()
-        measured[point] = OffZero(
-            num_tokens=len(exact),
-            jvp=spearman(jvp, exact),
-            jvp_relative_error=relative_error_of_most(jvp, exact),
-            loss=float(losses.mean()),
-            exact_loss=float(exact_losses.mean()),
-        )
-    return measured
+    engine = make_engine(model_folder, lora=True)
+    direction = Direction(engine)
+    take_steps(engine, direction, tokenizer, num_steps=1, learning_rate=OFF_ZERO_RATE)
+    direction.take([probe], normalization="sequence", clip=None)
+    jvp = torch.cat(jvp_utilities(engine, direction, mains))
+    with torch.no_grad():
+        losses = torch.cat([engine.token_losses(main) for main in mains])
+    with forward_mode(engine, direction, precision=torch.float32):
+        exact_losses, exact = map(torch.cat, zip(*(losses_and_utilities(engine, main) for main in mains), strict=True))
+    engine.close()
+    return OffZero(
+        num_tokens=len(exact),
+        jvp=spearman(jvp, exact),
+        jvp_relative_error=relative_error_of_most(jvp, exact),
+        loss=float(losses.mean()),
+        exact_loss=float(exact_losses.mean()),
+    )
 
 
 def make_engine(model_folder: str, lora: bool) -> Engine:

@@ -104,7 +104,7 @@ def main_pass(case: Pass, fused: bool) -> dict[str, Any]:
 
 
 def run_all() -> dict[str, dict[bool, dict[str, Any]]]:
-    layout.make_sequence_groups([1, 2], 1)
+    layout.make_sequence_groups([1, 2])
     return {name: {fused: main_pass(case, fused) for fused in (True, False)} for name, case in PASSES.items()}
 
 

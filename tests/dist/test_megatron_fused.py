@@ -32,7 +32,7 @@ MEMORY_CASES = {
 
 def run_all() -> tuple[dict[str, dict[bool, dict[str, Any]]], dict[str, dict[str, int]]]:
     layout.arrange(tensor=2)
-    layout.make_sequence_groups([2], 1)
+    layout.make_sequence_groups([2])
     passes = {
         name: {fused: main_pass(replace(case, tensor=2), fused) for fused in (True, False)}
         for name, case in PASSES.items()

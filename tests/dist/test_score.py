@@ -5,8 +5,9 @@ adapters, in both providers, at base models and at checkpoints. And a scoring th
 same files.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.data.store import TokenStore
 from vcore_ds.distributed import layout
 from vcore_ds.engine.export_shards import PREFIX
+from vcore_ds.errors import UserError
 from vcore_ds.files.scores_folder import read_scores, read_tokens, read_traces
-from vcore_ds.train import run
+from vcore_ds.track.console import Console
+from vcore_ds.train import memory_check, run
 
 pytestmark = pytest.mark.dist
 
@@ -145,7 +148,25 @@ def score_cases(folder: Path) -> None:
         compute.score(request(folder, case, output_of(folder, world_size, name)))
         assert layout.size("expert") == (2 if case.model == "mixture" else 1)
     if world_size == 1:
+        refuse_what_does_not_fit(folder)
         kill_and_resume(folder)
+
+
+def refuse_what_does_not_fit(folder: Path) -> None:
+    """Before a model is loaded, by the rows of a scoring: those with a graph are of the trusted set, not the data."""
+    unfinished = folder / "refused"
+    unfinished.mkdir()
+    write_conversations(folder / "short.jsonl", sums([50]))
+    rows = replace(CASES[1]["rows"], overrides=(*CASES[1]["rows"].overrides, f"data.probe_path={folder}/short.jsonl"))
+    found = request(folder, rows, folder / "scores" / "refused")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(memory_check, "available_memory_bytes", lambda: 2**10)
+        patched.delattr(compute, "build_engine")
+        scoring = compute.Scoring(found, Console(enabled=False), unfinished, SMALL_CHUNKS)
+        with pytest.raises(UserError, match=r"memory: found .* GiB of host memory for each rank") as caught:
+            scoring.run()  # `score` would end this rank
+    (num_tokens,) = re.findall(r"([\d,]+) tokens in a micro-batch", str(caught.value))
+    assert int(num_tokens) < max(scoring.store.lengths)
 
 
 def kill_and_resume(folder: Path) -> None:

@@ -83,11 +83,11 @@ CASES = {
     "sequences and batch, 2 and 4, packed": Case(
         sequence_parallel=(2, 4), packed=True, num_main=7, sections={"method": BATCH_WIDE, **SGD}
     ),
-    "base measure dft, running mean": Case(
-        sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}, "probe": {"decay": 0.8, "loss": "dft"}, **SGD}
+    "base measure and probe loss dft": Case(
+        sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}, "probe": {"loss": "dft"}, **SGD}
     ),
     "previous step, 4": Case(
-        sequence_parallel=(4, 1), sections={"probe": {"source": "previous_step", "direction": "adam", "decay": 0.5}}
+        sequence_parallel=(4, 1), sections={"probe": {"source": "previous_step", "direction": "adam"}}
     ),
     "ranks without targets": Case(sequence_parallel=(4, 2), without_tokens=(1, 3, 5, 7)),
     "an idle group": Case(sequence_parallel=(2, 2), num_main=5, num_probe=1),
@@ -234,14 +234,14 @@ def exchanges(sequence_parallel: int) -> dict[str, dict[str, list[int]]]:
 
 
 def on_three_ranks(name: str) -> dict[int, tuple[float, float, float]]:
-    layout.make_sequence_groups([3], timeout_minutes=5)
+    layout.make_sequence_groups([3])
     return model_deviations(name)
 
 
 def run_all() -> dict[str, Any]:
     degrees = [k for k in (1, 2, 4, 8) if layout.size("shards") % k == 0]
-    layout.make_sequence_groups(degrees, timeout_minutes=5)
-    layout.make_sequence_groups(degrees, timeout_minutes=5)  # those that are there stay
+    layout.make_sequence_groups(degrees)
+    layout.make_sequence_groups(degrees)  # those that are there stay
     if layout.size("shards") == 1:
         return {"dropout": {"1 rank": losses_with_dropout(1, packed=False)}}
     return {

@@ -73,12 +73,9 @@ CASES = {
         lora=True, probe_every=2, sections={"probe": {"direction": "adam"}}
     ),
     "probe loss dft": Case(sections={"probe": {"loss": "dft", "clip": 1.0}}),
-    "running mean of directions": Case(sections={"probe": {"decay": 0.7, "direction": "adam", "clip": 1.0}}),
-    "running mean, one probe for two steps, lora": Case(lora=True, probe_every=2, sections={"probe": {"decay": 0.9}}),
     "previous step": Case(sections={"probe": {"source": "previous_step"}}),
-    "previous step, adam, mean, lora": Case(
-        lora=True,
-        sections={"probe": {"source": "previous_step", "direction": "adam", "decay": 0.5, "clip": 1.0}},
+    "previous step, adam, lora": Case(
+        lora=True, sections={"probe": {"source": "previous_step", "direction": "adam", "clip": 1.0}}
     ),
     "previous step, finite difference": Case(sections={"probe": {"source": "previous_step"}, **FINITE_DIFFERENCE}),
     "base measure dft": Case(sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}}),
@@ -111,7 +108,7 @@ def deviations() -> list[dict[str, dict[str, float]]]:
     return run_ranks(run_all_cases, 2)
 
 
-STEERING = [name for name in CASES if name.startswith(("previous", "running", "base", "sequences", "probe loss"))]
+STEERING = [name for name in CASES if name.startswith(("previous", "base", "sequences", "probe loss"))]
 
 
 def run_alone() -> dict[str, dict[str, float]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.jobs import ForkedJob
 from vcore_ds.distributed import layout, watchdog
@@ -32,6 +33,7 @@ SAID = {
 }
 
 MISTAKE_OF_ALL = "mistake of all"
+NO_FAILURE = "no failure"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -50,11 +52,16 @@ def run(arguments: Sequence[str]) -> int:
         if case != MISTAKE_OF_ALL or os.environ["RANK"] != "0":
             time.sleep(15)  # the launcher of another node does not end rank 0 because this one has left
         sys.exit(error.EXIT_CODE)
+    assert case == NO_FAILURE
+    ended = f"rank {os.environ['RANK']}: group {torch.distributed.is_initialized()}, first {layout.is_first()}\n"
+    os.write(sys.stdout.fileno(), ended.encode())  # one write: print sends its newline by itself
     return 0
 
 
 def fail(case: str, rank: int) -> None:
     mark("reading", step=3)
+    if case == NO_FAILURE:
+        return
     if case == MISTAKE_OF_ALL:
         time.sleep(4 * rank)  # it is busy elsewhere when it is told
         raise UserError("no such file")
@@ -82,11 +89,13 @@ class Ended:
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """All cases at the same time: each waits for most of its own."""
     folder: Path = tmp_path_factory.mktemp("watchdog")
-    cases = [*SAID, MISTAKE_OF_ALL]
+
+    def start(case: str, *, rank_0_serves_store: bool = False) -> ForkedJob:
+        return ForkedJob(run, [case], folder / f"{case}.log", num_ranks=2, rank_0_serves_store=rank_0_serves_store)
+
     with ExitStack() as stack:
-        jobs = {
-            case: stack.enter_context(ForkedJob(run, [case], folder / f"{case}.log", num_ranks=2)) for case in cases
-        }
+        jobs = {case: stack.enter_context(start(case)) for case in (*SAID, MISTAKE_OF_ALL)}
+        jobs[NO_FAILURE] = stack.enter_context(start(NO_FAILURE, rank_0_serves_store=True))
         stopped = jobs["stopped elsewhere"]
         stopped.wait_for("; the run ends")
         stopped.rank(1).resume()  # nobody ends it from another host; a launcher of its own waits half a minute
@@ -111,3 +120,10 @@ def test_ranks_that_make_the_same_mistake_seconds_apart_leave_in_order(ended: di
     code, output = ended[MISTAKE_OF_ALL].code, ended[MISTAKE_OF_ALL].output
     assert code == 2 and "no such file" in output
     assert not re.search("frame #|TCPStore", output), output
+
+
+def test_the_process_group_ends_before_the_ranks_do(ended: dict[str, Ended]):
+    """NCCL may wait for all ranks at its end, and PyTorch warns where a process has left that out."""
+    code, output = ended[NO_FAILURE].code, ended[NO_FAILURE].output
+    assert code == 0
+    assert sorted(output.splitlines()) == ["rank 0: group False, first True", "rank 1: group False, first False"]

@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from vcore_ds.distributed.device import device
 from vcore_ds.errors import UserError
@@ -38,32 +38,63 @@ from vcore_ds.errors import UserError
 Axis = Literal["data", "sequence", "tensor", "shards", "expert", "expert_shards", "job"]
 
 _meshes: dict[str, DeviceMesh] = {}
+_is_first = False
+_timeout = timedelta(0)
 _sequence_groups: dict[int, dist.ProcessGroup] = {}
 """This rank's sequence-parallel group, by degree."""
 
 
-def arrange(tensor: int = 1, expert: int = 1) -> None:
-    """Puts the ranks of the process group on their axes. A collective; once a process.
+def arrange(tensor: int = 1, expert: int = 1, timeout_minutes: float = 30.0) -> None:
+    """Puts the ranks of the process group on their axes. A collective; once a process group.
 
     Args:
         tensor: ranks of a tensor-parallel group.
         expert: ranks of an expert-parallel group; more than one only where `tensor` is 1.
+        timeout_minutes: a collective that takes longer ends the run with an error instead of hanging; of all axes but
+            those that span the job, whose group has a limit of its own.
 
     Raises:
         UserError: one of them does not divide the world size.
     """
+    global _is_first, _timeout
     num_ranks = dist.get_world_size()
     check_degrees(num_ranks, tensor, expert)
     _meshes.clear()
-    mesh = init_device_mesh(device().type, (num_ranks // tensor, tensor), mesh_dim_names=("shards", "tensor"))
-    # torch reuses the job's own group for an axis that spans it, so no further communicator is made.
-    _meshes.update(shards=mesh["shards"], tensor=mesh["tensor"], job=mesh._flatten("job"), all=mesh)
+    _timeout = timedelta(minutes=timeout_minutes)
+    mesh = _make_mesh(torch.arange(num_ranks).view(-1, tensor), ("shards", "tensor"))
+    _meshes.update(shards=mesh["shards"], tensor=mesh["tensor"], all=mesh)
+    _meshes.update(job=DeviceMesh.from_group(_whole_job(), device().type, mesh_dim_names=("job",)))
     if expert > 1:
         # Experts first: of a tensor that is divided along both, each group member's block of experts is contiguous.
         of_experts = torch.arange(num_ranks).view(-1, expert).t()
-        mesh = DeviceMesh(device().type, of_experts, mesh_dim_names=("expert", "expert_shards"))
+        mesh = _make_mesh(of_experts, ("expert", "expert_shards"))
         _meshes.update(expert=mesh["expert"], expert_shards=mesh["expert_shards"])
     _sequence_groups.clear()
+    _is_first = dist.get_rank() == 0
+
+
+def _make_mesh(ranks: Tensor, axes: tuple[Axis, Axis]) -> DeviceMesh:
+    """A mesh of all ranks on two axes. Not by `init_device_mesh`, whose groups have PyTorch's own limit of time."""
+    groups = [_group_of(rows) for rows in (ranks.t(), ranks)]
+    return DeviceMesh.from_group(groups, device().type, mesh=ranks.int(), mesh_dim_names=axes)
+
+
+def _group_of(rows: Tensor) -> dist.ProcessGroup:
+    """This rank's group, of groups with the ranks `rows[i]`. A collective."""
+    if len(rows) == 1:
+        return _whole_job()  # no further communicator, which NCCL keeps memory for
+    own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=_timeout)
+    return own
+
+
+def copy_of_job() -> dist.ProcessGroup:
+    """A further group of all ranks, for collectives that run beside those of `job`. A collective."""
+    return dist.new_group(timeout=_timeout)
+
+
+def _whole_job() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None  # typed as what it is without a process group, too
+    return dist.group.WORLD
 
 
 def check_degrees(num_ranks: int, tensor: int, expert: int) -> None:
@@ -81,7 +112,7 @@ def is_arranged() -> bool:
     return bool(_meshes)
 
 
-def make_sequence_groups(degrees: Iterable[int], timeout_minutes: float) -> None:
+def make_sequence_groups(degrees: Iterable[int]) -> None:
     """Makes the sequence-parallel groups of every degree that a pass may choose. A collective.
 
     All of them up front, on all ranks in the same order: a group made when a pass first needs it would be made by
@@ -90,7 +121,6 @@ def make_sequence_groups(degrees: Iterable[int], timeout_minutes: float) -> None
 
     Args:
         degrees: divisors of the number of `shards`; those that have their groups already are passed over.
-        timeout_minutes: a collective that takes longer ends the run with an error instead of hanging.
     """
     for degree in sorted(set(degrees)):
         if degree == 1 or degree in _sequence_groups:
@@ -99,10 +129,7 @@ def make_sequence_groups(degrees: Iterable[int], timeout_minutes: float) -> None
             _sequence_groups[degree] = group("shards")
             continue
         # Neighbours along `shards`, for each place along `tensor`.
-        rows = _meshes["all"].mesh.t().reshape(-1, degree)
-        _sequence_groups[degree], _ = dist.new_subgroups_by_enumeration(
-            rows.tolist(), timeout=timedelta(minutes=timeout_minutes)
-        )
+        _sequence_groups[degree] = _group_of(_meshes["all"].mesh.t().reshape(-1, degree))
 
 
 def mesh(axis: Axis) -> DeviceMesh:
@@ -136,8 +163,8 @@ def rank(axis: Axis, sequence_parallel: int = 1) -> int:
 
 
 def is_first() -> bool:
-    """Whether this rank speaks and writes for the job."""
-    return rank("job") == 0
+    """Whether this rank speaks and writes for the job; also after the process group has ended."""
+    return _is_first
 
 
 def sum_over(axis: Axis, values: list[float], sequence_parallel: int = 1) -> list[float]:

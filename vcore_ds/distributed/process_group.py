@@ -19,6 +19,9 @@ from vcore_ds.errors import UserError
 
 Result = TypeVar("Result")
 
+_made_here: dist.ProcessGroup | None = None
+"""The process group that `start_process_group` has made, until its end."""
+
 
 def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1) -> None:
     """Joins the process group that the launcher's environment describes, or makes one of a single process, and puts the
@@ -39,18 +42,44 @@ def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1
     share_cores_among_ranks()
     if not uses_gpu():
         use_fast_cpu_products()
+    global _made_here
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+        num_ranks = int(os.environ["WORLD_SIZE"])
         # Now: once rank 0 serves the store, it must not leave while others are still joining.
-        layout.check_degrees(int(os.environ["WORLD_SIZE"]), tensor, expert)
+        layout.check_degrees(num_ranks, tensor, expert)
         if uses_gpu():
             torch.cuda.set_device(local_rank())
-        dist.init_process_group("nccl" if uses_gpu() else "gloo", timeout=timedelta(minutes=timeout_minutes))
-        layout.arrange(tensor, expert)  # again: the layout of a group that was destroyed names groups that are gone
+        dist.init_process_group(
+            "nccl" if uses_gpu() else "gloo",
+            timeout=timedelta(minutes=timeout_minutes),
+            # Alone there is nobody to meet at a port, which could be taken when a process starts its second group.
+            store=dist.HashStore() if num_ranks == 1 else None,
+            rank=int(os.environ["RANK"]),
+            world_size=num_ranks,
+        )
+        _made_here = dist.group.WORLD
+        # Again: the layout of a group that has ended names groups that are gone.
+        layout.arrange(tensor, expert, timeout_minutes)
     elif not layout.is_arranged() or (layout.size("tensor"), layout.size("expert")) != (tensor, expert):
-        layout.arrange(tensor, expert)
+        layout.arrange(tensor, expert, timeout_minutes)
+
+
+def end_process_group() -> None:
+    """Waits for all ranks and ends the process group; keeps one that `start_process_group` has found. A collective, the
+    last one.
+
+    NCCL wants its communicators destroyed by all ranks at about the same time, and PyTorch warns of those that are left
+    at a process's exit. That is no such time: rank 0 may go on alone for hours, with an evaluation or a report.
+    """
+    global _made_here
+    layout.sum_over("job", [0.0])
+    if _made_here is not None and _made_here is dist.group.WORLD:
+        _made_here = None
+        cpu_group.cache_clear()
+        dist.destroy_process_group()
 
 
 def share_cores_among_ranks() -> None:

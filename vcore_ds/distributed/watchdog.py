@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.positions import Identity, Position, here, is_alive
+from vcore_ds.distributed.process_group import end_process_group
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.errors import EXIT_STOPPED, RunFailed, RunStopped, UserError
 
@@ -60,7 +61,8 @@ class Verdict:
 
 @contextmanager
 def watching(lost_rank_seconds: float, timeout_minutes: float) -> Iterator[None]:
-    """Around all that the ranks do together. A collective at both ends, if no error passes through.
+    """Around all that the ranks do together, whose process group then ends (`end_process_group`). A collective at both
+    ends, if no error passes through.
 
     Args:
         lost_rank_seconds: without a sign of life, after which a rank counts as hung.
@@ -68,14 +70,15 @@ def watching(lost_rank_seconds: float, timeout_minutes: float) -> Iterator[None]
     """
     if layout.size("job") == 1:
         yield
+        end_process_group()
         return
     watchdog = Watchdog(lost_rank_seconds, STUCK_SHARE * 60.0 * timeout_minutes)
     stop_signals.before_exit = watchdog.tell_of_stop
     watchdog.start()
     try:
         yield
-        # Rank 0's process serves the store under some launchers: it must not be the first to leave.
-        layout.sum_over("job", [0.0])
+        # Before rank 0 signs off below: its process serves the store under some launchers.
+        end_process_group()
     except (RunFailed, RunStopped):  # raised on all ranks alike: nobody waits for another
         raise
     except UserError as error:

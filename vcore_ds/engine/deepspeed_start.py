@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 import deepspeed
 import torch._dynamo
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
 
 from vcore_ds.distributed import layout
 from vcore_ds.imports import without_compiler
@@ -26,8 +27,19 @@ with without_compiler():
     import deepspeed.runtime.zero.muon.original_muon
 
 
+_served: torch.distributed.ProcessGroup | None = None
+"""The process group that DeepSpeed works on."""
+
+
 def start_deepspeed() -> None:
-    """Makes DeepSpeed use the existing process group. Calling it again has no effect."""
+    """Makes DeepSpeed use the existing process group. A collective; calling it again has no effect."""
+    global _served
+    if _served is not torch.distributed.group.WORLD:
+        # It keeps groups of a process group that has ended: of the last command in this process.
+        groups._release_process_group_references()
+        # For reductions. One that it makes itself has PyTorch's limit of time, not the recipe's.
+        groups._WORLD_GROUP = layout.copy_of_job()
+        _served = torch.distributed.group.WORLD
     deepspeed.utils.logger.setLevel("WARNING")
     if get_accelerator().device_name() == "cpu":
         # It would be compiled at first use, for minutes, and serves inference only; gloo does everything here.

@@ -14,6 +14,7 @@ import deepspeed
 import torch
 from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, to_device
 from vcore_ds.distributed import layout
@@ -26,6 +27,7 @@ from vcore_ds.engine.optimizer import make_moments
 from vcore_ds.engine.partitioned import PartitionedParameter, as_partitioned
 from vcore_ds.engine.saved_parameters import SavedParameters
 from vcore_ds.engine.streams import Streams
+from vcore_ds.errors import UserError, first_line
 from vcore_ds.models.attention import RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.dropout import TokenDropout, token_keys
@@ -166,10 +168,23 @@ class Engine:
         """Adds the gradient of `loss` to the accumulation; gradients of ranks are summed, not averaged.
 
         A collective; a rank without tokens passes the sum of its empty losses, a zero that keeps the graph.
+
+        Raises:
+            UserError: on this rank, where a layer that is recomputed has sent its tokens to other experts.
         """
         self._num_backwards_left -= 1
         self.deepspeed.set_gradient_accumulation_boundary(self._num_backwards_left == 0)
-        self.deepspeed.backward(loss * layout.size("shards"), scale_wrt_gas=False)
+        try:
+            self.deepspeed.backward(loss * layout.size("shards"), scale_wrt_gas=False)
+        except CheckpointError as error:
+            if layout.size("expert") == 1:  # then shapes do not depend on which experts a token has
+                raise
+            raise UserError(
+                "model.gradient_checkpointing: a layer that was recomputed has got another number of tokens for its "
+                "experts than in the forward; expected the same. A router whose scores are about equal may choose "
+                "another expert where the device does not round twice alike. Set model.gradient_checkpointing=false or "
+                f"parallel.expert=1; a run may be resumed with either. PyTorch says: {first_line(error)}"
+            ) from error
         if self.coalesces and self._num_backwards_left > 0:
             self._gradient_sum.take()
 

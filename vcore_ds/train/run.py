@@ -14,7 +14,7 @@ from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.positions import mark
-from vcore_ds.distributed.process_group import first_rank_first, on_first_rank, start_process_group
+from vcore_ds.distributed.process_group import first_rank_first, on_first_rank
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.export_shards import save_hugging_face
@@ -42,7 +42,7 @@ from vcore_ds.train.memory_check import check_memory
 from vcore_ds.train.model_check import check_model
 from vcore_ds.train.resume import can_resume
 from vcore_ds.train.settings import schedule_of, step_settings
-from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks
+from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.train.start_check import check_start
 from vcore_ds.train.start_screen import describe_engine, describe_run, describe_use_of_ranks
 from vcore_ds.train.throughput import throughput_of
@@ -77,7 +77,7 @@ def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -
     """
     resumes = can_resume(recipe)
     check_model(recipe)
-    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor, recipe.parallel.expert)
+    start_ranks(recipe)
     lock = RunLock(Path(recipe.run.output_dir))
     try:
         with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):

@@ -36,7 +36,6 @@ from vcore_ds.config.method_sections import MethodConfig
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import environment
@@ -48,7 +47,7 @@ from vcore_ds.progress import BAR_SECONDS, duration
 from vcore_ds.track.console import Console
 from vcore_ds.train.feed import build_feed, read_dataset, read_training_data
 from vcore_ds.train.settings import schedule_of
-from vcore_ds.train.setup import build_engine, plan_ranks
+from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_check import check_start
 from vcore_ds.train.start_screen import describe_data, describe_direction, describe_method, describe_model
 from vcore_ds.utility.direction import Direction
@@ -64,7 +63,7 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     """
     check_model_folder(recipe.model.path)
     check_reference(recipe.model.path)
-    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor, recipe.parallel.expert)
+    start_ranks(recipe)
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
         return measure_together(recipe, options)
 
@@ -171,7 +170,7 @@ def with_utilities(recipe: Recipe) -> Recipe:
     method = recipe.method
     if not method.uses_utilities:
         method = MethodConfig(name="vcore", kl_budget=DEFAULT_KL_BUDGET, normalization=method.normalization)
-    probe = recipe.probe.model_copy(update={"source": "batch", "decay": 0.0})
+    probe = recipe.probe.model_copy(update={"source": "batch"})
     return recipe.model_copy(update={"method": method, "probe": probe})
 
 
@@ -245,7 +244,7 @@ def measure_probe_sizes(
 
 def keeps_directions(recipe: Recipe) -> bool:
     """Whether the recipe's direction is more than that of one fresh probe."""
-    return recipe.method.uses_utilities and (recipe.probe.source == "previous_step" or recipe.probe.decay > 0)
+    return recipe.method.uses_utilities and recipe.probe.source == "previous_step"
 
 
 def measure_trained_direction(bench: Bench, report: FidelityReport, along_large: Tensor, training: Training) -> None:

@@ -12,7 +12,7 @@ from vcore_ds.data.sequence_log_probabilities import write_reference
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import on_first_rank, start_process_group
+from vcore_ds.distributed.process_group import on_first_rank
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.log_probabilities import log_probabilities
 from vcore_ds.engine.zero3 import Engine
@@ -21,7 +21,7 @@ from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.track.console import Console
 from vcore_ds.train.feed import Feed, build_feed, read_dataset
 from vcore_ds.train.model_check import check_model
-from vcore_ds.train.setup import build_engine, plan_ranks
+from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_check import check_start
 
 
@@ -32,7 +32,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
         UserError: `output` cannot be written, or the recipe, its model or its data cannot be used.
     """
     check_model(recipe)
-    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor, recipe.parallel.expert)
+    start_ranks(recipe)
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
         _compute_and_write(recipe, output)
 
