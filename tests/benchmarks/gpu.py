@@ -39,6 +39,7 @@ from vcore_ds.engine.zero3 import Engine
 from vcore_ds.files.run_folder import environment
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.loading import checkpoint_activations
 from vcore_ds.planning.gpus import peak_flops
 from vcore_ds.planning.memory import memory_of
 from vcore_ds.planning.memory_settings import MemorySettings
@@ -114,7 +115,7 @@ def build_engine(sizes: dict[str, Any]) -> Engine:
         config = Qwen3Config(**sizes, use_cache=False, max_position_embeddings=131072)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.set_attn_implementation(TRAINING_ATTENTION)
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_activations(model)
     wrapped = TokenLossModel(model)
     wrapped.train()
     config = tiny.deepspeed_config(bf16=True, gradient_clipping=1.0)

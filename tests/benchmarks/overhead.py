@@ -109,18 +109,18 @@ class Sequences(list[TokenizedSequence]):
             self.append(TokenizedSequence(i, ids, torch.arange(length).ge(length // 5).numpy()))
 
 
-def make_feed() -> Feed:
-    """A run's feed on these ranks. A collective."""
+def make_feed(num_main: int = NUM_MAIN, num_probe: int = NUM_PROBE) -> Feed:
+    """A run's feed on these ranks, with so many sequences a step. A collective."""
     recipe = step_runs.recipe(
         model={"path": "none", "precision": "bf16"},
-        batch={"global_size": NUM_MAIN},
-        probe={"batch_size": NUM_PROBE},
+        batch={"global_size": num_main},
+        probe={"batch_size": num_probe},
         data={"train_path": "none", "cutoff_length": 512},
     )
     plan = plan_batch(recipe, layout.size("shards"), SHAPE, machine=CPU)
-    layout.make_sequence_groups(plan.degrees, recipe.engine.timeout_minutes)
+    layout.make_sequence_groups(plan.degrees)
     data = Sequences()
-    main, probe = MainOrder(len(data), NUM_MAIN, 0), RandomDraws(len(data), NUM_PROBE, 0, Stream.PROBE)
+    main, probe = MainOrder(len(data), num_main, 0), RandomDraws(len(data), num_probe, 0, Stream.PROBE)
     return Feed(data, plan, main, probe, data, None, data, pad_token_id=0, probe_every=1)
 
 

@@ -58,7 +58,7 @@ def row(num_tokens: int, sequence_parallel: int) -> Batch:
 
 def memory_of_rank() -> dict[tuple[str, int, int], int]:
     """Peak bytes by pass, tokens and degree."""
-    layout.make_sequence_groups(DEGREES, timeout_minutes=30)
+    layout.make_sequence_groups(DEGREES)
     recipe = step_runs.recipe()
     engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True, **SMALL), recipe)
     estimator = step_runs.make_estimator(recipe, engine)
@@ -121,7 +121,7 @@ def rows_of_rank(sequence_parallel: int | None) -> tuple[int, list[Batch]]:
 
 def times_of_rank(rounds: int) -> tuple[int, dict[str, list[tuple[float, float]]]]:
     """The degree that the plan chooses, and by method the seconds of a step with a row a rank and with that degree."""
-    layout.make_sequence_groups(DEGREES, timeout_minutes=30)
+    layout.make_sequence_groups(DEGREES)
     whole, (degree, shared) = rows_of_rank(1)[1], rows_of_rank(None)
     found: dict[str, list[tuple[float, float]]] = {}
     for name, method in {"sft": {"name": "sft"}, "vcore, jvp": {"kl_budget": 0.05}}.items():
@@ -159,7 +159,7 @@ def report_times(rounds: int) -> None:
 
 def long_step_of_rank() -> tuple[float, int, float]:
     """Loss, peak bytes and seconds of a step on one very long sequence."""
-    layout.make_sequence_groups([NUM_RANKS], timeout_minutes=30)
+    layout.make_sequence_groups([NUM_RANKS])
     recipe = step_runs.recipe(method={"name": "sft"})
     model = tiny.token_loss_model(checkpointing=True, num_hidden_layers=1, **SMALL)
     engine = step_runs.make_engine(model, recipe)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 
 def test_with_trusted_traces(tmp_path: Path):
     folder = tmp_path / "trusted"
-    changes = "presets/trusted.yaml batch.global_size=4 data.trusted_share=0.25 schedule.num_steps=2"
+    changes = "presets/trusted.yaml batch.global_size=4 data.trusted_share=0.25 schedule.num_steps=1"
     output = quickstart(f"{changes} run.num_followed_traces=0", folder)
     check_held_out_losses(output)
     recipe = load_recipe(folder / "recipe.yaml")

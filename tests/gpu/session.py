@@ -59,17 +59,18 @@ PARTS: dict[str, Part] = {
     "runs": Part("Do whole runs equal the CPU's, and resume?", _tests("test_runs.py")),
     "memory": Part("Is the memory of a step what is estimated?", _tests("test_memory.py")),
     "overlap": Part("Are gathers and reductions on streams of their own right?", _tests("test_overlap.py")),
-    "transformer engine": Part("Are TransformerEngine's norms right?", _tests("test_transformer_engine.py")),
+    "transformer_engine": Part("Are TransformerEngine's norms right?", _tests("test_transformer_engine.py")),
     "pretrained": Part("How right are utilities on a pretrained model?", ("-m", "tests.gpu.pretrained")),
-    "speed 0.6b": Part("How fast is a step of 0.6B?", _speed("--shape", "0.6b", "--rounds", "5")),
-    "speed 1.7b": Part("How fast is a step of 1.7B?", _speed("--shape", "1.7b", "--rounds", "5")),
-    "speed 8b": Part(
+    "speed_0.6b": Part("How fast is a step of 0.6B?", _speed("--shape", "0.6b", "--rounds", "5")),
+    "speed_1.7b": Part("How fast is a step of 1.7B?", _speed("--shape", "1.7b", "--rounds", "5")),
+    "speed_8b": Part(
         "How fast is a step of the 8B shape, cut to 8 layers?",
         _speed("--shape", "8b", "--layers", "8", "--rounds", "3"),
     ),
     "calibrate": Part("What do these numbers say of the plan of another run?", ("-m", "tests.gpu.calibrate")),
 }
-"""In the order of their value: what would crash first, what would be silently wrong, what is slow."""
+"""In the order of their value: what would crash first, what would be silently wrong, what is slow. No name has a space,
+for `make gpu ONLY="waits runs"`."""
 
 
 @dataclass(frozen=True)
@@ -159,11 +160,11 @@ def run_part(name: str, part: Part, folder: Path, *, commit: str, device: str, p
 
 
 def log_of(folder: Path, name: str) -> Path:
-    return folder / f"{name.replace(' ', '_')}.log"
+    return folder / f"{name}.log"
 
 
 def outcome_of(folder: Path, name: str) -> Path:
-    return folder / f"{name.replace(' ', '_')}.json"
+    return folder / f"{name}.json"
 
 
 def read_outcome(folder: Path, name: str) -> Outcome | None:

@@ -106,6 +106,6 @@ def measure_all(folder: str) -> list[dict[str, Any]]:
     found = []
     for case in CASES:
         layout.arrange(expert=case.expert)
-        layout.make_sequence_groups({case.sequence_parallel}, timeout_minutes=10)
+        layout.make_sequence_groups({case.sequence_parallel})
         found.append(measure(case, Path(folder)))
     return found

@@ -17,8 +17,8 @@ class Reference:
     def __init__(self, model, optimizer):
         self.model, self.optimizer = model, optimizer
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.directions = []
         self.start = {name: p.detach().clone() for name, p in self.trained.items()}
+        self.direction = {name: torch.zeros_like(p) for name, p in self.trained.items()}
 
     @staticmethod
     def rows(batch):
@@ -69,21 +69,11 @@ class Reference:
         return found
 
     def take(self, gradient, clip, optimizer):
-        """Appends a direction."""
+        """Takes the direction of a gradient."""
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
         if clip is not None and norm > clip:
             gradient = {name: g * (clip / norm) for name, g in gradient.items()}
-        self.directions.append(self.adam_jacobian_times(gradient) if optimizer == "adam" else gradient)
-
-    def running_mean(self, decay):
-        """Of all directions so far, the n-th last with weight `decay^n`; zeros where there is none."""
-        if not self.directions:
-            return {name: torch.zeros_like(p) for name, p in self.trained.items()}
-        weights = [decay**n if n else 1.0 for n in reversed(range(len(self.directions)))]
-        return {
-            name: sum(w * d[name] for w, d in zip(weights, self.directions, strict=True)) / sum(weights)
-            for name in self.trained
-        }
+        self.direction = self.adam_jacobian_times(gradient) if optimizer == "adam" else gradient
 
     def reference_losses(self, batch):
         """Losses under the model without its adapters, or under the parameters that training started from."""
@@ -122,7 +112,7 @@ class Reference:
     def step(self, main, probe, *, method="vcore", temperature=None, kl_budget=None, normalization="sequence",
              alpha="loss_ratio", cap=1.0, clip=None, epsilon=None, kept=None, optimizer="sgd", probe_clip=None,
              groups=None, base_measure="uniform", batch_kl_budget=None, source="batch", probe_loss="uniform",
-             decay=0.0, followed=None, followed_kept=None):  # fmt: skip
+             followed=None, followed_kept=None):  # fmt: skip
         """Args:
         kept: for method `random`, a mask `[n_i]` for each row.
         groups: the rows of each micro-batch, where every micro-batch has its own alpha.
@@ -161,7 +151,7 @@ class Reference:
                         probabilities = [torch.exp(-self.losses(x, y)) for x, y in self.rows(probe)]
                     of_probe = [p * u for p, u in zip(probabilities, of_probe, strict=True)]
                 self.take(self.gradient(probe, of_probe, shares(counts(probe))), probe_clip, optimizer)
-            direction = self.running_mean(decay)
+            direction = self.direction
             utilities = self.utilities(main, direction, epsilon)
             bases = [torch.full_like(loss, 1 / max(len(loss), 1)) for loss in losses]
             if base_measure == "dft":

@@ -58,7 +58,7 @@ class Case:
         """2, of which the second works with what the first has left. 3 where a direction lasts for longer, and in bf16,
         where the worst of few roundings says little."""
         probe, model = self.sections.get("probe", {}), self.sections.get("model", {})
-        lasts = self.probe_every > 1 or "decay" in probe or probe.get("source") == "previous_step"
+        lasts = self.probe_every > 1 or probe.get("source") == "previous_step"
         return 3 if lasts or model.get("precision") == "bf16" else 2
 
 
@@ -67,7 +67,7 @@ def run_case(case: Case) -> dict[str, float]:
     gc.freeze()  # DeepSpeed collects garbage whenever it starts and keeps every engine: not to look through those again
     recipe = step_runs.recipe(**case.sections)
     start_process_group(10, case.tensor, case.expert)
-    layout.make_sequence_groups(case.sequence_parallel, 10)  # those that are not there yet
+    layout.make_sequence_groups(case.sequence_parallel)  # those that are not there yet
     sizes = dict(tied=case.tied, num_key_value_heads=case.num_kv_heads, vocab_size=case.vocabulary)
     dtype = torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32
     if case.mixture_of is None:

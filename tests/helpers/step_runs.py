@@ -196,7 +196,6 @@ def reference_options(recipe: Recipe) -> dict[str, Any]:
         batch_kl_budget=recipe.method.batch_kl_budget,
         source=recipe.probe.source,
         probe_loss=recipe.probe.loss,
-        decay=recipe.probe.decay,
     )
 
 

@@ -12,6 +12,7 @@ from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.experts import OUR_EXPERTS
+from vcore_ds.models.loading import checkpoint_activations
 from vcore_ds.models.lora import add_lora
 
 VOCABULARY = 128
@@ -88,7 +89,7 @@ def token_loss_model(
     model.set_attn_implementation(TRAINING_ATTENTION)
     model.set_experts_implementation(OUR_EXPERTS)
     if checkpointing:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
     wrapped = TokenLossModel(with_lora(model, dropout=dropout, on_experts=on_experts) if lora else model)
     wrapped.train()
     return wrapped

@@ -169,7 +169,7 @@ class Measured:
                 counts = batch.num_supervised_tokens()[batch.sequence_index()]
                 self.engine.backward((found[-1][0] / counts).sum() / len(self.main))
         other = Direction(self.engine)
-        other.take_gradient(clip=None, optimizer="sgd", decay=0.0)
+        other.take_gradient(clip=None, optimizer="sgd")
         losses, utilities = (by_sequence(batches, part) for part in zip(*found, strict=True))
         return losses, utilities, self.whole(other)
 
@@ -393,7 +393,7 @@ def _compare(found: Found, part: str, ours: Measured, wanted: Expected, has_jvp:
     if found.packing is None:
         compare("packed", *ours.utilities(fused=True, packed=True))
     if found.sequence_parallelism is None and layout.size("shards") > 1:
-        layout.make_sequence_groups([2], 10)
+        layout.make_sequence_groups([2])
         compare("ulysses", *ours.utilities(fused=True, sequence_parallel=2))
     if "checkpointing" in found.refused:
         return

@@ -40,7 +40,7 @@ STEPS = {
         "mixture, idle experts",
         "mixture, lora on experts",
         "finite difference",
-        "previous step, adam, mean, lora",
+        "previous step, adam, lora",
         "sequences and batch",
         "base measure dft",
     )

@@ -11,6 +11,7 @@ from tests.helpers import tiny
 from vcore_ds.models import causal_lm
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.loading import checkpoint_activations
 
 
 def copying(pin_memory: bool) -> saved_tensors_hooks:
@@ -21,7 +22,7 @@ def copying(pin_memory: bool) -> saved_tensors_hooks:
 def gradients_and_inputs_kept(*, activation_offload: bool) -> tuple[list[torch.Tensor], list[bool]]:
     """Gradients; and of each layer's input, whether its memory is in use between forward and backward."""
     plain = tiny.qwen3(num_hidden_layers=4)
-    plain.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_activations(plain)
     plain.set_attn_implementation(TRAINING_ATTENTION)
     model = TokenLossModel(plain, activation_offload=activation_offload)
     model.train()

@@ -14,6 +14,7 @@ from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config.fields import Section
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.problems import RecipeError
+from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.config.schema import SECTIONS, Recipe
 from vcore_ds.config.yaml_text import dump_yaml, parse_yaml
 from vcore_ds.errors import UserError
@@ -118,6 +119,15 @@ def test_dump_loads_to_the_same_recipe(tmp_path: Path, overrides: list[str]) -> 
     assert load_recipe(again) != load_recipe(again, ["run.seed=43"])  # so that the equality above can fail
 
 
+def test_a_recipe_that_version_0_6_wrote_is_read(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_recipe(recipe).replace("probe:\n", "probe:\n  decay: 0.0\n"))
+    assert "decay: 0.0" in path.read_text()
+    assert read_resolved_recipe(path) == recipe
+    assert load_recipe(path) == recipe
+
+
 @settings(deadline=None)
 @given(
     st.text(min_size=1)
@@ -162,6 +172,7 @@ FIELD_PROBLEMS = [
     ("probe.batch_size=null", 'found null; expected "all" or an integer'),
     ("probe.direction=adamw", '"sgd" or "adam"', 'did you mean "adam"?'),
     ("probe.every=0", "greater than or equal to 1", "Optimizer steps"),
+    ("probe.decay=0.9", "found 0.9; expected no such key", "ends with vcore_ds 0.6"),
     ("probe.clip=0", "greater than 0 or null"),
     ("probe.sequence_parallel=0", 'expected "auto" or a number greater than or equal to 1'),
     ("batch.sequence_parallel=two", 'found "two"; expected "auto" or an integer'),

@@ -1,5 +1,6 @@
 """The token store: what goes in comes out, and a damaged or unsuitable store is reported before training."""
 
+import gc
 import json
 import shutil
 import subprocess
@@ -64,6 +65,12 @@ def test_a_store_can_be_used_like_a_list_of_sequences(store: Path) -> None:
     kept = keep_random_tokens(opened, 0.5, seed=0)
     assert all((s.kept & s.in_answer).sum() == 1 for s in kept)
     assert (kept.lengths == opened.lengths).all() and len(kept[2:5]) == 3
+
+
+def test_lengths_outlive_the_store(store: Path) -> None:
+    lengths = TokenStore(store).lengths
+    gc.collect()
+    assert lengths.tolist() == [len(sequence.input_ids) for sequence in make_sequences()]
 
 
 def test_the_same_input_gives_the_same_bytes(store: Path, tmp_path: Path) -> None:

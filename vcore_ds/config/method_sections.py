@@ -1,8 +1,8 @@
 """The sections of a recipe that say how tokens are weighted: `method`, `utility` and `probe`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vcore_ds.config.fields import Count, NonNegative, Positive, Section
 
@@ -90,9 +90,6 @@ class ProbeConfig(Section):
     loss: Literal["uniform", "dft"] = "uniform"
     """Token weights of the probe's loss: `uniform` (the paper), or `dft`, the tokens' probabilities, so that what the
     model finds unlikely, such as noise, does not steer."""
-    decay: Annotated[float, Field(ge=0, le=0.98)] = 0.0
-    """Decay rate of a running mean over the directions of all probes, without bias: about 1 / (1 - decay) probe batches
-    count. 0 takes the last one. Bounded, because the mean is kept in the parameters' precision."""
     direction: Literal["sgd", "adam"] = "sgd"
     """The update that utilities look along: `sgd` the probe gradient g; `adam` J g, with the diagonal Jacobian of
     Adam's update (appendix "Optimizer Scope and Robustness") at g. The first step has no optimizer state and uses g."""
@@ -106,3 +103,12 @@ class ProbeConfig(Section):
     micro_batch_size_per_rank: Count | None = None
     """Sequences per rank in one forward and backward of B'; null takes batch.micro_batch_size_per_rank. Fewer pad
     less."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unused_decay(cls, values: Any) -> Any:
+        """Runs of versions up to 0.6 wrote `decay: 0.0` into their recipe.yaml, which `report` and a resume still
+        read. It meant no running mean; other values are refused as unknown."""
+        if isinstance(values, dict) and values.get("decay") == 0:
+            return {key: value for key, value in values.items() if key != "decay"}
+        return values

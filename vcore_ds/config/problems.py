@@ -20,6 +20,11 @@ _MAX_SHOWN = 80
 _MAX_PROBLEMS = 50
 """Problems in one message, a line each; what follows is counted."""
 
+DECAY_REMOVED = (
+    "the running mean over directions was removed after 0.6. Leave the key out, and set probe.every to save probes; "
+    "a run that was begun with it ends with vcore_ds 0.6"
+)
+
 
 class RecipeError(UserError):
     """A recipe or its DeepSpeed JSON cannot work. The message has one line per problem, all of them at once."""
@@ -112,6 +117,8 @@ def _describe(location: tuple[str, ...], details: list[ErrorDetails]) -> str:
 
 
 def _describe_unknown(location: tuple[str, ...], found: Any) -> str:
+    if location == ("probe", "decay"):
+        return f"found {show(found)}; expected no such key: {DECAY_REMOVED}"
     if len(location) == 1:
         expected = f"a section among {', '.join(SECTIONS)}"
         nearest = nearest_keys(location[0], None)

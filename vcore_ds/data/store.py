@@ -11,8 +11,10 @@ A store is a folder, written once by one process:
 
 import hashlib
 import json
+import logging
 import warnings
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,10 +103,11 @@ class TokenStore(TokenizedSequences):
         if vocabulary_size is not None:
             self._check_vocabulary(vocabulary_size)
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """int32 [n], the tokens of each sequence; from the index."""
-        return self._tokens.sequence_lengths
+        # A copy: megatron-core unmaps the index with its data set, and reading the array then ends the process.
+        return np.array(self._tokens.sequence_lengths)
 
     @property
     def digest(self) -> str:
@@ -294,7 +297,14 @@ def _sha256(text: str) -> str:
 def _indexed_dataset() -> "ModuleType":
     """megatron-core's module, imported on first use: it brings 700 others (0.6 s), which warn of missing GPU packages
     that a store does not need, and compile functions that nothing here calls."""
-    with warnings.catch_warnings(), without_compiler():
-        warnings.simplefilter("ignore")
-        from megatron.core.datasets import indexed_dataset
+    # Of a build for CUDA that finds no GPU, as where tests keep to the CPU.
+    builder = logging.getLogger("torch.utils.cpp_extension")
+    level = builder.level
+    builder.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), without_compiler():
+            warnings.simplefilter("ignore")
+            from megatron.core.datasets import indexed_dataset
+    finally:
+        builder.setLevel(level)
     return indexed_dataset

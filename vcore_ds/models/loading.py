@@ -93,5 +93,14 @@ def prepare_for_training(model: PreTrainedModel, gradient_checkpointing: bool) -
     model.config.use_cache = False
     freeze_towers(model)
     if gradient_checkpointing:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
     return model
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Makes each decoder layer keep its input alone, and run again in the backward."""
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:  # its name in transformers 5.17
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

@@ -12,6 +12,10 @@ from itertools import count
 _LENGTH_MULTIPLE = 8
 """Rows are padded to a multiple of this many tokens, which suits matrix units."""
 
+_ROUNDING = 1e-9
+"""Relative difference of two times that counts as none: sums of floats round as the version of Python does, and a
+micro-step that saves nothing else is not worth its kernels."""
+
 
 def padded_length(num_tokens: int, sequence_parallel: int) -> int:
     """Length in tokens of all rows of a batch whose longest row has `num_tokens`."""
@@ -53,7 +57,7 @@ def pack_batch(
         micro_steps = _fill(lengths, costs, num_groups, row_tokens, num_micro_steps)
         if micro_steps is not None:
             time = sum(max(sum(costs[i] for i in row) for row in rows) + micro_step_cost for rows in micro_steps)
-            if time >= best_time:
+            if time > best_time * (1 - _ROUNDING):
                 break
             best, best_time = micro_steps, time
     assert best is not None

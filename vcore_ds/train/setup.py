@@ -9,7 +9,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, total_memory_bytes
 from vcore_ds.distributed.launcher import num_local_ranks
-from vcore_ds.distributed.process_group import first_rank_first
+from vcore_ds.distributed.process_group import first_rank_first, start_process_group
 from vcore_ds.engine.expert_shards import divide_experts
 from vcore_ds.engine.gradient_sum import unsharded_gradient_bytes
 from vcore_ds.engine.loading import load_sharded
@@ -30,6 +30,15 @@ if TYPE_CHECKING:
     from vcore_ds.models.megatron.model import ParallelTokenLossModel
 
 
+def start_ranks(recipe: Recipe) -> None:
+    """Joins the process group with the recipe's degrees and time limit. A collective.
+
+    Raises:
+        UserError: as `start_process_group` does.
+    """
+    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor, recipe.parallel.expert)
+
+
 def plan_ranks(recipe: Recipe) -> BatchPlan:
     """How the recipe's batches are spread over the ranks of this job, with the groups that this needs. A collective.
 
@@ -46,7 +55,7 @@ def plan_ranks(recipe: Recipe) -> BatchPlan:
         ranks_per_node=ranks_per_node,
         machine=CPU if device().type == "cpu" else H100,
     )
-    layout.make_sequence_groups(plan.degrees, recipe.engine.timeout_minutes)
+    layout.make_sequence_groups(plan.degrees)
     return plan
 
 

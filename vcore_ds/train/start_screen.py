@@ -117,7 +117,6 @@ def describe_direction(recipe: Recipe) -> str:
         of += f" from {short(recipe.data.probe_path)}"
     of += ", weighted by probability" if probe.loss == "dft" else ""
     of += f", every {probe.every} steps" if probe.every > 1 else ""
-    of += f", mean with decay {probe.decay:g}" if probe.decay else ""
     return f"the {probe.direction} direction ({of})"
 
 

@@ -101,7 +101,7 @@ def train_step(
     with recorder.part("step"):
         probe = settings.probe
         if direction is not None and probe.source == "previous_step":  # of the next step
-            direction.take_gradient(clip=probe.clip, optimizer=probe.direction, decay=probe.decay)
+            direction.take_gradient(clip=probe.clip, optimizer=probe.direction)
         gradient_norm = engine.step(learning_rate)
     return recorder.metrics(totals, alpha_global, **measured, grad_norm=gradient_norm, learning_rate=learning_rate)
 
@@ -122,5 +122,4 @@ def take_direction(direction: Direction, settings: StepSettings, probe_batches: 
         clip=probe.clip,
         optimizer=probe.direction,
         loss_weights=probe.loss,
-        decay=probe.decay,
     )

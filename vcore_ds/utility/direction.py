@@ -47,12 +47,10 @@ class Direction:
         buffers: the vector, see `FlatShards`.
         groups: the gather groups, each with the module that owns its parameters.
         norm: global 2-norm of `v`, kept for the steps between two probes; None before the first one.
-        num_taken: number of gradients that were taken into `v`.
     """
 
     def __init__(self, engine: Engine):
         self.norm: float | None = None
-        self.num_taken = 0
         self.groups: list[tuple[nn.Module, list[PartitionedParameter]]] = _gather_groups(engine)
         self.buffers: list[Tensor] = engine.shards.zeros(engine.trainable[0][1].dtype, engine.device)
         self._engine = engine
@@ -65,7 +63,6 @@ class Direction:
         clip: float | None,
         optimizer: Literal["sgd", "adam"] = "sgd",
         loss_weights: Literal["uniform", "dft"] = "uniform",
-        decay: float = 0.0,
     ) -> Probe:
         """Takes the update over the probe batch `B'` (Algorithm 1, lines 2-3). A collective.
 
@@ -77,13 +74,12 @@ class Direction:
             optimizer: `sgd` keeps the gradient; `adam` multiplies it by the Jacobian of Adam's update, which depends
                 on the optimizer's moments. Before the optimizer's first step there are none, and `adam` is `sgd`.
             loss_weights: `uniform` over each sequence (the paper), or each token's probability (`dft`).
-            decay: of the running mean over all directions that were taken; 0 for the last one.
 
         Raises:
             NonFiniteLoss: on all ranks alike, naming the probe's sequences; along such a direction utilities are nan.
         """
         loss = self._backward(batches, normalization, loss_weights)
-        norm = self.take_gradient(clip=clip, optimizer=optimizer, decay=decay)
+        norm = self.take_gradient(clip=clip, optimizer=optimizer)
         loss = layout.sum_over("data", [loss], batches[0].sequence_parallel)[0]
         if not (math.isfinite(loss) and math.isfinite(norm)):
             what = "gradient" if math.isfinite(loss) else "loss"
@@ -91,7 +87,7 @@ class Direction:
             raise NonFiniteLoss(f"the {what} of the probe batch is not finite; it is summed over {sequences}")
         return Probe(loss, norm)
 
-    def take_gradient(self, *, clip: float | None, optimizer: Literal["sgd", "adam"], decay: float) -> float:
+    def take_gradient(self, *, clip: float | None, optimizer: Literal["sgd", "adam"]) -> float:
         """Takes the gradient that is in the engine's shards, and returns its global norm before clipping. A collective.
 
         After the main backward this is what the optimizer is about to consume. Arguments as for `take`.
@@ -99,10 +95,7 @@ class Direction:
         engine = self._engine
         norm = engine.gradient_norm()
         factor = 1.0 if clip is None or norm <= clip else clip / norm
-        self.num_taken += 1
-        # The mean with its bias removed as Adam removes it, updated in place: `sum_j decay^(n-j) v_j`, normalised.
-        share = (1 - decay) / (1 - decay**self.num_taken)
-        self._store(factor, share, with_adam=optimizer == "adam" and engine.num_updates > 0)
+        self._store(factor, with_adam=optimizer == "adam" and engine.num_updates > 0)
         self.norm = engine.shards.norm(self.buffers)
         return norm
 
@@ -125,9 +118,8 @@ class Direction:
                 parts.append(loss.detach().double())
         return float(torch.stack(parts).sum())
 
-    def _store(self, factor: float, share: float, with_adam: bool) -> None:
-        """Moves the vector by `share` of the way to the engine's gradient, times `factor` and, with Adam, times the
-        Jacobian of its update."""
+    def _store(self, factor: float, with_adam: bool) -> None:
+        """Makes the vector the engine's gradient, times `factor` and, with Adam, times the Jacobian of its update."""
         engine, shards, moments = self._engine, self._engine.shards, []
         if with_adam:
             step, settings = engine.num_updates + 1, engine.optimizer.param_groups[0]  # the same in all groups
@@ -141,7 +133,7 @@ class Direction:
                 gradient = adam_direction(
                     gradient, exp_avg, exp_avg_sq, step=step, betas=settings["betas"], eps=settings["eps"]
                 )
-            part.copy_(gradient if share == 1.0 else part.float().lerp_(gradient, share))
+            part.copy_(gradient)
 
     def shard(self, parameter: nn.Parameter) -> Tensor:
         """This rank's shard for `parameter`, flat, padded like `parameter.ds_tensor`; a view."""
@@ -154,11 +146,11 @@ class Direction:
 
     def state(self) -> dict[str, float | None]:
         """Numbers that a resumed run needs beside the vector."""
-        return {"norm": self.norm, "num_taken": self.num_taken}
+        return {"norm": self.norm}
 
     def load_state(self, state: Mapping[str, float | None]) -> None:
         """Takes what `state` gave; the vector is read with the checkpoint's tensors."""
-        self.norm, self.num_taken = state["norm"], int(state["num_taken"] or 0)
+        self.norm = state["norm"]
 
     def start_gather(self, group: int) -> list["PartialGather"]:
         """Starts to gather one group from all ranks; `finish_gather` waits for it. A collective."""

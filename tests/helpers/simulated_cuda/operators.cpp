@@ -192,7 +192,8 @@ void compute(const OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack)
   torch::jit::drop(*stack, arguments.size());
   TORCH_CHECK(call.on_device.empty() || call.on_host.empty(), call.name,
               ": expected all tensors to be on the same device, but `", call.on_host, "` is on the CPU");
-  if (READS.count(call.name) > 0) {
+  const bool knows_shape = call.name == "aten::repeat_interleave.Tensor" && !values[1].isNone();  // output_size
+  if (READS.count(call.name) > 0 && !knows_shape) {
     host_waits(call.name.substr(sizeof("aten::") - 1));
   }
   op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &values);

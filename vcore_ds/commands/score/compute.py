@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from vcore_ds import __version__
+from vcore_ds.commands.score.memory import plan_scoring_memory
 from vcore_ds.commands.score.passes import PassFiles, ScoredSequence
 from vcore_ds.commands.score.request import NEW_FOLDER, ScoreRequest
 from vcore_ds.commands.score.result import SetInputs, describe, write_result
@@ -26,7 +27,7 @@ from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.positions import mark
-from vcore_ds.distributed.process_group import on_first_rank, start_process_group
+from vcore_ds.distributed.process_group import on_first_rank
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.non_finite import NonFiniteLoss
 from vcore_ds.engine.zero3 import Engine
@@ -40,8 +41,9 @@ from vcore_ds.track.console import Console
 from vcore_ds.train.checkpoints import Checkpoints
 from vcore_ds.train.derivative_check import check_derivatives
 from vcore_ds.train.feed import build_feed, read_dataset
+from vcore_ds.train.memory_check import check_memory
 from vcore_ds.train.model_check import check_model
-from vcore_ds.train.setup import build_engine, plan_ranks
+from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_check import check_start
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import ForwardMode, jvp_losses_and_utilities
@@ -61,7 +63,7 @@ def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PE
     """
     recipe = request.recipe
     check_model(recipe)
-    start_process_group(recipe.engine.timeout_minutes, recipe.parallel.tensor, recipe.parallel.expert)
+    start_ranks(recipe)
     folder, console = unfinished_path(request.output), Console(enabled=layout.is_first())
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes), ExitStack() as held:
 
@@ -110,7 +112,12 @@ class Scoring:
         on_first_rank(self._begin)
         left = layout.gather_objects("job", self._left() if layout.is_first() else None)[0]
         if any(left):
-            engine = build_engine(recipe, deepspeed_config(recipe, self.plan))
+            ds_config = deepspeed_config(recipe, self.plan)
+            longest = next(self._chunks(next(filter(None, left))))
+            trusted = list(self.sets.values())
+            memory = plan_scoring_memory(recipe, self.plan, ds_config, self.store, longest, trusted)
+            check_memory(memory, recipe.engine, self.console)
+            engine = build_engine(recipe, ds_config)
             self._compute(engine, left)
             engine.close()
         on_first_rank(self._write)

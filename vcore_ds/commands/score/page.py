@@ -10,6 +10,7 @@ from vcore_ds.commands.score.traces import ShownTrace, encode_traces
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
+from vcore_ds.files.model_folder import local_folder
 from vcore_ds.files.scores_folder import PAGE, Scores, read_scores, read_tokens, read_traces, utility_columns
 from vcore_ds.results.token_texts import TokenTexts
 
@@ -80,7 +81,8 @@ def render(scores: Scores, columns: dict[str, np.ndarray], shown: list[dict[str,
 def _texts(scores: Scores, shown: list[dict[str, Any]]) -> tuple[TokenTexts | None, str | None]:
     """What reads the tokens; None with the reason where they cannot be read."""
     try:
-        tokenizer = load_tokenizer(scores.model)
+        # Of this machine alone: the scoring has read it from there, and a hub that cannot be reached takes a minute.
+        tokenizer = load_tokenizer(str(local_folder(scores.model)))
         return TokenTexts(tokenizer, [ShownTrace.of(row) for row in shown]), None
     except UserError as error:
         return None, f"The tokens are not shown: {error}"

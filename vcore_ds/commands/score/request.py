@@ -86,7 +86,7 @@ def _scored(recipe: Recipe, run: Path | None) -> Recipe:
     """The recipe as one that takes directions of whole trusted sets, whatever its method is."""
     method = MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization)  # makes no weights
     has_moments = run is not None and recipe.probe.direction == "adam"
-    probe = {"source": "batch", "batch_size": "all", "decay": 0.0, "every": 1}
+    probe = {"source": "batch", "batch_size": "all", "every": 1}
     data = {"trusted_share": 0.0, "reference_log_probabilities": None}
     changes = {
         "method": method,
