@@ -9,14 +9,13 @@ round to the SFT step of the same launch.
 Predicted before the first run, by counting products. With a forward over |B| as 1, its backward is 2 and its tangents
 about 2; a probe is 3 |B'| / |B|, divided by `probe.every`. An SFT step is 3. Utilities of a forward of their own, which
 `sequence_and_batch` needs, take that forward too: 1. Trusted sequences make the batch larger: 40 instead of 32. Token
-weights, and taking the gradient of the step itself as direction, count as nothing.
+weights count as nothing.
 
     sft                              1       probe.loss dft                1.79
     vcore                            1.79    method.base_measure dft       1.79
     probe.batch_size all, of 32      2.67    method.scope                  2.12
     probe.every 5                    1.69    sft, data.trusted_share       1.25
-    probe.source previous_step       1.67    dft, data.trusted_share       1.25
-                                             vcore, data.trusted_share     2.21
+    vcore, data.trusted_share        2.21    dft, data.trusted_share       1.25
 """
 
 import argparse
@@ -71,7 +70,6 @@ VARIANTS = {
     "vcore": SteeringVariant(vcore()),
     "probe.batch_size all, of 32": SteeringVariant(vcore(), num_probe=32),
     "probe.every 5": SteeringVariant(vcore(probe={"every": 5}), every=5),
-    "probe.source previous_step": SteeringVariant(vcore(probe={"source": "previous_step"}), num_probe=0),
     "probe.loss dft": SteeringVariant(vcore(probe={"loss": "dft"})),
     "method.base_measure dft": SteeringVariant(vcore(method=weighted(base_measure="dft"))),
     "method.scope": SteeringVariant(

@@ -149,18 +149,17 @@ def test_ids_stay_different_where_a_store_has_dropped_rows() -> None:
     assert joined.first_id_of_second == 12
 
 
-def test_the_whole_pool_is_a_probe_batch_and_the_previous_step_draws_none(monkeypatch) -> None:
+def test_the_whole_pool_is_a_probe_batch_and_sft_draws_none(monkeypatch) -> None:
     monkeypatch.setattr(layout, "rank", lambda axis, sequence_parallel=1: 0)
-    for probe, size in (({"batch_size": "all"}, NUM_TRUSTED), ({"source": "previous_step"}, 0)):
+    for method, size in (({"kl_budget": 0.1}, NUM_TRUSTED), ({"name": "sft"}, 0)):
         recipe = step_runs.recipe(
-            method={"kl_budget": 0.1},
-            probe=probe,
-            data={"train_path": "none", "probe_path": "none" if size else None},
+            method=method,
+            probe={"batch_size": "all"},
+            data={"train_path": "none", "probe_path": "none"},
             model={"path": model_folder(), "precision": "fp32"},
         )
         plan = plan_batch(recipe, 1, model_shape(model_folder()))
-        pool = dataset(NUM_TRUSTED, token=7) if size else None
-        feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), pool)
+        feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), dataset(NUM_TRUSTED, token=7))
         assert feed.first_trusted_id is None
         for k in (0, 1):
             assert sorted(i for batch in feed.step(k).probe for i in batch.sequence_ids) == list(range(size))

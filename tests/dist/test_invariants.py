@@ -118,7 +118,6 @@ FOLLOWING: dict[str, dict] = {
     "jvp, fused": {"utility": {"fused": True}, "probe": {"direction": "adam"}},
     "finite difference": {
         "utility": {"estimator": "finite_difference", "epsilon": "auto", "rounding": "stochastic"},
-        "probe": {"source": "previous_step"},
         "lora": {"rank": 4, "alpha": 8, "dropout": 0.2},
         "model": {"path": "none", "precision": "bf16"},
     },
@@ -138,11 +137,8 @@ def check_following(name: str) -> dict[str, bool]:
         estimator = step_runs.make_estimator(recipe, engine)
         torch.manual_seed(5)
         followed = step_runs.deal(tiny.rows(3, seed=90), 2) if follows else []
-        # A finite difference has a direction after the first step, searches in the second, and keeps what it has found.
-        for k in range(3 if recipe.probe.source == "previous_step" else 2):
+        for k in range(2):  # a finite difference searches in the first step, and keeps what it has found
             batches = replace(batches_of_step(estimator, seed=k), followed=followed)
-            if recipe.probe.source == "previous_step":
-                batches = replace(batches, probe=[])
             options = dict(learning_rate=1e-3, measure_noise=k == 0 and "finite" in name, seed=k)
             metrics = step_runs.train_step(engine, recipe, batches, estimator, **options)
             assert bool(metrics.followed) == follows and ("seconds_followed" in metrics.values) == follows

@@ -55,11 +55,7 @@ CASES = {
     "direction adam, clipped probe, variance": Case(
         sections={"optimizer": ADAM, "method": VARIANCE, "probe": {"direction": "adam", "clip": 0.1}}
     ),
-    "previous step": Case(sections=sections(probe={"source": "previous_step"})),
-    "previous step, finite difference": Case(sections=sections(probe={"source": "previous_step"}, **FINITE_DIFFERENCE)),
-    "lora, previous step, direction adam": Case(
-        lora=True, sections={"optimizer": ADAM, "probe": {"source": "previous_step", "direction": "adam"}}
-    ),
+    "lora, direction adam": Case(lora=True, sections={"optimizer": ADAM, "probe": {"direction": "adam"}}),
     "base measure and probe loss dft": Case(
         sections=sections(method={"kl_budget": 0.1, "base_measure": "dft"}, probe={"loss": "dft"})
     ),

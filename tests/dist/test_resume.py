@@ -91,12 +91,6 @@ CASES: dict[str, dict[str, Any]] = {
         "batch": {"global_size": 4},
         "data": {"probe_path": "pool.jsonl", "trusted_share": 0.25, "keep": KEEP},
     },
-    # The gradient of the step before the stop.
-    "vcore_previous_step_lora": {
-        "method": VCORE,
-        "probe": {"source": "previous_step", "direction": "adam"},
-        "lora": LORA,
-    },
     "sft_sgd_full": {"method": {"name": "sft"}, "optimizer": {"name": "sgd", "learning_rate": 0.1}},
     "sft_lora": {"method": {"name": "sft"}, "lora": LORA, "run": FOLLOWING},
     "dft_full": {"method": {"name": "dft"}},

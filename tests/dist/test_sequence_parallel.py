@@ -86,9 +86,7 @@ CASES = {
     "base measure and probe loss dft": Case(
         sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}, "probe": {"loss": "dft"}, **SGD}
     ),
-    "previous step, 4": Case(
-        sequence_parallel=(4, 1), sections={"probe": {"source": "previous_step", "direction": "adam"}}
-    ),
+    "direction adam, 4": Case(sequence_parallel=(4, 1), sections={"probe": {"direction": "adam"}}),
     "ranks without targets": Case(sequence_parallel=(4, 2), without_tokens=(1, 3, 5, 7)),
     "an idle group": Case(sequence_parallel=(2, 2), num_main=5, num_probe=1),
     "sft, token normalization": Case(

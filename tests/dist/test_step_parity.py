@@ -70,14 +70,9 @@ CASES = {
     ),
     "direction adam": Case(sections={"probe": {"direction": "adam", "clip": 1.0}}),
     "direction adam, lora, one probe for two steps": Case(
-        lora=True, probe_every=2, sections={"probe": {"direction": "adam"}}
+        lora=True, probe_every=2, sections={"probe": {"direction": "adam", "clip": 1.0}}
     ),
     "probe loss dft": Case(sections={"probe": {"loss": "dft", "clip": 1.0}}),
-    "previous step": Case(sections={"probe": {"source": "previous_step"}}),
-    "previous step, adam, lora": Case(
-        lora=True, sections={"probe": {"source": "previous_step", "direction": "adam", "clip": 1.0}}
-    ),
-    "previous step, finite difference": Case(sections={"probe": {"source": "previous_step"}, **FINITE_DIFFERENCE}),
     "base measure dft": Case(sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}}),
     "base measure dft, fixed temperature, checkpointed": Case(
         checkpointing=True,
@@ -108,7 +103,7 @@ def deviations() -> list[dict[str, dict[str, float]]]:
     return run_ranks(run_all_cases, 2)
 
 
-STEERING = [name for name in CASES if name.startswith(("previous", "base", "sequences", "probe loss"))]
+STEERING = [name for name in CASES if name.startswith(("base", "sequences", "probe loss"))]
 
 
 def run_alone() -> dict[str, dict[str, float]]:

@@ -37,7 +37,7 @@ def by_epsilon(report: dict[str, Any]) -> dict[float | None, dict[str, Any]]:
 
 def test_two_ranks_measure_what_one_process_does(setup: TinySetup, tmp_path: Path) -> None:
     recipe = setup.overrides(tmp_path / "run", "lora=null", "probe.direction=sgd", "probe.clip=null")
-    own = ["utility.estimator=finite_difference", "utility.epsilon=3e-3", "probe.source=previous_step"]
+    own = ["utility.estimator=finite_difference", "utility.epsilon=3e-3"]
     options = "--after-steps 1 --stale-steps 1 8 --epsilons 1e-2 1e-8".split()  # overrides may follow a list
     one, two = tmp_path / "one", tmp_path / "two"
     said = fidelity([*recipe, *options, *own, "--output", str(one)], tmp_path / "one.log")
@@ -73,9 +73,6 @@ def test_two_ranks_measure_what_one_process_does(setup: TinySetup, tmp_path: Pat
     assert again["spearman"] == pytest.approx(other["spearman"], abs=0.02)
     own = next(found for found in single["probe_sizes"] if found["of_recipe"])
     assert other["spearman"] != own["spearman"]
-    trained, again = single["trained_direction"], double["trained_direction"]
-    assert again["spearman"] == pytest.approx(trained["spearman"], abs=0.02) and 0.05 < abs(trained["spearman"]) < 1
-    assert "the gradient of the previous step" in trained["description"]
     stale, again = single["stale_directions"][0], double["stale_directions"][0]
     assert again["spearman"] == pytest.approx(stale["spearman"], abs=0.02) and stale["spearman"] < 1
 
@@ -83,7 +80,6 @@ def test_two_ranks_measure_what_one_process_does(setup: TinySetup, tmp_path: Pat
         "Spearman",
         "*finite_difference",
         "Probe size",
-        "own direction",
         "Stale direction",
         *single["recommendations"],
     ):

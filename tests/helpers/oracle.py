@@ -111,7 +111,7 @@ class Reference:
 
     def step(self, main, probe, *, method="vcore", temperature=None, kl_budget=None, normalization="sequence",
              alpha="loss_ratio", cap=1.0, clip=None, epsilon=None, kept=None, optimizer="sgd", probe_clip=None,
-             groups=None, base_measure="uniform", batch_kl_budget=None, source="batch", probe_loss="uniform",
+             groups=None, base_measure="uniform", batch_kl_budget=None, probe_loss="uniform",
              followed=None, followed_kept=None):  # fmt: skip
         """Args:
         kept: for method `random`, a mask `[n_i]` for each row.
@@ -144,7 +144,7 @@ class Reference:
             scales = shares(torch.stack([mask.sum() for mask in kept]))
         factors, direction = [1.0] * len(losses), None
         if method == "vcore":
-            if probe is not None and source == "batch":
+            if probe is not None:
                 of_probe = uniform(probe)
                 if probe_loss == "dft":
                     with torch.no_grad():
@@ -190,8 +190,6 @@ class Reference:
         )  # fmt: skip
         parts = [w * float((q * x).sum()) for w, q, x in zip(scales, weights, losses, strict=True)]
         gradient = self.gradient(main, weights, [f * w for f, w in zip(factors, scales, strict=True)])
-        if source == "previous_step":
-            self.take(gradient, probe_clip, optimizer)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(self.trained.values(), clip)
         self.optimizer.step()

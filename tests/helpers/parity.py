@@ -57,9 +57,7 @@ class Case:
     def num_steps(self) -> int:
         """2, of which the second works with what the first has left. 3 where a direction lasts for longer, and in bf16,
         where the worst of few roundings says little."""
-        probe, model = self.sections.get("probe", {}), self.sections.get("model", {})
-        lasts = self.probe_every > 1 or probe.get("source") == "previous_step"
-        return 3 if lasts or model.get("precision") == "bf16" else 2
+        return 3 if self.probe_every > 1 or self.sections.get("model", {}).get("precision") == "bf16" else 2
 
 
 def run_case(case: Case) -> dict[str, float]:
@@ -115,7 +113,7 @@ def run_case(case: Case) -> dict[str, float]:
     for k, main in enumerate(mains):
         probe = tiny.rows(case.num_probe, seed=50 + k, vocabulary=case.vocabulary)
         masks = keep_some(main) if recipe.method.name == "random" else None
-        if k % case.probe_every != 0 or recipe.method.name != "vcore" or recipe.probe.source == "previous_step":
+        if k % case.probe_every != 0 or recipe.method.name != "vcore":
             probe = None
         k_main, k_probe = case.sequence_parallel
         dealt_probe = [] if probe is None else step_runs.deal(probe, 2, k_probe, packed=case.packed)

@@ -194,7 +194,6 @@ def reference_options(recipe: Recipe) -> dict[str, Any]:
         probe_clip=recipe.probe.clip,
         base_measure=recipe.method.base_measure,
         batch_kl_budget=recipe.method.batch_kl_budget,
-        source=recipe.probe.source,
         probe_loss=recipe.probe.loss,
     )
 

@@ -40,7 +40,7 @@ STEPS = {
         "mixture, idle experts",
         "mixture, lora on experts",
         "finite difference",
-        "previous step, adam, lora",
+        "direction adam, lora, one probe for two steps",
         "sequences and batch",
         "base measure dft",
     )

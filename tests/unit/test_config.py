@@ -122,8 +122,8 @@ def test_dump_loads_to_the_same_recipe(tmp_path: Path, overrides: list[str]) -> 
 def test_a_recipe_that_version_0_6_wrote_is_read(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path))
     path = tmp_path / "recipe.yaml"
-    path.write_text(dump_recipe(recipe).replace("probe:\n", "probe:\n  decay: 0.0\n"))
-    assert "decay: 0.0" in path.read_text()
+    path.write_text(dump_recipe(recipe).replace("probe:\n", "probe:\n  decay: 0.0\n  source: batch\n"))
+    assert "decay: 0.0\n  source: batch" in path.read_text()
     assert read_resolved_recipe(path) == recipe
     assert load_recipe(path) == recipe
 
@@ -173,6 +173,7 @@ FIELD_PROBLEMS = [
     ("probe.direction=adamw", '"sgd" or "adam"', 'did you mean "adam"?'),
     ("probe.every=0", "greater than or equal to 1", "Optimizer steps"),
     ("probe.decay=0.9", "found 0.9; expected no such key", "ends with vcore_ds 0.6"),
+    ("probe.source=previous_step", "expected no such key: the direction is always the gradient of a probe batch"),
     ("probe.clip=0", "greater than 0 or null"),
     ("probe.sequence_parallel=0", 'expected "auto" or a number greater than or equal to 1'),
     ("batch.sequence_parallel=two", 'found "two"; expected "auto" or an integer'),
@@ -430,19 +431,6 @@ RULES = [
         "batch.global_size: found 1 together with method.scope sequence_and_batch; expected at least 2 sequences",
     ),
     (["probe.batch_size=all"], "probe.batch_size: found all without data.probe_path; expected a number: without a"),
-    (
-        ["probe.source=previous_step", "probe.every=2"],
-        "probe.every: found 2 together with probe.source previous_step; expected 1: that gradient costs nothing",
-    ),
-    (
-        ["probe.source=previous_step", "probe.loss=dft"],
-        "probe.loss: found dft together with probe.source previous_step; expected uniform",
-    ),
-    (
-        ["probe.source=previous_step", "data.probe_path=p.jsonl"],
-        "data.probe_path: found p.jsonl together with probe.source previous_step; expected null: no probe batch is "
-        "drawn (or set probe.source to batch)",
-    ),
     (["data.trusted_share=0.2"], "data.trusted_share: found 0.2 without data.probe_path; expected 0, or the trusted"),
     (
         ["data.trusted_share=0.01", "data.probe_path=p.jsonl"],
@@ -491,7 +479,6 @@ REMEDIES = [
     (["data.reference_log_probabilities=r.npz"], [["data.reference_log_probabilities=null"]]),
     (["method.scope=sequence_and_batch"], [["method.batch_kl_budget=0.1"]]),
     (["method.batch_kl_budget=0.1"], [["method.scope=sequence_and_batch"], ["method.batch_kl_budget=null"]]),
-    (["probe.source=previous_step", "data.probe_path=p.jsonl"], [["probe.source=batch"]]),
 ]
 
 
@@ -520,7 +507,6 @@ def test_the_remedy_of_a_rule_helps(tmp_path: Path, overrides: list[str], remedi
         ["probe.direction=adam", "probe.clip=0.5", "probe.every=8"],
         [*BATCH_WIDE, "method.name=sft", "method.kl_budget=null"],
         [*BATCH_WIDE, "method.base_measure=dft", "utility.estimator=finite_difference", "utility.epsilon=auto"],
-        ["probe.source=previous_step", "data.probe_path=p.jsonl", "data.trusted_share=0.25"],
         ["method.name=sft", "method.kl_budget=null", "data.probe_path=p.jsonl", "data.trusted_share=0.25"],
     ],
     ids=" ".join,

@@ -79,12 +79,13 @@ class UtilityConfig(Section):
     takes that key's value."""
 
 
+_REMOVED_DEFAULTS = (("decay", 0), ("source", "batch"))
+"""Of `probe`, in version 0.6 and before."""
+
+
 class ProbeConfig(Section):
     """The probe batch B', whose gradient is the direction of the utilities; drawn by its own generator."""
 
-    source: Literal["batch", "previous_step"] = "batch"
-    """`batch` the gradient of B', a pass of its own; `previous_step` the gradient that the optimizer consumed last,
-    which costs no pass and sees no trusted data. The first step then has uniform weights."""
     batch_size: Literal["all"] | Count = 4
     """|B'|, sequences over all ranks; `all` for the whole pool in data.probe_path."""
     loss: Literal["uniform", "dft"] = "uniform"
@@ -106,9 +107,9 @@ class ProbeConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_unused_decay(cls, values: Any) -> Any:
-        """Runs of versions up to 0.6 wrote `decay: 0.0` into their recipe.yaml, which `report` and a resume still
-        read. It meant no running mean; other values are refused as unknown."""
-        if isinstance(values, dict) and values.get("decay") == 0:
-            return {key: value for key, value in values.items() if key != "decay"}
+    def _without_removed_keys(cls, values: Any) -> Any:
+        """Runs of earlier versions wrote the defaults of keys that are gone into their recipe.yaml, which `report` and
+        a resume still read; other values are refused."""
+        if isinstance(values, dict):
+            return {key: value for key, value in values.items() if (key, value) not in _REMOVED_DEFAULTS}
         return values

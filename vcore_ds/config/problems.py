@@ -20,10 +20,12 @@ _MAX_SHOWN = 80
 _MAX_PROBLEMS = 50
 """Problems in one message, a line each; what follows is counted."""
 
-DECAY_REMOVED = (
-    "the running mean over directions was removed after 0.6. Leave the key out, and set probe.every to save probes; "
-    "a run that was begun with it ends with vcore_ds 0.6"
-)
+_REMOVED = {
+    ("probe", "decay"): "the running mean over directions was removed after 0.6",
+    ("probe", "source"): "the direction is always the gradient of a probe batch; the previous step's was removed "
+    "after 0.6",
+}
+"""Keys of earlier versions, and what became of them."""
 
 
 class RecipeError(UserError):
@@ -117,8 +119,11 @@ def _describe(location: tuple[str, ...], details: list[ErrorDetails]) -> str:
 
 
 def _describe_unknown(location: tuple[str, ...], found: Any) -> str:
-    if location == ("probe", "decay"):
-        return f"found {show(found)}; expected no such key: {DECAY_REMOVED}"
+    if location in _REMOVED:
+        return (
+            f"found {show(found)}; expected no such key: {_REMOVED[location]}. Leave the key out, and set probe.every "
+            "to save probes; a run that was begun with it ends with vcore_ds 0.6"
+        )
     if len(location) == 1:
         expected = f"a section among {', '.join(SECTIONS)}"
         nearest = nearest_keys(location[0], None)

@@ -161,7 +161,6 @@ def _probe_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
             f"adam together with optimizer.name {recipe.optimizer.name}",
             "sgd: the direction is the update of the optimizer that trains (or set optimizer.name to adamw)",
         )
-    yield from _previous_step_rules(recipe)
     if recipe.probe.batch_size == "all" and data.probe_path is None:
         yield BrokenRule(
             ("probe.batch_size", "data.probe_path"),
@@ -170,25 +169,6 @@ def _probe_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
         )
     if data.trusted_share > 0:
         yield from _trusted_share_rules(recipe)
-
-
-def _previous_step_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
-    """What has no meaning where the direction is the gradient that the optimizer consumed last."""
-    probe = recipe.probe
-    if not recipe.method.uses_utilities or probe.source != "previous_step":
-        return
-    found = {
-        "probe.every": (probe.every, probe.every != 1, "1: that gradient costs nothing, so each step takes it anew"),
-        "probe.loss": (probe.loss, probe.loss != "uniform", "uniform: that gradient has the weights of its own step"),
-        "data.probe_path": (
-            recipe.data.probe_path,
-            recipe.data.probe_path is not None and recipe.data.trusted_share == 0,
-            "null: no probe batch is drawn (or set probe.source to batch)",
-        ),
-    }
-    for key, (value, is_broken, expected) in found.items():
-        if is_broken:
-            yield BrokenRule((key, "probe.source"), f"{value} together with probe.source previous_step", expected)
 
 
 def _trusted_share_rules(recipe: "Recipe") -> Iterator[BrokenRule]:

@@ -210,7 +210,7 @@ def plan_batch(
         micro = recipe.batch.micro_batch_size_per_rank
     elif recipe.batch.packed_row_tokens is not None or recipe.method.alpha_scope == "micro_batch" or shape.is_alone:
         micro = 1  # a row, and in the second case what shares a micro-batch would change alpha
-    has_probe = recipe.method.uses_utilities and recipe.probe.source == "batch"
+    has_probe = recipe.method.uses_utilities
     probe_batch_size = None if recipe.probe.batch_size == "all" else recipe.probe.batch_size
     sections: tuple[Literal["batch", "probe"], ...] = ("batch", "probe") if has_probe else ("batch",)
     degrees = {section: sequence_parallel_degrees(recipe, section, num_ranks, shape) for section in sections}

@@ -244,9 +244,7 @@ class Checkpoints:
 
     def _direction_of_next_step(self, num_done: int, estimator: Estimator) -> Direction | None:
         """The direction, where the step after `num_done` steps needs that of earlier ones; else None."""
-        probe = self._recipe.probe
-        is_needed = num_done % probe.every != 0 or probe.source == "previous_step"
-        return estimator.direction if is_needed else None
+        return estimator.direction if num_done % self._recipe.probe.every != 0 else None
 
     def _write_rest(self, unfinished: Path, state: RunState) -> dict[str, files.FileRecord]:
         """Writes the small files, on rank 0; reads this rank's files back and returns their records."""

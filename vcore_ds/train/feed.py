@@ -247,7 +247,7 @@ def build_feed(
     seed, num_trusted = recipe.run.seed, plan.num_trusted_global
     of_probe = dataset if probe_dataset is None else probe_dataset
     probe_stream = trusted_stream = None
-    if recipe.method.uses_utilities and recipe.probe.source == "batch":
+    if recipe.method.uses_utilities:
         size = len(of_probe) if plan.probe_batch_size_global is None else plan.probe_batch_size_global
         probe_stream = RandomDraws(len(of_probe), size, seed, Stream.PROBE)
     if num_trusted:

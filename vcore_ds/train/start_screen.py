@@ -112,8 +112,8 @@ def describe_method(recipe: Recipe) -> str:
 def describe_direction(recipe: Recipe) -> str:
     """What utilities look along, in words."""
     probe = recipe.probe
-    of = "the gradient of the previous step" if probe.source == "previous_step" else f"probes of {probe.batch_size}"
-    if recipe.data.probe_path is not None and probe.source == "batch":
+    of = f"probes of {probe.batch_size}"
+    if recipe.data.probe_path is not None:
         of += f" from {short(recipe.data.probe_path)}"
     of += ", weighted by probability" if probe.loss == "dft" else ""
     of += f", every {probe.every} steps" if probe.every > 1 else ""

@@ -99,9 +99,6 @@ def train_step(
 
     # Line 7, second half: the update.
     with recorder.part("step"):
-        probe = settings.probe
-        if direction is not None and probe.source == "previous_step":  # of the next step
-            direction.take_gradient(clip=probe.clip, optimizer=probe.direction)
         gradient_norm = engine.step(learning_rate)
     return recorder.metrics(totals, alpha_global, **measured, grad_norm=gradient_norm, learning_rate=learning_rate)
 

@@ -25,8 +25,8 @@ from vcore_ds.method.weights import segment_sum, uniform_weights
 class Probe:
     """Global numbers measured while a direction was taken."""
 
-    loss: float | None
-    """Nats, under the probe's weights; None where no probe batch was drawn."""
+    loss: float
+    """Nats, under the probe's weights."""
     gradient_norm: float
     """2-norm before clipping."""
 
@@ -79,25 +79,16 @@ class Direction:
             NonFiniteLoss: on all ranks alike, naming the probe's sequences; along such a direction utilities are nan.
         """
         loss = self._backward(batches, normalization, loss_weights)
-        norm = self.take_gradient(clip=clip, optimizer=optimizer)
+        norm = self._engine.gradient_norm()
+        factor = 1.0 if clip is None or norm <= clip else clip / norm
+        self._store(factor, with_adam=optimizer == "adam" and self._engine.num_updates > 0)
+        self.norm = self._engine.shards.norm(self.buffers)
         loss = layout.sum_over("data", [loss], batches[0].sequence_parallel)[0]
         if not (math.isfinite(loss) and math.isfinite(norm)):
             what = "gradient" if math.isfinite(loss) else "loss"
             sequences = sequences_by_rank([i for b in batches for i in b.sequence_ids], batches[0].sequence_parallel)
             raise NonFiniteLoss(f"the {what} of the probe batch is not finite; it is summed over {sequences}")
         return Probe(loss, norm)
-
-    def take_gradient(self, *, clip: float | None, optimizer: Literal["sgd", "adam"]) -> float:
-        """Takes the gradient that is in the engine's shards, and returns its global norm before clipping. A collective.
-
-        After the main backward this is what the optimizer is about to consume. Arguments as for `take`.
-        """
-        engine = self._engine
-        norm = engine.gradient_norm()
-        factor = 1.0 if clip is None or norm <= clip else clip / norm
-        self._store(factor, with_adam=optimizer == "adam" and engine.num_updates > 0)
-        self.norm = engine.shards.norm(self.buffers)
-        return norm
 
     def _backward(self, batches: Sequence[Batch], normalization: Normalization, loss_weights: str) -> float:
         """Leaves the probe gradient in the engine's shards; returns this rank's part of the probe loss."""

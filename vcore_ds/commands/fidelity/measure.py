@@ -27,7 +27,6 @@ from vcore_ds.commands.fidelity.report import (
     ProbeLoss,
     ProbeSize,
     StaleDirection,
-    TrainedDirection,
     mean,
     write_report,
 )
@@ -49,7 +48,7 @@ from vcore_ds.train.feed import build_feed, read_dataset, read_training_data
 from vcore_ds.train.settings import schedule_of
 from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_check import check_start
-from vcore_ds.train.start_screen import describe_data, describe_direction, describe_method, describe_model
+from vcore_ds.train.start_screen import describe_data, describe_method, describe_model
 from vcore_ds.utility.direction import Direction
 
 DEFAULT_KL_BUDGET = 0.05
@@ -125,8 +124,6 @@ def measure_together(recipe: Recipe, options: FidelityOptions) -> FidelityReport
         along_large = bench.jvp()
         progress.done(f"large probe of {len(choice.large_probe)}")
         measure_probe_sizes(bench, report, choice, along_large, progress)
-        if keeps_directions(recipe):
-            measure_trained_direction(bench, report, along_large, training)
         measure_staleness(bench, report, choice, training, options.stale_steps, progress)
     bench.engine.close()
 
@@ -165,13 +162,11 @@ def check_reference(path: str) -> None:
 
 
 def with_utilities(recipe: Recipe) -> Recipe:
-    """What is measured: the recipe, for a method without utilities with those that its probe section gives, and with
-    directions of one fresh probe each."""
+    """What is measured: the recipe, for a method without utilities with those that its probe section gives."""
     method = recipe.method
     if not method.uses_utilities:
         method = MethodConfig(name="vcore", kl_budget=DEFAULT_KL_BUDGET, normalization=method.normalization)
-    probe = recipe.probe.model_copy(update={"source": "batch"})
-    return recipe.model_copy(update={"method": method, "probe": probe})
+    return recipe.model_copy(update={"method": method})
 
 
 class Measurements:
@@ -240,23 +235,6 @@ def measure_probe_sizes(
 
     report.probe_sizes = [measure(size, recipe_loss) for size in choice.probe_sizes]
     report.other_probe_loss = measure(report.probe_batch_size, other_loss)
-
-
-def keeps_directions(recipe: Recipe) -> bool:
-    """Whether the recipe's direction is more than that of one fresh probe."""
-    return recipe.method.uses_utilities and recipe.probe.source == "previous_step"
-
-
-def measure_trained_direction(bench: Bench, report: FidelityReport, along_large: Tensor, training: Training) -> None:
-    """Utilities along the direction that training left with those along the large probe's."""
-    if training.num_done == 0:
-        report.notes.append("the recipe's own direction is that of earlier steps: --after-steps 1 or more measures it")
-        return
-    direction = training.trainer.estimator.direction
-    assert direction is not None  # vcore
-    found = bench.agreement(bench.jvp(direction), along_large)
-    description = describe_direction(training.recipe)
-    report.trained_direction = TrainedDirection(description, found.spearman, found.weight_overlap)
 
 
 def measure_staleness(

@@ -82,17 +82,6 @@ class StaleDirection:
     weight_overlap: float | None
 
 
-@dataclass(frozen=True)
-class TrainedDirection:
-    """Utilities along the direction that the recipe's own training left, where it is more than one fresh probe's,
-    compared with those along the large probe's."""
-
-    description: str
-    """Such as `the gradient of the previous step`."""
-    spearman: float | None
-    weight_overlap: float | None
-
-
 @dataclass
 class FidelityReport:
     """Everything that fidelity.json holds but the recommendations."""
@@ -121,7 +110,6 @@ class FidelityReport:
     probe_sizes: list[ProbeSize] = field(default_factory=list)
     other_probe_loss: ProbeSize | None = None
     """The recipe's |B'| with the `probe.loss` that is not the recipe's."""
-    trained_direction: TrainedDirection | None = None
     stale_directions: list[StaleDirection] = field(default_factory=list)
 
 

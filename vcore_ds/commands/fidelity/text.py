@@ -66,12 +66,7 @@ def _probe_table(report: FidelityReport) -> str:
         for found in (*report.probe_sizes, *([] if other is None else [other]))
     ]
     title = f"Probe size: utilities along a probe of |B'| with those along one of {report.large_probe_size}"
-    table = "\n".join([title, *aligned([[" |B'|", "draws", "Spearman", "lowest", "weight overlap"], *rows])])
-    own = report.trained_direction
-    if own is None:
-        return table
-    numbers = f"Spearman {_correlation(own.spearman)}, weight overlap {_percent(own.weight_overlap)}"
-    return f"{table}\nThe recipe's own direction after training ({own.description}) with the large probe's: {numbers}"
+    return "\n".join([title, *aligned([[" |B'|", "draws", "Spearman", "lowest", "weight overlap"], *rows])])
 
 
 def _stale_table(report: FidelityReport) -> str:
