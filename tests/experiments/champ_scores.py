@@ -17,8 +17,7 @@ import shutil
 
 import numpy as np
 
-from tests.experiments import target_selection
-from tests.experiments.processes import REPOSITORY, run_vcore_ds
+from tests.experiments.processes import REPOSITORY, run_vcore_ds, write
 from vcore_ds.commands.champ import champ_problems
 from vcore_ds.commands.quickstart.right_answers import judged_traces
 from vcore_ds.commands.quickstart.traces import MAX_JUDGED_TOKENS, prepare_quickstart_data
@@ -54,7 +53,7 @@ def main() -> None:
     data = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
     trusted = {json.loads(line)["problem"] for line in data.trusted.read_text().splitlines()}
     traces = [trace for trace in judged_traces(champ_problems()) if trace["problem"] not in trusted]
-    target_selection.write(FOLDER / "judged.jsonl", traces)
+    write(FOLDER / "judged.jsonl", traces)
     paths = (f"data.train_path={FOLDER}/judged.jsonl", f"data.probe_path={data.trusted}")
     limits = (f"data.cutoff_length={MAX_JUDGED_TOKENS}", f"data.cache_dir={FOLDER}/cache")
     shutil.rmtree(FOLDER / "scores", ignore_errors=True)

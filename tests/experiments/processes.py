@@ -17,6 +17,12 @@ def read(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Rows as lines of JSON; the folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def run_train(overrides: Sequence[str], output: Path) -> str:
     """What `vcore-ds train` prints on the quickstart's recipe; `output`, its folder, is emptied before."""
     shutil.rmtree(output, ignore_errors=True)  # what a stopped attempt has left

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.experiments.processes import REPOSITORY, read
+from tests.experiments.task import separation_of_traces
 from tests.helpers.jobs import ForkedJob
 from vcore_ds import cli
 from vcore_ds.commands.quickstart import wrong_traces
@@ -119,15 +121,10 @@ def separation(scores: Path, mixture: Path) -> dict[str, float]:
     is_wrong, utility = is_wrong[traces["row"]], traces["utility_mean.trusted"]
     kept = np.argsort(-utility)[: len(utility) // 4]
     return {
-        "auc": area(utility, is_wrong),
-        "auc_of_loss": area(-traces["loss"], is_wrong),
+        "auc": separation_of_traces(torch.tensor(utility), torch.tensor(is_wrong)),
+        "auc_of_loss": separation_of_traces(torch.tensor(-traces["loss"]), torch.tensor(is_wrong)),
         "right_share_kept": float((~is_wrong[kept]).mean()),
     }
-
-
-def area(values: np.ndarray, is_wrong: np.ndarray) -> float:
-    differences = values[~is_wrong][:, None] - values[is_wrong][None, :]
-    return float(((differences > 0) + 0.5 * (differences == 0)).mean())
 
 
 def report() -> None:

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.experiments.processes import REPOSITORY, read, run_vcore_ds
+from tests.experiments.processes import REPOSITORY, read, run_vcore_ds, write
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.files.scores_folder import read_traces
 
@@ -122,11 +122,6 @@ def make_data(seed: int, folder: Path) -> list[dict[str, Any]]:
     write(folder / "pool.jsonl", rows_of(target_of(seed), NUM_POOL))
     write(folder / "held_out.jsonl", rows_of(target_of(seed), NUM_HELD_OUT))
     return mixture
-
-
-def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def score(folder: Path) -> float:
