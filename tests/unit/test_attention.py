@@ -34,13 +34,13 @@ from vcore_ds.models import explicit_attention, flash_attention
 from vcore_ds.models.attention import (
     FORWARD_MODE_ATTENTION,
     TRAINING_ATTENTION,
-    RowLayout,
     forward_mode_attention,
     training_attention,
 )
 from vcore_ds.models.block_attention import BLOCK_TOKENS, block_attention
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.fused_attention import FUSED_ATTENTION
+from vcore_ds.models.row_layout import RowLayout
 
 SCALE = 0.37
 

@@ -82,7 +82,7 @@ ABSENT = """
 import sys
 sys.modules["triton"] = None  # an import of it fails
 import torch
-from vcore_ds.models.attention import RowLayout
+from vcore_ds.models.row_layout import RowLayout
 from vcore_ds.models.attention import forward_mode_attention
 query = torch.randn(1, 2, 9, 16, dtype=torch.bfloat16)
 layout = RowLayout.of([[4, 5]], 1, query.device)

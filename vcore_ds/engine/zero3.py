@@ -28,9 +28,9 @@ from vcore_ds.engine.partitioned import PartitionedParameter, as_partitioned
 from vcore_ds.engine.saved_parameters import SavedParameters
 from vcore_ds.engine.streams import Streams
 from vcore_ds.errors import UserError, first_line
-from vcore_ds.models.attention import RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.dropout import TokenDropout, token_keys
+from vcore_ds.models.row_layout import RowLayout
 from vcore_ds.models.sequence_exchange import gather_losses, own_columns
 from vcore_ds.random_streams import Stream, torch_seed
 

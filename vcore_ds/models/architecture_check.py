@@ -12,13 +12,14 @@ from transformers import PretrainedConfig
 
 from vcore_ds.config.schema import LoraConfig
 from vcore_ds.errors import UserError
-from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
+from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import can_replace_attention, causal_lm_class
 from vcore_ds.models.experts import can_be_ours
 from vcore_ds.models.folder_check import empty_model
 from vcore_ds.models.loading import attention_name
 from vcore_ds.models.lora import add_lora
+from vcore_ds.models.row_layout import RowLayout
 from vcore_ds.planning.mixtures import differences_refused, is_mixture
 
 Estimator = Literal["jvp", "finite_difference"]

@@ -10,9 +10,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.errors import UserError
-from vcore_ds.models.attention import OUR_ATTENTION, RowLayout
+from vcore_ds.models.attention import OUR_ATTENTION
 from vcore_ds.models.dropout import use_token_dropout
 from vcore_ds.models.language_model import decoder, logit_transform, unpadded_vocabulary
+from vcore_ds.models.row_layout import RowLayout
 from vcore_ds.models.token_loss import (
     LogitTransform,
     VocabularyPart,

@@ -7,7 +7,6 @@ from transformers import AttentionInterface
 from vcore_ds.models.attention import (
     FUSED_ATTENTION,
     Parts,
-    RowLayout,
     Scoring,
     attend_with_graph,
     attend_with_tangents,
@@ -17,6 +16,7 @@ from vcore_ds.models.attention import (
 )
 from vcore_ds.models.block_attention import block_attention_tangent
 from vcore_ds.models.flash_attention import CpuFlash, flash_attention
+from vcore_ds.models.row_layout import RowLayout
 
 
 def attend_with_graph_beside_tangents(

@@ -23,11 +23,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from vcore_ds.distributed import layout
-from vcore_ds.models.attention import RowLayout
 from vcore_ds.models.megatron.configuration import TransformerConfig, sliding_window
 from vcore_ds.models.megatron.norms import norm
 from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear
 from vcore_ds.models.megatron.token_exchange import dual_or_plain
+from vcore_ds.models.row_layout import RowLayout
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of the rotary positions, `[b, t, D]` each."""

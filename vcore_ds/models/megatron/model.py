@@ -15,7 +15,7 @@ from vcore_ds.config.schema import LoraConfig
 from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.distributed import layout
 from vcore_ds.errors import UserError
-from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
+from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.megatron.adapters import (
     Adapted,
     adapted_layers,
@@ -30,6 +30,7 @@ from vcore_ds.models.megatron.norms import norm
 from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear, TokenEmbedding
 from vcore_ds.models.megatron.token_exchange import gather_tokens
 from vcore_ds.models.megatron.weights import Piece, pieces
+from vcore_ds.models.row_layout import RowLayout
 from vcore_ds.models.token_loss import VocabularyPart, token_entropy, token_loss
 
 
