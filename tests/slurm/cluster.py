@@ -48,6 +48,9 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 JobRequeue=1
 KillWait=30
+# 10 s by default: a node that gets no core for so long counts as lost, and its job comes back as if requeued.
+MessageTimeout=100
+BatchStartTimeout=100
 # An ended job is known this long (300 s by default), however slow this machine is.
 MinJobAge=3600
 NodeName=n1 NodeAddr={n1} Port={port_n1} CPUs=1 RealMemory=4000
