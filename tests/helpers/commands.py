@@ -111,5 +111,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def num_steps_done(folder: Path) -> int:
+    """Complete lines of metrics.jsonl in a run's folder, while the run writes it and before it does."""
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def has_control_characters(text: str) -> bool:
     return any(not character.isprintable() and character != "\n" for character in text)
