@@ -62,7 +62,7 @@ class Progress:
         self._done += amount
         if self._bar is not None:
             self._bar.update(amount)
-        elif self._enabled and (now := self._clock()) >= self._next_line and self._done < self._total:
+        elif self._enabled and (now := self._clock()) >= self._next_line and 0 < self._done < self._total:
             seconds = now - self._started
             left = seconds * (self._total / self._done - 1.0)
             self._say(f"{self._title}: {self._done / self._total:.0%}, {duration(left)} left")

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.commands import HANG_SECONDS
 from tests.helpers.jobs import ForkedJob
 from vcore_ds.distributed import layout, watchdog
-from vcore_ds.distributed.positions import mark
+from vcore_ds.distributed.positions import Identity, is_alive, mark
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.errors import UserError
@@ -31,6 +32,9 @@ SAID = {
     "killed elsewhere": r"rank 0: PLACE: no sign of life for \d+ s; what follows is how this rank noticed",
     "stopped elsewhere": r"rank 0: PLACE: no sign of life for \d+ s; the run ends",
 }
+NOTICED_BY_THE_COLLECTIVE = ("error", "killed elsewhere")
+"""Rank 0's own error ends it, however long rank 1 takes to be gone."""
+NOTICED_BY_SILENCE = ("killed elsewhere", "stopped elsewhere")
 
 MISTAKE_OF_ALL = "mistake of all"
 NO_FAILURE = "no failure"
@@ -41,19 +45,24 @@ def run(arguments: Sequence[str]) -> int:
     if case.endswith("elsewhere"):
         name = f"node{os.environ['RANK']}"
         socket.gethostname = lambda: name  # then nobody looks at the other's process
+    if case in NOTICED_BY_THE_COLLECTIVE:
+        watchdog.GRACE_SECONDS = watchdog.SEARCH_SECONDS = HANG_SECONDS
+    watchdog.LEAVING_SECONDS = HANG_SECONDS
     stop_signals.listen()
     start_process_group(timeout_minutes=2)
+    rank, of_rank_0 = int(os.environ["RANK"]), layout.gather_objects("job", Identity.own())[0].process()
     # 0.2 minutes: a rank is stuck after 10.8 s, long before the collectives of this group give up.
+    timeout_minutes = 0.2 if case == "stuck" else HANG_SECONDS / 60
     try:
-        with watchdog.watching(lost_rank_seconds=5, timeout_minutes=0.2), stop_signals.held_back():
-            fail(case, int(os.environ["RANK"]))
+        with watchdog.watching(HANG_SECONDS, timeout_minutes), stop_signals.held_back():
+            fail(case, rank)
     except UserError as error:
         print(error, file=sys.stderr)
-        if case != MISTAKE_OF_ALL or os.environ["RANK"] != "0":
-            time.sleep(15)  # the launcher of another node does not end rank 0 because this one has left
+        while rank == 1 and of_rank_0 is not None and is_alive(of_rank_0):
+            time.sleep(0.1)  # the launcher of another node does not end rank 0 because this one has left
         sys.exit(error.EXIT_CODE)
     assert case == NO_FAILURE
-    ended = f"rank {os.environ['RANK']}: group {torch.distributed.is_initialized()}, first {layout.is_first()}\n"
+    ended = f"rank {rank}: group {torch.distributed.is_initialized()}, first {layout.is_first()}\n"
     os.write(sys.stdout.fileno(), ended.encode())  # one write: print sends its newline by itself
     return 0
 
@@ -65,8 +74,13 @@ def fail(case: str, rank: int) -> None:
     if case == MISTAKE_OF_ALL:
         time.sleep(4 * rank)  # it is busy elsewhere when it is told
         raise UserError("no such file")
+    own = stop_signals.before_exit.__self__  # this rank's watchdog
+    while rank == 0 and own._positions[1].step != 3:
+        time.sleep(0.1)
+    layout.sum_over("job", [0.0])  # rank 0 has seen the place
+    if case in NOTICED_BY_SILENCE:
+        own._patience_seconds = 5
     if rank == 1:
-        time.sleep(4)  # until rank 0 has seen the place
         if case == "stuck":
             time.sleep(600)
         elif case == "error":
@@ -94,8 +108,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         return ForkedJob(run, [case], folder / f"{case}.log", num_ranks=2, rank_0_serves_store=rank_0_serves_store)
 
     with ExitStack() as stack:
-        jobs = {case: stack.enter_context(start(case)) for case in (*SAID, MISTAKE_OF_ALL)}
-        jobs[NO_FAILURE] = stack.enter_context(start(NO_FAILURE, rank_0_serves_store=True))
+        jobs = {case: stack.enter_context(start(case)) for case in SAID}
+        for case in (MISTAKE_OF_ALL, NO_FAILURE):
+            jobs[case] = stack.enter_context(start(case, rank_0_serves_store=True))
         stopped = jobs["stopped elsewhere"]
         stopped.wait_for("; the run ends")
         stopped.rank(1).resume()  # nobody ends it from another host; a launcher of its own waits half a minute

@@ -19,6 +19,22 @@ from vcore_ds.data.store import TokenStore
 
 pytestmark = pytest.mark.e2e
 
+STALLED = """
+import sys, time
+from vcore_ds.cli import main
+from vcore_ds.data.prepare.pool import Pool
+
+run = Pool.run
+
+def run_and_stall(self, calls):
+    yield next(run(self, calls))
+    time.sleep(600)
+
+Pool.run = run_and_stall
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command, which has not finished when it is killed, however long that takes."""
+
 
 @pytest.fixture
 def prepare_words(tmp_path: Path) -> list[str]:
@@ -39,7 +55,7 @@ def test_a_killed_prepare_resumes_to_the_same_bytes(
     assert "rows read" in straight and "the paper (CoT, Qwen3)" in straight and f"{'kept':<10}" in straight
 
     curated = tmp_path / "store.unfinished" / "curated"
-    command = [str(Path(sys.executable).with_name("vcore-ds")), *prepare_words, "--output", f"{tmp_path}/store"]
+    command = [sys.executable, "-c", STALLED, *prepare_words, "--output", f"{tmp_path}/store"]
     process = subprocess.Popen(
         [*command, "--processes", "2"],
         cwd=REPOSITORY,

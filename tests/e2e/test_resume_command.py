@@ -1,7 +1,9 @@
 """A run that is killed and started again by the same command: it resumes, and a finished run is left alone."""
 
 import json
+import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,26 +12,37 @@ from tests.helpers.commands import read_metrics
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup
 from vcore_ds.cli import main
+from vcore_ds.track.console import Console
 
 pytestmark = pytest.mark.e2e
 
-NUM_STEPS = 40
+NUM_STEPS = 12
 RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
+
+
+def main_until_killed(arguments: Sequence[str]) -> int:
+    """The command, killed as it shows step 7."""
+    say = Console.say
+
+    def say_and_end(console: Console, text: str = "") -> None:
+        say(console, text)
+        if text.startswith(f"step 7/{NUM_STEPS} "):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Console.say = say_and_end
+    return main(arguments)
 
 
 def test_killed_and_started_again(setup: TinySetup, tmp_path: Path):
     folder = tmp_path / "run"
     changes = ("methods/sft.yaml", f"schedule.num_steps={NUM_STEPS}", "checkpoint.every_steps=2")
     arguments = ["train", RECIPE, *setup.overrides(folder, *changes)]
-    with ForkedJob(main, arguments, tmp_path / "log") as job:
-        job.wait_for(f"checkpoint: {folder}/checkpoints/step_00000004: ")
-        job.rank(0).send_signal(signal.SIGKILL)
-        job.wait()
-        assert "step_00000004" in job.output
+    with ForkedJob(main_until_killed, arguments, tmp_path / "log") as job:
+        assert job.wait() == 1 and f"checkpoint: {folder}/checkpoints/step_00000006: " in job.output, job.output
     newest = max(path.parent.name for path in (folder / "checkpoints").glob("step_????????/COMPLETE"))
     step = int(newest.removeprefix("step_"))
     num_written = len(read_metrics(folder))
-    assert step <= num_written < NUM_STEPS and not (folder / "adapter").exists()
+    assert step == 6 and num_written in (6, 7) and not (folder / "adapter").exists()
 
     with ForkedJob(main, arguments, tmp_path / "again.log") as again:
         assert again.wait() == 0, again.output
@@ -44,7 +57,7 @@ def test_killed_and_started_again(setup: TinySetup, tmp_path: Path):
     num_lost = len(lost.read_text().splitlines()) if lost.exists() else 0
     assert num_lost == num_written - step
     assert [entry["step"] for entry in json.loads((folder / "environment.json").read_text())["resumed"]] == [step]
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_00000038", "step_00000040"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_00000010", "step_00000012"]
 
     with ForkedJob(main, arguments, tmp_path / "finished.log") as finished:
         assert finished.wait() == 2 and "Traceback" not in finished.output

@@ -7,10 +7,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.helpers.commands import HANG_SECONDS
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+HANG_MILLISECONDS = 1000 * HANG_SECONDS
+"""Playwright's own limits are 30 s, which a browser that is read from a slow disk takes to start."""
 
 
 def why_not() -> str | None:
@@ -29,7 +33,8 @@ def started_browser() -> "Iterator[Browser]":
     program = next(found for name in PROGRAMS if (found := shutil.which(name)) is not None)
     with sync_playwright() as playwright:
         # Its own sandbox needs what a container does not have; the pages are ours. /dev/shm may be small there.
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+        browser = playwright.chromium.launch(executable_path=program, args=arguments, timeout=HANG_MILLISECONDS)
         yield browser
         browser.close()
 
@@ -42,6 +47,7 @@ def opened(browser: "Browser", path: Path, **options: Any) -> "Iterator[Page]":
         options: of the context, such as `color_scheme` and `viewport`.
     """
     context = browser.new_context(**options)
+    context.set_default_timeout(HANG_MILLISECONDS)
     page = context.new_page()
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
@@ -52,7 +58,7 @@ def opened(browser: "Browser", path: Path, **options: Any) -> "Iterator[Page]":
     page.goto(path.as_uri())
     try:
         # Not a function to wait for: the page's policy lets no text become code.
-        page.locator("html[data-ready=true]").wait_for(state="attached", timeout=120_000)
+        page.locator("html[data-ready=true]").wait_for(state="attached")
     except Exception:
         assert not complaints, complaints
         raise

@@ -85,8 +85,11 @@ def run_command(
 def free_port() -> int:
     """A port nobody listens on, below those that Linux gives to outgoing connections, and those that
     `launch_scripts/slurm/train.sh` derives from the number of a job: a server that first imports torch for seconds
-    would find one of those taken."""
-    for port in random.SystemRandom().sample(range(12_000, 20_000), 100):
+    would find one of those taken. Of pytest's workers each has its own, for the same reason."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ports = range(12_000 + worker, 20_000, num_workers)
+    for port in random.SystemRandom().sample(ports, min(100, len(ports))):
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("", port))
             return port
@@ -106,6 +109,12 @@ def wait_for_port(port: int, timeout_seconds: float = HANG_SECONDS) -> None:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def num_steps_done(folder: Path) -> int:
+    """Complete lines of metrics.jsonl in a run's folder, while the run writes it and before it does."""
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def has_control_characters(text: str) -> bool:

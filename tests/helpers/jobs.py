@@ -28,7 +28,8 @@ class AnyJob(ABC):
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes_left():
+        # Parents first: one that outlives its child, if only for a moment, takes note of how that ended.
+        for process in sorted(self._processes_left(), key=lambda process: (process.create_time(), process.pid)):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 

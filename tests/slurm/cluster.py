@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.helpers.commands import REPOSITORY, free_port
+from tests.helpers.commands import HANG_SECONDS, REPOSITORY, free_port
 
 NODES = ("n1", "n2")
 NAMESPACES = ("unshare", "--mount", "--uts", "--pid", "--fork")
@@ -29,8 +29,9 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CryptoType=crypto/munge
-# A requeued job waits this long before it starts again (120 s by default), so that old credentials have expired.
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+# A requeued job waits this long before it starts again (120 s by default), so that old credentials have expired; a node
+# that takes longer to look at those of a step refuses it.
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool_%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -48,6 +49,9 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 JobRequeue=1
 KillWait=30
+# 10 s by default: a node that gets no core for so long counts as lost, and its job comes back as if requeued.
+MessageTimeout=100
+BatchStartTimeout=100
 # An ended job is known this long (300 s by default), however slow this machine is.
 MinJobAge=3600
 NodeName=n1 NodeAddr={n1} Port={port_n1} CPUs=1 RealMemory=4000
@@ -119,14 +123,14 @@ class Cluster:
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / "ssh_key"], check=True)
         try:
             self._start("munged", ["bash", "-c", MUNGED.format(folder=self.folder)])
-            wait_until((self.folder / "munge.socket").exists, "munged", 10)
+            wait_until((self.folder / "munge.socket").exists, "munged")
             self._start_host("controller", "slurmctld -D &")
             daemons = SLURMD if why_not("sshd") else SLURMD + SSHD
             chosen = " ".join(f"{name}={os.environ[name]}" for name in KERNELS if name in os.environ)
             kernels = f' -o "SetEnv={chosen}"' if chosen else ""
             for name in NODES:
                 self._start_host(name, daemons.format(name=name, folder=self.folder, kernels=kernels))
-            wait_until(lambda: self.run("sinfo -h -t idle -o %D", check=False) == str(len(NODES)), "idle nodes", 90)
+            wait_until(lambda: self.run("sinfo -h -t idle -o %D", check=False) == str(len(NODES)), "idle nodes")
         except BaseException:
             self.__exit__()
             raise
@@ -156,7 +160,6 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
         *,
         check: bool = True,
-        timeout_seconds: float = 60,
     ) -> str:
         """A command as from a login node. Returns what it prints."""
         done = subprocess.run(
@@ -165,17 +168,17 @@ class Cluster:
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=timeout_seconds,
+            timeout=HANG_SECONDS,
         )
         assert not check or done.returncode == 0, f"{line}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout.strip()
 
-    def run_on(self, node: str, line: str, timeout_seconds: float = 240) -> str:
+    def run_on(self, node: str, line: str) -> str:
         """`line` on a node, by ssh, from the repository with its environment. Returns what it prints."""
         bin_folder = Path(sys.executable).parent
         prepare = f"cd {REPOSITORY} && export OMP_NUM_THREADS=1 PATH={bin_folder}:$PATH &&"
         ssh = f"ssh -F {self.folder}/ssh_config {self.addresses[node]}"
-        return self.run(f"{ssh} {prepare} {line}", timeout_seconds=timeout_seconds)
+        return self.run(f"{ssh} {prepare} {line}")
 
     def submit(self, script: str, folder: Path, *overrides: str, **environment: str) -> str:
         """sbatch from `folder`, without GPUs, which the nodes do not have. Returns the job's id."""
@@ -192,7 +195,7 @@ class Cluster:
         return next(word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}="))
 
 
-def wait_until(holds: Callable[[], bool], what: str, timeout_seconds: float) -> None:
+def wait_until(holds: Callable[[], bool], what: str, timeout_seconds: float = HANG_SECONDS) -> None:
     deadline = time.monotonic() + timeout_seconds
     while not holds():
         assert time.monotonic() < deadline, f"no {what} after {timeout_seconds} s"

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import REPOSITORY, free_port, read_metrics, run_command
+from tests.helpers.commands import REPOSITORY, free_port, num_steps_done, read_metrics, run_command
 from tests.helpers.setups import TinySetup
 from tests.slurm.cluster import Cluster, wait_until, why_not
 from vcore_ds.config.load import load_recipe
 
 pytestmark = pytest.mark.dist
-NUM_STEPS = 16
+NUM_STEPS = 32
+"""Between the steps that are waited for and the last one there is time for a request to arrive, on busy cores too."""
 ARRAY = "--array=0-2 launch_scripts/train_32b_lora.slurm sweep/%a.yaml run.seed=%a run.output_dir=runs/sweep_%a"
 CHANGES = (f"schedule.num_steps={NUM_STEPS}", "checkpoint.every_steps=2")
 PARALLEL = ("model.provider=megatron", "parallel.tensor=2")
@@ -63,7 +64,7 @@ def test_a_run_goes_on_through_requeues(cluster: Cluster, setup: TinySetup, chec
     # As SLURM does before the time limit (--signal); the job's script then requeues it.
     wait_for(cluster, job, run, step=8, restarts=1)
     cluster.run(f"scancel --signal=USR1 {job}")
-    wait_until(lambda: cluster.state(job) == "COMPLETED", "end of the job", 240)
+    wait_until(lambda: cluster.state(job) == "COMPLETED", "end of the job")
     assert cluster.field(job, "Restarts") == "2"
 
     text = output.read_text()
@@ -85,7 +86,7 @@ def test_ranks_that_share_layers_two_on_each_node(cluster: Cluster, setup: TinyS
     job = cluster.submit(
         "launch_scripts/train_32b.slurm", checkout, *setup.overrides(run, *PARALLEL), RANKS_PER_NODE="2"
     )
-    wait_until(lambda: cluster.state(job) not in {"PENDING", "RUNNING", "COMPLETING"}, "end of the job", 360)
+    wait_until(lambda: cluster.state(job) not in {"PENDING", "RUNNING", "COMPLETING"}, "end of the job")
     text = (checkout / f"slurm-{job}.out").read_text()
     assert (cluster.state(job), cluster.field(job, "Restarts")) == ("COMPLETED", "0"), text
     assert text.count("all-reduce of 16 MiB over 4 ranks") == 1, text
@@ -100,7 +101,7 @@ def wait_for(cluster: Cluster, job: str, run: Path, *, step: int, restarts: int)
         assert cluster.state(job) in {"PENDING", "RUNNING", "COMPLETING", "REQUEUED"}, output.read_text()
         return cluster.field(job, "Restarts") == str(restarts) and num_steps_done(run) >= step
 
-    wait_until(holds, f"step {step} after {restarts} restarts", 240)
+    wait_until(holds, f"step {step} after {restarts} restarts")
 
 
 def check_equal(run: Path, undisturbed: Path) -> None:
@@ -108,10 +109,6 @@ def check_equal(run: Path, undisturbed: Path) -> None:
     lines, expected = read_metrics(run), read_metrics(undisturbed)
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
     assert [without_times(line) for line in lines] == [without_times(line) for line in expected]
-
-
-def num_steps_done(run: Path) -> int:
-    return len(read_metrics(run)) if (run / "metrics.jsonl").exists() else 0
 
 
 def without_times(line: dict) -> dict:
@@ -135,12 +132,12 @@ def test_the_last_task_of_an_array_is_requeued_alone(cluster: Cluster, setup: Ti
         return (cluster.field(tasks[2], "Restarts"), cluster.state(tasks[2])) == ("1", "RUNNING")
 
     try:
-        wait_until(lambda: num_steps_done(runs[1]) > 0, "step of task 1", 480)
+        wait_until(lambda: num_steps_done(runs[1]) > 0, "step of task 1")
         cluster.run(f"scontrol suspend {tasks[1]}")  # it only has to be there
-        wait_until(lambda: num_steps_done(runs[2]) > 0, "step of task 2", 480)
+        wait_until(lambda: num_steps_done(runs[2]) > 0, "step of task 2")
         assert cluster.field(tasks[2], "JobId") == array
         cluster.run(f"scancel --signal=USR1 {tasks[2]}")
-        wait_until(last_is_back, "restart of the last task", 240)
+        wait_until(last_is_back, "restart of the last task")
         assert [cluster.state(task) for task in tasks] == ["FAILED", "SUSPENDED", "RUNNING"]
     finally:
         cluster.run(f"scancel {array}")
@@ -153,7 +150,7 @@ def test_unfit_nodes_are_named_before_anything_starts(cluster: Cluster, setup: T
     cluster.run(f"srun --nodelist=n1 cp {setup.train} {own}/train.jsonl")
     changes = (f"run.output_dir={own}/run", f"data.train_path={own}/train.jsonl", *PARALLEL)
     job = cluster.submit("--nodes=2 launch_scripts/train_32b_lora.slurm", checkout, *setup.overrides(own), *changes)
-    wait_until(lambda: cluster.state(job) in {"COMPLETED", "FAILED"}, "end of the job", 120)
+    wait_until(lambda: cluster.state(job) in {"COMPLETED", "FAILED"}, "end of the job")
     text = (checkout / f"slurm-{job}.out").read_text()
     assert (cluster.field(job, "ExitCode"), cluster.field(job, "Restarts")) == ("2:0", "0"), text
     assert "Traceback" not in text and not (checkout / "runs" / "slurm" / job / "attempt_0" / "n1.log").exists()

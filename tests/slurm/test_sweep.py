@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import HANG_SECONDS, read_metrics, run_command
+from tests.helpers.commands import HANG_SECONDS, num_steps_done, read_metrics, run_command
 from tests.helpers.jobs import Job
 from tests.helpers.setups import TinySetup
 from tests.helpers.sweeps import losses_table, write_sweep
@@ -104,7 +104,7 @@ def test_a_job_array_gives_the_same_table(
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
     def sweep(option: str) -> str:
-        return cluster.run(f"vcore-ds sweep {file} {option}", checkout, environment, timeout_seconds=120)
+        return cluster.run(f"vcore-ds sweep {file} {option}", checkout, environment)
 
     options = "--slurm --sbatch=--gpus-per-node=0"
     array = re.fullmatch(r"job array (\d+): 2 of 4 runs\. .*", sweep(options)).group(1)
@@ -117,7 +117,7 @@ def test_a_job_array_gives_the_same_table(
         assert cluster.field(tasks[-1], "JobId") == array
         cluster.run(f"scancel --signal=USR1 {tasks[-1]}")
         # A run is done where its result is there, a little before its job ends.
-        wait_until(lambda: {cluster.state(task) for task in tasks} == {"COMPLETED"}, "end of all tasks", 600)
+        wait_until(lambda: {cluster.state(task) for task in tasks} == {"COMPLETED"}, "end of all tasks")
         assert "4 done" in sweep("--status")
     finally:
         cluster.run(f"scancel {array}", check=False)
@@ -132,10 +132,6 @@ def wait_for_step(job: Job, run: Path, step: int) -> None:
     while num_steps_done(run) < step:
         assert job.launcher.poll() is None and time.monotonic() < deadline, job.output
         time.sleep(0.02)
-
-
-def num_steps_done(run: Path) -> int:
-    return len(read_metrics(run)) if (run / "metrics.jsonl").exists() else 0
 
 
 def states(line: str) -> list[str]:

@@ -43,6 +43,16 @@ def test_a_log_gets_a_line_after_ten_seconds_then_every_half_minute_then_rarely(
     assert lines_of(1.0, 100, enabled=False) == []
 
 
+def test_nothing_done_leaves_no_line() -> None:
+    lines: list[str] = []
+    clock = Clock()
+    with Progress("Work", 4, say=lines.append, clock=clock) as progress:
+        clock.now += 60.0  # such as for a look at what an earlier run has left, on a slow file system
+        progress.advance(0)
+        progress.advance(1)
+    assert lines == ["Work: 25%, 3m00s left"]
+
+
 def test_parts_that_take_minutes_are_told_one_by_one() -> None:
     assert lines_of(90.0, 3) == ["Work: 33%, 3m00s left", "Work: 67%, 1m30s left"]
 

@@ -74,6 +74,8 @@ def test_a_sink_that_does_not_open_is_a_warning(error: BaseException, capsys: py
         raise error
 
     background = BackgroundSink("there", fail, Console(enabled=True))
+    background.write({"step": 0})
+    background._drain(600)  # it has failed by then: ever so many lines may come before its thread has a core
     for step in range(3 * MOST_WAITING):
         background.write({"step": step})
     background.close()

@@ -29,7 +29,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """One rank, in a process that has just been started."""
     clock = Clock()
-    monkeypatch.setattr(layout, "rank", lambda axis: 0)
+    monkeypatch.setattr(layout, "is_first", lambda: True)
     monkeypatch.setattr(layout, "sum_over", lambda axis, values: values)
     monkeypatch.setattr(stops, "time", clock)
     monkeypatch.setattr(stops, "process_age_seconds", lambda: 0.0)
@@ -96,5 +96,6 @@ def test_what_is_left_counts_from_the_start_of_the_process(tmp_path: Path, monke
 
 
 def test_age_of_a_process():
+    before = PROCESS_AGE_SECONDS()
     ps = subprocess.run(["ps", "-o", "etimes=", "-p", str(os.getpid())], capture_output=True, text=True, check=True)
-    assert PROCESS_AGE_SECONDS() == pytest.approx(float(ps.stdout), abs=2)
+    assert before - 2 < float(ps.stdout) < PROCESS_AGE_SECONDS() + 2  # however long ps took

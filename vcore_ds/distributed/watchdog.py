@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -294,8 +293,9 @@ class Watchdog:
 
     def _end(self, verdict: Verdict) -> None:
         _say(f"{verdict.text}; the run ends")
-        if verdict.exit_code == 1 and sys.__stderr__ is not None:
-            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+        if verdict.exit_code == 1:
+            with suppress(OSError):  # of a process without a file descriptor left
+                _say(f"its threads:\n{_stacks()}")
         if verdict.hung_rank in self._local:
             # It cannot end itself, and launchers wait half a minute before they do, if they are still there.
             with suppress(psutil.NoSuchProcess):
@@ -309,6 +309,14 @@ def _is_of_a_collective(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "onnection", "Broken"))
     )
+
+
+def _stacks() -> str:
+    """Where all threads of this process are. In one piece: faulthandler writes word by word, and the ranks that end at
+    the same time into one log."""
+    file = os.memfd_create("stacks")
+    faulthandler.dump_traceback(file, all_threads=True)
+    return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace").rstrip()
 
 
 def _say(text: str) -> None:
