@@ -140,7 +140,7 @@ def make_reference(folder: Path, main: list[Text], probe: list[Text]) -> Referen
 def utilities_along(model: nn.Module, texts: Sequence[Text], direction: dict[str, Tensor]) -> Tensor:
     """fp64 `[N]`: by a derivative of the gradient, of all tokens of a text at a time."""
     trained = {name: parameter for name, parameter in model.named_parameters() if name in direction}
-    found = []
+    found: list[Tensor] = []
     for text in texts:
         losses = token_losses(model, text)
         weights = torch.ones_like(losses, requires_grad=True)
@@ -163,8 +163,9 @@ class Ours:
     choices: Choices
 
 
-def run_ours(references: Sequence[Reference]) -> list[tuple[Ours, Ours]]:
-    """With the experts of bf16 and with those of fp64. A collective."""
+def run_ours(path: Path) -> list[tuple[Ours, Ours]]:
+    """With the experts of bf16 and with those of fp64, for each stored reference. A collective."""
+    references: list[Reference] = torch.load(path, weights_only=False)
     return [(measure(one, None), measure(one, one.choices)) for one in references]
 
 
@@ -182,6 +183,11 @@ def measure(reference: Reference, forced: Choices | None) -> Ours:
         engine.close()
     of_ranks = layout.gather_objects("shards", choices)
     return Ours(separate, fused, direction, {text: parts for one in of_ranks for text, parts in one.items()})
+
+
+def random_texts(seed: int, num: int) -> list[Text]:
+    """Whose prompts leave something to supervise."""
+    return [Text(text.tokens, 4 + number % 3) for number, text in enumerate(measurement.texts(num, seed))]
 
 
 def traces(seed: int, num: int) -> list[Text]:
@@ -287,10 +293,12 @@ def study(name: str, parsed: argparse.Namespace, models: Path) -> None:
         folder = models / f"{name}-{seed}-{parsed.steps}"
         if not folder.exists():
             write(name, seed, parsed.steps, folder)
-        draw = traces if parsed.steps > 0 else lambda seed, num: measurement.texts(num, seed)
+        draw = traces if parsed.steps > 0 else random_texts
         references[seed] = make_reference(folder, draw(2 * seed + 1, NUM_MAIN), draw(2 * seed + 2, NUM_PROBE))
+    stored = models / f"{name}.references"  # as arguments, the many tensors would each take an open file
+    torch.save(list(references.values()), stored)
     for num_ranks in map(int, parsed.ranks.split(",")):
-        found = run_ranks(run_ours, num_ranks, list(references.values()))[0]
+        found = run_ranks(run_ours, num_ranks, stored)[0]
         for (seed, reference), (free, forced) in zip(references.items(), found, strict=True):
             print("|", " | ".join([f"{name}, {seed}, {num_ranks}", *row(reference, free, forced)]), "|", flush=True)
 
