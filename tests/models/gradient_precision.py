@@ -75,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--texts", type=int, default=32)
     parsed = parser.parse_args(arguments)
-    columns = ("model", "error, median: transformers", "ours", "ours is further off", "mean log of the ratio")
-    columns += ("Spearman, median and least: transformers", "ours")
+    columns = ["model", "error, median: transformers", "ours", "ours is further off", "mean log of the ratio"]
+    columns += ["Spearman, median and least: transformers", "ours"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name in parsed.families.split("/"):
         folder = parsed.models / f"{name}-0-{parsed.steps}"

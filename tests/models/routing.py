@@ -228,7 +228,7 @@ def write(name: str, seed: int, num_steps: int, folder: Path) -> None:
     model = families.tiny_model(tiny_config(name), seed)
     if num_steps > 0:
         print(f"{name}, seed {seed}: loss {train(model, num_steps):.3f} after {num_steps} steps", flush=True)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder)  # type: ignore[operator]
 
 
 COLUMNS = (
