@@ -1,4 +1,4 @@
-"""How often the intervals of `vcore-ds compare` cover: the tables of docs/comparing-coverage.md.
+"""How often the intervals of `vcore-ds compare` cover: the tables of docs/reports/comparing-coverage.md.
 
     python -m tests.experiments.coverage tables
     python -m tests.experiments.coverage evaluations DIR    folders of simulated evaluations, to try the command on

@@ -1,7 +1,7 @@
 """Where weight goes in wrong solutions: before, in and after the first wrong step that CHAMP's authors marked.
 
     python -m tests.experiments.first_wrong_step run       four steps of 16 wrong solutions for each row
-    python -m tests.experiments.first_wrong_step report    the table of docs/steering-experiments.md
+    python -m tests.experiments.first_wrong_step report    the table of docs/reports/steering-experiments.md
 
 The training data are the 64 shortest wrong solutions with something before and after a marked step; the pool is the
 quickstart's, of right answers, without the traces of these problems. Each run records all its tokens (docs/tokens.md).

@@ -1,4 +1,4 @@
-"""Does VCORE learn better than plain fine-tuning, and what does it need to? The experiment of docs/experiments.md.
+"""Does VCORE learn better than plain fine-tuning, and what does it need to? (docs/reports/experiments.md)
 
     python -m tests.experiments.learning run tuned_adamw    one part of the grid, or all of it without a name
     python -m tests.experiments.learning report             the tables, from what has been run

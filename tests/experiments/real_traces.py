@@ -1,7 +1,7 @@
 """Whole wrong traces on a real model: SmolLM2-135M-Instruct on word problems, by the commands of the product.
 
     python -m tests.experiments.real_traces run [--seeds 0 1 2]    what is missing
-    python -m tests.experiments.real_traces report                 the table of docs/real-traces.md
+    python -m tests.experiments.real_traces report                 the table of docs/reports/real-traces.md
 
 Traces, trusted traces and problems are those of `vcore_ds.commands.quickstart.wrong_traces`, made from the seed, which
 is also the run's; the recipe is wrong_traces.yaml. Each command is a process with one thread, forked from one that has

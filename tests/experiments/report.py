@@ -1,4 +1,4 @@
-"""The tables of docs/experiments-tables.md and docs/steering-tables.md, from the results of the runs."""
+"""Writes the tables of docs/reports/experiments-tables.md and steering-tables.md from the results of the runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -14,7 +14,7 @@ Result = dict[str, Any]
 BySeed = dict[int, Result]
 
 CHOOSING_SEEDS = (0, 1)
-"""Seeds that are run at all learning rates in the experiment of docs/steering-experiments.md."""
+"""Seeds that are run at all learning rates in the experiment of docs/reports/steering-experiments.md."""
 REFERENCES = ("sft", "sft + trusted", "dft + trusted", "sft on the pool alone", "vcore, B' all")
 """Rows of that experiment which others are compared with."""
 

@@ -1,4 +1,4 @@
-"""When does steering by trusted data pay? The experiment of docs/steering-experiments.md, on the task of `learning.py`.
+"""When does steering by trusted data pay (docs/reports/steering-experiments.md)? On the task of `learning.py`.
 
     python -m tests.experiments.steering run --noise random    one of the two kinds of noise, or both without a name
     python -m tests.experiments.steering report                the tables, from what has been run
@@ -22,7 +22,7 @@ from tests.experiments.training import train_and_record
 
 FOLDER = Path(__file__).resolve().parents[2] / "runs" / "learning_steering"
 RESULTS = Path(__file__).with_suffix(".jsonl")
-"""Kept with the code. Of the runs of 2026-11-22 docs/steering-tables.md is all that is left."""
+"""Kept with the code. Of the runs of 2026-11-22 docs/reports/steering-tables.md is all that is left."""
 NOISES = ("random", "systematic")
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 SEEDS = tuple(range(5))

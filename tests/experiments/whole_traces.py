@@ -1,4 +1,4 @@
-"""When do utilities find traces that are wrong as a whole, and does it pay? The experiment of docs/whole-traces.md.
+"""When do utilities find traces that are wrong as a whole, and does it pay (docs/reports/whole-traces.md)?
 
     python -m tests.experiments.whole_traces run       what is missing of the grid
     python -m tests.experiments.whole_traces report    the tables, from what has been run

@@ -29,8 +29,8 @@ TILES = {
     256: ((128, 16, 8, 3), (128, 32, 8, 2), (128, 16, 8, 2), (32, 32, 8, 2)),
 }
 """Tiles to time in bf16 and fp16; the first is taken untimed where algorithms must be deterministic. Chosen by what the
-compiler makes of them for H100 and B200 (docs/kernel.md), and not yet timed on either. 32 keys of dimension 256 are too
-many for B200's shared memory, and drop out there; the last tile of 256 is for GPUs with 100 KB."""
+compiler makes of them for H100 and B200 (docs/reports/kernel.md), and not yet timed on either. 32 keys of dimension 256
+are too many for B200's shared memory, and drop out there; the last tile of 256 is for GPUs with 100 KB."""
 
 MAX_VALUE_DIM = 128
 """Dimensions of the values that one program sums up; another takes the rest, and computes the scores again. The sums
