@@ -1,7 +1,7 @@
 """Steering by trusted traces on a real model: SmolLM2-135M-Instruct on CHAMP, by `vcore-ds train` itself.
 
     python -m tests.experiments.champ run [--adapter lora full] [--jobs 2]    train what is missing
-    python -m tests.experiments.champ report                                  tables of docs/reports/steering-experiments.md
+    python -m tests.experiments.champ report                             tables of docs/reports/steering-experiments.md
 
 The training data are the quickstart's: solutions of competition problems by four language models, right and wrong ones
 alike. The pool is the 16 trusted traces, with right answers to other problems. What counts is the loss on held-out
