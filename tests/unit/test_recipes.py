@@ -113,8 +113,8 @@ def test_the_trusted_preset_asks_for_the_pool(path: Path) -> None:
     with pytest.raises(RecipeError) as error:
         load_recipe(path, ["presets/trusted.yaml"])
     probe, share = error.value.problems
-    assert "probe.batch_size: found all without data.probe_path" in probe
-    assert "data.trusted_share: found 0.2 without data.probe_path" in share
+    assert "probe.batch_size: found all together with data.probe_path null" in probe
+    assert "data.trusted_share: found 0.2 together with data.probe_path null" in share
     recipe = load_recipe(path, preset_words("trusted"))
     plan = plan_batch(recipe, max(8, recipe.parallel.expert), shape_for(recipe))
     assert plan.num_trusted_global == round(0.2 * recipe.batch.global_size) > 0
