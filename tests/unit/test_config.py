@@ -18,7 +18,7 @@ from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.problems import RecipeError, recipe_keys
 from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, Recipe
-from vcore_ds.config.sections import LoraConfig
+from vcore_ds.config.sections import KeepConfig, LoraConfig
 
 RESOLVED = dump_recipe(load_recipe("qwen3_4b_math_lora.yaml"))
 LORA = "lora={rank: 8, alpha: 16}"
@@ -486,6 +486,8 @@ def test_overrides_apply_in_order_and_open_sections(recipe_file: Path) -> None:
     assert problem_of(recipe_file, "lora.rank=0", section).startswith(f"override {section}: lora.rank: found -1")
     broken = write(recipe_file.parent, smallest_recipe() | {"run": 5})
     assert "run: found 5; expected a section with keys output_dir" in problem_of(broken, "run.seed=1")
+    keep = write(recipe_file.parent, smallest_recipe() | {"data": {"train_path": "t", "keep": 3}})
+    assert load_recipe(keep, ["data.keep.scores=s", "data.keep.top=0.5"]).data.keep == KeepConfig(scores="s", top=0.5)
 
 
 @pytest.mark.parametrize(

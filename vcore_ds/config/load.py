@@ -56,9 +56,10 @@ class Draft:
         *parents, last = name.split(".")
         values = self.values
         for i, parent in enumerate(parents):
-            if not isinstance(values.get(parent), dict):  # such as lora.rank=16 on lora: null
+            inside = values.get(parent)
+            if not isinstance(inside, dict):  # such as lora.rank=16 on lora: null
                 self.sources[".".join(parents[: i + 1])] = source
-            values[parent] = dict(values.get(parent) or {})  # a copy: two sections may be one alias
+            values[parent] = dict(inside) if isinstance(inside, dict) else {}  # a copy: two sections may be one alias
             values = values[parent]
         values[last] = value
         self.forget_sources(name)
@@ -233,7 +234,7 @@ def _resolve_deepspeed_config(draft: Draft) -> None:
     beside = Path(draft.file if source.startswith("override ") else source.rpartition(":")[0]).parent
     folders = (beside, Path.cwd(), SHIPPED_DEEPSPEED_CONFIGS.parent)
     tried = list(dict.fromkeys(Path(os.path.realpath(folder / os.path.expanduser(written))) for folder in folders))
-    path = next((path for path in tried if path.is_file()), None)
+    path = next((path for path in tried if os.path.isfile(path)), None)
     if path is None:
         shipped = did_you_mean(f"ds_configs/{path.name}" for path in sorted(SHIPPED_DEEPSPEED_CONFIGS.glob("*.json")))
         places = ", ".join(map(str, tried))
@@ -267,11 +268,8 @@ def _sound_part(values: dict[str, Any], wrong: Iterable[tuple[str, ...]]) -> Rec
         if name == "lora" and given is None:
             sections[name] = None
             continue
-        sound = (
-            {key: value for key, value in given.items() if (name, key) not in wrong_keys}
-            if isinstance(given, dict)
-            else {}
-        )
+        keys = given if isinstance(given, dict) else {}
+        sound = {key: value for key, value in keys.items() if (name, key) not in wrong_keys}
         for key, value in sound.items():
             if (name, key) in SUBSECTIONS and value is not None:
                 sound[key] = section_class(name, key).model_construct(set(value), **value)

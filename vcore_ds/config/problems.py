@@ -21,7 +21,7 @@ _MAX_SHOWN = 80
 _UNBOUNDED = {LARGEST_COUNT, LARGEST_FLOAT, LARGEST_MINUTES, LARGEST_SEED, 60 * LARGEST_MINUTES}
 """Bounds that only keep a number within what tensors and timers hold: named where a value exceeds them."""
 
-_REMOVED = {
+REMOVED = {
     ("probe", "decay"): "the running mean over directions was removed after 0.6",
     ("probe", "source"): "the direction is always the gradient of a probe batch; the previous step's was removed "
     "after 0.6",
@@ -188,9 +188,9 @@ def _describe(location: tuple[str, ...], values: Any) -> str:
         is_missing = not isinstance(value, dict) or part not in value
         value = None if is_missing else value[part]
     found = f"found {'nothing' if is_missing else show(value)}"
-    if location in _REMOVED:
+    if location in REMOVED:
         return (
-            f"{found}; expected no such key: {_REMOVED[location]}. Leave the key out, and set probe.every to save "
+            f"{found}; expected no such key: {REMOVED[location]}. Leave the key out, and set probe.every to save "
             "probes; a run that was begun with it ends with vcore_ds 0.6"
         )
     known = section_class(*section).model_fields if section else SECTIONS
