@@ -103,9 +103,9 @@ class UtilityConfig(Section):
     """Step eps of the finite difference, in units of the probe direction; `auto` searches for the one that stands
     clearest of rounding and curvature; null with `jvp`."""
     fused: Literal["auto"] | bool = "auto"
-    """With `jvp`, take utilities from the main forward itself, which saves one forward and one gather of all weights:
-    `auto` or true wherever that is possible, and the run says why where it is not (dropout, model.attention other than
-    auto); false in a pass of their own."""
+    """With `jvp`, take utilities from the main forward itself, which saves one forward and one all-gather of the
+    weights: `auto` or true wherever that is possible, and the run says why where it is not (dropout, model.attention
+    other than auto); false in a separate JVP pass."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How the perturbed parameters of a finite difference become bf16: to the nearest value, or to either neighbour
     with the probability that makes it unbiased."""
@@ -135,7 +135,7 @@ class ProbeConfig(Section):
     """Bound on the 2-norm of the probe gradient over all trainable parameters; null leaves it as it is. With direction
     adam it should be optimizer.gradient_clipping: the optimizer's moments are those of clipped gradients."""
     sequence_parallel: Literal["auto"] | Count = "auto"
-    """Degree of Ulysses sequence parallelism of B'; see batch.sequence_parallel."""
+    """Ulysses sequence-parallel size for B'; see batch.sequence_parallel."""
     micro_batch_size_per_rank: Count | None = None
     """Sequences per rank in one forward and backward of B'; null takes batch.micro_batch_size_per_rank. Fewer pad
     less."""
@@ -174,13 +174,13 @@ class ParallelConfig(Section):
     """How a model is divided over ranks, beyond ZeRO-3's shards and sequence parallelism (batch.sequence_parallel)."""
 
     tensor: Literal[1, 2, 4, 8] = 1
-    """Degree of tensor parallelism: so many ranks divide the heads and columns of every layer among them; with
-    model.provider megatron. For models whose layer, or whose longest row, does not fit on one rank: it is not faster.
-    Within a node."""
+    """Tensor-parallel size: ranks, within a node, that divide the heads and columns of every layer; with
+    model.provider megatron. For models whose layer, or whose longest sequence, does not fit on one rank: it is not
+    faster."""
     expert: Count = 1
-    """Degree of expert parallelism, for mixtures of experts: so many neighbouring ranks divide the experts of every
-    layer among them, and send their tokens to each other instead of gathering all experts; a divisor of the ranks and
-    of the experts of a layer. With model.provider huggingface."""
+    """Expert-parallel size, for MoE models: neighbouring ranks that divide the experts of every layer, and send their
+    tokens to each other instead of all-gathering the experts; a divisor of the ranks and of the experts of a layer.
+    With model.provider huggingface."""
 
 
 class LoraConfig(Section):
@@ -196,8 +196,8 @@ class LoraConfig(Section):
         "all-linear"
     )
     """`all-linear` (every linear layer but the output head, and but routers and experts), or a list of names of layers
-    such as [q_proj, v_proj], in which `all-linear` may be too. In a mixture of experts `experts` names the experts of
-    all layers: [all-linear, experts]; dropout is then 0."""
+    such as [q_proj, v_proj], in which `all-linear` may be too. In an MoE model `experts` names the experts of all
+    layers: [all-linear, experts]; dropout is then 0."""
 
 
 class KeepConfig(Section):
@@ -229,7 +229,7 @@ class DataConfig(Section):
     """Train on the traces with the highest scores alone (`vcore-ds score`); null trains on all of them."""
     validation_path: PathText | Annotated[dict[Name, PathText], Field(min_length=1)] | None = None
     """Held-out conversations for the loss before, during and after the run; several sets as {NAME: PATH, ...}, each
-    with a loss of its own, `validation_loss_NAME`; null for none."""
+    with a loss `validation_loss_NAME`, names of letters, digits and underscores; null for none."""
     probe_path: PathText | None = None
     """A pool of conversations that the probe batch is drawn from, such as a few trusted ones where the training data is
     noisy: utilities then say what lowers *their* loss. null draws from the training data, as the paper does."""
@@ -266,9 +266,8 @@ class BatchConfig(Section):
     """Pack sequences into rows of about equal cost, a row in one forward and backward, without padding: most tokens of
     a row on each rank; null leaves rows to micro_batch_size_per_rank."""
     sequence_parallel: Literal["auto"] | Count = "auto"
-    """Degree of Ulysses sequence parallelism: so many ranks divide the tokens of a row among them; a divisor of the
-    ranks and of the model's query heads.
-    `auto` takes for each batch the number that makes the step shortest."""
+    """Ulysses sequence-parallel size: ranks that divide the tokens of a pack; a divisor of the ranks and of the model's
+    query heads. `auto` takes for each batch the number that makes the step shortest."""
 
 
 class OptimizerConfig(Section):
@@ -319,7 +318,7 @@ class RunConfig(Section):
     num_followed_traces: Annotated[int, Field(ge=0, le=1000)] = 16
     """Traces that are measured at each of these steps, so that the same tokens can be followed over the run: half of
     them held out (data.validation_path), the rest training data, drawn by the seed; 0 for none. At each of these steps
-    they cost three or four forwards of so many traces, and a file of at most about 2 MB."""
+    they cost three or four forwards of these traces, and a file of at most about 2 MB."""
     wandb_project: Text | None = None
     """Project on Weights & Biases that also gets the metrics; null for none. Where it cannot be reached, the run
     continues and keeps in its folder what it would have sent."""
