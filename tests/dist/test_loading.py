@@ -21,7 +21,7 @@ from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import write_model
 from vcore_ds import progress as progress_module
-from vcore_ds.config.schema import LoraConfig, OptimizerConfig
+from vcore_ds.config.sections import LoraConfig, OptimizerConfig
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.engine import loading

@@ -49,49 +49,26 @@ def refuses(setup: TinySetup, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 # Recipes
 
 
-def test_unknown_key(refuses: Refuses, tmp_path: Path):
+def test_all_problems_of_files_and_overrides_are_one_message(refuses: Refuses, tmp_path: Path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(FULL.read_text() + "\nwandb:\n  project: mine\n")
+    recipe.write_text(FULL.read_text() + "\nwandb:\n  project: mine\nschedule:\n  warmup_ration: 0.1\n")
     line = recipe.read_text().splitlines().index("wandb:") + 1
-    message = refuses(recipe=recipe)
+    message = refuses(
+        "global_size=8", "optimizer.name=adam", "schedule.num_epochs=1", "batch.global_size", recipe=recipe
+    )
     assert f"{recipe}:{line}: wandb: found" in message and "expected a section among method, utility" in message
-
-
-def test_misspelt_key_gets_the_nearest_name(refuses: Refuses, tmp_path: Path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(FULL.read_text() + "\nschedule:\n  warmup_ration: 0.1\n")
-    line = recipe.read_text().splitlines().index("  warmup_ration: 0.1") + 1
-    message = refuses(recipe=recipe)
-    assert f"{recipe}:{line}: schedule.warmup_ration: found 0.1" in message
+    assert f"{recipe}:{line + 3}: schedule.warmup_ration: found 0.1" in message
     assert 'did you mean "schedule.warmup_ratio"?' in message
+    assert "override global_size=8: global_size: found 8" in message and '"batch.global_size"?' in message
+    assert 'override optimizer.name=adam: optimizer.name: found "adam"; expected adamw or sgd' in message
+    assert "found 2 together with schedule.num_epochs 1; expected exactly one" in message
+    assert 'override batch.global_size: found "batch.global_size"; expected section.key=value' in message
 
 
-def test_several_problems_are_reported_at_once(refuses: Refuses):
-    message = refuses("probe.batchsize=3", "optimizer.name=adam", "data.cutoff_length=0", "schedule.num_epochs=1")
-    assert "override probe.batchsize=3: probe.batchsize: found 3" in message and '"probe.batch_size"' in message
-    assert 'override optimizer.name=adam: optimizer.name: found "adam"; expected "adamw"' in message
-    assert "override data.cutoff_length=0: data.cutoff_length: found 0; expected a number greater than" in message
-    assert "found num_steps 2 and num_epochs 1" in message
-
-
-@pytest.mark.parametrize("override", ["batch.global_size", "batch.global_size=[8", "=8", "batch..size=8"])
-def test_malformed_override(refuses: Refuses, override: str):
-    message = refuses(override)
-    assert override in message and "section.key=value" in message
-
-
-def test_override_without_its_section(refuses: Refuses):
-    assert 'did you mean "batch.global_size"?' in refuses("global_size=8")
-
-
-def test_misspelt_fragment(refuses: Refuses):
-    message = refuses("methods/dtf.yaml")
+def test_misspelt_files(refuses: Refuses):
+    message = refuses("methods/dtf.yaml", recipe=RECIPES / "qwen3_32b.yaml")
     assert f"methods/dtf.yaml: found no such file; expected a recipe file (YAML); tried {REPOSITORY}" in message
     assert 'did you mean "methods/dft.yaml"' in message
-
-
-def test_missing_recipe(refuses: Refuses):
-    message = refuses(recipe=RECIPES / "qwen3_32b.yaml")
     assert "qwen3_32b.yaml: found no such file" in message and "qwen3_32b_math_full.yaml" in message
 
 

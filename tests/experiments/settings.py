@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from tests.experiments.task import CLEAN, ERRING_AUTHOR, RANDOM_NOISE, SYSTEMATIC_NOISE
-from vcore_ds.config.method_sections import MethodConfig
+from vcore_ds.config.sections import MethodConfig
 
 BATCH_SIZE = 16
 """Training sequences a step; trusted ones come on top."""

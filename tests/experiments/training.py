@@ -16,7 +16,7 @@ from tests.experiments import task
 from tests.experiments.directions import ADAM_EPS, BETAS, CLIP, Direction, small_qwen3, token_losses
 from tests.experiments.settings import BATCH_SIZE, Setting, budget_factor, learning_rate_factor, method_config
 from tests.experiments.task import Traces, TraceStream
-from vcore_ds.config.method_sections import MethodConfig
+from vcore_ds.config.sections import MethodConfig
 from vcore_ds.method.baselines import random_mask
 from vcore_ds.method.tokens import Tokens
 from vcore_ds.method.weights import segment_sum

@@ -1,7 +1,14 @@
-"""The smallest valid recipe, as the mapping in a YAML file."""
+"""The smallest valid recipe, as the mapping in a YAML file, and what is wrong with another one."""
 
 import copy
+from pathlib import Path
 from typing import Any
+
+import pytest
+import yaml
+
+from vcore_ds.config.load import load_recipe
+from vcore_ds.config.problems import RecipeError
 
 _SMALLEST: dict[str, Any] = {
     "method": {"kl_budget": 0.05},
@@ -17,3 +24,24 @@ _SMALLEST: dict[str, Any] = {
 def smallest_recipe() -> dict[str, Any]:
     """A new copy, which a test may change."""
     return copy.deepcopy(_SMALLEST)
+
+
+def write_yaml(path: Path, content: dict[str, Any] | str) -> Path:
+    """Writes a file of a recipe, and the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def problems_of(recipe: str | Path, *words: str) -> tuple[str, ...]:
+    """The problems of a recipe that does not load."""
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe, words)
+    assert str(error.value).splitlines() == list(error.value.problems)
+    return error.value.problems
+
+
+def problem_of(recipe: str | Path, *words: str) -> str:
+    """The only problem of a recipe that does not load."""
+    (problem,) = problems_of(recipe, *words)
+    return problem

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from vcore_ds.config.schema import LoraConfig
+from vcore_ds.config.sections import LoraConfig
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, pack
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.models.attention import TRAINING_ATTENTION

@@ -16,7 +16,7 @@ from transformers import (
 
 from vcore_ds.cli import main
 from vcore_ds.config.load import load_recipe
-from vcore_ds.config.schema import LoraConfig
+from vcore_ds.config.sections import LoraConfig
 from vcore_ds.errors import UserError
 from vcore_ds.models import architecture_check
 from vcore_ds.models.architecture_check import advice_on_noise, check_architecture, check_estimator

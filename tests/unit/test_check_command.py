@@ -54,6 +54,13 @@ def test_a_number_of_ranks_that_is_none(word: str, capsys: pytest.CaptureFixture
     assert captured.out == "" and len(captured.err) < 500
 
 
+def test_an_output_folder_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    for output in ("x" * 300, "/dev/null/x"):
+        assert main(["check", str(RECIPE), f"run.output_dir={output}"]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith(f"vcore-ds: run.output_dir: {output[:200]}") and "cannot be written: " in message
+
+
 def test_the_largest_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(RECIPE), "batch.packed_row_tokens=null", "--ranks", "2147483647"]) == 0
     assert "2,147,483,615 idle ranks" in capsys.readouterr().out

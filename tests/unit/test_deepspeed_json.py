@@ -68,8 +68,8 @@ CONTRADICTIONS = [
     ({"fp16": {"enabled": True}}, "fp16.enabled: found true, but the recipe's model.precision gives false"),
     ({"bf16": True}, "bf16: found true; expected an object"),
     ({"data_types": "fp32"}, 'data_types: found "fp32"; expected an object'),
-    ({"optimizer": {"type": "AdamW"}}, 'optimizer: found {"type": "AdamW"}, but the recipe has its own sec'),
-    ({"scheduler": {}}, "scheduler: found {}, but the recipe has its own section schedule;"),
+    ({"optimizer": {"type": "AdamW"}}, 'optimizer: found {"type": "AdamW"}, but the recipe has a section'),
+    ({"scheduler": {}}, "scheduler: found {}, but the recipe has a section schedule;"),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, 'data_types.grad_accum_dtype: found "bf16"; expected fp32'),
     ({"communication_data_type": "fp16"}, 'communication_data_type: found "fp16"; expected fp32, or no such key for '
      "the parameters' own dtype, bf16 (in another 16-bit format"),
@@ -77,8 +77,8 @@ CONTRADICTIONS = [
     ({"timers": True}, "timers: found true; expected an object"),
     ({"timers": {"throughput": 1}}, "timers.throughput: found 1; expected an object"),
     (zero(stage=2), "zero_optimization.stage: found 2; expected 3"),
-    (zero(memory_efficient_linear=True), "zero_optimization.memory_efficient_linear: found true together with the "
-     "recipe's utility.estimator jvp; expected false"),
+    (zero(memory_efficient_linear=True), "zero_optimization.memory_efficient_linear: found true; expected false "
+     "with the recipe's utility.estimator jvp"),
     (zero(zero_quantized_weights=True), "zero_optimization.zero_quantized_weights: found true; expected false"),
     (zero(zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients: found true; expected false"),
     (zero(offload_param={"device": "nvme"}), 'zero_optimization.offload_param.device: found "nvme"; expected "cpu"'),
@@ -89,12 +89,12 @@ CONTRADICTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "words"), CONTRADICTIONS, ids=lambda value: str(value)[:50])
-def test_contradiction(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError) as error:
-        merged(tmp_path, DEEPSPEED | changes)
-    assert len(error.value.problems) == 1, error.value.problems
-    assert error.value.problems[0].startswith(f"{tmp_path / 'ds.json'}: {words}")
+def test_contradiction(tmp_path: Path) -> None:
+    for changes, words in CONTRADICTIONS:
+        with pytest.raises(RecipeError) as error:
+            merged(tmp_path, DEEPSPEED | changes)
+        assert len(error.value.problems) == 1, error.value.problems
+        assert error.value.problems[0].startswith(f"{tmp_path / 'ds.json'}: {words}")
 
 
 def test_gradients_are_summed_in_the_parameters_dtype_or_in_fp32(tmp_path: Path) -> None:
@@ -123,32 +123,24 @@ def test_contradictions_at_once(tmp_path: Path) -> None:
     zero_keys = ["zero_optimization.stage", "zero_optimization.memory_efficient_linear"]
     assert keys == ["train_batch_size", "scheduler", *zero_keys]
     assert "found nothing; expected 3" in error.value.problems[2]
-    assert "found nothing together with" in error.value.problems[3]
+    assert "found nothing; expected false" in error.value.problems[3]
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [{"method": {"name": "sft"}}, {"utility": {"estimator": "finite_difference", "epsilon": 1e-4}}],
-)
-def test_memory_efficient_linear_is_free_without_forward_mode(tmp_path: Path, sections: dict[str, Any]) -> None:
-    config = merged(tmp_path, {"zero_optimization": {"stage": 3, "memory_efficient_linear": True}}, **sections)
-    assert config["zero_optimization"]["memory_efficient_linear"] is True
+def test_memory_efficient_linear_is_free_without_forward_mode(tmp_path: Path) -> None:
+    finite_difference = {"utility": {"estimator": "finite_difference", "epsilon": 1e-4}}
+    for sections in ({"method": {"name": "sft"}}, finite_difference):
+        config = merged(tmp_path, {"zero_optimization": {"stage": 3, "memory_efficient_linear": True}}, **sections)
+        assert config["zero_optimization"]["memory_efficient_linear"] is True
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_a_file_that_is_no_deepspeed_json(tmp_path: Path) -> None:
+    for text, words in (
         ('{"a": 1,\n  b}', r"ds\.json:2:3: found text that is not JSON: "),
         ("[1]", r"found \[1\]; expected a JSON object"),
         ('{"a": {"b": 1, "b": 2}}', r"b: found twice in one object; expected once"),
-    ],
-)
-def test_a_file_that_is_no_deepspeed_json(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
-        merged(tmp_path, text)
-
-
-def test_a_deepspeed_json_that_went_away(tmp_path: Path) -> None:
-    recipe = Recipe.model_validate(smallest_recipe() | {"engine": {"deepspeed_config": str(tmp_path / "ds.json")}})
-    with pytest.raises(RecipeError, match=r"ds\.json: found no such file; expected a DeepSpeed JSON"):
+    ):
+        with pytest.raises(RecipeError, match=words):
+            merged(tmp_path, text)
+    recipe = Recipe.model_validate(smallest_recipe() | {"engine": {"deepspeed_config": str(tmp_path / "gone.json")}})
+    with pytest.raises(RecipeError, match=r"gone\.json: found no such file; expected a DeepSpeed JSON"):
         deepspeed_config(recipe, plan_batch(recipe, 1, QWEN3_32B))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.helpers.exports import stored, write_run
 from tests.helpers.mixtures import MIXTURES, mixture, read_config, write_mixture
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.config.schema import LoraConfig
+from vcore_ds.config.sections import LoraConfig
 from vcore_ds.errors import UserError
 from vcore_ds.files.model_folder import describe
 from vcore_ds.models.experts import OUR_EXPERTS

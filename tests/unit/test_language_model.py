@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from vcore_ds.config.schema import LoraConfig
+from vcore_ds.config.sections import LoraConfig
 from vcore_ds.data.batches import IGNORED_LABEL
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import VISION_LANGUAGE

@@ -7,7 +7,8 @@ import pytest
 
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config.load import load_recipe
-from vcore_ds.config.schema import EngineConfig, Recipe
+from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import EngineConfig
 from vcore_ds.distributed import device
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.errors import UserError

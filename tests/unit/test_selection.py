@@ -16,7 +16,8 @@ from vcore_ds.cli import main
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.resume import differing_keys, flat_values
-from vcore_ds.config.schema import KeepConfig, Recipe
+from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import KeepConfig
 from vcore_ds.data.cache import store_of
 from vcore_ds.data.dataset import KeptDataset
 from vcore_ds.data.kept import kept_positions
@@ -225,11 +226,14 @@ def test_overrides_and_fragments_change_single_keys(tmp_path: Path) -> None:
 def test_problems_of_single_keys(tmp_path: Path) -> None:
     assert ": data.keep.tpo: found 1 under an unknown name" in (found := problem_of(tmp_path, KEEP, "data.keep.tpo=1"))
     assert found.endswith('; did you mean "data.keep.top"?')
-    assert "data.keep.top: found 1.5; expected a number less than or equal to 1 or null (" in problem_of(
+    assert "data.keep.top: found 1.5; expected a number above 0 and at most 1 or null (" in problem_of(
         tmp_path, KEEP, "data.keep.top=1.5"
     )
-    assert "data.keep.scores: found nothing; expected a value (" in problem_of(tmp_path, {"top": 0.5})
-    assert "data.keep: found 3; expected keys scores, set, by, top, above, within or null (" in problem_of(tmp_path, 3)
+    assert "data.keep.scores: found nothing; expected text (" in problem_of(tmp_path, {"top": 0.5})
+    assert (
+        "data.keep: found 3; expected a section with keys scores, set, by, top, above, within, or null"
+        in problem_of(tmp_path, 3)
+    )
     assert 'data.keep.by: found "median"; expected "mean" or "sum"' in problem_of(tmp_path, KEEP | {"by": "median"})
     problem = problem_of(tmp_path, KEEP, "data.keep.top.deep=1")
     assert "expected section.key=value" in problem
@@ -238,8 +242,8 @@ def test_problems_of_single_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.keep.top=null", "data.keep.top: found neither top nor above; expected exactly one of"),
-        ("data.keep.above=0", "data.keep.top: found top 0.5 and above 0; expected exactly one of"),
+        ("data.keep.top=null", "data.keep.top: found null together with data.keep.above null; expected exactly one of"),
+        ("data.keep.above=0", "data.keep.top: found 0.5 together with data.keep.above 0; expected exactly one of"),
         ("data.keep={scores: x, above: 1, within: source}", "data.keep.within: found source together with data.keep"),
     ],
 )

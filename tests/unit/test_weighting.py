@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers import oracle
-from vcore_ds.config.method_sections import MethodConfig
+from vcore_ds.config.sections import MethodConfig
 from vcore_ds.method.objective import GlobalCounts, sequence_shares, utility_moments
 from vcore_ds.method.tokens import Tokens
 from vcore_ds.method.weights import uniform_weights

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vcore_ds.config.method_sections import MethodConfig
+from vcore_ds.config.sections import MethodConfig
 from vcore_ds.method.weights import (
     gibbs_weights,
     gibbs_weights_for_budget,

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for scores that cannot be used, sources that are not what was scored, or an output that is
     there already or cannot be written."""
-    from vcore_ds.config.schema import KeepConfig
+    from vcore_ds.config.sections import KeepConfig
     from vcore_ds.files.aside import written_aside
     from vcore_ds.train.selection import read_selection  # here alone: torch takes seconds to import
 

@@ -2,9 +2,8 @@
 
 import argparse
 import textwrap
-from difflib import get_close_matches
 
-from vcore_ds.config.keys import Key, recipe_keys, section_meaning
+from vcore_ds.config.problems import Key, did_you_mean, nearest_keys, recipe_keys, section_meaning
 from vcore_ds.errors import UserError
 from vcore_ds.results.presentation import markdown_rows
 
@@ -39,13 +38,11 @@ def main(arguments: argparse.Namespace) -> None:
 def find_keys(names: list[str]) -> list[Key]:
     """The keys that sections or dotted names stand for, in the order of the schema. Raises UserError."""
     keys = recipe_keys()
-    known = {name: name for key in keys for name in (key.section, key.dotted)}
-    likely = {key.name: key.dotted for key in keys} | known
+    known = {name for key in keys for name in (key.section, key.dotted)}
     for name in names:
         if name not in known:
-            close = [likely[word] for word in get_close_matches(name, likely, n=1)]
-            hint = f"is it {close[0]}?" if close else "`vcore-ds keys` lists all"
-            raise UserError(f"keys: found {name}; expected a section or section.key; {hint}")
+            hint = did_you_mean(nearest_keys(name)) or "; `vcore-ds keys` lists all"
+            raise UserError(f"keys: found {name}; expected a section or section.key{hint}")
     return [key for key in keys if not names or any(f"{key.dotted}.".startswith(f"{name}.") for name in names)]
 
 

@@ -1,8 +1,15 @@
-"""Files that a recipe consists of: where the shipped ones are, and reading any of them within bounds."""
+"""Recipe files: where the shipped ones are, and text and YAML in and out.
 
-import os
-import stat
+PyYAML's safe loader with three changes: numbers such as `1e-4` are numbers (YAML 1.2; PyYAML reads text), dates stay
+text (a folder may be called 2026-01-31), and keys are text as written.
+"""
+
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "shipped"
@@ -14,65 +21,94 @@ SHIPPED_RECIPES = _INSTALLED / "recipes" if _INSTALLED.is_dir() else _PACKAGE.pa
 SHIPPED_DEEPSPEED_CONFIGS = (_INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent) / "ds_configs"
 """The folder of the DeepSpeed JSON; `ds_configs/NAME.json` is found in its parent."""
 
-LARGEST_FILE_BYTES = 2**17
-"""Larger files are refused: a recipe has 1 to 3 kB, and PyYAML reads about 0.1 MB a second."""
-
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+_TAG = "tag:yaml.org,2002:"
+_EXPONENT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 
 
 class UnreadableFile(Exception):
-    """A path that leads to no text of a sensible size; the message begins with `found` or `cannot be read`."""
+    """A file without text, or text that is not YAML; the message begins with `found` or `cannot be read`."""
 
     place = ""
     """`:LINE:COLUMN`, from 1, of what cannot be read in the text; empty where it is the whole file."""
 
 
 def read_text(path: Path) -> str:
-    """The text of a regular UTF-8 file of at most `LARGEST_FILE_BYTES`.
-
-    Anything else is refused before it is opened: reading a pipe would wait for its writer.
+    """The text of a UTF-8 file.
 
     Raises:
         FileNotFoundError: nothing has that name.
         UnreadableFile: with the reason.
     """
     try:
-        mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode):
-            raise UnreadableFile(f"found {_KINDS.get(stat.S_IFMT(mode), 'no regular file')}")
-        with path.open("rb") as file:
-            data = file.read(LARGEST_FILE_BYTES + 1)
-        if len(data) > LARGEST_FILE_BYTES:
-            raise UnreadableFile(f"found more than {LARGEST_FILE_BYTES:,} bytes")
-        return data.decode("utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise
-    except UnicodeDecodeError as error:
-        raise UnreadableFile(f"found bytes that are not UTF-8 ({error.reason})") from None
     except OSError as error:
         raise UnreadableFile(f"cannot be read: {error.strerror}") from None
-    except ValueError as error:  # NUL, or a character that no file name holds
-        raise UnreadableFile(f"found no path: {error}") from None
+    except UnicodeDecodeError as error:
+        raise UnreadableFile(f"found bytes that are not UTF-8 ({error.reason})") from None
 
 
-def expand_home(name: str) -> str:
-    """A path with `~` and `~user` expanded; unchanged where there is no such user."""
+class _Loader(yaml.SafeLoader):
+    pass
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_TAG}timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+# The dumper has to know the pattern too, or it would write the text "1e-4" without quotes.
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(f"{_TAG}float", _EXPONENT, list("-+.0123456789"))
+
+
+@dataclass
+class ParsedYaml:
+    """A parsed text with what a message about it needs."""
+
+    value: Any = None
+    lines: dict[str, int] = field(default_factory=dict)
+    """1-based line of each key, by dotted name."""
+    duplicates: list[tuple[str, int, int]] = field(default_factory=list)
+    """(dotted name, line, line of the first occurrence) of each repeated key; the value holds the last."""
+
+
+def parse_yaml(text: str) -> ParsedYaml:
+    """Parses one YAML document. Raises UnreadableFile."""
+    parsed = ParsedYaml()
     try:
-        return os.path.expanduser(name)
-    except ValueError:  # no user's name holds NUL
-        return name
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is not None:
+            _note_keys(node, "", parsed)
+            parsed.value = loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        unreadable = UnreadableFile(f"cannot be read as YAML: {getattr(error, 'problem', None) or error}")
+        unreadable.place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
+        raise unreadable from None
+    return parsed
 
 
-def resolve(path: Path) -> Path:
-    """The absolute path without symbolic links. Unlike `Path.resolve`, takes a circular link, and text that is no path,
-    as it is."""
-    try:
-        return Path(os.path.realpath(path))
-    except (OSError, ValueError):
-        return path
+def dump_yaml(value: Any) -> str:
+    """YAML text that `parse_yaml` reads back to the same value."""
+    # ASCII: with allow_unicode PyYAML writes U+0085 and U+2028 so that it reads them back as spaces.
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=False, default_flow_style=False)
+
+
+def _note_keys(node: yaml.Node, parent: str, parsed: ParsedYaml) -> None:
+    """Makes the keys below a node text, and adds their names and lines to `parsed`."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_TAG}merge":
+            continue
+        key.tag = f"{_TAG}str"
+        name, line = f"{parent}{key.value}", key.start_mark.line + 1
+        if name in parsed.lines:
+            parsed.duplicates.append((name, line, parsed.lines[name]))
+        else:
+            parsed.lines[name] = line
+            _note_keys(value, f"{name}.", parsed)

@@ -1,26 +1,27 @@
-"""Problems of a recipe as text: where, what was found, what was expected, the nearest valid name."""
+"""Every key of a recipe in words (`vcore-ds keys`), and the problems of a recipe in the same words.
+
+A problem says where, what was found, what was expected, and the nearest valid name.
+"""
 
 import difflib
 import json
-import typing
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, section_class
+from vcore_ds.config.sections import LARGEST_COUNT, LARGEST_FLOAT, LARGEST_MINUTES, LARGEST_SEED
 from vcore_ds.errors import UserError
 
 _MAX_SHOWN = 80
 """Characters of a value in a message."""
 
-_MAX_PROBLEMS = 50
-"""Problems in one message, a line each; what follows is counted."""
+_UNBOUNDED = {LARGEST_COUNT, LARGEST_FLOAT, LARGEST_MINUTES, LARGEST_SEED, 60 * LARGEST_MINUTES}
+"""Bounds that only keep a number within what tensors and timers hold: named where a value exceeds them."""
 
-_REMOVED = {
+REMOVED = {
     ("probe", "decay"): "the running mean over directions was removed after 0.6",
     ("probe", "source"): "the direction is always the gradient of a probe batch; the previous step's was removed "
     "after 0.6",
@@ -32,11 +33,8 @@ class RecipeError(UserError):
     """A recipe or its DeepSpeed JSON cannot work. The message has one line per problem, all of them at once."""
 
     def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = tuple(_on_one_line(problem) for problem in problems)
-        lines = list(self.problems[:_MAX_PROBLEMS])
-        if len(self.problems) > _MAX_PROBLEMS:
-            lines.append(f"and {len(self.problems) - _MAX_PROBLEMS:,} more problems")
-        super().__init__("\n".join(lines))
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
 
 
 def show(value: Any) -> str:
@@ -49,162 +47,163 @@ def shorten(text: str, limit: int = _MAX_SHOWN) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def _on_one_line(text: str) -> str:
-    """Line breaks, control characters and the like as escapes: a name may hold any of them."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
 def did_you_mean(names: Iterable[str]) -> str:
     """`; did you mean "a" or "b"?`, or nothing without names."""
     quoted = " or ".join(f'"{name}"' for name in names)
     return f"; did you mean {quoted}?" if quoted else ""
 
 
-def nearest_keys(section: str, key: str | None) -> list[str]:
-    """Valid dotted names for a word without a key (key None) or an unknown `section.key`, best first."""
-    if section not in SECTIONS:
-        near = difflib.get_close_matches(section, SECTIONS, n=1)
-        if near and key is not None and key in SECTIONS[near[0]].model_fields:
-            return [f"{near[0]}.{key}"]
-        return near or _nearest_elsewhere(key or section)
-    if key is None:
-        return [f"{section}.KEY"]
-    exact = [f"{other}.{key}" for other, cls in SECTIONS.items() if key in cls.model_fields]
-    near = difflib.get_close_matches(key, SECTIONS[section].model_fields, n=1)
-    return [*(f"{section}.{name}" for name in near), *exact] or _nearest_elsewhere(key)
+@dataclass(frozen=True)
+class Key:
+    """A key of a recipe."""
+
+    section: str
+    name: str
+    values: str
+    """The values that it may have, in words: `auto or a whole number of at least 1`."""
+    default: str | None
+    """As YAML has it; None where the key has to be given."""
+    meaning: str
+
+    @property
+    def dotted(self) -> str:
+        return f"{self.section}.{self.name}"
 
 
-def _nearest_inner_keys(section: str, key: str, inner: str) -> list[str]:
-    near = difflib.get_close_matches(inner, section_class(section, key).model_fields, n=1)
-    return [f"{section}.{key}.{name}" for name in near]
+def recipe_keys() -> list[Key]:
+    """All keys in the order of the schema."""
+    return [key for section in SECTIONS for key in _section_keys(section)]
 
 
-def _nearest_elsewhere(key: str) -> list[str]:
-    """Dotted names whose last part is, or is most like, `key`, over all sections."""
-    near = difflib.get_close_matches(key, {name for cls in SECTIONS.values() for name in cls.model_fields}, n=1)
-    return [f"{section}.{near[0]}" for section, cls in SECTIONS.items() if near and near[0] in cls.model_fields]
+def section_meaning(section: str) -> str:
+    """The sentence that describes a section."""
+    return " ".join((SECTIONS[section].__doc__ or "").split())
 
 
-def field_problems(error: ValidationError) -> dict[tuple[str, ...], str]:
-    """What pydantic found, by location (section,), (section, key) or (section, key, key of the key): `found ...;
-    expected ...; did you mean ...?`.
-
-    The branches of a union and the items of a list are one key, hence one problem. Only as many as a message shows are
-    described in full: the nearest name takes about a millisecond each.
-    """
-    grouped: dict[tuple[str, ...], list[ErrorDetails]] = {}
-    for details in error.errors(include_url=False):
-        if details["loc"]:  # the rules over several keys have no location and are asked separately
-            names = tuple(map(str, details["loc"]))
-            grouped.setdefault(names[: 3 if names[:2] in SUBSECTIONS else 2], []).append(details)
-    described = {location: _describe(location, grouped[location]) for location in islice(grouped, _MAX_PROBLEMS)}
-    return {location: described.get(location, f"found {show(grouped[location][0]['input'])}") for location in grouped}
-
-
-def _describe(location: tuple[str, ...], details: list[ErrorDetails]) -> str:
-    first = details[0]
-    if first["type"] == "extra_forbidden":
-        return _describe_unknown(location, first["input"])
-    if len(location) == 1:
-        section = location[0]
-        alternative = ", or null for full-parameter training" if section == "lora" else ""
-        return f"found {show(first['input'])}; expected a section with keys {_names(section)}{alternative}"
-    field = section_class(*location[:-1]).model_fields[location[-1]]
-    found = "nothing" if _is_missing_key(first) else show(_input_at_key(details))
-    hints = [hint for item in details for hint in _nearest_values(item)]
-    expected = " or ".join(dict.fromkeys(_expected(item) + _position(item) for item in details))
-    if type(None) in typing.get_args(field.annotation):
-        expected += " or null"
-    return f"found {found}; expected {expected} ({_meaning(field)}){did_you_mean(hints)}"
-
-
-def _describe_unknown(location: tuple[str, ...], found: Any) -> str:
-    if location in _REMOVED:
-        return (
-            f"found {show(found)}; expected no such key: {_REMOVED[location]}. Leave the key out, and set probe.every "
-            "to save probes; a run that was begun with it ends with vcore_ds 0.6"
+def _section_keys(*names: str) -> Iterator[Key]:
+    """The keys of a section; those of a section within it after its key."""
+    for name, schema in _key_schemas(*names).items():
+        yield Key(
+            section=names[0],
+            name=".".join([*names[1:], name]),
+            values=_values(schema),
+            default=_yaml(schema["default"]) if "default" in schema else None,
+            meaning=" ".join(schema["description"].split()),
         )
-    if len(location) == 1:
-        expected = f"a section among {', '.join(SECTIONS)}"
-        nearest = nearest_keys(location[0], None)
-    else:
-        expected = f"a key among {_names(*location[:-1])}"
-        nearest = nearest_keys(*location) if len(location) == 2 else _nearest_inner_keys(*location)
-    return f"found {show(found)} under an unknown name; expected {expected}{did_you_mean(nearest)}"
+        if (names[0], name) in SUBSECTIONS:
+            yield from _section_keys(*names, name)
 
 
-def _input_at_key(details: list[ErrorDetails]) -> Any:
-    """The value at the key. For a wrong list item pydantic knows the item alone, for a wrong union the whole value."""
-    return min(details, key=lambda item: len(item["loc"]))["input"]
+def _key_schemas(*section: str) -> dict[str, Any]:
+    """Key -> its JSON schema."""
+    properties: dict[str, Any] = section_class(*section).model_json_schema()["properties"]
+    return properties
 
 
-def _expected(details: ErrorDetails) -> str:
-    context = details.get("ctx", {})
-    match details["type"]:
-        case "missing":
-            return "a value" if _is_missing_key(details) else f"an entry at position {details['loc'][-1]}"
-        case "literal_error":
-            return str(context["expected"]).replace("'", '"')
-        case "int_type" | "int_from_float":
-            return "an integer"
-        case "float_type":
-            return "a number"
-        case "finite_number":
-            return "a finite number"
-        case "bool_type":
-            return "true or false"
-        case "string_type":
-            return "text"
-        case "string_too_short":
-            return "text that is not empty"
-        case "string_too_long":
-            return f"text of at most {context['max_length']:,} characters"
-        case "string_unicode":
-            return "text without unpaired surrogates"
-        case "string_pattern_mismatch":
-            is_name = context["pattern"].startswith(r"^\w")
-            return "names of letters, digits and underscores" if is_name else "text without NUL characters"
-        case "model_type":
-            return f"keys {_names(*map(str, details['loc']))}"
-        case "dict_type":
-            return "a mapping of names to texts"
-        case "tuple_type":
-            return "a list"
-        case "too_short" if context["field_type"] == "Dictionary":
-            return "a mapping with at least one name"
-        case "too_short" | "too_long":
-            return f"a list of {'at least ' if details['type'] == 'too_short' else ''}{_length_bound(context)}"
-        case _:  # "Input should be greater than 0" and the like
-            return details["msg"].replace("Input should be ", "a number ")
+def _values(schema: dict[str, Any], found: Any = None) -> str:
+    """The values that a JSON schema allows, in words; a bound that nobody chooses by only where `found` exceeds it."""
+    if "anyOf" in schema:
+        return _either(_values(one, found) for one in schema["anyOf"])
+    if "$ref" in schema:
+        return "a section"
+    if "const" in schema or "enum" in schema:
+        return _either(_choices(schema))
+    match schema["type"]:
+        case "integer" | "number" as kind:
+            number = "a whole number" if kind == "integer" else "a number"
+            return " ".join([number, " and ".join(_bounds(schema, found))]).rstrip()
+        case "array" if "prefixItems" in schema:
+            return f"[{', '.join(_values(item) for item in schema['prefixItems'])}]"
+        case "array":
+            return f"a list of {_values(schema['items'])}"
+        case "object":
+            (value,) = schema["patternProperties"].values()
+            return f"{{NAME: {_values(value)}, ...}}"
+        case kind:
+            return {"boolean": "true or false", "string": "text", "null": "null"}[kind]
 
 
-def _position(details: ErrorDetails) -> str:
-    """Which entry of a list is meant, from 0."""
-    entry = details["loc"][-1]
-    return f" at position {entry}" if isinstance(entry, int) and details["type"] != "missing" else ""
+def _bounds(schema: dict[str, Any], found: Any) -> Iterator[str]:
+    for name, words in (
+        ("minimum", "of at least"),
+        ("exclusiveMinimum", "above"),
+        ("maximum", "at most"),
+        ("exclusiveMaximum", "below"),
+    ):
+        bound = schema.get(name)
+        is_exceeded = isinstance(found, int | float) and bound is not None and abs(found) > abs(bound)
+        if bound is not None and (abs(bound) not in _UNBOUNDED or is_exceeded):
+            yield f"{words} {f'{bound:g}' if isinstance(bound, float) else bound}"
 
 
-def _length_bound(context: dict[str, Any]) -> str:
-    bound = context.get("min_length", context.get("max_length"))
-    return f"{bound} value{'' if bound == 1 else 's'}"
+def _choices(schema: dict[str, Any]) -> list[str]:
+    """The words among a key's values."""
+    branches = [choice for one in schema.get("anyOf", []) for choice in _choices(one)]
+    return [*branches, *map(str, schema.get("enum", [schema["const"]] if "const" in schema else []))]
 
 
-def _nearest_values(details: ErrorDetails) -> list[str]:
-    if details["type"] != "literal_error" or not isinstance(details["input"], str):
-        return []
-    choices = str(details["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
-    return difflib.get_close_matches(details["input"], choices, n=1)
+def _either(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
 
 
-def _names(*section: str) -> str:
-    return ", ".join(section_class(*section).model_fields)
+def _yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
-def _meaning(field: FieldInfo) -> str:
-    """The field's docstring in one line: what the value is, with its unit and scope."""
-    return " ".join((field.description or "").split()).rstrip(".")
+def nearest_keys(name: str) -> list[str]:
+    """Valid dotted names for an unknown section or key, best first: like it in its section, the same or alike in
+    another one."""
+    parent, _, word = name.rpartition(".")
+    by_word: dict[str, list[str]] = {}
+    for dotted in (
+        *SECTIONS,
+        *(f"{section}.{key}" for section, cls in SECTIONS.items() for key in cls.model_fields),
+        *(f"{section}.{key}.{inner}" for (section, key), cls in SUBSECTIONS.items() for inner in cls.model_fields),
+    ):
+        by_word.setdefault(dotted.rpartition(".")[2], []).append(dotted)
+    siblings = {other: dotted for other in by_word for dotted in by_word[other] if dotted.rpartition(".")[0] == parent}
+    near = [siblings[other] for other in difflib.get_close_matches(word, siblings, n=1)]
+    return list(dict.fromkeys([*near, *by_word.get(word, [])])) or [
+        dotted for other in difflib.get_close_matches(word, by_word, n=1) for dotted in by_word[other]
+    ]
 
 
-def _is_missing_key(details: ErrorDetails) -> bool:
-    """A missing key, not a missing entry of a list of fixed length."""
-    return details["type"] == "missing" and isinstance(details["loc"][-1], str)
+def field_problems(error: ValidationError, values: Any) -> dict[tuple[str, ...], str]:
+    """The problems of single keys of a recipe, by location (section,), (section, key) or (section, key, inner key).
+
+    Pydantic says which; the words are the schema's. The branches of a union and the items of a list are one key, hence
+    one problem. Rules over several keys have no location and are asked separately.
+    """
+    locations = [tuple(map(str, details["loc"])) for details in error.errors(include_url=False)]
+    locations = [names[: 3 if names[:2] in SUBSECTIONS else 2] for names in locations if names]
+    return {location: _describe(location, values) for location in dict.fromkeys(locations)}
+
+
+def _describe(location: tuple[str, ...], values: Any) -> str:
+    """`found ...; expected ...`, with a hint."""
+    *section, name = location
+    value, is_missing = values, False
+    for part in location:
+        is_missing = not isinstance(value, dict) or part not in value
+        value = None if is_missing else value[part]
+    found = f"found {'nothing' if is_missing else show(value)}"
+    if location in REMOVED:
+        return (
+            f"{found}; expected no such key: {REMOVED[location]}. Leave the key out, and set probe.every to save "
+            "probes; a run that was begun with it ends with vcore_ds 0.6"
+        )
+    known = section_class(*section).model_fields if section else SECTIONS
+    if name not in known:
+        kind = "key" if section else "section"
+        hint = did_you_mean(nearest_keys(".".join(location)))
+        return f"{found} under an unknown name; expected a {kind} among {', '.join(known)}{hint}"
+    if not section or location in SUBSECTIONS:
+        keys = ", ".join(section_class(*location).model_fields)
+        or_null = {"lora": ", or null for full-parameter training", "keep": ", or null"}.get(name, "")
+        return f"{found}; expected a section with keys {keys}{or_null}"
+    schema = _key_schemas(*section)[name]
+    near = difflib.get_close_matches(value, _choices(schema), n=1) if isinstance(value, str) else []
+    not_empty = ", not empty" if value in ("", [], {}) else ""
+    meaning = " ".join(schema["description"].split()).rstrip(".")
+    return f"{found}; expected {_values(schema, value)}{not_empty} ({meaning}){did_you_mean(near)}"

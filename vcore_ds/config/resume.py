@@ -5,10 +5,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vcore_ds.config.files import UnreadableFile, read_text
+from vcore_ds.config.files import UnreadableFile, parse_yaml, read_text
 from vcore_ds.config.problems import field_problems
 from vcore_ds.config.schema import SUBSECTIONS, Recipe
-from vcore_ds.config.yaml_text import parse_yaml
 from vcore_ds.errors import UserError
 
 MAY_DIFFER = frozenset(
@@ -54,9 +53,10 @@ def read_resolved_recipe(path: Path) -> Recipe:
         UserError: the file cannot be read, or is no recipe of this version.
     """
     try:
-        return Recipe.model_validate(parse_yaml(read_text(path)).value)
+        values = parse_yaml(read_text(path)).value
+        return Recipe.model_validate(values)
     except ValidationError as error:
-        found = "; ".join(f"{'.'.join(location)}: {text}" for location, text in field_problems(error).items())
+        found = "; ".join(f"{'.'.join(location)}: {text}" for location, text in field_problems(error, values).items())
         raise UserError(f"{path}: {found or error}") from None
     except FileNotFoundError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None

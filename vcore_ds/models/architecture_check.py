@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from transformers import PretrainedConfig
 
-from vcore_ds.config.schema import LoraConfig
+from vcore_ds.config.sections import LoraConfig
 from vcore_ds.errors import UserError
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel

@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel, get_peft_model
 from transformers import PretrainedConfig, PreTrainedModel
 
-from vcore_ds.config.schema import LoraConfig
+from vcore_ds.config.sections import LoraConfig
 from vcore_ds.errors import UserError
 from vcore_ds.models.folder_check import empty_model
 from vcore_ds.models.language_model import decoder, is_vision_language

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from transformers import PretrainedConfig
 
-from vcore_ds.config.schema import LoraConfig
+from vcore_ds.config.sections import LoraConfig
 from vcore_ds.errors import UserError
 from vcore_ds.models.configuration import read_config
 from vcore_ds.models.folder_check import empty_model

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vcore_ds.config.fields import LARGEST_COUNT
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import LARGEST_COUNT
 from vcore_ds.planning.mixtures import differences_refused
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.parallel_degrees import (

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.config.files import UnreadableFile, expand_home, read_text
+from vcore_ds.config.files import ParsedYaml, UnreadableFile, parse_yaml, read_text
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.problems import RecipeError, show
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.yaml_text import ParsedYaml, parse_yaml
 from vcore_ds.errors import UserError
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
@@ -90,7 +89,7 @@ def load_sweep(path: str | Path, num_ranks: int | None = None) -> Sweep:
     references = {cell.name: _reference_of(draft, cell, cells) for cell in cells}
     if draft.problems:
         raise RecipeError(draft.problems)
-    base = Path(expand_home(folder))
+    base = Path(folder).expanduser()
     runs = _resolve(draft, recipe, common, cells, seeds, base, num_ranks)
     return Sweep(Path(path), base, references, tuple(runs))
 

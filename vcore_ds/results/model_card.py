@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from vcore_ds.config.files import dump_yaml
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.yaml_text import dump_yaml
 from vcore_ds.errors import UserError
 from vcore_ds.files.base_model import OWN_TAG, BaseModel, base_model_of
 from vcore_ds.files.evaluation_folder import TaskResult, read_evaluation

@@ -18,11 +18,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO
 
-from vcore_ds.config.files import UnreadableFile, read_text
+from vcore_ds.config.files import UnreadableFile, dump_yaml, parse_yaml, read_text
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import differing_keys, flat_values, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.yaml_text import dump_yaml, parse_yaml
 from vcore_ds.errors import EXIT_STOPPED, UserError
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.run_folder import METRICS

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vcore_ds.config.method_sections import MethodConfig
+from vcore_ds.config.sections import MethodConfig
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import peak_memory

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vcore_ds.config.schema import TrackConfig, TrackerName
+from vcore_ds.config.sections import TrackConfig, TrackerName
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.errors import first_line
 from vcore_ds.files.aside import written_aside

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.config.schema import TrackConfig
+from vcore_ds.config.sections import TrackConfig
 from vcore_ds.errors import first_line
 from vcore_ds.track.console import Console
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vcore_ds.config.method_sections import MethodConfig
+from vcore_ds.config.sections import MethodConfig
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.method.objective import GlobalCounts, sequence_shares

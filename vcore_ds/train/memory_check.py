@@ -1,6 +1,6 @@
 """Whether a run fits into the memory of its ranks, before its model is loaded."""
 
-from vcore_ds.config.schema import EngineConfig
+from vcore_ds.config.sections import EngineConfig
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import available_host_bytes, available_memory_bytes, device
 from vcore_ds.errors import UserError

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from vcore_ds.config.problems import did_you_mean
-from vcore_ds.config.schema import KeepConfig, Recipe
+from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import KeepConfig
 from vcore_ds.data.kept import kept_positions
 from vcore_ds.data.store import TokenStore
 from vcore_ds.errors import UserError

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from vcore_ds.config.method_sections import MethodConfig, ProbeConfig
 from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import MethodConfig, ProbeConfig
 from vcore_ds.planning.batch_plan import num_trusted
 from vcore_ds.random_streams import Stream, torch_seed
 

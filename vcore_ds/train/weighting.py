@@ -6,7 +6,7 @@ Used by the step, by the experiments and by the tests against the oracle alike.
 import torch
 from torch import Tensor
 
-from vcore_ds.config.method_sections import MethodConfig
+from vcore_ds.config.sections import MethodConfig
 from vcore_ds.method.baselines import dft_weights, iw_sft_weights, random_weights
 from vcore_ds.method.objective import (
     effective_sample_size_alpha,

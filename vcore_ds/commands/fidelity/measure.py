@@ -31,8 +31,8 @@ from vcore_ds.commands.fidelity.report import (
     write_report,
 )
 from vcore_ds.commands.fidelity.text import describe, recommendations
-from vcore_ds.config.method_sections import MethodConfig
 from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import MethodConfig
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.watchdog import watching

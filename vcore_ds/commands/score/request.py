@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vcore_ds.config.load import load_recipe
-from vcore_ds.config.method_sections import MethodConfig
 from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import MethodConfig
 from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder
 from vcore_ds.files.run_folder import RECIPE

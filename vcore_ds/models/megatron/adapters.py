@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
-from vcore_ds.config.schema import LoraConfig
+from vcore_ds.config.sections import LoraConfig
 from vcore_ds.distributed import layout
 from vcore_ds.errors import UserError
 from vcore_ds.models.dropout import TokenDropout

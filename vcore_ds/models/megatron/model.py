@@ -11,7 +11,7 @@ from torch.autograd.graph import save_on_cpu
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from vcore_ds.config.schema import LoraConfig
+from vcore_ds.config.sections import LoraConfig
 from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.distributed import layout
 from vcore_ds.errors import UserError
