@@ -122,14 +122,14 @@ def test_the_tables() -> None:
     stale = [StaleDirection(2, 0.93, 0.98)]
     report = report_of(0.996, 0.95, None, own=0.1, probe_sizes=sizes, other_probe_loss=other, stale_directions=stale)
     rows = [line.split() for line in describe(report).splitlines()]
-    assert ["*finite_difference", "0.1", "-", "-", "0.1", "95%", "0.2%", "0.3", "-"] in rows
+    assert ["*finite_difference", "0.1", "-", "-", "0.1", "95.00%", "0.20%", "0.3", "-"] in rows
     start = rows.index(["|B'|", "draws", "Spearman", "lowest", "weight", "overlap"])
     assert rows[start + 1 : start + 4] == [
-        ["1", "4", "0.300", "0.100", "90%"],
-        ["*4", "4", "0.700", "0.600", "97%"],
-        ["4,", "dft", "loss", "4", "0.500", "0.400", "95%"],
+        ["1", "4", "0.300", "0.100", "90.00%"],
+        ["*4", "4", "0.700", "0.600", "97.00%"],
+        ["4,", "dft", "loss", "4", "0.500", "0.400", "95.00%"],
     ]
-    assert ["2", "0.930", "98%"] in rows
+    assert ["2", "0.930", "98.00%"] in rows
     alone = describe(report_of(0.996))
     assert "Probe size" not in alone and "Stale" not in alone and alone.endswith("jvp: Spearman 0.996")
 

@@ -26,7 +26,7 @@ from vcore_ds.commands.fidelity.report import (
     describe,
     mean,
     measure_agreement,
-    show_correlation,
+    show,
     write_report,
 )
 from vcore_ds.config.method_sections import MethodConfig
@@ -168,7 +168,7 @@ def _measure_estimators(bench: "Bench", report: FidelityReport, epsilons: Sequen
     say(f"reference in {report.reference_precision}")
     found = bench.agreement(bench.jvp(), reference)
     report.estimators.append(Estimate("jvp", None, found, of_recipe=bench.recipe.utility.estimator == "jvp"))
-    say(f"jvp: Spearman {show_correlation(found.spearman)}")
+    say(f"jvp: Spearman {show(found.spearman)}")
     own_epsilon = bench.own_epsilon()
     if bench.recipe.utility.epsilon == "auto":
         say(f"search for epsilon: {own_epsilon:.3g}")
@@ -176,7 +176,7 @@ def _measure_estimators(bench: "Bench", report: FidelityReport, epsilons: Sequen
         utilities, estimate = bench.finite_difference(epsilon, base)
         found = bench.agreement(utilities, reference)
         report.estimators.append(replace(estimate, agreement=found, of_recipe=epsilon == own_epsilon))
-        say(f"finite difference, epsilon {epsilon:g}: Spearman {show_correlation(found.spearman)}")
+        say(f"finite difference, epsilon {epsilon:g}: Spearman {show(found.spearman)}")
 
 
 def _measure_probe_sizes(bench: "Bench", report: FidelityReport, choice: Choice, say: Say) -> None:
@@ -193,7 +193,7 @@ def _measure_probe_sizes(bench: "Bench", report: FidelityReport, choice: Choice,
             bench.take_direction(choice.small_probes[draw * size : (draw + 1) * size], loss)
             draws.append(bench.agreement(bench.jvp(), along_large))
             label = f"probe of {size}, draw {draw + 1}" + (f", loss {loss}" if loss != recipe_loss else "")
-            say(f"{label}: Spearman {show_correlation(draws[-1].spearman)}")
+            say(f"{label}: Spearman {show(draws[-1].spearman)}")
         known = [draw.spearman for draw in draws if draw.spearman is not None]
         return ProbeSize(
             size,
@@ -228,7 +228,7 @@ def _measure_staleness(
         bench.take_direction(choice.large_probe)
         found = bench.agreement(stale, bench.jvp())
         report.stale_directions.append(StaleDirection(steps, found.spearman, found.weight_overlap))
-        say(f"direction of {steps} steps ago: Spearman {show_correlation(found.spearman)}")
+        say(f"direction of {steps} steps ago: Spearman {show(found.spearman)}")
 
 
 class Bench:

@@ -189,22 +189,22 @@ def _estimators(report: FidelityReport) -> Iterator[str]:
         f"direction {report.direction} of a probe of {report.probe_batch_size}"
     )
     yield (
-        f"Against {report.reference_precision}: standard deviation of utilities {_number(report.utility_std)}, rms "
-        f"error of a {report.precision} loss {_number(report.loss_error_nats)} nats"
+        f"Against {report.reference_precision}: standard deviation of utilities {show(report.utility_std, '.3g')}, rms "
+        f"error of a {report.precision} loss {show(report.loss_error_nats, '.3g')} nats"
     )
     rows = [
         ["estimator", "epsilon", "Spearman", "within a", "relative", "weight", "parameters", "signal", "rounding"],
         ["", "", "", "sequence", "error", "overlap", "changed", "to noise", "in nats"],
     ]
     for found in report.estimators:
-        name, epsilon = ("*" if found.of_recipe else " ") + found.estimator, found.epsilon
-        of_all, within = found.agreement.spearman, found.agreement.spearman_within_sequences
-        cells = [name, "-" if epsilon is None else f"{epsilon:g}", show_correlation(of_all), show_correlation(within)]
-        cells += [_number(found.agreement.relative_error), _percent(found.agreement.weight_overlap)]
-        cells += [_percent(found.changed_fraction), _number(found.signal_to_noise), _number(found.rounding_floor_nats)]
-        rows.append(cells)
+        agreement, name = found.agreement, ("*" if found.of_recipe else " ") + found.estimator
+        cells = [name, show(found.epsilon, "g")]
+        cells += [show(agreement.spearman), show(agreement.spearman_within_sequences)]
+        cells += [show(agreement.relative_error, ".3g"), show(agreement.weight_overlap, ".2%")]
+        cells += [show(found.changed_fraction, ".2%"), show(found.signal_to_noise, ".3g")]
+        rows.append([*cells, show(found.rounding_floor_nats, ".3g")])
     yield from aligned(rows)
-    yield f"* of the recipe. Weight overlap of uniform weights: {_percent(report.uniform_weight_overlap)}"
+    yield f"* of the recipe. Weight overlap of uniform weights: {show(report.uniform_weight_overlap, '.2%')}"
 
 
 def _probe_sizes(report: FidelityReport) -> Iterator[str]:
@@ -212,11 +212,7 @@ def _probe_sizes(report: FidelityReport) -> Iterator[str]:
     rows = [[" |B'|", "draws", "Spearman", "lowest", "weight overlap"]]
     for found in (*report.probe_sizes, *([] if other is None else [other])):
         name = f"{'*' if found.of_recipe else ' '}{found.batch_size}{f', {found.loss} loss' if found is other else ''}"
-        numbers = [
-            show_correlation(found.spearman),
-            show_correlation(found.spearman_min),
-            _percent(found.weight_overlap),
-        ]
+        numbers = [show(found.spearman), show(found.spearman_min), show(found.weight_overlap, ".2%")]
         rows.append([name, str(found.num_draws), *numbers])
     if len(rows) > 1:
         yield f"Probe size: utilities along a probe of |B'| against those along one of {report.large_probe_size}"
@@ -225,7 +221,7 @@ def _probe_sizes(report: FidelityReport) -> Iterator[str]:
 
 def _stale_directions(report: FidelityReport) -> Iterator[str]:
     rows = [
-        [f" {found.steps}", show_correlation(found.spearman), _percent(found.weight_overlap)]
+        [f" {found.steps}", show(found.spearman), show(found.weight_overlap, ".2%")]
         for found in report.stale_directions
     ]
     if rows:
@@ -236,11 +232,11 @@ def _stale_directions(report: FidelityReport) -> Iterator[str]:
 def judge(report: FidelityReport) -> Iterator[str]:
     """The settings that the measurements support."""
     jvp, *differences = report.estimators
-    yield f"utility.estimator=jvp: Spearman {show_correlation(jvp.agreement.spearman)}"
+    yield f"utility.estimator=jvp: Spearman {show(jvp.agreement.spearman)}"
     if differences:
         best = max(differences, key=lambda found: found.agreement.spearman or 0.0)
         reliable = [f"{found.epsilon:g}" for found in differences if _is_reliable(found.agreement)]
-        best_spearman = show_correlation(best.agreement.spearman)
+        best_spearman = show(best.agreement.spearman)
         yield f"utility.epsilon: {' '.join(reliable) or 'none'} of those tried; best {best.epsilon:g}, {best_spearman}"
     if report.probe_sizes:
         sizes = [found.batch_size for found in report.probe_sizes if _is_reliable(found)]
@@ -254,14 +250,6 @@ def _is_reliable(found: Agreement | ProbeSize | StaleDirection) -> bool:
     return (found.spearman or 0.0) >= RELIABLE_SPEARMAN
 
 
-def show_correlation(value: float | None) -> str:
-    """`-` for None, of a constant ranking."""
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.3g}%"
+def show(value: float | None, form: str = ".3f") -> str:
+    """`-` where a value is not defined."""
+    return "-" if value is None else f"{value:{form}}"
