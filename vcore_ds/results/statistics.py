@@ -37,7 +37,7 @@ def rank_correlation(left: np.ndarray, right: np.ndarray) -> float | None:
     table = np.stack([left, right]).astype(np.float64)
     if table.shape[1] < 2 or not np.isfinite(table).all() or (np.ptp(table, axis=1) == 0).any():
         return None
-    return float(np.corrcoef(*map(_ranks, table))[0, 1])
+    return float(np.corrcoef(_ranks(table[0]), _ranks(table[1]))[0, 1])
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:

@@ -197,11 +197,13 @@ def compare(sides: Sides, *, two_way: bool = False, power_difference: float | No
         expected = np.stack([one.tasks[task].correct for one in reference])
         for name, seeds in sides.items():
             correct = np.stack([one.tasks[task].correct for one in seeds])
-            lengths = np.mean([one.tasks[task].lengths for one in seeds], axis=0).tolist()
+            truncated, unanswered, tokens = np.mean([one.tasks[task].lengths for one in seeds], axis=0).tolist()
             over_seeds = statistics.t_estimate(correct.mean((1, 2))).interval
             interval = statistics.accuracy_interval(correct[0]) if len(seeds) == 1 else over_seeds
             difference = None if seeds is reference else _difference(correct, expected, two_way, power_difference)
-            results.append(Result(task, name, *correct.shape, float(correct.mean()), interval, *lengths, difference))
+            counts, accuracy = correct.shape, float(correct.mean())
+            values = (accuracy, interval, truncated, unanswered, tokens, difference)
+            results.append(Result(task, name, counts[0], counts[1], counts[2], *values))
     tested = [one.difference for one in results if one.difference is not None and one.difference.p_value is not None]
     for difference, p_value in zip(tested, statistics.holm([one.p_value or 0.0 for one in tested]), strict=True):
         difference.holm_p_value = p_value
