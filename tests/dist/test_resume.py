@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.helpers.resumed_runs import NUM_STEPS
 from tests.helpers.scores import write_scores_of
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.commands.fidelity.bench import Training
+from vcore_ds.commands.fidelity.measure import train_steps
 from vcore_ds.commands.reference.compute import write_reference_log_probabilities
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
@@ -369,7 +370,8 @@ def trained_by_the_fidelity_command(folder: Path, name: str) -> list[str]:
         feed = build_feed(own, plan, read_training_data(own, tokenizer, Console(enabled=False)), tokenizer, None)
         engine = build_engine(own, deepspeed_config(own, plan))
         schedule = settings.schedule_of(own, len(feed.dataset))
-        Training(engine, own, feed, schedule).train_until(NUM_STEPS, say=lambda line: None)
+        steps = train_steps(engine, own, feed, schedule, say=lambda line: None)
+        assert len(list(islice(steps, NUM_STEPS))) == NUM_STEPS
         found = {name: safe_get_full_fp32_param(parameter).flatten() for name, parameter in engine.trainable}
         engine.close()
     finally:

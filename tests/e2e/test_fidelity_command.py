@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib import image
 
 from tests.helpers.commands import free_port, run_command
 from tests.helpers.jobs import ForkedJob
@@ -26,7 +25,6 @@ def fidelity(arguments: list[str], log: Path, *, num_ranks: int = 1, code: int =
 
 
 def read(folder: Path) -> dict[str, Any]:
-    assert image.imread(folder / "fidelity.png").std() > 0.02
     return json.loads((folder / "fidelity.json").read_text(), parse_constant=pytest.fail)
 
 
@@ -81,7 +79,7 @@ def test_two_ranks_measure_what_one_process_does(setup: TinySetup, tmp_path: Pat
         "*finite_difference",
         "Probe size",
         "Stale direction",
-        *single["recommendations"],
+        *single["verdict"],
     ):
         assert words in said
     assert not (tmp_path / "run").exists()  # a measurement is no run

@@ -19,14 +19,11 @@ from tests.helpers.evaluations import write_answers
 from vcore_ds.commands.compare.statistics import (
     Interval,
     accuracy_interval,
-    bootstrap_interval,
     t_estimate,
     two_way_estimate,
 )
 
 NUM_WORLDS = 4000
-NUM_WORLDS_BOOTSTRAP = 1000
-"""Each of the latter resamples 10,000 times."""
 
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(24)
 
@@ -108,10 +105,6 @@ def of_one_run(world: World, setting: Setting) -> Interval | None:
     return t_estimate(_differences(world, setting)[0]).interval
 
 
-def of_bootstrap(world: World, setting: Setting) -> Interval:
-    return bootstrap_interval(_differences(world, setting)[0])
-
-
 def of_problems_only(world: World, setting: Setting) -> Interval | None:
     """Seeds averaged, problems as clusters: what is not offered for several seeds, and why."""
     return t_estimate(_differences(world, setting).mean(0)).interval
@@ -176,8 +169,8 @@ def accuracy(world: World) -> float:
 
 
 def one_run_table() -> Iterator[str]:
-    yield "| problems | samples | accuracy | t | bootstrap | Wilson | t, of these very problems | t, of the methods |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| problems | samples | accuracy | t | Wilson | t, of these very problems | t, of the methods |"
+    yield "|---|---|---|---|---|---|---|"
     for mean in (0.0, -2.0):
         for num_problems in (674, 60):
             for num_samples in (1, 4, 16):
@@ -191,9 +184,8 @@ def one_run_table() -> Iterator[str]:
                         (of_one_run, methods),
                     ],
                 )
-                (bootstrap,) = coverages(setting, [(of_bootstrap, checkpoints)], num_worlds=NUM_WORLDS_BOOTSTRAP)
                 names = f"{num_problems} | {num_samples} | {mean_accuracy(setting):.0%}"
-                yield _row(names, [t, bootstrap, wilson, here, of_methods])
+                yield _row(names, [t, wilson, here, of_methods])
 
 
 def seeds_table(method_noise: float) -> Iterator[str]:

@@ -26,7 +26,7 @@ from tests.helpers.jobs import ForkedJob
 from vcore_ds import cli
 from vcore_ds.commands.quickstart import wrong_traces
 from vcore_ds.files.scores_folder import read_traces
-from vcore_ds.results.seed_statistics import cell
+from vcore_ds.results.statistics import cell
 
 FOLDER = REPOSITORY / "runs" / "real_traces"
 RESULTS = Path(__file__).with_suffix(".jsonl")

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from tests.experiments.settings import Setting
-from vcore_ds.results import seed_statistics
-from vcore_ds.results.seed_statistics import cell
+from vcore_ds.results import statistics
+from vcore_ds.results.statistics import cell
 
 Result = dict[str, Any]
 BySeed = dict[int, Result]
@@ -28,7 +28,7 @@ def setting_of(result: Result) -> Setting:
 
 
 def paired(row: BySeed, reference: BySeed, key: str) -> list[float]:
-    return seed_statistics.paired(*({seed: found[key] for seed, found in each.items()} for each in (row, reference)))
+    return statistics.paired(*({seed: found[key] for seed, found in each.items()} for each in (row, reference)))
 
 
 def table(part: Sequence[Setting], results: Sequence[Result]) -> str:

@@ -5,6 +5,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from tests.experiments.coverage import (
@@ -20,22 +22,18 @@ from tests.experiments.coverage import (
     of_problems_only,
     of_seeds,
 )
-from vcore_ds.commands.compare.power import (
-    detectable_difference,
-    number_needed,
-    power,
-    spread_of_problems,
-    spread_of_seeds,
-)
 from vcore_ds.commands.compare.statistics import (
     accuracy_interval,
-    bootstrap_interval,
+    detectable_difference,
     holm,
+    measure_spread,
+    number_needed,
     sign_flip_p_value,
     t_estimate,
     two_way_estimate,
     wilson_interval,
 )
+from vcore_ds.results.statistics import rank_correlation
 
 
 def draws(shape: tuple[int, ...], seed: int = 0, share: float = 0.5) -> np.ndarray:
@@ -63,27 +61,11 @@ def test_values_without_spread_have_no_interval() -> None:
         assert found.value == pytest.approx(np.mean(values)) and found.interval is None and found.p_value is None
 
 
-def test_the_bootstrap_is_scipys() -> None:
-    differences = draws((60, 4), 1).mean(1) - draws((60, 4), 2).mean(1)
-    expected = stats.bootstrap(
-        (differences,), np.mean, n_resamples=10_000, method="percentile", rng=np.random.default_rng(1)
-    ).confidence_interval
-    # Quantiles of 10,000 draws are uncertain by 2.7% of a standard error.
-    room = 4 * 0.027 * math.sqrt(2) * np.std(differences) / math.sqrt(60)
-    assert bootstrap_interval(differences) == pytest.approx(tuple(expected), abs=room)
-    assert bootstrap_interval(differences) == bootstrap_interval(differences)
-
-
 @pytest.mark.parametrize(("better", "worse"), [(10, 3), (3, 10), (1, 0), (0, 0), (5, 5), (400, 330)])
 def test_with_one_sample_the_sign_flip_is_mcnemars_exact_test(better: int, worse: int) -> None:
     counts = np.array([1] * better + [-1] * worse + [0] * 20)
     expected = stats.binomtest(better, better + worse).pvalue if better + worse else 1.0
     assert sign_flip_p_value(counts) == pytest.approx(expected)
-
-
-def test_mcnemar_by_hand() -> None:
-    # 9 of 10: 2 (1 + 10) / 2^10.
-    assert sign_flip_p_value(np.array([1] * 9 + [-1])) == pytest.approx(22 / 1024)
 
 
 @pytest.mark.parametrize("counts", [[3, -1, 2, 0, 4, 1], [4, 4, 4, -4, 1], [-2, -2, -1, -3, 0, -1]])
@@ -147,38 +129,26 @@ def test_holm_by_hand() -> None:
     assert holm([0.02]) == [0.02] and holm([]) == []
 
 
-# ---- power -----------------------------------------------------------------------------------------------------------
+# ---- sample sizes ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ratio", "num"), [(0.05, 3), (1.5, 3), (4.0, 3), (0.5, 5), (1.5, 5), (0.5, 12), (0.05, 60), (0.5, 60), (0.1, 674)]
-)
-def test_power_is_that_of_the_noncentral_t_distribution(ratio: float, num: int) -> None:
+def power(ratio: float, num: int) -> float:
+    """Probability that Student's t detects a mean of `ratio` standard deviations: the noncentral t distribution."""
     quantile, shift = stats.t.ppf(0.975, num - 1), ratio * math.sqrt(num)
-    expected = stats.nct.sf(quantile, num - 1, shift) + stats.nct.cdf(-quantile, num - 1, shift)
-    assert power(ratio, num) == pytest.approx(expected, abs=2e-5)
-
-
-@pytest.mark.parametrize("ratio", [0.02, 0.1, 0.199, 0.3, 0.7, 2.0])
-def test_the_number_that_is_needed_is_the_first_that_suffices(ratio: float) -> None:
-    num = number_needed(ratio * 0.4, 0.4**2)
-    assert power(ratio, num) >= 0.8 - 1e-4
-    assert num == 3 or power(ratio, num - 1) < 0.8 + 1e-4
+    return stats.nct.sf(quantile, num - 1, shift) + stats.nct.cdf(-quantile, num - 1, shift)
 
 
 def test_numbers_that_are_needed_are_those_of_statsmodels() -> None:
     """TTestPower().solve_power(effect_size=ratio, alpha=0.05, power=0.8) of statsmodels 0.15.0, rounded up."""
     expected = {0.02: 19625, 0.1: 787, 0.199: 201, 0.3: 90, 0.7: 19, 2.0: 5}
-    assert {ratio: number_needed(ratio, 1.0) for ratio in expected} == expected
-
-
-def test_without_spread_the_fewest_suffice() -> None:
+    assert {ratio: number_needed(0.4 * ratio, 0.4**2) for ratio in expected} == expected
     assert number_needed(0.01, 0.0) == 3
 
 
-@pytest.mark.parametrize("num", [3, 60])
-def test_the_detectable_difference_has_the_power(num: int) -> None:
-    assert power(detectable_difference(0.25, num) / 0.5, num) == pytest.approx(0.8, abs=1e-3)
+@pytest.mark.parametrize(("num", "room"), [(3, 0.06), (5, 0.02), (60, 0.001)])
+def test_the_detectable_difference_has_the_power(num: int, room: float) -> None:
+    ratio = detectable_difference(0.25, num) / 0.5
+    assert power(ratio * (1 - room), num) < 0.8 < power(ratio * (1 + room), num)
 
 
 def test_the_spread_of_more_samples_is_predicted() -> None:
@@ -186,22 +156,40 @@ def test_the_spread_of_more_samples_is_predicted() -> None:
     generator = np.random.default_rng(0)
     shares = generator.uniform(0, 1, (2, 4000))
     few, many = ((generator.random((2, 4000, k)) < shares[..., None]).astype(float) for k in (4, 16))
-    predicted = spread_of_problems(few[1], few[0]).variance(16)
+    between, within = measure_spread(few[1], few[0])
+    assert within is not None
     # Of uniform shares: 2/12 between, 2/6 within.
-    assert predicted == pytest.approx(2 / 12 + 2 / 6 / 16, rel=0.05)
-    assert predicted == pytest.approx((many[1].mean(1) - many[0].mean(1)).var(ddof=1), rel=0.1)
-    one = spread_of_problems(few[1][:, :1], few[0][:, :1])
-    assert one.within is None and one.between == pytest.approx(2 / 12 + 2 / 6, rel=0.05)
-
-
-def test_the_spread_of_seeds_is_divided_too() -> None:
-    generator = np.random.default_rng(0)
+    assert between + within / 16 == pytest.approx(2 / 12 + 2 / 6 / 16, rel=0.05)
+    assert between + within / 16 == pytest.approx((many[1].mean(1) - many[0].mean(1)).var(ddof=1), rel=0.1)
+    total, nothing = measure_spread(few[1][:, :1], few[0][:, :1])
+    assert nothing is None and total == pytest.approx(2 / 12 + 2 / 6, rel=0.05)
+    # Over seeds.
     shares = 0.5 + 0.1 * generator.normal(size=(2, 300, 1, 1))
     correct = (generator.random((2, 300, 50, 4)) < shares).astype(float)
-    found = spread_of_seeds(correct[1], correct[0])
-    assert found.between == pytest.approx(2 * 0.1**2, rel=0.25)
-    assert found.within == pytest.approx(2 * (0.25 - 0.1**2) / 50, rel=0.05)
-    assert spread_of_seeds(correct[1][..., :1], correct[0][..., :1]).within is None
+    between, within = measure_spread(correct[1], correct[0])
+    assert between == pytest.approx(2 * 0.1**2, rel=0.25)
+    assert within == pytest.approx(2 * (0.25 - 0.1**2) / 50, rel=0.05)
+
+
+# ---- rank correlation ------------------------------------------------------------------------------------------------
+
+few_values = st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=2, max_size=40)
+
+
+@given(few_values)
+def test_the_rank_correlation_is_scipys_also_with_ties(pairs: list[tuple[int, int]]) -> None:
+    left, right = np.array(pairs, dtype=np.float32).T
+    found = rank_correlation(left, right)
+    if len(set(left)) == 1 or len(set(right)) == 1:
+        assert found is None
+    else:
+        assert found == pytest.approx(stats.spearmanr(left, right).statistic, abs=1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_the_rank_correlation_of_what_is_not_finite_is_not_defined(bad: float) -> None:
+    assert rank_correlation(np.array([1.0, bad, 2.0]), np.array([1.0, 2.0, 3.0])) is None
+    assert rank_correlation(np.array([1.0]), np.array([1.0])) is None
 
 
 # ---- coverage --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The parts of a fidelity measurement: the agreement's numbers, the sentences, the files, the choice of sequences."""
+"""The parts of a fidelity measurement: agreement, verdict, tables, JSON, the choice of sequences."""
 
 import json
 import math
@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib import image
 from scipy.stats import spearmanr
 
 from vcore_ds.commands.fidelity.choice import (
@@ -17,42 +16,24 @@ from vcore_ds.commands.fidelity.choice import (
     check_options,
     choose_sequences,
     num_draws,
+    prepare_output,
     within_the_recipe,
 )
-from vcore_ds.commands.fidelity.output import prepare_output
 from vcore_ds.commands.fidelity.report import (
     Agreement,
     Estimate,
     FidelityReport,
     ProbeSize,
     StaleDirection,
-    agreement,
-    as_json,
+    describe,
+    judge,
     mean,
-    rank_correlation,
+    measure_agreement,
     write_report,
 )
-from vcore_ds.commands.fidelity.text import describe, recommendations
 from vcore_ds.errors import UserError
 
 # ---- agreement -----------------------------------------------------------------------------------------------------
-
-few_values = st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=2, max_size=40)
-
-
-@given(few_values)
-def test_rank_correlation_is_scipys_also_with_ties(pairs: list[tuple[int, int]]) -> None:
-    left, right = (torch.tensor(values, dtype=torch.float32) for values in zip(*pairs, strict=True))
-    found = rank_correlation(left, right)
-    if len(set(left.tolist())) == 1 or len(set(right.tolist())) == 1:
-        assert found is None
-    else:
-        assert found == pytest.approx(spearmanr(left, right).statistic, abs=1e-12)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_rank_correlation_of_what_is_not_finite_is_not_defined(bad: float) -> None:
-    assert rank_correlation(torch.tensor([1.0, bad, 2.0]), torch.tensor([1.0, 2.0, 3.0])) is None
 
 
 def test_agreement_by_hand() -> None:
@@ -61,7 +42,7 @@ def test_agreement_by_hand() -> None:
     utilities = torch.tensor([1.0, 2.0, 2.0, 0.0, 4.0])  # the second sequence the wrong way round
     weights = torch.tensor([0.5, 0.25, 0.25, 0.1, 0.9])
     reference_weights = torch.tensor([0.25, 0.5, 0.25, 0.9, 0.1])
-    found = agreement(utilities, reference, weights, reference_weights, index)
+    found = measure_agreement(utilities, reference, weights, reference_weights, index)
     assert found.relative_error == pytest.approx(math.sqrt(32 / 25))
     assert found.weight_overlap == pytest.approx((0.75 + 0.2) / 2)  # 1 - half of the absolute differences
     assert found.spearman_within_sequences == pytest.approx(0.0)  # +1 and -1
@@ -71,14 +52,14 @@ def test_agreement_by_hand() -> None:
 def test_a_sequence_of_constant_utilities_does_not_count() -> None:
     index, reference = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 2.0, 5.0, 6.0])
     uniform = torch.full((4,), 0.5)
-    found = agreement(torch.tensor([3.0, 3.0, 8.0, 9.0]), reference, uniform, uniform, index)
+    found = measure_agreement(torch.tensor([3.0, 3.0, 8.0, 9.0]), reference, uniform, uniform, index)
     assert found.spearman_within_sequences == pytest.approx(1.0) and found.weight_overlap == pytest.approx(1.0)
-    nothing = agreement(torch.zeros(4), torch.zeros(4), uniform, uniform, index)
+    nothing = measure_agreement(torch.zeros(4), torch.zeros(4), uniform, uniform, index)
     assert nothing.spearman is None and nothing.spearman_within_sequences is None and nothing.relative_error is None
     assert mean([]) is None
 
 
-# ---- sentences: the rows of a measured table ------------------------------------------------------------------------
+# ---- verdict and tables ----------------------------------------------------------------------------------------------
 
 RECIPE = {"model": {"path": "some/model"}, "lora": {"rank": 8}}
 EPSILONS = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
@@ -113,119 +94,63 @@ def report_of(jvp: float | None, *differences: float | None, own: float | None =
     return replace(report, **changes)
 
 
-def test_full_parameters_in_bf16() -> None:
-    text = "\n".join(recommendations(report_of(0.996, 0.450, 0.373, 0.946, 0.553, 0.109, 0.199, own=1e-4)))
-    assert "Use utility.estimator=jvp: Spearman 0.996 with the fp32 reference" in text
-    assert "right at one of the epsilons tried only, 0.01, with Spearman 0.946" in text
-    assert "epsilon 1 is too long a step" in text and "epsilon 0.1 is too long a step" in text
-    assert (
-        "epsilon 0.0001 is rounding: Spearman 0.109, 0.2% of the parameters changed, and the loss change is 0.3 times"
-    ) in text
-    assert "epsilon 0.001 is" not in text  # doubtful, but not mostly noise
-    assert "The recipe's own epsilon, 0.0001, is not reliable" in text
-
-
-def test_adapters_in_bf16_where_one_epsilon_changes_nothing() -> None:
-    text = "\n".join(recommendations(report_of(0.996, 0.850, 0.666, 0.128, -0.004, 0.123, None)))
-    assert (
-        "right at none of the epsilons tried (Spearman at least 0.9); 1 is best with 0.850, and a longer step may be"
-        in text
-    )
-    assert "epsilon 1e-05 gives every token the same utility: 0.2% of the parameters changed" in text
-    assert "too long" not in text and "own epsilon" not in text
-
-
-def test_full_parameters_in_fp32() -> None:
-    report = report_of(
-        1.0, 0.2, 0.381, 0.960, 0.999, 1.0, 0.999, own=1e-4, precision="fp32", reference_precision="fp64"
-    )
-    text = "\n".join(recommendations(report))
-    assert "needs an epsilon between 1e-05 and 0.01 here" in text and "0.0001 is best with 1.000" in text
-    assert "rounding" not in text and "own epsilon" not in text
-
-
-def test_where_the_precision_itself_is_the_limit() -> None:
-    (about_jvp, *_) = recommendations(report_of(0.97, 0.1))
-    assert "jvp reaches Spearman 0.970" in about_jvp and "model.precision=fp32 does" in about_jvp
-    assert recommendations(report_of(None, None, utility_std=0.0)) == [
-        "The utilities of the reference are all the same: the direction is zero, and there is nothing to rank."
+def test_the_verdict() -> None:
+    one_epsilon = report_of(0.996, 0.450, 0.373, 0.946, 0.553, 0.109, 0.199)
+    assert list(judge(one_epsilon)) == [
+        "utility.estimator=jvp: Spearman 0.996",
+        "utility.epsilon: 0.01 of those tried; best 0.01, 0.946",
     ]
-
-
-def test_probe_sizes_and_staleness() -> None:
+    no_epsilon = report_of(0.97, 0.850, 0.666, 0.128, -0.004, 0.123, None)
+    assert list(judge(no_epsilon))[1] == "utility.epsilon: none of those tried; best 1, 0.850"
+    assert list(judge(report_of(None))) == ["utility.estimator=jvp: Spearman -"]
     sizes = [
         ProbeSize(1, 4, 0.3, 0.1, 0.9),
         ProbeSize(8, 4, 0.85, 0.8, 0.97, of_recipe=True),
         ProbeSize(32, 1, 0.95, 0.95, 0.99),
     ]
-    stale = [StaleDirection(1, 0.99, 0.99), StaleDirection(2, 0.93, 0.98), StaleDirection(4, 0.7, 0.95)]
-    report = report_of(0.996, 0.95, probe_sizes=sizes, stale_directions=stale)
-    text = "\n".join(recommendations(report))
-    assert "|B'| 32 is the smallest that agrees with a probe of 64 to 0.950" in text
-    assert "The recipe's |B'| 8 agrees with it to 0.850" in text
-    assert "may be kept for 2 steps here (probe.every=2): it still agrees with a fresh one to 0.930" in text
-    stale_at_once = replace(report, stale_directions=stale[2:], probe_sizes=sizes[:2])
-    text = "\n".join(recommendations(stale_at_once))
-    assert "No probe size tried agrees with a probe of 64 to 0.9; |B'| 8 reaches 0.850" in text
-    assert "should not be kept (probe.every=1): after 4 steps it agrees with a fresh one to 0.700 only" in text
+    # A later agreement, by chance, does not count.
+    stale = [StaleDirection(steps, spearman, 0.9) for steps, spearman in ((1, 0.99), (2, 0.93), (4, 0.7), (8, 0.91))]
+    report = report_of(0.996, probe_sizes=sizes, stale_directions=stale)
+    assert list(judge(report))[1:] == ["probe.batch_size: at least 32", "probe.every: at most 2"]
+    report = replace(report, probe_sizes=sizes[:2], stale_directions=stale[2:])
+    assert list(judge(report))[1:] == ["probe.batch_size: none of those tried", "probe.every: at most 1"]
 
 
-def test_the_table_marks_what_the_recipe_uses_and_has_a_dash_for_nothing() -> None:
-    report = report_of(0.996, 0.95, None, own=0.1)
-    lines = describe(report, ["a sentence"]).splitlines()
-    marked = [line.split() for line in lines if line.startswith("*finite_difference")]
-    assert marked == [["*finite_difference", "0.1", "-", "-", "0.1", "95%", "0.2%", "0.3", "-"]]
-    assert "- a sentence" in lines
-
-
-def test_the_other_loss_of_the_probe_has_a_row_below_the_sizes() -> None:
+def test_the_tables() -> None:
     sizes = [ProbeSize(1, 4, 0.3, 0.1, 0.9), ProbeSize(4, 4, 0.7, 0.6, 0.97, of_recipe=True)]
     other = ProbeSize(4, 4, 0.5, 0.4, 0.95, loss="dft")
-    lines = describe(report_of(0.996, 0.95, probe_sizes=sizes, other_probe_loss=other), []).splitlines()
-    start = lines.index(next(line for line in lines if line.startswith(" |B'|"))) + 1
-    assert [line.split()[0] for line in lines[start : start + 2]] == ["1", "*4"]
-    assert lines[start + 2].split() == ["4,", "dft", "loss", "4", "0.500", "0.400", "95%"]
+    stale = [StaleDirection(2, 0.93, 0.98)]
+    report = report_of(0.996, 0.95, None, own=0.1, probe_sizes=sizes, other_probe_loss=other, stale_directions=stale)
+    rows = [line.split() for line in describe(report).splitlines()]
+    assert ["*finite_difference", "0.1", "-", "-", "0.1", "95.00%", "0.20%", "0.3", "-"] in rows
+    start = rows.index(["|B'|", "draws", "Spearman", "lowest", "weight", "overlap"])
+    assert rows[start + 1 : start + 4] == [
+        ["1", "4", "0.300", "0.100", "90.00%"],
+        ["*4", "4", "0.700", "0.600", "97.00%"],
+        ["4,", "dft", "loss", "4", "0.500", "0.400", "95.00%"],
+    ]
+    assert ["2", "0.930", "98.00%"] in rows
+    alone = describe(report_of(0.996))
+    assert "Probe size" not in alone and "Stale" not in alone and alone.endswith("jvp: Spearman 0.996")
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_files(tmp_path: Path) -> None:
-    report = report_of(
-        0.996,
-        0.9,
-        None,
-        math.nan,
-        probe_sizes=[ProbeSize(1, 1, None, None, 0.9), ProbeSize(4, 1, 0.8, 0.8, 0.9)],
-        stale_directions=[StaleDirection(1, 0.9, 0.9)],
-        loss_error_nats=math.inf,
-    )
-    write_report(report, ["a sentence"], tmp_path)
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    found = json.loads((tmp_path / "fidelity.json").read_text(), parse_constant=refuse)
-    first, second, _, fourth = found["estimators"]
+def test_the_json_has_null_for_what_is_not_defined(tmp_path: Path) -> None:
+    sizes, stale = [ProbeSize(1, 1, None, None, 0.9)], [StaleDirection(1, 0.9, 0.9)]
+    report = report_of(0.996, 0.9, math.nan, probe_sizes=sizes, stale_directions=stale, loss_error_nats=math.inf)
+    write_report(report, tmp_path)
+    found = json.loads((tmp_path / "fidelity.json").read_text(), parse_constant=pytest.fail)
+    first, second, third = found["estimators"]
     assert first | {"spearman": 0.996, "estimator": "jvp", "epsilon": None, "changed_fraction": None} == first
     assert second | {"estimator": "finite_difference", "epsilon": 1.0, "spearman": 0.9, "relative_error": 0.1} == second
-    assert fourth["spearman"] is None and found["loss_error_nats"] is None
-    assert [size["batch_size"] for size in found["probe_sizes"]] == [1, 4]
+    assert third["spearman"] is None and found["loss_error_nats"] is None
+    assert found["probe_sizes"][0]["spearman"] is None and found["recipe"] == RECIPE
     assert found["stale_directions"] == [{"steps": 1, "spearman": 0.9, "weight_overlap": 0.9}]
-    assert found["recommendations"] == ["a sentence"] and found["recipe"] == RECIPE
-
-    pixels = image.imread(tmp_path / "fidelity.png")
-    assert pixels.shape[1] > pixels.shape[0] > 300 and pixels.std() > 0.02
+    assert found["verdict"] == list(judge(report))
     with pytest.raises(UserError, match="holds a fidelity.json already"):
         prepare_output(tmp_path)
-
-
-def test_only_the_estimators(tmp_path: Path) -> None:
-    report = report_of(0.996, 0.9)
-    assert as_json(report, [])["probe_sizes"] == []
-    write_report(report, [], tmp_path)
-    pixels = image.imread(tmp_path / "fidelity.png")
-    assert pixels.shape[0] < pixels.shape[1] * 1.2  # one panel
 
 
 def test_an_output_that_is_no_folder(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.cli import main
 from vcore_ds.commands.html_page import ASSETS, BASE, STYLE, as_json
 from vcore_ds.commands.report.curves import MOST_POINTS, make_charts
-from vcore_ds.commands.report.page import SCRIPTS, SOURCES, rank_correlation, weight_range
+from vcore_ds.commands.report.page import SCRIPTS, SOURCES, correlate_with_losses, weight_range
 from vcore_ds.commands.report.pictures import write_pictures
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs, read_runs
 from vcore_ds.commands.report.results import results_table, summary
@@ -156,7 +156,7 @@ def test_colours_and_correlation(tmp_path: Path) -> None:
     expected = scipy_stats.spearmanr(
         *(np.concatenate([getattr(s, f) for s in sequences]) for f in ("utilities", "losses"))
     )
-    assert rank_correlation(run) == pytest.approx(expected.statistic, abs=1e-9)
+    assert correlate_with_losses(run) == pytest.approx(expected.statistic, abs=1e-9)
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_store import make_sequences
 from vcore_ds.commands.score.passes import PassFiles, ScoredSequence
 from vcore_ds.commands.score.request import make_request
-from vcore_ds.commands.score.result import SetInputs, rank_correlation, write_result
+from vcore_ds.commands.score.result import SetInputs, write_result
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.store import TokenStore, write_store
@@ -189,12 +189,6 @@ def test_a_pass_without_its_sets_file_has_nothing(tmp_path: Path) -> None:
     assert files.positions() == set()
     files.write_set(1.0, 1.0)
     assert files.positions() == {3}
-
-
-def test_a_rank_correlation_shares_ranks_among_ties() -> None:
-    left, right = np.array([1.0, 2.0, 2.0, 5.0, 0.0]), np.array([3, 1, 4, 4, 2])
-    assert rank_correlation(left, right) == pytest.approx(spearmanr(left, right).statistic)
-    assert rank_correlation(left, np.ones(5)) is None
 
 
 def test_a_store_knows_the_row_of_each_sequence_in_its_source(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from vcore_ds.commands.sweep.status import describe
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.errors import UserError
 from vcore_ds.planning.sweep import Sweep, load_sweep
-from vcore_ds.results.seed_statistics import cell, interval, paired, student_t_quantile
+from vcore_ds.results.statistics import cell, interval, paired, student_t_quantile
 from vcore_ds.results.sweep_folder import ATTEMPT, State, SweepFolder, begin_sweep, read_sweep_folder
 
 SWEEPS = sorted((Path(__file__).resolve().parents[2] / "launch_scripts" / "sweeps").glob("*.yaml"))

@@ -10,10 +10,9 @@ from vcore_ds.errors import UserError
 
 HELP = "whether one evaluation is better than another, beyond chance"
 DESCRIPTION = (
-    "Compare evaluations of the same problems: accuracies with 95% intervals, differences paired by problem or by seed "
-    "and adjusted for the number of benchmarks, shares of truncated and unanswered outputs. Two evaluations say "
-    "something about two checkpoints; three or more seeds of each method, given with --group, about the methods. Needs "
-    "no GPU. docs/comparing.md says which interval answers which question."
+    "Compare evaluations of the same problems: accuracies and paired differences with 95% intervals. Two evaluations "
+    "say something about two checkpoints; three or more seeds of each method, given with --group, about the methods. "
+    "Needs no GPU. docs/comparing.md says which interval answers which question."
 )
 
 
@@ -31,67 +30,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar=("NAME", "EVAL"),
         help="instead of EVAL: a method's evaluations, one for each seed, in the same order in every group, three or "
-        "more (--group sft runs/sft/seed_*/eval --group vcore runs/vcore/seed_*/eval); the others are compared with "
-        "the first",
+        "more (--group sft runs/sft/seed_*/eval --group vcore runs/vcore/seed_*/eval)",
     )
     parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="compare these only (default: all)")
     parser.add_argument(
-        "--two-way",
-        action="store_true",
-        help="with --group: also intervals for problems like these, clustered by seed and by problem",
+        "--two-way", action="store_true", help="with --group: also intervals for other problems like these"
     )
     parser.add_argument(
         "--power",
         type=positive_number,
         metavar="POINTS",
-        help="also say how many problems, samples or seeds it would take to detect a difference of POINTS in accuracy",
-    )
-    parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="also draw the differences (.png, .pdf, .svg; needs matplotlib)"
+        help="also say how many problems, samples or seeds it takes to detect a difference of POINTS in accuracy",
     )
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
     parser.set_defaults(overrides=[])
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Raises UserError for what the user gave: evaluations that cannot be compared, options, or the picture."""
-    from vcore_ds.commands.compare.differences import compare
-    from vcore_ds.commands.compare.picture import draw
-    from vcore_ds.commands.compare.read import read_sides
+    """Raises UserError for evaluations that cannot be compared, and for options."""
+    from vcore_ds.commands.compare.comparison import compare, read_sides
     from vcore_ds.commands.compare.text import as_dict, describe
-    from vcore_ds.results.presentation import check_picture
 
     # argparse ends the list of evaluations where an option begins; cli.parse collects what follows.
-    groups = _groups([*arguments.evaluations, *arguments.overrides], arguments.group)
-    if arguments.two_way and all(len(folders) == 1 for _, folders in groups):
+    evaluations, groups = [Path(word) for word in [*arguments.evaluations, *arguments.overrides]], arguments.group
+    if evaluations and groups:
+        raise UserError(f"EVAL: found {evaluations[0]} beside --group; expected one or the other")
+    if any(len(words) < 2 for words in groups) or len({words[0] for words in groups}) < len(groups):
+        listed = ", ".join(" ".join(words) for words in groups)
+        raise UserError(f"--group: found {listed}; expected NAME EVAL [EVAL ...], with another name for each group")
+    if arguments.two_way and not any(len(words) > 2 for words in groups):
         raise UserError("--two-way: found one evaluation a side; expected --group with three or more seeds of each")
     if arguments.power is not None and arguments.power >= 100:
         raise UserError(f"--power: found {arguments.power:g} points; expected less than 100")
-    if arguments.png is not None:
-        check_picture("--png", arguments.png)
-    found = compare(
-        read_sides(groups, arguments.tasks),
-        two_way=arguments.two_way,
-        power_difference=None if arguments.power is None else arguments.power / 100,
-    )
-    if arguments.png is not None:
-        draw(found, arguments.png)
-    print(json.dumps(as_dict(found), indent=2, allow_nan=False) if arguments.json else describe(found))
+    power = None if arguments.power is None else arguments.power / 100
+    folders = {name: list(map(Path, members)) for name, *members in groups}
+    folders = folders or dict(zip(name_folders(evaluations), ([folder] for folder in evaluations), strict=True))
+    sides = read_sides(folders, arguments.tasks)
+    results = compare(sides, two_way=arguments.two_way, power_difference=power)
+    if arguments.json:
+        print(json.dumps(as_dict(sides, results, power), indent=2, allow_nan=False))
+    else:
+        print(describe(sides, results, power))
 
 
-def _groups(evaluations: Sequence[str], groups: Sequence[Sequence[str]]) -> list[tuple[str, list[Path]]]:
-    """(name, folders) of each side."""
-    from vcore_ds.commands.compare.read import names_of
-
-    if evaluations and groups:
-        raise UserError(
-            f"EVAL: found {evaluations[0]} beside --group; expected one or the other. Give single evaluations a "
-            "--group of their own"
-        )
-    for name, *members in groups:
-        if not members:
-            raise UserError(f"--group: {name}: found no evaluation; expected --group NAME EVAL [EVAL ...]")
-    if groups:
-        return [(name, [Path(member) for member in members]) for name, *members in groups]
-    folders = [Path(evaluation) for evaluation in evaluations]
-    return [(name, [folder]) for name, folder in zip(names_of(folders), folders, strict=True)]
+def name_folders(folders: Sequence[Path]) -> list[str]:
+    """The part of each path in which they differ: `sft` and `vcore` for runs/sft/eval and runs/vcore/eval."""
+    parts = [folder.resolve().parts for folder in folders]
+    for _ in range(2):  # from the beginning, then from the end; something of each path stays
+        shortest = min(map(len, parts), default=1)
+        shared = next((i for i in range(shortest - 1) if len({path[i] for path in parts}) > 1), shortest - 1)
+        parts = [path[shared:][::-1] for path in parts]
+    return ["/".join(path) for path in parts]

@@ -1,144 +1,116 @@
-"""A comparison as a table, and as values for JSON."""
+"""A comparison as tables and as JSON."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from vcore_ds.commands.compare.differences import Accuracy, Comparison
-from vcore_ds.commands.compare.statistics import Interval
+from vcore_ds.commands.compare.comparison import Difference, Result, Sides, find_warnings
+from vcore_ds.commands.compare.statistics import POWER, Interval
 from vcore_ds.results.presentation import aligned
-from vcore_ds.results.seed_statistics import FEWEST_SEEDS
+from vcore_ds.results.statistics import FEWEST_SEEDS
 
 NOTHING = "–"
-FORMAT = 1
+FORMAT = 2
 """Number of the JSON's format."""
 WIDTH = 120
 """Characters of a line of prose."""
 
-_ONE_RUN = (
-    "Intervals are about these two checkpoints on problems like these, not about the methods that trained them: "
-    f"another seed may differ by more. For methods train {FEWEST_SEEDS} seeds or more of each, and use --group."
-)
-_SEEDS = (
-    "Intervals are about the methods, trained with other seeds, on these very problems (Student's t over pairs of "
-    "seeds)."
-)
-_TWO_WAY = " Two-way intervals are about the methods on problems like these (clustered by seed and by problem)."
 
-
-def describe(found: Comparison) -> str:
-    """The tables, what they mean, and the warnings."""
-    lines = [*_accuracy_table(found), "", *_difference_table(found), ""]
-    lines += [part for note in _meaning(found) for part in textwrap.wrap(note, WIDTH)]
-    if any(one.sample_sizes is not None for one in found.differences):
-        lines += ["", *_power_table(found)]
-    if found.has_seeds:
-        lines += ["", *_pairs(found)]
-    if found.warnings:
-        lines += ["", *(f"warning: {warning}" for warning in found.warnings)]
-    return "\n".join(lines)
-
-
-def as_dict(found: Comparison) -> dict[str, Any]:
+def as_dict(sides: Sides, results: Sequence[Result], power_difference: float | None) -> dict[str, Any]:
     """The comparison for programs: shares from 0 to 1, null where something is not known."""
+    has_seeds = results[0].num_seeds > 1
     return {
         "format": FORMAT,
-        "reference": found.sides[0].name,
-        "intervals_are_about": "methods on these problems" if found.has_seeds else "these checkpoints",
-        "sides": [{"name": side.name, "evaluations": [str(folder) for folder in side.folders]} for side in found.sides],
-        "accuracies": [asdict(one) for one in found.accuracies],
-        "differences": [asdict(one) for one in found.differences],
-        "warnings": found.warnings,
+        "intervals_are_about": "methods on these problems" if has_seeds else "these checkpoints",
+        "sides": [{"name": name, "evaluations": [str(one.folder) for one in seeds]} for name, seeds in sides.items()],
+        "results": [asdict(result) for result in results],
+        "power_difference": power_difference,
+        "warnings": list(find_warnings(sides, results)),
     }
 
 
-def _accuracy_table(found: Comparison) -> Iterator[str]:
-    how = "Student's t over seeds" if found.has_seeds else "Wilson"
-    yield f"Accuracy in percent, with 95% intervals ({how})"
-    head = ["task", "problems", "samples", *(["seeds"] if found.has_seeds else []), "evaluation", "accuracy"]
-    head += ["95% interval", "truncated", "no answer", "tokens"]
-    rows = [head]
-    for one in found.accuracies:
-        seeds = [str(one.num_seeds)] if found.has_seeds else []
+def describe(sides: Sides, results: Sequence[Result], power_difference: float | None) -> str:
+    """Returns the tables, what their intervals are about, and the warnings."""
+    reference, has_seeds = next(iter(sides)), results[0].num_seeds > 1
+    compared = [(result, result.difference) for result in results if result.difference is not None]
+    parts = [_accuracy_table(results, reference), _difference_table(compared, reference), _meaning(compared)]
+    if power_difference is not None:
+        parts.append(_power_table(compared, 100 * power_difference))
+    if has_seeds:
+        folders = zip(*([str(one.folder) for one in seeds] for seeds in sides.values()), strict=True)
+        parts.append(iter(["Paired by seed:", *("  " + "   ".join(pair) for pair in folders)]))
+    parts.append(f"warning: {warning}" for warning in find_warnings(sides, results))
+    return "\n\n".join(filter(None, map("\n".join, parts)))
+
+
+def _accuracy_table(results: Sequence[Result], reference: str) -> Iterator[str]:
+    kind = "Wilson" if results[0].num_seeds == 1 else "Student's t over seeds"
+    yield f"Accuracy in percent, with 95% intervals ({kind})"
+    head = "task,problems,samples,seeds,evaluation,accuracy,95% interval,truncated,no answer,tokens"
+    rows = [head.split(",")]
+    for result in results:
+        counts = [f"{count:,}" for count in (result.num_problems, result.num_samples_per_problem, result.num_seeds)]
+        cells = [result.task, *counts] if result.side == reference else [""] * 4
+        cells += [result.side, f"{100 * result.accuracy:.1f}", _interval(result.interval, sign="")]
         rows.append(
-            [
-                *([one.task, f"{one.num_problems:,}"] if _is_first(one, found) else ["", ""]),
-                *([str(one.num_samples_per_problem), *seeds] if _is_first(one, found) else ["", *[""] * len(seeds)]),
-                one.side,
-                f"{100 * one.accuracy:.1f}",
-                _interval(one.interval, sign=""),
-                f"{one.truncated_share:.1%}",
-                f"{one.unanswered_share:.1%}",
-                f"{one.mean_tokens:,.0f}",
-            ]
+            [*cells, f"{result.truncated_share:.1%}", f"{result.unanswered_share:.1%}", f"{result.mean_tokens:,.0f}"]
         )
     yield from aligned(rows, left=("evaluation",))
 
 
-def _is_first(one: Accuracy, found: Comparison) -> bool:
-    return one.side == found.sides[0].name
+Compared = Sequence[tuple[Result, Difference]]
 
 
-def _difference_table(found: Comparison) -> Iterator[str]:
-    yield f"Differences from {found.sides[0].name} in points"
-    has_two_way = any(one.two_way is not None for one in found.differences)
-    head = ["task", "evaluation", "difference", "95% interval", "p", "Holm"]
-    if found.has_seeds:
-        head += ["by seed", *(["two-way interval", "two-way p"] if has_two_way else [])]
+def _difference_table(compared: Compared, reference: str) -> Iterator[str]:
+    yield f"Differences from {reference} in points"
+    has_seeds, has_two_way = compared[0][0].num_seeds > 1, compared[0][1].two_way is not None
+    exact = "McNemar p" if all(result.num_samples_per_problem == 1 for result, _ in compared) else "sign-flip p"
+    rows = [["task", "evaluation", "difference", "95% interval", "p", "Holm"]]
+    rows[0] += ["by seed"] if has_seeds else [exact, "better/worse"]
+    rows[0] += ["two-way interval", "two-way p"] if has_two_way else []
+    for result, difference in compared:
+        cells = [result.task, result.side, f"{100 * difference.value:+.1f}", _interval(difference.interval)]
+        cells += [_p_value(difference.p_value), _p_value(difference.holm_p_value)]
+        by_seed = " ".join(f"{100 * value:+.1f}" for value in difference.by_seed)
+        better_worse = f"{difference.num_better}/{difference.num_worse}"
+        cells += [by_seed] if has_seeds else [_p_value(difference.sign_flip_p_value), better_worse]
+        if difference.two_way is not None:
+            cells += [_interval(difference.two_way.interval), _p_value(difference.two_way.p_value)]
+        rows.append(cells)
+    yield from aligned(rows, left=("evaluation",))
+
+
+def _meaning(compared: Compared) -> Iterator[str]:
+    if compared[0][0].num_seeds == 1:
+        about = (
+            "Intervals are about these checkpoints on problems like these, not about the methods that trained them: "
+            f"another seed may differ by more. For methods train {FEWEST_SEEDS} seeds or more of each, and use --group."
+        )
     else:
-        is_mcnemar = all(one.num_samples_per_problem == 1 for one in found.accuracies)
-        head += ["bootstrap", "McNemar p" if is_mcnemar else "sign-flip p", "better/worse"]
-    rows = [head]
-    for one in found.differences:
-        row = [one.task, one.side, f"{100 * one.difference:+.1f}", _interval(one.interval)]
-        row += [_p_value(one.p_value), _p_value(one.holm_p_value)]
-        if found.has_seeds:
-            row.append(" ".join(f"{100 * value:+.1f}" for value in one.by_seed))
-            if one.two_way is not None:
-                row += [_interval(one.two_way.interval), _p_value(one.two_way.p_value)]
-        else:
-            row += [_interval(one.bootstrap_interval), _p_value(one.sign_flip_p_value)]
-            row.append(f"{one.num_better}/{one.num_worse}")
-        rows.append(row)
-    yield from aligned(rows, left=("evaluation",))
+        about = "Intervals are about the methods, trained with other seeds, on these very problems."
+    if compared[0][1].two_way is not None:
+        about += " Two-way intervals are about the methods on problems like these."
+    yield from textwrap.wrap(about, WIDTH)
+    if len(compared) > 1:
+        yield f"Holm: p adjusted for the {len(compared)} differences of the table."
 
 
-def _meaning(found: Comparison) -> Iterator[str]:
-    has_two_way = any(one.two_way is not None for one in found.differences)
-    yield (_SEEDS + (_TWO_WAY if has_two_way else "")) if found.has_seeds else _ONE_RUN
-    if len(found.differences) > 1:
-        yield f"Holm: p adjusted for the {len(found.differences)} differences of the table."
-
-
-def _power_table(found: Comparison) -> Iterator[str]:
-    sizes = [(one, one.sample_sizes) for one in found.differences if one.sample_sizes is not None]
-    _, first = sizes[0]
-    numbers = sorted({k for _, size in sizes for k in size.needed})
+def _power_table(compared: Compared, points: float) -> Iterator[str]:
     yield (
-        f"Number of {first.unit}, by samples a problem (k), to detect {100 * first.difference:g} points: "
-        f"p < 0.05 in {first.power:.0%} of all comparisons"
+        f"Number of {'problems' if compared[0][0].num_seeds == 1 else 'seeds'}, by samples a problem (k), to detect "
+        f"{points:g} points: p < 0.05 in {POWER:.0%} of all comparisons"
     )
-    rows = [["task", "evaluation", *(f"k = {k}" for k in numbers), "detectable, points"]]
-    for one, size in sizes:
-        needed = [size.needed.get(k) for k in numbers]
-        cells = [NOTHING if count is None else f"{count:,}" for count in needed]
-        rows.append(
-            [one.task, one.side, *cells, NOTHING if size.detectable is None else f"{100 * size.detectable:.1f}"]
-        )
+    counts = sorted({k for _, difference in compared for k in difference.needed or ()})
+    rows = [["task", "evaluation", *(f"k = {k}" for k in counts), "detectable, points"]]
+    for result, difference in compared:
+        needed = [(difference.needed or {}).get(k) for k in counts]
+        cells = [NOTHING if number is None else f"{number:,}" for number in needed]
+        detectable = NOTHING if difference.detectable is None else f"{100 * difference.detectable:.1f}"
+        rows.append([result.task, result.side, *cells, detectable])
     yield from aligned(rows, left=("evaluation",))
-    if any(count is None for _, size in sizes for count in size.needed.values()):
-        yield (
-            f"{NOTHING}: not known from these evaluations. One sample a problem does not tell how much of the spread "
-            "more samples would remove."
-        )
-
-
-def _pairs(found: Comparison) -> Iterator[str]:
-    """Which evaluations were paired, so that a wrong order is seen."""
-    yield "Paired by seed:"
-    for folders in zip(*(side.folders for side in found.sides), strict=True):
-        yield "  " + "   ".join(map(str, folders))
+    if any(NOTHING in row for row in rows):
+        yield f"{NOTHING}: not known. One sample a problem does not tell how much of the spread more would remove."
 
 
 def _interval(interval: Interval | None, sign: str = "+") -> str:

@@ -19,7 +19,7 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     numbers: dict[str, Any] = dict(nargs="+", metavar="N")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write fidelity.json and fidelity.png there")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write fidelity.json there")
     parser.add_argument(
         "--sequences", type=int, default=4, metavar="N", help="training sequences to measure on (default 4)"
     )
@@ -51,8 +51,7 @@ def main(arguments: argparse.Namespace) -> None:
         for name, kind in (("epsilons", float), ("probe_sizes", int), ("stale_steps", int))
     }
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    from vcore_ds.commands.fidelity.choice import FidelityOptions, check_options
-    from vcore_ds.commands.fidelity.output import prepare_output
+    from vcore_ds.commands.fidelity.choice import FidelityOptions, check_options, prepare_output
 
     options = FidelityOptions(
         num_sequences=arguments.sequences,

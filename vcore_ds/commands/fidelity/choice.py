@@ -1,20 +1,21 @@
-"""What the fidelity command will measure, and on which sequences."""
+"""The fidelity command's options and output folder, and the sequences that it measures on."""
 
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
+from vcore_ds.files.user_paths import check_folder, writing
 from vcore_ds.random_streams import Stream, generator
 
+JSON_NAME = "fidelity.json"
 MAX_DRAWS = 4
 """Disjoint probes of one size; their agreement with the large probe is averaged."""
 
 
 @dataclass(frozen=True)
 class FidelityOptions:
-    """What to measure; sizes count sequences over all ranks."""
+    """Requested measurements; sizes count sequences over all ranks."""
 
     num_sequences: int = 4
     epsilons: tuple[float, ...] = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
@@ -29,17 +30,17 @@ class FidelityOptions:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which sequences serve for what; the three share none."""
+    """Disjoint sets of sequences."""
 
     measured: list[int]
-    """Positions in the training data; those of the probes are in what the recipe draws its probe from."""
+    """Positions in the training data; those of the probes are in the recipe's probe data."""
     small_probes: list[int]
     """The recipe's probe and all small ones are taken from its start."""
     recipe_probe_size: int
     probe_sizes: list[int]
     large_probe: list[int]
     notes: list[str]
-    """What differs from the options."""
+    """Differences from the options."""
 
 
 def check_options(options: FidelityOptions) -> None:
@@ -47,18 +48,30 @@ def check_options(options: FidelityOptions) -> None:
     wrong = [f"--epsilons {epsilon:g}" for epsilon in options.epsilons if not 0 < epsilon < math.inf]
     wrong += [f"--probe-sizes {size}" for size in options.probe_sizes if size < 0]
     wrong += [f"--stale-steps {steps}" for steps in options.stale_steps if steps < 0]
-    wrong += [f"--large-probe {options.large_probe_size}"] if options.large_probe_size < 0 else []
-    wrong += [f"--after-steps {options.after_steps}"] if options.after_steps < 0 else []
+    single = {"--large-probe": options.large_probe_size, "--after-steps": options.after_steps}
+    wrong += [f"{option} {number}" for option, number in single.items() if number < 0]
     if wrong:
         raise UserError(f"{', '.join(wrong)}: expected positive numbers, or 0 to leave a part out")
     if options.num_sequences < 1:
         raise UserError(f"--sequences {options.num_sequences}: expected at least 1")
 
 
-def within_the_recipe(options: FidelityOptions, num_steps: int) -> tuple[FidelityOptions, list[str]]:
-    """Without the kept directions that would need training beyond the recipe's end, and a note where there are any.
+def prepare_output(folder: Path) -> None:
+    """Makes `folder`. Raises UserError where it cannot be made or written, and where it holds a result already."""
+    with writing("--output", folder):
+        folder.mkdir(parents=True, exist_ok=True)  # so that no rank's check removes it while another one looks
+        check_folder(folder)
+        if (folder / JSON_NAME).exists():
+            raise UserError(
+                f"--output: {folder}: holds a {JSON_NAME} already; expected a folder without a result, which is never "
+                "overwritten. Name another one, or remove it"
+            )
 
-    Raises UserError where even `after_steps` does.
+
+def within_the_recipe(options: FidelityOptions, num_steps: int) -> tuple[FidelityOptions, list[str]]:
+    """Leaves out kept directions that would need training beyond the recipe's end, and notes them.
+
+    Raises UserError where `after_steps` does.
     """
     if options.after_steps > num_steps:
         raise UserError(
@@ -77,9 +90,9 @@ def choose_sequences(
     num_training: int, num_trusted: int | None, probe_size: int, options: FidelityOptions, seed: int
 ) -> Choice:
     """Draws the measured sequences from the training data and the probes from the rest of it, or from the sequences of
-    `data.probe_path` (`num_trusted`, None where the recipe has none). Where data is short, the probes become smaller.
+    `data.probe_path` (`num_trusted`, None without). Where data is short, the probes become smaller.
 
-    Raises UserError where not even one sequence remains for each purpose.
+    Raises UserError unless there is a sequence for each purpose.
     """
     drawn, notes = generator(Stream.FIDELITY, seed), []
     order = drawn.permutation(num_training).tolist()
@@ -110,16 +123,5 @@ def choose_sequences(
 
 
 def num_draws(choice: Choice, size: int) -> int:
+    """Disjoint probes of a size."""
     return min(MAX_DRAWS, len(choice.small_probes) // size)
-
-
-def count_measurements(recipe: Recipe, options: FidelityOptions, choice: Choice) -> int:
-    """Lines that `Progress` will print."""
-    epsilon = recipe.utility.epsilon
-    total = options.after_steps + 2 + len(options.epsilons)
-    total += 2 if epsilon == "auto" else epsilon is not None and epsilon not in options.epsilons
-    if choice.large_probe:
-        # The recipe's size also with the other loss.
-        total += 1 + sum(num_draws(choice, size) for size in (*choice.probe_sizes, choice.recipe_probe_size))
-        total += len(options.stale_steps) + max(options.stale_steps, default=0)
-    return total

@@ -1,75 +1,87 @@
-"""How right the utilities of a recipe are, measured on its own model, data, precision and parallelism.
+"""Measures the utilities of a recipe on its own model, data, precision and parallelism.
 
 The reference is the same model at the same parameters along the same direction, computed in the next higher precision
-while it stays sharded (`utility.forward_mode(..., precision)`), so what is compared is what the recipe's precision and
-the estimator do, and nothing has to fit on one device.
+while it stays sharded (`utility.forward_mode(..., precision)`). So the difference is the recipe's precision and the
+estimator, and nothing has to fit on one device.
 """
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count, islice, pairwise
 
 import torch
 from torch import Tensor
 
-from vcore_ds.commands.fidelity.bench import Bench, Training
-from vcore_ds.commands.fidelity.choice import (
-    Choice,
-    FidelityOptions,
-    choose_sequences,
-    count_measurements,
-    num_draws,
-    within_the_recipe,
-)
+from vcore_ds.commands.fidelity.choice import Choice, FidelityOptions, choose_sequences, num_draws, within_the_recipe
 from vcore_ds.commands.fidelity.report import (
+    NOTHING,
+    Agreement,
     Estimate,
     FidelityReport,
     ProbeLoss,
     ProbeSize,
     StaleDirection,
+    describe,
     mean,
+    measure_agreement,
+    show,
     write_report,
 )
-from vcore_ds.commands.fidelity.text import describe, recommendations
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import MethodConfig
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.watchdog import watching
+from vcore_ds.engine.zero3 import Engine
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import environment
+from vcore_ds.method.tokens import Tokens
 from vcore_ds.models.configuration import can_replace_attention, read_config
 from vcore_ds.models.folder_check import check_model_folder
+from vcore_ds.models.loading import DTYPES
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import is_on_disk
-from vcore_ds.progress import BAR_SECONDS, duration
+from vcore_ds.progress import duration
 from vcore_ds.track.console import Console
-from vcore_ds.train.feed import build_feed, read_dataset, read_training_data
-from vcore_ds.train.settings import schedule_of
-from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
+from vcore_ds.train.feed import Feed, build_feed, read_dataset, read_training_data
+from vcore_ds.train.settings import Schedule, schedule_of, step_settings
+from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.train.start_check import check_start
 from vcore_ds.train.start_screen import describe_data, describe_method, describe_model
+from vcore_ds.train.step import take_direction
+from vcore_ds.train.trainer import Trainer
+from vcore_ds.train.weighting import token_weights
 from vcore_ds.utility.direction import Direction
+from vcore_ds.utility.estimators import jvp_utilities
+from vcore_ds.utility.finite_difference import choose_epsilon, perturbed_losses, signal_to_noise
+from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
+from vcore_ds.utility.passes import measured_losses
 
 DEFAULT_KL_BUDGET = 0.05
 """Nats; makes the weights of a recipe whose method has none."""
+REFERENCE_PRECISION = {"bf16": "fp32", "fp32": "fp64"}
+
+Say = Callable[[str], None]
 
 
 def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
-    """Measures, prints, and writes into `options.output`. Every rank of the job calls it.
-
-    Raises UserError, before the model is loaded, for whatever the user can fix.
-    """
+    """Measures, prints, and writes into `options.output`; every rank calls it. Raises UserError before loading."""
     check_model_folder(recipe.model.path)
-    check_reference(recipe.model.path)
+    path = recipe.model.path
+    if is_on_disk(path) and not can_replace_attention(read_config(path, local_files_only=True)):
+        raise UserError(
+            f"model.path: {path}: found an architecture whose attention is its own code; expected one whose attention "
+            "can be replaced: the reference is a forward-mode derivative, so nothing can be measured without it"
+        )
     start_ranks(recipe)
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
-        return measure_together(recipe, options)
+        return _measure(recipe, options)
 
 
-def measure_together(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
-    """The same with the process group up. A collective."""
-    weighted = with_utilities(recipe)
+def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
+    weighted = _with_utilities(recipe)
     console = Console(enabled=layout.is_first())
     plan = plan_ranks(weighted)
     ds_config = deepspeed_config(weighted, plan)
@@ -89,28 +101,32 @@ def measure_together(recipe: Recipe, options: FidelityOptions) -> FidelityReport
         options,
         recipe.run.seed,
     )
-    notes += [*choice.notes, *notes_on_recipe(recipe, options)]
-    for note in notes:
-        console.say(f"Note: {note}")
-
-    console.say(f"Model: {describe_model(recipe, None)}")
-    console.say(f"Data: {describe_data(recipe.data.train_path, dataset)}")
+    notes += choice.notes
+    if not recipe.method.uses_utilities:
+        notes.append(f"method {recipe.method.name} has no utilities; measured with those of method.name=vcore")
+    lines = [*(f"Note: {note}" for note in notes), f"Model: {describe_model(recipe, None)}"]
+    lines.append(f"Data: {describe_data(recipe.data.train_path, dataset)}")
     if trusted is not None and recipe.data.probe_path is not None:
-        console.say(f"Trusted data: {describe_data(recipe.data.probe_path, trusted)}")
-    console.say(f"Method: {describe_method(recipe)}")
+        lines.append(f"Trusted data: {describe_data(recipe.data.probe_path, trusted)}")
+    console.say("\n".join([*lines, f"Method: {describe_method(recipe)}"]))
+
     engine = build_engine(recipe, ds_config)
     check_start(engine, feed, console)
+    started = time.perf_counter()
+
+    def say(text: str) -> None:
+        console.say(f"[{duration(time.perf_counter() - started)}] {text}")
+
     bench = Bench(engine, weighted, feed, choice.measured)
-    training = Training(engine, recipe, feed, schedule)
-    progress = Measurements(console, count_measurements(weighted, options, choice))
-    training.train_until(options.after_steps, progress.done)
+    training = train_steps(engine, recipe, feed, schedule, say)
+    deque(islice(training, options.after_steps), maxlen=0)
     report = FidelityReport(
         recipe=recipe.model_dump(mode="json"),
         environment=environment(layout.size("job")),
         precision=recipe.model.precision,
         reference_precision=bench.reference_precision,
         steps_before=options.after_steps,
-        direction=recipe.probe.direction if bench.engine.num_updates else "sgd",  # no optimizer state yet
+        direction=recipe.probe.direction if engine.num_updates else "sgd",  # no optimizer state yet
         probe_batch_size=choice.recipe_probe_size,
         num_sequences=len(choice.measured),
         num_tokens=len(bench.index),
@@ -118,101 +134,58 @@ def measure_together(recipe: Recipe, options: FidelityOptions) -> FidelityReport
         notes=notes,
     )
     bench.take_direction(choice.small_probes[: report.probe_batch_size])
-    measure_estimators(bench, report, options.epsilons, progress)
+    _measure_estimators(bench, report, options.epsilons, say)
     if choice.large_probe:
-        bench.take_direction(choice.large_probe)
-        along_large = bench.jvp()
-        progress.done(f"large probe of {len(choice.large_probe)}")
-        measure_probe_sizes(bench, report, choice, along_large, progress)
-        measure_staleness(bench, report, choice, training, options.stale_steps, progress)
-    bench.engine.close()
-
-    sentences = recommendations(report)
-    console.say("\n" + describe(report, sentences))
+        _measure_probe_sizes(bench, report, choice, say)
+        if options.stale_steps:
+            _measure_staleness(bench, report, choice, training, options.stale_steps, say)
+    engine.close()
+    console.say("\n" + describe(report))
     if options.output is not None and layout.is_first():
-        write_report(report, sentences, options.output)
+        write_report(report, options.output)
         console.say(f"\nWritten to {options.output}")
     return report
 
 
-def notes_on_recipe(recipe: Recipe, options: FidelityOptions) -> list[str]:
-    """What is measured in another way than the recipe trains."""
-    notes = []
-    if not recipe.method.uses_utilities:
-        notes.append(
-            f"method {recipe.method.name} has no utilities: weights are those of vcore with kl_budget "
-            f"{DEFAULT_KL_BUDGET:g}, and the recipe's probe section gives the direction"
-        )
-    if recipe.probe.direction == "adam" and options.after_steps == 0 and options.stale_steps:
-        notes.append(
-            "without optimizer state the first direction is sgd, and kept directions are compared with adam ones; "
-            "--after-steps 1 or more compares like with like"
-        )
-    return notes
-
-
-def check_reference(path: str) -> None:
-    """Raises UserError where the reference cannot be computed on the model, whatever the recipe's own estimator. A
-    model that is not on this machine passes: loading says so."""
-    if is_on_disk(path) and not can_replace_attention(read_config(path, local_files_only=True)):
-        raise UserError(
-            f"model.path: {path}: found an architecture whose attention is its own code; expected one whose attention "
-            "can be replaced: the reference is a forward-mode derivative, so nothing can be measured without it"
-        )
-
-
-def with_utilities(recipe: Recipe) -> Recipe:
-    """What is measured: the recipe, for a method without utilities with those that its probe section gives."""
+def _with_utilities(recipe: Recipe) -> Recipe:
+    """The recipe; for a method without utilities, with VCORE's weights along the direction of its probe section."""
     method = recipe.method
     if not method.uses_utilities:
         method = MethodConfig(name="vcore", kl_budget=DEFAULT_KL_BUDGET, normalization=method.normalization)
     return recipe.model_copy(update={"method": method})
 
 
-class Measurements:
-    """One line for each measurement, with the time that is left where that is long."""
-
-    def __init__(self, console: Console, total: int):
-        self._console, self._total, self._count = console, total, 0
-        self._started = self._last = time.perf_counter()
-
-    def done(self, text: str) -> None:
-        now = time.perf_counter()
-        self._count += 1
-        number = f"{self._count:{len(str(self._total))}d}"
-        left = (now - self._started) / self._count * (self._total - self._count)
-        rest = f", {duration(left)} left" if left > BAR_SECONDS else ""
-        self._console.say(f"[{number}/{self._total}] {text}  ({now - self._last:.1f} s{rest})")
-        self._last = now
+# ---- measurements ----------------------------------------------------------------------------------------------------
 
 
-def measure_estimators(bench: Bench, report: FidelityReport, epsilons: Sequence[float], progress: Measurements) -> None:
-    """jvp and finite differences along `bench.direction`, with the reference."""
+def _measure_estimators(bench: "Bench", report: FidelityReport, epsilons: Sequence[float], say: Say) -> None:
+    """Compares jvp and finite differences along `bench.direction` with the reference."""
     reference_losses, reference = bench.reference()
     base = bench.losses()
     report.utility_std = float(reference.std())
     report.loss_error_nats = float((bench.over_ranks([base]) - reference_losses).double().square().mean().sqrt())
     report.uniform_weight_overlap = bench.agreement(torch.zeros_like(reference), reference).weight_overlap
-    progress.done(f"reference in {report.reference_precision}")
+    say(f"reference in {report.reference_precision}")
     found = bench.agreement(bench.jvp(), reference)
     report.estimators.append(Estimate("jvp", None, found, of_recipe=bench.recipe.utility.estimator == "jvp"))
-    progress.done(f"jvp: {describe_spearman(found.spearman)}")
+    say(f"jvp: Spearman {show(found.spearman)}")
     own_epsilon = bench.own_epsilon()
     if bench.recipe.utility.epsilon == "auto":
-        progress.done(f"search for epsilon: {own_epsilon:.3g}")
+        say(f"search for epsilon: {own_epsilon:.3g}")
     for epsilon in sorted({*epsilons, *({own_epsilon} if own_epsilon is not None else ())}, reverse=True):
         utilities, estimate = bench.finite_difference(epsilon, base)
         found = bench.agreement(utilities, reference)
         report.estimators.append(replace(estimate, agreement=found, of_recipe=epsilon == own_epsilon))
-        progress.done(f"finite difference, epsilon {epsilon:g}: {describe_spearman(found.spearman)}")
+        say(f"finite difference, epsilon {epsilon:g}: Spearman {show(found.spearman)}")
 
 
-def measure_probe_sizes(
-    bench: Bench, report: FidelityReport, choice: Choice, along_large: Tensor, progress: Measurements
-) -> None:
-    """Utilities along small probes with those along the large one; of the recipe's size also with the other loss."""
+def _measure_probe_sizes(bench: "Bench", report: FidelityReport, choice: Choice, say: Say) -> None:
+    """Compares utilities along small probes with those along the large one; at the recipe's size for both losses."""
     recipe_loss: ProbeLoss = bench.recipe.probe.loss
     other_loss: ProbeLoss = "uniform" if recipe_loss == "dft" else "dft"
+    bench.take_direction(choice.large_probe)
+    along_large = bench.jvp()
+    say(f"large probe of {len(choice.large_probe)}")
 
     def measure(size: int, loss: ProbeLoss) -> ProbeSize:
         draws = []
@@ -220,13 +193,12 @@ def measure_probe_sizes(
             bench.take_direction(choice.small_probes[draw * size : (draw + 1) * size], loss)
             draws.append(bench.agreement(bench.jvp(), along_large))
             label = f"probe of {size}, draw {draw + 1}" + (f", loss {loss}" if loss != recipe_loss else "")
-            progress.done(f"{label}: {describe_spearman(draws[-1].spearman)}")
-        spearmans = [draw.spearman for draw in draws]
-        known = [spearman for spearman in spearmans if spearman is not None]
+            say(f"{label}: Spearman {show(draws[-1].spearman)}")
+        known = [draw.spearman for draw in draws if draw.spearman is not None]
         return ProbeSize(
             size,
             len(draws),
-            mean(spearmans),
+            mean(known),
             min(known) if len(known) == len(draws) else None,
             mean([draw.weight_overlap for draw in draws]),
             of_recipe=size == report.probe_batch_size and loss == recipe_loss,
@@ -237,30 +209,109 @@ def measure_probe_sizes(
     report.other_probe_loss = measure(report.probe_batch_size, other_loss)
 
 
-def measure_staleness(
-    bench: Bench,
+def _measure_staleness(
+    bench: "Bench",
     report: FidelityReport,
     choice: Choice,
-    training: Training,
+    training: Iterator[None],
     stale_steps: Sequence[int],
-    progress: Measurements,
+    say: Say,
 ) -> None:
     """Trains on, and compares utilities along the large probe's direction from before with its direction now."""
-    if not stale_steps:
-        return
-    start = training.num_done
     bench.take_direction(choice.large_probe)
     kept = Direction(bench.engine)
     for buffer, current in zip(kept.buffers, bench.direction.buffers, strict=True):
         buffer.copy_(current)
-    for steps in sorted(stale_steps):
-        training.train_until(start + steps, progress.done)
+    for before, steps in pairwise([0, *sorted(stale_steps)]):
+        deque(islice(training, steps - before), maxlen=0)
         stale = bench.jvp(kept)
         bench.take_direction(choice.large_probe)
         found = bench.agreement(stale, bench.jvp())
         report.stale_directions.append(StaleDirection(steps, found.spearman, found.weight_overlap))
-        progress.done(f"direction of {steps} steps ago: {describe_spearman(found.spearman)}")
+        say(f"direction of {steps} steps ago: Spearman {show(found.spearman)}")
 
 
-def describe_spearman(value: float | None) -> str:
-    return "no ranking (constant)" if value is None else f"Spearman {value:.3f}"
+class Bench:
+    """Passes over the measured sequences. Tensors are over all ranks' tokens, on the CPU; methods are collectives."""
+
+    def __init__(self, engine: Engine, recipe: Recipe, feed: Feed, measured: Sequence[int]):
+        """`recipe`: with utilities, see `_with_utilities`."""
+        self.engine, self.recipe, self.feed = engine, recipe, feed
+        self.direction = Direction(engine)
+        self._rounding_seed = recipe.run.seed if recipe.utility.rounding == "stochastic" else None
+        self.reference_precision = REFERENCE_PRECISION[recipe.model.precision]
+        self.batches = feed.batches(measured, feed.plan.utility_micro_batch_size_per_rank)
+        ids = [torch.tensor(b.sequence_ids, dtype=torch.int64)[b.sequence_index()] for b in self.batches]
+        self.index = torch.unique(self.over_ranks(ids), return_inverse=True)[1]
+        """`[N]`, the measured sequence of each token, from 0."""
+
+    def over_ranks(self, parts: Sequence[Tensor]) -> Tensor:
+        """Joins the parts of all ranks, in the same order on each call. The ranks of a sequence-parallel group hold the
+        same values, of which the first rank's count."""
+        is_first = layout.rank("sequence", self.batches[0].sequence_parallel) == 0
+        found = layout.gather_objects("shards", torch.cat(list(parts)).cpu() if is_first else None)
+        return torch.cat([of_rank for of_rank in found if of_rank is not None])
+
+    def take_direction(self, ids: Sequence[int], loss: ProbeLoss | None = None) -> None:
+        """Fills `self.direction` from the probe batch `ids` as a step would; `loss` replaces the recipe's
+        `probe.loss`."""
+        settings = step_settings(self.recipe)
+        probe = settings.probe.model_copy(update={} if loss is None else {"loss": loss})
+        take_direction(self.direction, replace(settings, probe=probe), self.feed.probe_batches(ids))
+
+    def jvp(self, direction: Direction | None = None) -> Tensor:
+        return self.over_ranks(jvp_utilities(self.engine, direction or self.direction, self.batches))
+
+    def reference(self) -> tuple[Tensor, Tensor]:
+        """Losses and utilities in `reference_precision`."""
+        with forward_mode(self.engine, self.direction, DTYPES[self.reference_precision]):
+            found = [losses_and_utilities(self.engine, batch) for batch in self.batches]
+        return self.over_ranks([losses for losses, _ in found]), self.over_ranks([utilities for _, utilities in found])
+
+    def losses(self) -> Tensor:
+        """Losses of this rank's tokens."""
+        return torch.cat(measured_losses(self.engine, self.batches, batches_per_pass=1))
+
+    def own_epsilon(self) -> float | None:
+        """The recipe's epsilon, after a search for `auto`; None with jvp."""
+        if self.recipe.utility.epsilon != "auto":
+            return self.recipe.utility.epsilon
+        return choose_epsilon(self.engine, self.direction, self.batches, self._rounding_seed)
+
+    def finite_difference(self, epsilon: float, base: Tensor) -> tuple[Tensor, Estimate]:
+        """Utilities, and the estimate without its agreement; `base`: this rank's `losses()`."""
+        (of_below, changed_fraction), (of_above, _) = (
+            perturbed_losses(self.engine, self.direction, self.batches, signed, 1, self._rounding_seed)
+            for signed in (epsilon, -epsilon)
+        )
+        below, above = torch.cat(of_below), torch.cat(of_above)
+        symmetric = self.over_ranks([above + below - 2 * base]).double()
+        return self.over_ranks([(base - below) / epsilon]), Estimate(
+            "finite_difference",
+            epsilon,
+            agreement=NOTHING,
+            changed_fraction=changed_fraction,
+            signal_to_noise=signal_to_noise(below, base, above),
+            rounding_floor_nats=float((symmetric.square().mean() / 6).sqrt()),
+        )
+
+    def agreement(self, utilities: Tensor, reference: Tensor) -> Agreement:
+        """With the weights of the recipe's method."""
+        num_sequences, losses = int(self.index.max()) + 1, torch.zeros_like(reference)
+        if self.recipe.method.base_measure == "dft":  # weights depend on losses then
+            losses = self.over_ranks([self.losses()])
+        weights, reference_weights = (
+            token_weights(self.recipe.method, Tokens(losses.double(), self.index, num_sequences, s.double())).weights
+            for s in (utilities, reference)
+        )
+        return measure_agreement(utilities, reference, weights, reference_weights, self.index)
+
+
+def train_steps(engine: Engine, recipe: Recipe, feed: Feed, schedule: Schedule, say: Say) -> Iterator[None]:
+    """Takes the first steps of a run of the recipe, one for each item; nothing is built before the first."""
+    estimator = build_estimator(recipe, engine, batches_per_pass=feed.plan.batches_per_utility_pass)
+    trainer = Trainer(engine, estimator, step_settings(recipe), schedule)
+    for step in count():
+        metrics = trainer.step(step, feed.step(step))
+        say(f"training step {step + 1}: loss {metrics.values['loss']:.4f}")
+        yield

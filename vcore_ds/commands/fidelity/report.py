@@ -1,20 +1,21 @@
-"""The measurements of `vcore-ds fidelity`, measures of agreement, and the files written; the prose is in `text`."""
+"""The measurements of `vcore-ds fidelity`: measures of agreement, tables, verdict and fidelity.json."""
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from vcore_ds.commands.fidelity.output import JSON_NAME, PICTURE_NAME
+from vcore_ds.commands.fidelity.choice import JSON_NAME
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.user_paths import writing
 from vcore_ds.method.weights import segment_sum
-from vcore_ds.results.presentation import new_figure
+from vcore_ds.results.presentation import aligned
+from vcore_ds.results.statistics import rank_correlation
 
 RELIABLE_SPEARMAN = 0.9
 """Rank correlation from which on utilities order the tokens well enough to train with."""
@@ -24,7 +25,7 @@ ProbeLoss = Literal["uniform", "dft"]
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of utilities with a reference's, over the tokens of the measured sequences. None: not defined."""
+    """Agreement of utilities with a reference's, over the tokens of the measured sequences; None: not defined."""
 
     spearman: float | None
     """Rank correlation over all tokens; None where either is constant or not finite."""
@@ -33,8 +34,7 @@ class Agreement:
     relative_error: float | None
     """`|s - reference| / |reference|`, 2-norms over all tokens."""
     weight_overlap: float | None
-    """`1 - total variation` of a sequence's token weights and the reference's, mean over sequences: the share of the
-    weight that lies on the right tokens."""
+    """`1 - total variation` of a sequence's token weights and the reference's, mean over sequences."""
 
 
 NOTHING = Agreement(None, None, None, None)
@@ -84,7 +84,7 @@ class StaleDirection:
 
 @dataclass
 class FidelityReport:
-    """Everything that fidelity.json holds but the recommendations."""
+    """Contents of fidelity.json but for the verdict."""
 
     recipe: dict[str, Any]
     environment: dict[str, Any]
@@ -100,38 +100,21 @@ class FidelityReport:
     utility_std: float | None = None
     """Standard deviation of the reference's utilities, over all tokens."""
     uniform_weight_overlap: float | None = None
-    """Weight overlap of uniform weights with the reference's: the value that no utilities at all would reach."""
+    """Weight overlap of uniform weights with the reference's, which needs no utilities."""
     loss_error_nats: float | None = None
-    """Rms over tokens of the loss in the recipe's precision minus the reference's, at the same parameters."""
+    """Rms over tokens of the loss in the recipe's precision minus the reference's."""
     large_probe_size: int = 0
     notes: list[str] = field(default_factory=list)
     """Deviations from the requested measurements, and their reasons."""
     estimators: list[Estimate] = field(default_factory=list)
+    """jvp first, then finite differences from the longest step."""
     probe_sizes: list[ProbeSize] = field(default_factory=list)
     other_probe_loss: ProbeSize | None = None
     """The recipe's |B'| with the `probe.loss` that is not the recipe's."""
     stale_directions: list[StaleDirection] = field(default_factory=list)
 
 
-# ---- agreement -----------------------------------------------------------------------------------------------------
-
-
-def rank_correlation(left: Tensor, right: Tensor) -> float | None:
-    """Spearman's rank correlation, where ties share their mean rank; None where a side is constant or not finite."""
-    if len(left) < 2 or not bool((left.isfinite() & right.isfinite()).all()):
-        return None
-    ranks = torch.stack([_ranks(left), _ranks(right)])
-    if bool((ranks == ranks[:, :1]).all(1).any()):
-        return None
-    return float(torch.corrcoef(ranks)[0, 1])
-
-
-def _ranks(values: Tensor) -> Tensor:
-    _, group, counts = torch.unique(values, return_inverse=True, return_counts=True)  # groups in ascending order
-    return (counts.cumsum(0).double() - (counts - 1) / 2)[group]
-
-
-def agreement(
+def measure_agreement(
     utilities: Tensor, reference: Tensor, weights: Tensor, reference_weights: Tensor, sequence_index: Tensor
 ) -> Agreement:
     """Agreement of utilities and their weights with a reference's.
@@ -141,16 +124,17 @@ def agreement(
         sequence_index: `[N]`, the measured sequence of each token, from 0.
     """
     num_sequences = int(sequence_index.max()) + 1
-    within = [
-        rank_correlation(utilities[own], reference[own]) for own in (sequence_index == i for i in range(num_sequences))
-    ]
     utilities, reference = utilities.double(), reference.double()
+
+    def correlate(tokens: Tensor | slice) -> float | None:
+        return rank_correlation(utilities[tokens].numpy(), reference[tokens].numpy())
+
     error = float((utilities - reference).norm() / reference.norm())
     variation = 0.5 * segment_sum((weights - reference_weights).double().abs(), sequence_index, num_sequences)
     overlap = float((1.0 - variation).mean())
     return Agreement(
-        spearman=rank_correlation(utilities, reference),
-        spearman_within_sequences=mean(within),
+        spearman=correlate(slice(None)),
+        spearman_within_sequences=mean([correlate(sequence_index == i) for i in range(num_sequences)]),
         relative_error=error if math.isfinite(error) else None,
         weight_overlap=overlap if math.isfinite(overlap) else None,
     )
@@ -162,25 +146,22 @@ def mean(values: Sequence[float | None]) -> float | None:
     return sum(defined) / len(defined) if defined else None
 
 
-# ---- files ---------------------------------------------------------------------------------------------------------
+# ---- JSON ----------------------------------------------------------------------------------------------------------
 
 
-def write_report(report: FidelityReport, sentences: Sequence[str], folder: Path) -> None:
-    """`fidelity.json` and `fidelity.png` in `folder`. Raises UserError where they cannot be written."""
-    text = json.dumps(as_json(report, sentences), indent=2, allow_nan=False) + "\n"
-    with writing("--output", folder):
-        with written_aside(folder / JSON_NAME) as unfinished:
-            unfinished.write_text(text)
-        with written_aside(folder / PICTURE_NAME) as unfinished:
-            draw(report, unfinished)
+def write_report(report: FidelityReport, folder: Path) -> None:
+    """Writes `fidelity.json` into `folder`. Raises UserError where it cannot be written."""
+    text = json.dumps(as_json(report), indent=2, allow_nan=False) + "\n"
+    with writing("--output", folder), written_aside(folder / JSON_NAME) as unfinished:
+        unfinished.write_text(text)
 
 
-def as_json(report: FidelityReport, sentences: Sequence[str]) -> dict[str, Any]:
+def as_json(report: FidelityReport) -> dict[str, Any]:
     """Contents of fidelity.json; null for values that are not defined."""
     values = asdict(report)
     for estimate in values["estimators"]:
         estimate |= estimate.pop("agreement")
-    return _without_nan(values | {"recommendations": list(sentences)})
+    return _without_nan(values | {"verdict": list(judge(report))})
 
 
 def _without_nan(value: Any) -> Any:
@@ -191,53 +172,84 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def draw(report: FidelityReport, path: Path) -> None:
-    """Plots rank correlation against epsilon, probe size and steps kept: a panel for each that was measured."""
-    jvp = next(found for found in report.estimators if found.epsilon is None)
-    differences = sorted(
-        (found for found in report.estimators if found.epsilon is not None), key=lambda e: e.epsilon or 0.0
+# ---- tables --------------------------------------------------------------------------------------------------------
+
+
+def describe(report: FidelityReport) -> str:
+    """Returns the tables and the verdict."""
+    verdict = [f"Reliable, with a Spearman correlation of at least {RELIABLE_SPEARMAN:g}:"]
+    verdict += [f"  {line}" for line in judge(report)]
+    parts = [_estimators(report), _probe_sizes(report), _stale_directions(report), verdict]
+    return "\n\n".join(filter(None, map("\n".join, parts)))
+
+
+def _estimators(report: FidelityReport) -> Iterator[str]:
+    yield (
+        f"{report.num_sequences} sequences, {report.num_tokens} supervised tokens, after {report.steps_before} steps; "
+        f"direction {report.direction} of a probe of {report.probe_batch_size}"
     )
-    panels: list[tuple[str, list[float], list[tuple[str, list[float | None]]]]] = [
-        (
-            f"epsilon of the finite difference ({report.precision})",
-            [found.epsilon for found in differences if found.epsilon is not None],
-            [
-                ("finite difference", [found.agreement.spearman for found in differences]),
-                ("jvp", [jvp.agreement.spearman] * len(differences)),
-                ("share of parameters changed", [found.changed_fraction for found in differences]),
-            ],
-        ),
-        (
-            f"probe size |B'| (with one of {report.large_probe_size})",
-            [found.batch_size for found in report.probe_sizes],
-            [
-                ("mean of the draws", [found.spearman for found in report.probe_sizes]),
-                ("lowest", [found.spearman_min for found in report.probe_sizes]),
-            ],
-        ),
-        (
-            "optimizer steps a direction is kept",
-            [found.steps for found in report.stale_directions],
-            [("with a fresh direction", [found.spearman for found in report.stale_directions])],
-        ),
+    yield (
+        f"Against {report.reference_precision}: standard deviation of utilities {show(report.utility_std, '.3g')}, rms "
+        f"error of a {report.precision} loss {show(report.loss_error_nats, '.3g')} nats"
+    )
+    rows = [
+        ["estimator", "epsilon", "Spearman", "within a", "relative", "weight", "parameters", "signal", "rounding"],
+        ["", "", "", "sequence", "error", "overlap", "changed", "to noise", "in nats"],
     ]
-    panels = [panel for panel in panels if panel[1]]
-    figure = new_figure(5.0 * len(panels), 4.0)
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)
-    for axis, (label, positions, lines) in zip(axes[0], panels, strict=True):
-        for (name, values), style in zip(lines, ("o-", "s--", "x:"), strict=False):
-            drawn = [math.nan if value is None else value for value in values]
-            axis.plot(positions, drawn, style, label=name)
-        axis.set_xscale("log")
-        axis.set_xticks(positions, [f"{position:g}" for position in positions])
-        axis.minorticks_off()
-        axis.set_xlabel(label)
-        axis.axhline(RELIABLE_SPEARMAN, color="gray", linewidth=0.5, label=f"{RELIABLE_SPEARMAN:g}, reliable")
-        axis.legend(fontsize="small")
-    axes[0][0].set_ylabel("Spearman rank correlation")
-    model, lora = report.recipe["model"]["path"], report.recipe["lora"]
-    trained = "full-parameter" if lora is None else f"LoRA rank {lora['rank']}"
-    figure.suptitle(f"{Path(model).name}, {trained}, {report.precision}, after {report.steps_before} steps")
-    figure.set_layout_engine("none")  # it is laid out once, here
-    figure.tight_layout()
-    figure.savefig(path, format="png", dpi=120)  # named, as the unfinished file's suffix does not tell
+    for found in report.estimators:
+        agreement, name = found.agreement, ("*" if found.of_recipe else " ") + found.estimator
+        cells = [name, show(found.epsilon, "g")]
+        cells += [show(agreement.spearman), show(agreement.spearman_within_sequences)]
+        cells += [show(agreement.relative_error, ".3g"), show(agreement.weight_overlap, ".2%")]
+        cells += [show(found.changed_fraction, ".2%"), show(found.signal_to_noise, ".3g")]
+        rows.append([*cells, show(found.rounding_floor_nats, ".3g")])
+    yield from aligned(rows)
+    yield f"* of the recipe. Weight overlap of uniform weights: {show(report.uniform_weight_overlap, '.2%')}"
+
+
+def _probe_sizes(report: FidelityReport) -> Iterator[str]:
+    other = report.other_probe_loss
+    rows = [[" |B'|", "draws", "Spearman", "lowest", "weight overlap"]]
+    for found in (*report.probe_sizes, *([] if other is None else [other])):
+        name = f"{'*' if found.of_recipe else ' '}{found.batch_size}{f', {found.loss} loss' if found is other else ''}"
+        numbers = [show(found.spearman), show(found.spearman_min), show(found.weight_overlap, ".2%")]
+        rows.append([name, str(found.num_draws), *numbers])
+    if len(rows) > 1:
+        yield f"Probe size: utilities along a probe of |B'| against those along one of {report.large_probe_size}"
+        yield from aligned(rows)
+
+
+def _stale_directions(report: FidelityReport) -> Iterator[str]:
+    rows = [
+        [f" {found.steps}", show(found.spearman), show(found.weight_overlap, ".2%")]
+        for found in report.stale_directions
+    ]
+    if rows:
+        yield f"Stale direction of the probe of {report.large_probe_size} against the same probe's direction now"
+        yield from aligned([[" steps kept", "Spearman", "weight overlap"], *rows])
+
+
+def judge(report: FidelityReport) -> Iterator[str]:
+    """The settings that the measurements support."""
+    jvp, *differences = report.estimators
+    yield f"utility.estimator=jvp: Spearman {show(jvp.agreement.spearman)}"
+    if differences:
+        best = max(differences, key=lambda found: found.agreement.spearman or 0.0)
+        reliable = [f"{found.epsilon:g}" for found in differences if _is_reliable(found.agreement)]
+        best_spearman = show(best.agreement.spearman)
+        yield f"utility.epsilon: {' '.join(reliable) or 'none'} of those tried; best {best.epsilon:g}, {best_spearman}"
+    if report.probe_sizes:
+        sizes = [found.batch_size for found in report.probe_sizes if _is_reliable(found)]
+        yield f"probe.batch_size: {f'at least {min(sizes)}' if sizes else 'none of those tried'}"
+    if report.stale_directions:
+        kept = [found.steps for found in takewhile(_is_reliable, report.stale_directions)]
+        yield f"probe.every: at most {max(kept, default=1)}"
+
+
+def _is_reliable(found: Agreement | ProbeSize | StaleDirection) -> bool:
+    return (found.spearman or 0.0) >= RELIABLE_SPEARMAN
+
+
+def show(value: float | None, form: str = ".3f") -> str:
+    """`-` where a value is not defined."""
+    return "-" if value is None else f"{value:{form}}"

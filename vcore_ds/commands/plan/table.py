@@ -10,6 +10,7 @@ from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.memory_settings import active_parameters
 from vcore_ds.planning.plan_text import plan_verdict
 from vcore_ds.planning.run_plan import RunPlan, Way
+from vcore_ds.results.presentation import aligned
 from vcore_ds.units import gib
 
 _PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "main", "step": "update"}
@@ -54,14 +55,7 @@ def _table(found: Columns) -> list[str]:
     titles = [column.title for column in found.columns]
     rows: list[Row] = [("", titles), *_rows([column.plan for column in found.columns])]
     rows += _cluster_rows(found.columns)
-    first = max(len(name) for name, _ in rows)
-    widths = [max(len(cells[i]) for _, cells in rows if cells) for i in range(len(titles))]
-    return [
-        f"{name:{first}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
-        if cells
-        else name
-        for name, cells in rows
-    ]
+    return aligned([[name, *(cells or [""] * len(titles))] for name, cells in rows])
 
 
 def _rows(plans: list[RunPlan]) -> Iterator[Row]:

@@ -25,12 +25,12 @@ from vcore_ds.commands.report.traces import (
     encode_followed,
     encode_traces,
     part_of_run,
-    ranks,
     utilities_of,
 )
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.user_paths import writing
+from vcore_ds.results.statistics import rank_correlation
 
 SOURCES = Path(__file__).parent / "page"
 SCRIPTS = ("charts.js", "traces.js", "followed.js", "density.js", "main.js")
@@ -55,7 +55,7 @@ def render(runs: Sequence[ReportedRun], sweep: SweepTables | None = None) -> str
     with_texts = [run for run in runs if run.texts is not None]
     described = [encode_traces(run, part_of_run(MOST_TOKENS, runs)) for run in with_texts]
     for run, (description, _) in zip(with_texts, described, strict=True):
-        description["spearman"] = rank_correlation(run)
+        description["spearman"] = correlate_with_losses(run)
     of_followed = [encode_followed(run, part_of_run(MOST_FOLLOWED_TOKENS, runs)) for run in with_texts]
     followed = [found for found in of_followed if found is not None]
     labels = [group.label for group in groups]
@@ -122,12 +122,12 @@ def weight_range(runs: Sequence[ReportedRun]) -> float:
     return max(0.02, float(np.quantile(powers, 0.98))) if len(powers) else 1.0
 
 
-def rank_correlation(run: ReportedRun) -> float | None:
-    """Spearman's, of utility and loss over the tokens of a record, mean over records; None without utilities, or where
-    either is constant."""
+def correlate_with_losses(run: ReportedRun) -> float | None:
+    """Rank correlation of utility and loss over the tokens of a record, mean over records where it is defined."""
     found = []
     for record in run.records:
         utilities, losses = utilities_of(record), np.concatenate([sequence.losses for sequence in record.sequences])
-        if utilities is not None and np.ptp(utilities) > 0 and np.ptp(losses) > 0:
-            found.append(np.corrcoef(ranks(utilities), ranks(losses))[0, 1])
+        correlation = None if utilities is None else rank_correlation(utilities, losses)
+        if correlation is not None:
+            found.append(correlation)
     return float(np.mean(found)) if found else None

@@ -12,7 +12,7 @@ from vcore_ds.commands.report.scaling import scaling_tables
 from vcore_ds.commands.report.tables import NOTHING, Table
 from vcore_ds.errors import UserError
 from vcore_ds.results.presentation import markdown_rows
-from vcore_ds.results.seed_statistics import cell, paired
+from vcore_ds.results.statistics import cell, paired
 from vcore_ds.results.sweep_folder import State, SweepFolder, read_sweep_folder
 
 LAST_SHARE = 0.1

@@ -22,6 +22,8 @@ from vcore_ds.files.scores_folder import (
     write_tokens,
     write_traces,
 )
+from vcore_ds.results.presentation import aligned
+from vcore_ds.results.statistics import rank_correlation
 
 MAX_SOURCES = 12
 """Sources in the table on the screen."""
@@ -144,19 +146,6 @@ def _shown_tokens(store: TokenStore, name: str, inputs: SetInputs, shown: Sequen
     return rows
 
 
-def rank_correlation(left: np.ndarray, right: np.ndarray) -> float | None:
-    """Spearman's rank correlation, where ties share their mean rank; None where a side is constant."""
-    ranks = np.stack([_ranks(left), _ranks(right)])
-    if (np.ptp(ranks, axis=1) == 0).any():
-        return None
-    return float(np.corrcoef(ranks)[0, 1])
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)  # groups in ascending order
-    return (np.cumsum(counts) - (counts - 1) / 2)[group]
-
-
 def describe(output: Path, scores: Scores) -> str:
     """The lines at the end: by set and source how many traces, their mean utility and how many have a positive one."""
     lines = []
@@ -173,10 +162,7 @@ def describe(output: Path, scores: Scores) -> str:
         ]:
             found = mean[chosen]
             table.append((label, f"{len(found):,}", f"{found.mean():.3g}", f"{(found > 0).mean():.0%}"))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        for label, *cells in table:
-            right = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-            lines.append(f"  {label.ljust(widths[0])}  {right}")
+        lines += [f"  {line}" for line in aligned(table)]
         if len(sources) > MAX_SOURCES:
             lines.append(f"  and {len(sources) - MAX_SOURCES:,} more sources")
         correlations = [

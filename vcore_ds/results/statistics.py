@@ -1,4 +1,4 @@
-"""Means over seeds with their 95% confidence intervals (Student's t), and differences that are paired by seed."""
+"""Means over seeds with 95% intervals (Student's t), differences paired by seed, and Spearman's rank correlation."""
 
 import functools
 import math
@@ -29,6 +29,20 @@ def cell(values: Sequence[float], digits: int, *, difference: bool = False) -> s
 def paired(values: Mapping[int, float], reference: Mapping[int, float]) -> list[float]:
     """Differences at the seeds that both have, in the order of the seeds."""
     return [values[seed] - reference[seed] for seed in sorted(values.keys() & reference.keys())]
+
+
+def rank_correlation(left: np.ndarray, right: np.ndarray) -> float | None:
+    """Spearman's rank correlation, where ties share their mean rank; None for fewer than two values, and where a side
+    is constant or not finite."""
+    table = np.stack([left, right]).astype(np.float64)
+    if table.shape[1] < 2 or not np.isfinite(table).all() or (np.ptp(table, axis=1) == 0).any():
+        return None
+    return float(np.corrcoef(_ranks(table[0]), _ranks(table[1]))[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)  # groups in ascending order
+    return (np.cumsum(counts) - (counts - 1) / 2)[group]
 
 
 @functools.cache
