@@ -137,7 +137,7 @@ def test_the_text_says_which_tokens_gained_and_lost(folder: Path, capsys) -> Non
         assert sum(row.share_of_tokens for row in rows) == pytest.approx(1.0)
     assert tables.relative_weight == pytest.approx(1.0, abs=1e-5)
     _, output, _ = print_report(capsys, folder / "vcore", "--step", 2)
-    assert f"Recorded: {records[1].num_tokens:,} tokens of 2 sequences, of steps 2." in output
+    assert f"Recorded: {records[1].num_tokens:,} tokens of 2 sequences, of step 2." in output
     assert "over the run" not in output
 
 

@@ -113,7 +113,8 @@ def tables_of(run: ReportedRun, tables: TokenTables) -> dict[str, Any]:
             ("Phrases whose weight fell most over the run", tables.phrases.fell),
         ]
     steps, first, last = map(_listed, (tables.steps, tables.first_third, tables.last_third))
-    heading = f"{tables.num_tokens:,} tokens of {tables.num_sequences:,} sequences, of steps {steps}"
+    heading = f"{tables.num_tokens:,} tokens of {tables.num_sequences:,} sequences, of step"
+    heading += f"{'s' if len(tables.steps) > 1 else ''} {steps}"
     if tables.first_third:
         heading += f" (first third of the records: {first}; last third: {last})"
     if abs(tables.relative_weight - 1.0) >= 0.005:
