@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.commands import run_command
 from vcore_ds.commands.quickstart.session import DATA
@@ -33,12 +34,15 @@ SUMS = [(a, b) for a in range(2, 12) for b in range(2, 12)]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished LoRA run of the quickstart's model on sums."""
     folder, model = tmp_path_factory.mktemp("sums"), prepare_quickstart_data(DATA).model
+    # In fp32, since plain PyTorch takes minutes for a step in bf16 on a CPU without bf16 instructions.
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder / "model")
     with (folder / "train.jsonl").open("w") as file:
         for a, b in SUMS[::2]:
             question, answer = math_prompt(f"What is {a} + {b}?"), f"\\boxed{{{a + b}}}"
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": messages}) + "\n")
-    changes = f"model.path={model} data.train_path={folder}/train.jsonl data.validation_path=null"
+    changes = f"model.path={folder}/model data.train_path={folder}/train.jsonl data.validation_path=null"
     changes += f" data.cache_dir={folder}/cache schedule.num_steps=8 batch.global_size=10 run.output_dir={folder}/run"
     done = run_command(f"vcore-ds train quickstart.yaml methods/sft.yaml {changes}")
     assert done.returncode == 0, done.stdout

@@ -59,6 +59,7 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     def run(stdin: io.StringIO, *words: str | Path) -> tuple[str, str]:
         monkeypatch.setattr(sys, "stdin", stdin)
+        capsys.readouterr()  # of the test's own preparations
         assert main(["chat", *map(str, words), "--max-new-tokens", "12"]) == 0
         return capsys.readouterr()
 

@@ -81,9 +81,8 @@ def chat(arguments: argparse.Namespace) -> None:
             if not sys.stdin.isatty():
                 raise
             messages.pop()
-            print(
-                f"\nvcore-ds: {problem or 'stopped; the conversation goes on without this question'}", file=sys.stderr
-            )
+            stopped = "stopped; the conversation goes on without this question"
+            print(f"\nvcore-ds: {problem if isinstance(problem, UserError) else stopped}", file=sys.stderr)
 
 
 def find_result(path: str) -> str:
