@@ -16,7 +16,6 @@ from vcore_ds.commands import (
     evaluate,
     export,
     fidelity,
-    handoff,
     keep,
     keys,
     plan,
@@ -27,7 +26,6 @@ from vcore_ds.commands import (
     report,
     score,
     sweep,
-    tokens,
     train,
 )
 from vcore_ds.commands.arguments import add_overrides
@@ -47,14 +45,18 @@ COMMANDS = {
     "keep": keep,
     "prepare": prepare,
     "export": export,
-    "tokens": tokens,
     "report": report,
     "sweep": sweep,
     "eval": evaluate,
     "compare": compare,
     "chat": chat,
-    "handoff": handoff,
 }
+
+RETIRED = {
+    "handoff": "launch_scripts/rl has examples for TRL and verl (docs/reinforcement-learning.md)",
+    "tokens": "its tables are in `vcore-ds report RUN --text`",
+}
+"""Commands of earlier versions -> where their work is done now."""
 
 EXIT_UNREAD = 128 + signal.SIGPIPE
 """Exit code where the reader of the output has left, as shells report it of other tools."""
@@ -136,6 +138,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION))
+    word = next((word for word in argv if not word.startswith("-")), None)
+    if word in RETIRED:
+        parser.exit(2, f"vcore-ds: there is no command {word} any more: {RETIRED[word]}\n")
     # Overrides that follow an option are left over: argparse ends the list of overrides where an option begins.
     arguments, later = parser.parse_known_args(argv)
     unknown = [word for word in later if word.startswith("-")]

@@ -22,7 +22,7 @@ from vcore_ds.commands.quickstart.session import RECIPE
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.config.load import load_recipe
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.results.token_tables import IN_ANSWER
+from vcore_ds.results.token_tables import IN_ANSWER, make_tables
 from vcore_ds.track.token_records import read_records
 
 pytestmark = pytest.mark.e2e
@@ -88,7 +88,7 @@ def test_the_second_steps_differ(lines_by_method) -> None:
         assert keys == [name != "vcore"] * 8
 
 
-# ---- records of tokens, and the command that reads them --------------------------------------------------------------
+# ---- records of tokens, and the text of a report that shows them -----------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["vcore", *FRAGMENTS])
@@ -106,83 +106,91 @@ def test_the_records_add_up_to_the_metrics(folder: Path, lines_by_method, name: 
             assert mean == pytest.approx(line["utility_mean"], rel=1e-4, abs=1e-6)
 
 
-def print_tokens(capsys, *words: object) -> tuple[int, str, str]:
-    """Exit code and output of `vcore-ds tokens WORDS`, in this process."""
-    code = main(["tokens", *map(str, words)])
+def print_report(capsys, *words: object) -> tuple[int, str, str]:
+    """Exit code and output of `vcore-ds report --text WORDS`, in this process."""
+    code = main(["report", "--text", *map(str, words)])
     return code, *capsys.readouterr()
 
 
-def test_the_command_says_which_tokens_gained_and_lost(folder: Path, capsys) -> None:
-    code, output, _ = print_tokens(capsys, folder / "vcore", "--top", 3, "--min-count", 2)
-    assert code == 0 and output.startswith(f"{folder / 'vcore'} (vcore): ")
-    assert "of steps 1, 2." in output
-    for title in ("Tokens that gained most weight (at least 2 times)", "Phrases that lost most", "By position"):
-        assert title in output
-    found = json.loads(print_tokens(capsys, folder / "vcore", "--json", "--top", 3, "--min-count", 2)[1])
-    ((run,),) = found.values()
-    tables = run["tables"]
-    assert len(tables["tokens"]["gained"]) == len(tables["tokens"]["lost"]) == 3
-    for kind, is_above in (("gained", True), ("lost", False)):
-        for row in tables["tokens"][kind]:
-            assert (row["relative_weight"] > 1) == is_above and row["count"] >= 2
-            assert row["name"] in output
-    for rows in (tables["positions"], [row for row in tables["kinds"] if row["name"] != IN_ANSWER]):
-        assert sum(row["count"] for row in rows) == tables["num_tokens"]
-        assert sum(row["share_of_weight"] for row in rows) == pytest.approx(1.0)
-        assert sum(row["share_of_tokens"] for row in rows) == pytest.approx(1.0)
-    assert tables["relative_weight"] == pytest.approx(1.0, abs=1e-5)
-    one = json.loads(print_tokens(capsys, folder / "vcore", "--json", "--step", 2)[1])["runs"][0]["tables"]
-    assert one["steps"] == [2] and one["tokens"]["rose"] == [] and one["num_tokens"] < tables["num_tokens"]
+def tables_of_tokens(output: str) -> str:
+    return output.partition("Recorded: ")[2].partition("Seconds of a step")[0]
 
 
-def test_the_command_compares_runs_by_kind_and_position(folder: Path, capsys) -> None:
+def rows_of(output: str, title: str) -> list[list[str]]:
+    """The words of each row of a table."""
+    _, _, *rows = output[output.index(title) :].partition("\n\n")[0].splitlines()
+    return [row.split() for row in rows]
+
+
+def test_the_text_says_which_tokens_gained_and_lost(folder: Path, capsys) -> None:
+    code, output, _ = print_report(capsys, folder / "vcore", "--top", 3, "--min-count", 2)
+    assert code == 0 and "What was learnt" in output and "Seconds of a step" in output
+    assert "of steps 1, 2 (first third of the records: 1; last third: 2)" in output
+    assert "Phrases that lost most" in output and not (folder / "vcore" / "report.html").exists()
+    records = read_records(folder / "vcore")
+    tables = make_tables(records, load_tokenizer(str(folder / "model")), top=3, min_count=2)
+    for kind, rows, is_above in (("gained", tables.tokens.gained, True), ("lost", tables.tokens.lost, False)):
+        shown = rows_of(output, f"Tokens that {kind} most weight (at least 2 times)")
+        assert len(shown) == len(rows) == 3
+        for words, row in zip(shown, rows, strict=True):
+            assert (row.relative_weight > 1) == is_above and row.count >= 2
+            assert words[-8:-6] == [f"{row.relative_weight:,.4g}", f"{row.count:,}"]
+    for rows in (tables.positions, [row for row in tables.kinds if row.name != IN_ANSWER]):
+        assert sum(row.count for row in rows) == tables.num_tokens
+        assert sum(row.share_of_weight for row in rows) == pytest.approx(1.0)
+        assert sum(row.share_of_tokens for row in rows) == pytest.approx(1.0)
+    assert tables.relative_weight == pytest.approx(1.0, abs=1e-5)
+    _, output, _ = print_report(capsys, folder / "vcore", "--step", 2)
+    assert f"Recorded: {records[1].num_tokens:,} tokens of 2 sequences, of step 2." in output
+    assert "over the run" not in output
+
+
+def test_the_text_compares_runs_by_kind_and_position(folder: Path, capsys) -> None:
     runs = [folder / name for name in ("vcore", "dft", "sft", "random")]
-    code, output, _ = print_tokens(capsys, runs[0], "--top", 3, *runs[1:])
+    code, output, _ = print_report(capsys, runs[0], "--top", 3, *runs[1:])
     assert code == 0
-    assert f"{folder / 'sft'} (sft) weights all tokens alike" in output
-    for number, name in enumerate(("vcore", "dft", "random"), start=1):
-        assert f"{number}: {folder / name} ({name}): " in output
-    header, *rows = output.partition("By position in the trace\n")[2].partition("\n\n")[0].splitlines()
-    assert header.split()[-3:] == ["1", "2", "3"] and len(rows) == 10
-    assert all(float(row.split()[-2]) < 1 for row in rows)  # dft's weights are probabilities
+    assert "sft: All recorded tokens have the uniform weight: none gained or lost." in output
+    rows = rows_of(output, "Relative weight by position in the trace")
+    assert len(rows) == 10 and {len(row) for row in rows} == {6}
+    assert all(float(row[-2]) < 1 for row in rows)  # dft's weights are probabilities
+    assert "method.name" in output and "Tokens that gained" not in output
+    _, output, _ = print_report(capsys, folder / "dft")
+    assert "their mean relative weight is 0." in output
 
 
-def test_runs_without_weights_to_show_get_a_sentence(folder: Path, tmp_path: Path, capsys) -> None:
-    code, output, _ = print_tokens(capsys, folder / "sft")
-    assert code == 0 and output == (
-        f"{folder / 'sft'} (sft) weights all tokens alike: no token gained or lost in its 2 record(s).\n"
-    )
-    (tmp_path / "recipe.yaml").write_text((folder / "vcore" / "recipe.yaml").read_text())
-    code, output, _ = print_tokens(capsys, tmp_path)
-    assert code == 0 and output == f"{tmp_path} has no records of tokens: tokens/ is empty or missing.\n"
+def test_a_run_without_records_is_said_to_have_none(folder: Path, tmp_path: Path, capsys) -> None:
+    for name in ("recipe.yaml", "metrics.jsonl"):
+        shutil.copy(folder / "vcore" / name, tmp_path)
+    code, output, _ = print_report(capsys, tmp_path)
+    assert code == 0 and "No tokens were recorded: tokens/ is empty or missing." in output
 
 
-def test_what_the_command_cannot_read_is_said(folder: Path, tmp_path: Path, capsys) -> None:
+def test_records_that_the_text_cannot_show(folder: Path, tmp_path: Path, capsys) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(folder / "vcore" / "tokens", copy / "tokens")
+    shutil.copy(folder / "vcore" / "metrics.jsonl", copy)
     recipe = (folder / "vcore" / "recipe.yaml").read_text()
     (copy / "recipe.yaml").write_text(re.sub(r"(?m)^(model:\n  path:) .*$", rf"\1 {tmp_path}/gone", recipe))
+    code, output, _ = print_report(capsys, copy)
+    assert code == 0 and f"{tmp_path}/gone: no tokenizer can be loaded from there" in output
+    assert "Name it with --tokenizer" in output
+    make_tokenizer().save_pretrained(tmp_path / "small")
     for words, message in (
-        ([tmp_path / "nowhere"], "found no recipe.yaml there; expected a run's folder (run.output_dir)"),
         (
             [folder / "vcore", "--step", 7],
             f"--step: found 7; expected a step that {folder / 'vcore'} has a record of: 1, 2",
         ),
-        ([copy], f"{tmp_path}/gone: no tokenizer can be loaded from there"),
         ([copy, "--tokenizer", tmp_path], f"--tokenizer: {tmp_path}: no tokenizer can be loaded from there"),
+        (
+            [copy, "--tokenizer", tmp_path / "small"],
+            "and a tokenizer of 259 tokens; expected the one that the run was trained with",
+        ),
     ):
-        code, output, error = print_tokens(capsys, *words)
+        code, output, error = print_report(capsys, *words)
         assert (code, output) == (2, "") and message in error and "Traceback" not in error
-    assert "Name it with --tokenizer" in print_tokens(capsys, copy)[2]
-    make_tokenizer().save_pretrained(tmp_path / "small")
-    code, _, error = print_tokens(capsys, copy, "--tokenizer", tmp_path / "small")
-    assert code == 2 and "and a tokenizer of 259 tokens; expected the one that the run was trained with" in error
-    code, output, _ = print_tokens(capsys, copy, "--tokenizer", folder / "vcore" / "adapter")
-    assert code == 0
-    assert output.partition("\n")[2] == print_tokens(capsys, folder / "vcore")[1].partition("\n")[2]
-    (copy / "tokens" / "step_00000002.npz").write_bytes(b"half")
-    code, _, error = print_tokens(capsys, copy)
-    assert code == 2 and f"{copy}/tokens/step_00000002.npz: is damaged" in error
+    _, output, _ = print_report(capsys, copy, "--tokenizer", folder / "vcore" / "adapter")
+    expected = print_report(capsys, folder / "vcore")[1]
+    assert tables_of_tokens(output) == tables_of_tokens(expected) != ""
 
 
 # ---- the reference of iw_sft -----------------------------------------------------------------------------------------

@@ -5,9 +5,11 @@ import json
 import os
 import pty
 import select
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,14 +21,12 @@ from tests.helpers.recipes import smallest_recipe
 from tests.helpers.setups import write_model
 from tests.unit.test_export import trained_masters, write_run
 from vcore_ds.cli import main
-from vcore_ds.commands.chat.models import load_voices
-from vcore_ds.commands.chat.session import Sampling, answer_question, generation_settings
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.grading.prompts import math_prompt
-from vcore_ds.models.named_model import find_named_model
+from vcore_ds.models.named_model import find_named_model, load_to_answer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 
@@ -36,121 +36,110 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("base") / "base")
 
 
-@pytest.fixture(scope="module")
-def lora_run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run, whose adapter changes what is answered."""
-    folder = tmp_path_factory.mktemp("lora") / "run"
-    masters = {name: 20 * tensor for name, tensor in trained_masters(base, lora=True).items()}
-    export_run(write_run(folder, base, masters, lora=True), output=folder / "adapter")
-    return folder
+class Terminal(io.StringIO):
+    """Lines that are typed; Ctrl-D behind them."""
+
+    def isatty(self) -> bool:
+        return True
 
 
-def greedy(folder: Path | str, prompt: str, num_tokens: int) -> str:
-    """What plain transformers answers."""
+def greedy(folder: Path | str, *turns: str) -> str:
+    """What plain transformers answers in 12 tokens to the last turn, the user's."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-    )
+    messages = [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-    tokens = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False, eos_token_id=tokenizer.eos_token_id)
-    return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+    return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def piped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, *words: str | Path
-) -> tuple[str, str]:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    assert main(["chat", *map(str, words)]) == 0
-    return capsys.readouterr()
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+    """Standard output and error of `vcore-ds chat WORDS` with 12 tokens an answer."""
+
+    def run(stdin: io.StringIO, *words: str | Path) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        capsys.readouterr()  # of the test's own preparations
+        assert main(["chat", *map(str, words), "--max-new-tokens", "12"]) == 0
+        return capsys.readouterr()
+
+    return run
 
 
-def test_standard_input_is_one_prompt(base, monkeypatch, capsys):
-    said, stats = piped(monkeypatch, capsys, "two\nlines\n", base, "--max-new-tokens", "12")
-    assert said.strip() == greedy(base, "two\nlines", 12)
-    assert "12 tokens, cut off" in stats
+def test_standard_input_is_one_prompt(base: Path, say: Callable) -> None:
+    output, notes = say(io.StringIO("two\nlines\n"), base)
+    assert output == greedy(base, "two\nlines") + "\n" and "[cut off after 12 tokens]" in notes
+    output, _ = say(io.StringIO("What is 2 + 2?"), base, "--prompt", "math")
+    assert output == greedy(base, math_prompt("What is 2 + 2?")) + "\n"
 
 
-def test_base_and_tuned_answer_one_after_the_other(base, lora_run, tmp_path, monkeypatch, capsys):
-    said, _ = piped(monkeypatch, capsys, "hello", lora_run, "--base", "--max-new-tokens", "12", "--dtype", "fp32")
-    _, before, after = (part.partition("\n")[2].strip() for part in f"\n{said}".split("---"))
-    merged = export_run(lora_run, merge=True, dtype="fp32", output=tmp_path / "merged")
-    assert before == greedy(base, "hello", 12) and after == greedy(merged, "hello", 12)
-    assert before != after
+def test_a_conversation_goes_on_until_a_new_one_begins(base: Path, say: Callable) -> None:
+    output, _ = say(Terminal("hello\n\nagain\n/new\nagain\n"), base)
+    first = greedy(base, "hello")
+    second, anew = greedy(base, "hello", first.strip(), "again"), greedy(base, "again")
+    assert second != anew and output == f"> {first}\n> > {second}\n> > {anew}\n> \n"
 
 
-def test_the_prompt_of_training_is_used(base, monkeypatch, capsys):
-    said, _ = piped(monkeypatch, capsys, "What is 2 + 2?", base, "--prompt", "math", "--max-new-tokens", "12")
-    assert said.strip() == greedy(base, math_prompt("What is 2 + 2?"), 12)
+def test_a_run_answers_by_its_newest_checkpoint_or_its_result(base: Path, tmp_path: Path, say: Callable) -> None:
+    masters = {name: 20 * tensor for name, tensor in trained_masters(base, lora=True).items()}
+    run = write_run(tmp_path / "run", base, masters, lora=True)
+    expected = greedy(export_run(run, merge=True, dtype="fp32", output=tmp_path / "merged"), "hello") + "\n"
+    assert expected != greedy(base, "hello") + "\n"
+    output, notes = say(io.StringIO("hello"), run)
+    assert output == expected and "export/" in notes
+    (adapter,) = (run / "export").glob("*/adapter")
+    shutil.copytree(adapter, run / "adapter")
+    assert say(io.StringIO("hello"), adapter)[0] == say(io.StringIO("hello"), run)[0] == expected
 
 
-def test_a_run_that_trained_all_parameters_is_compared_with_its_base(base, tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
+def test_settings_of_the_user_replace_those_of_the_model(base: Path, tmp_path: Path, say: Callable) -> None:
+    sampling = tmp_path / "sampling"
+    shutil.copytree(base, sampling)
+    (sampling / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 5.0, "top_k": 9}))
+    answers = [say(io.StringIO("x"), sampling, "--seed", seed)[0] for seed in "112"]
+    assert answers[0] == answers[1] != answers[2]
+    assert say(io.StringIO("x"), sampling, "--temperature", "0")[0] == greedy(base, "x") + "\n"
+    assert say(io.StringIO("x"), base, "--top-k", "9", "--temperature", "5", "--seed", "1")[0] == answers[0]
+
+
+def test_the_result_of_a_run_that_trained_all_parameters_is_found(base: Path, tmp_path: Path) -> None:
     recipe = smallest_recipe() | {"model": {"path": str(base)}}
-    (run / "recipe.yaml").write_text(dump_recipe(Recipe.model_validate(recipe)))
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(Recipe.model_validate(recipe)))
     with pytest.raises(UserError, match="the run has no result yet .model/."):
-        find_named_model(str(run))
-    write_model(run / "model")
-    found = find_named_model(str(run))
-    assert (found.weights, found.base, found.adapter) == (str(run / "model"), str(base), None)
-    assert [voice.name for voice in load_voices(found, with_base=True, dtype=None)] == ["base", "tuned"]
+        find_named_model(str(tmp_path))
+    write_model(tmp_path / "model")
+    found = find_named_model(str(tmp_path))
+    assert (found.weights, found.base, found.adapter) == (str(tmp_path / "model"), str(base), None)
 
 
-def test_an_adapter_is_found_by_itself(base, lora_run):
-    found = find_named_model(str(lora_run / "adapter"))
-    assert (found.weights, found.adapter) == (str(base), str(lora_run / "adapter"))
-
-
-def test_a_small_adapter_counts_in_bf16(base, tmp_path):
+def test_a_small_adapter_counts_in_bf16(base: Path, tmp_path: Path) -> None:
     """Each output of its layers is below half an ulp of the base's, to which peft's forward adds it after rounding."""
     adapted = tiny.with_lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=5e-5)
     adapted.save_pretrained(tmp_path)
-    before, after = load_voices(find_named_model(str(tmp_path)), with_base=True, dtype="bf16")
+    loaded = load_to_answer(find_named_model(str(tmp_path)), torch.bfloat16)
     ids = torch.randint(0, 256, (64, 64), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        exact = adapted(ids).logits
-        with adapted.disable_adapter():
-            exact = exact - adapted(ids).logits
-        found = after.model(ids).logits
-        with before.during():
-            found = found - before.model(ids).logits
+    changes = []
+    for model in (adapted, loaded):
+        with torch.inference_mode():
+            change = model(ids).logits
+            with model.disable_adapter():
+                changes.append(change - model(ids).logits)
+    exact, found = changes
     assert float((found * exact).sum() / exact.square().sum()) == pytest.approx(1.0, abs=0.2)
-
-
-def test_samples_depend_on_the_seed_alone(base):
-    (voice,) = load_voices(find_named_model(str(base)), with_base=False, dtype=None)
-    answers = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        answers.append(answer_question(voice, [{"role": "user", "content": "x"}], Sampling(16, temperature=1.5)).text)
-    assert answers[0] == answers[1] != answers[2]
-
-
-def test_settings_of_the_user_replace_those_of_the_model(base):
-    (voice,) = load_voices(find_named_model(str(base)), with_base=False, dtype=None)
-    model, tokenizer = voice.model, voice.tokenizer
-    model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.95, eos_token_id=[1, 2])
-    own = generation_settings(model, tokenizer, Sampling(9))
-    assert (own.do_sample, own.temperature, own.top_p) == (True, 0.6, 0.95)
-    assert own.eos_token_id == sorted({1, 2, tokenizer.eos_token_id})
-    assert not generation_settings(model, tokenizer, Sampling(9, temperature=0.0)).do_sample
-    mixed = generation_settings(model, tokenizer, Sampling(9, temperature=1.2, top_k=7))
-    assert (mixed.temperature, mixed.top_p, mixed.top_k) == (1.2, 0.95, 7)
 
 
 @pytest.mark.parametrize(
     ("words", "text", "expected"),
     [
         (["{base}"], "  \n", "found nothing on standard input"),
-        (["{base}", "--base"], "x", "--base: found a model without a run or an adapter"),
         (["/no/such/model"], "x", "RUN|MODEL: /no/such/model: no such folder"),
         (["{base}/.."], "x", "found no run, adapter or model there; expected a run's folder, the folder of an adapter"),
         (["{base}", "extra"], "x", "found extra after RUN|MODEL"),
         (["{damaged}"], "x", "found no base_model_name_or_path"),
-        (["{base}"], "x" * 40_000, "expected fewer than the 32,768 that the model takes"),
+        (["{base}"], "x" * 40_000, "tokens so far, which leave the model no room"),
     ],
 )
 def test_what_cannot_be_meant_is_one_message(words, text, expected, base, tmp_path, monkeypatch, capsys):
@@ -161,19 +150,16 @@ def test_what_cannot_be_meant_is_one_message(words, text, expected, base, tmp_pa
     assert expected in message and message.count("; expected") <= 1
 
 
-@pytest.mark.parametrize("command", ["chat", "eval"])
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--top-p", "1.5"], "found 1.5, expected a number above 0, at most 1"),
-        (["--temperature", "inf"], "found inf, expected a number of at least 0"),
-        (["--temperature", "x" * 10**5], "found a word of 100,000 characters, expected a number of at least 0"),
-    ],
-)
-def test_numbers_that_sample_nothing_are_refused(command, words, expected, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([command, "model", *words])
-    assert expected in capsys.readouterr().err
+def test_numbers_that_sample_nothing_are_refused(capsys):
+    for command in ("chat", "eval"):
+        for words, expected in (
+            (["--top-p", "1.5"], "found 1.5, expected a number above 0, at most 1"),
+            (["--temperature", "inf"], "found inf, expected a number of at least 0"),
+            (["--temperature", "x" * 10**5], "found a word of 100,000 characters, expected a number of at least 0"),
+        ):
+            with pytest.raises(SystemExit, match="2"):
+                main([command, "model", *words])
+            assert expected in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -217,7 +203,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(endless):
         end = wait_for("hello")
         wait_for("", end, characters=20)  # something of the answer
         os.write(terminal, b"\x03")
-        end = wait_for("tokens, stopped", end)
+        end = wait_for("stopped; the conversation", end)
         wait_for("> ", end)
         os.write(terminal, b"\x04")
         assert process.wait(timeout=60) == 0

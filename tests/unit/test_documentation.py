@@ -66,6 +66,18 @@ def as_check(line: str) -> list[str]:
     return ["check", recipe, *(word for word in arguments if word != "--eval")]
 
 
+def test_retired_commands_say_where_their_work_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, remedy in (
+        (["tokens", "RUN", "--json"], "report RUN --text"),
+        (["handoff", "RUN"], "launch_scripts/rl "),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
+        message = capsys.readouterr().err
+        assert remedy in message and message.count("\n") == 1
+        assert all(is_there(name) for name in re.findall(r"[\w-]+/[\w./-]+\w", message))
+
+
 def test_the_documentation_has_commands() -> None:
     documents = [document for document, _ in documented_commands()]
     assert documents.count("recipes.md") >= 14 and documents.count("recipes-paper.md") >= 26

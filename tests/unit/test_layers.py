@@ -57,7 +57,7 @@ MAY_IMPORT = {
 TAKE_WHOLE_RECIPES = {"config", "planning", "results", "train", "commands"}
 """Rooms whose functions may take a `Recipe`; those of the others say what they use of one."""
 
-FOR_ALL_COMMANDS = {"arguments", "champ", "html_page"}
+FOR_ALL_COMMANDS = {"arguments", "champ", "export", "html_page"}
 """Files of `commands/` that several of them import."""
 HEAVY = {"torch", "transformers", "peft", "deepspeed", "numpy", "datasets", "pyarrow"}
 REDUCTIONS = {
@@ -216,7 +216,7 @@ def test_a_named_reduction_passes() -> None:
         ("from vcore_ds.config.schema import Recipe", "vcore_ds.utility.direction"),
         ("from vcore_ds.config.schema import Recipe", "vcore_ds.track.console"),
         ("from vcore_ds.distributed import layout", "vcore_ds.data.batches"),
-        ("from vcore_ds.commands.export.write import export_run", "vcore_ds.commands.fidelity.measure"),
+        ("from vcore_ds.commands.report.page import write_page", "vcore_ds.commands.fidelity.measure"),
         ("from vcore_ds.commands import check", "vcore_ds.commands.train"),
         ("from vcore_ds.cli import launch", "vcore_ds.commands.quickstart.session"),
         ("import deepspeed.comm", "vcore_ds.models.causal_lm"),

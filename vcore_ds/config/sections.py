@@ -313,7 +313,7 @@ class RunConfig(Section):
     validate_every: Count | None = None
     """Optimizer steps between two validations; null validates before the first and after the last step only."""
     num_token_records: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = 12
-    """Optimizer steps whose tokens are recorded in tokens/, with loss, utility and weight, for `vcore-ds tokens`:
+    """Optimizer steps whose tokens are recorded in tokens/, with loss, utility and weight, for `vcore-ds report`:
     spread evenly on a log scale, the first and the last among them; 0 for none. At most about 2 MB each."""
     num_followed_traces: Annotated[int, Field(ge=0, le=1000)] = 16
     """Traces that are measured at each of these steps, so that the same tokens can be followed over the run: half of

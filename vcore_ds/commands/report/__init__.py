@@ -1,33 +1,55 @@
-"""`vcore-ds report`: a run, several side by side, or a sweep, as one HTML file."""
+"""`vcore-ds report`: a run, several side by side, or a sweep, as one HTML file or as text."""
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vcore_ds.commands.arguments import positive
 from vcore_ds.errors import UserError
 from vcore_ds.files.run_folder import REPORT
 from vcore_ds.results.sweep_folder import is_sweep
 
-HELP = "one HTML file: what was learnt, tokens coloured by their weight, curves, costs"
+if TYPE_CHECKING:
+    from vcore_ds.commands.report.read import ReportedRun
+    from vcore_ds.commands.report.sweep import SweepTables
+
+HELP = "what was learnt, tokens by their weight, curves, costs: one HTML file, or text"
 DESCRIPTION = (
     "Write one self-contained HTML file that needs no network: losses before and after training, the recorded tokens "
     "coloured by their weight, which tokens and phrases gained and lost most, utility against loss, learning curves, "
-    "time by phase, recipe and environment. Several runs are laid side by side; those whose recipes differ in the seed "
-    "only become one curve, their mean with their range. A sweep's folder also gives tables over seeds, with 95% "
-    "intervals. Needs no GPU, and neither the training data nor the model. docs/reading-a-report.md explains the "
-    "pictures, docs/sweeps.md the tables."
+    "time by phase, recipe and environment. With --text print its tables instead. Several runs are laid side by side; "
+    "those whose recipes differ in the seed only become one curve, their mean with their range. A sweep's folder also "
+    "gives tables over seeds, with 95% intervals. Needs no GPU, and neither the training data nor the model. "
+    "docs/reading-a-report.md explains the pictures, docs/tokens.md the tables of tokens, docs/sweeps.md those of "
+    "sweeps."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder (run.output_dir), or a sweep's")
-    parser.add_argument("--output", type=Path, metavar="FILE", help=f"default: {REPORT} in the folder of the first RUN")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--text", action="store_true", help="print the tables, and write no HTML file")
+    form.add_argument("--output", type=Path, metavar="FILE", help=f"default: {REPORT} in the folder of the first RUN")
     parser.add_argument(
         "--png", type=Path, metavar="FOLDER", help="also write every curve there, as PNG and PDF (needs matplotlib)"
     )
     parser.add_argument(
-        "--top", type=positive, default=15, metavar="N", help="tokens and phrases in a list (default 15)"
+        "--top",
+        type=positive,
+        default=15,
+        metavar="N",
+        help="tokens and phrases in a list; a third as many in those of what rose and fell (default 15)",
+    )
+    parser.add_argument(
+        "--min-count",
+        type=positive,
+        metavar="N",
+        help="leave out tokens and phrases that occur less often (default: one in 5,000 tokens, at least 5)",
+    )
+    parser.add_argument(
+        "--step", type=positive, metavar="N", help="only the recorded tokens of optimizer step N (default: of all)"
     )
     parser.add_argument(
         "--tokenizer", metavar="PATH", help="folder or hub id (default: the run's result, then its model.path)"
@@ -38,68 +60,78 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     # argparse ends the list of runs where an option begins; cli.parse collects what follows.
     runs = [Path(run) for run in [*arguments.runs, *arguments.overrides]]
-    options = {
-        "output": arguments.output,
-        "png": arguments.png,
-        "top": arguments.top,
-        "tokenizer_path": arguments.tokenizer,
-    }
-    sweeps = [folder for folder in runs if is_sweep(folder)]
-    if sweeps and len(runs) > 1:
-        raise UserError(f"RUN: {sweeps[0]}: found a sweep among {len(runs)} folders; expected it alone, or runs only")
-    written = write_sweep_report(sweeps[0], **options) if sweeps else write_report(runs, **options)
-    for path in written:
+    paths = write_report(
+        runs,
+        as_text=arguments.text,
+        output=arguments.output,
+        png=arguments.png,
+        top=arguments.top,
+        min_count=arguments.min_count,
+        step=arguments.step,
+        tokenizer_path=arguments.tokenizer,
+    )
+    for path in paths:
         print(path)
 
 
-def write_sweep_report(
-    folder: Path, *, output: Path | None, png: Path | None, top: int, tokenizer_path: str | None
-) -> list[Path]:
-    """Writes the page of a sweep's runs that are done, with its tables, which are also printed and written beside it as
-    Markdown. Returns the paths, the page's first.
-
-    Raises:
-        UserError: no run is done, or as `write_report`.
-    """
-    from vcore_ds.commands.report.page import write_page
-    from vcore_ds.commands.report.pictures import write_pictures
-    from vcore_ds.commands.report.read import read_runs
-    from vcore_ds.commands.report.sweep import finished_runs, sweep_tables
-    from vcore_ds.files.aside import written_aside
-    from vcore_ds.files.user_paths import writing
-
-    sweep, done = finished_runs(folder)
-    found = read_runs([sweep.run_folder(run) for run in done], top=top, tokenizer_path=tokenizer_path, names=done)
-    tables = sweep_tables(sweep, found)
-    print(tables.markdown())
-    page = folder / REPORT if output is None else output
-    beside = page.with_suffix(".md")
-    with writing("--output", beside, "a file that can be written"), written_aside(beside) as unfinished:
-        unfinished.write_text(tables.markdown(), encoding="utf-8")
-    pictures = write_pictures(found, png) if png is not None else []
-    return [write_page(found, page, tables), beside, *pictures]
-
-
 def write_report(
-    runs: Sequence[Path],
+    folders: Sequence[Path],
     *,
+    as_text: bool = False,
     output: Path | None = None,
     png: Path | None = None,
     top: int = 15,
+    min_count: int | None = None,
+    step: int | None = None,
     tokenizer_path: str | None = None,
 ) -> list[Path]:
-    """Writes the page, and the pictures where `png` names a folder. Returns their paths, the page's first.
+    """Writes the page, or prints the text, of runs or of a sweep, and the pictures where `png` names a folder. The
+    tables of a sweep are printed, and written beside the page as Markdown. Returns the paths of what is written, the
+    page's first.
 
     Raises:
         UserError: a folder holds no run or a damaged one, or something cannot be written.
     """
     from vcore_ds.commands.report.page import write_page
     from vcore_ds.commands.report.pictures import write_pictures
-    from vcore_ds.commands.report.read import read_runs
+    from vcore_ds.commands.report.text import describe
+    from vcore_ds.files.aside import written_aside
+    from vcore_ds.files.user_paths import writing
 
-    found = read_runs(runs, top=top, tokenizer_path=tokenizer_path)
-    pictures = write_pictures(found, png) if png is not None else []
-    return [write_page(found, runs[0] / REPORT if output is None else output), *pictures]
+    runs, tables = _read(folders, top=top, min_count=min_count, step=step, tokenizer_path=tokenizer_path)
+    if tables is not None:
+        print(tables.markdown())
+    pictures = write_pictures(runs, png) if png is not None else []
+    if as_text:
+        print(describe(runs))
+        return pictures
+    page = write_page(runs, folders[0] / REPORT if output is None else output, tables)
+    if tables is None:
+        return [page, *pictures]
+    beside = page.with_suffix(".md")
+    with writing("--output", beside, "a file that can be written"), written_aside(beside) as unfinished:
+        unfinished.write_text(tables.markdown(), encoding="utf-8")
+    return [page, beside, *pictures]
+
+
+def _read(
+    folders: Sequence[Path], *, top: int, min_count: int | None, step: int | None, tokenizer_path: str | None
+) -> "tuple[list[ReportedRun], SweepTables | None]":
+    """The runs, and the tables of the sweep that they are of."""
+    from vcore_ds.commands.report.read import read_runs
+    from vcore_ds.commands.report.sweep import finished_runs, sweep_tables
+
+    sweeps = [folder for folder in folders if is_sweep(folder)]
+    read = partial(read_runs, top=top, min_count=min_count, step=step, tokenizer_path=tokenizer_path)
+    if not sweeps:
+        return read(folders), None
+    if len(folders) > 1:
+        raise UserError(
+            f"RUN: {sweeps[0]}: found a sweep among {len(folders)} folders; expected it alone, or runs only"
+        )
+    sweep, done = finished_runs(sweeps[0])
+    runs = read([sweep.run_folder(run) for run in done], names=done)
+    return runs, sweep_tables(sweep, runs)
 
 
 def after_training(recipe: str, overrides: Sequence[str]) -> None:

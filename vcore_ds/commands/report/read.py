@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,35 +72,46 @@ class Group:
 
 
 def read_runs(
-    folders: Sequence[Path], *, top: int, tokenizer_path: str | None, names: Sequence[str] | None = None
+    folders: Sequence[Path],
+    *,
+    top: int,
+    tokenizer_path: str | None,
+    min_count: int | None = None,
+    step: int | None = None,
+    names: Sequence[str] | None = None,
 ) -> list[ReportedRun]:
     """Reads the folders, a folder that is named twice once.
 
     Args:
         top: longest list of tokens or phrases.
+        min_count: fewest occurrences of a token or phrase in a list; None for one in 5,000 tokens, at least 5.
+        step: read the record of this optimizer step alone; None for all records.
         tokenizer_path: folder or hub id; None for each run's own.
         names: of the runs of a sweep, `CELL/seed_N`, one for each folder.
 
     Raises:
-        UserError: a folder holds no run, or a file in it is missing or damaged.
+        UserError: a folder holds no run, a file in it is missing or damaged, or `step` has no record.
     """
+    read = partial(_read_run, top=top, min_count=min_count, step=step, tokenizer_path=tokenizer_path)
     if names is not None:
         return [
-            replace(_read_run(folder, name, top, tokenizer_path), cell=name.rpartition("/")[0])
+            replace(read(folder, name), cell=name.rpartition("/")[0])
             for folder, name in zip(folders, names, strict=True)
         ]
     once = list({folder.resolve(): folder for folder in folders}.values())
     own_names = [folder.resolve().name for folder in once]
     return [
-        _read_run(folder, name if own_names.count(name) == 1 else str(folder), top, tokenizer_path)
+        read(folder, name if own_names.count(name) == 1 else str(folder))
         for folder, name in zip(once, own_names, strict=True)
     ]
 
 
-def _read_run(folder: Path, name: str, top: int, tokenizer_path: str | None) -> ReportedRun:
+def _read_run(
+    folder: Path, name: str, *, top: int, min_count: int | None, step: int | None, tokenizer_path: str | None
+) -> ReportedRun:
     recipe = read_recipe_of(folder)
     environment, metrics = read_environment(folder), read_metrics_of(folder)
-    records, followed = read_records(folder), read_all_followed(folder)
+    records, followed = _select_step(read_records(folder), step, folder), read_all_followed(folder)
     held_out = read_held_out_losses(folder)
     evaluation = folder / OF_A_RUN
     evaluated = read_evaluation(evaluation).tasks if (evaluation / EVALUATION).is_file() else {}
@@ -117,7 +129,7 @@ def _read_run(folder: Path, name: str, top: int, tokenizer_path: str | None) -> 
             if are_uniform(records):
                 why = "All recorded tokens have the uniform weight: none gained or lost."
             else:
-                tables = make_tables(records, tokenizer, top=top)
+                tables = make_tables(records, tokenizer, top=top, min_count=min_count)
         except UserError as error:
             if tokenizer_path is not None:
                 raise
@@ -127,6 +139,16 @@ def _read_run(folder: Path, name: str, top: int, tokenizer_path: str | None) -> 
     return ReportedRun(
         name, folder, recipe, environment, metrics, held_out, evaluated, records, followed, texts, tables, why, notes
     )
+
+
+def _select_step(records: list[TokenRecord], step: int | None, folder: Path) -> list[TokenRecord]:
+    if step is None or not records:
+        return records
+    chosen = [record for record in records if record.step == step]
+    if not chosen:
+        steps = ", ".join(str(record.step) for record in records)
+        raise UserError(f"--step: found {step}; expected a step that {folder} has a record of: {steps}")
+    return chosen
 
 
 def group_runs(runs: Sequence[ReportedRun]) -> list[Group]:

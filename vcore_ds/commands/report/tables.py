@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from vcore_ds.commands.report.read import ReportedRun, differences, shown
+from vcore_ds.results.presentation import aligned
 from vcore_ds.results.token_tables import Row, TokenTables
 
 PHASES = {
@@ -27,6 +28,11 @@ class Table:
     caption: str
     head: list[str]
     rows: list[list[str]]
+
+    def text(self) -> str:
+        """The table for a terminal, names cut to 48 characters."""
+        rows = [[name if len(name) <= 48 else f"{name[:45]}...", *cells] for name, *cells in self.rows]
+        return "\n  ".join([self.caption, *(aligned([self.head, *rows]) if rows else ["none"])])
 
 
 @dataclass(frozen=True)
@@ -106,8 +112,13 @@ def tables_of(run: ReportedRun, tables: TokenTables) -> dict[str, Any]:
             ("Phrases whose weight rose most over the run", tables.phrases.rose),
             ("Phrases whose weight fell most over the run", tables.phrases.fell),
         ]
-    steps = ", ".join(f"{step:,}" for step in tables.steps)
-    heading = f"{tables.num_tokens:,} tokens of {tables.num_sequences:,} sequences, of steps {steps}"
+    steps, first, last = map(_listed, (tables.steps, tables.first_third, tables.last_third))
+    heading = f"{tables.num_tokens:,} tokens of {tables.num_sequences:,} sequences, of step"
+    heading += f"{'s' if len(tables.steps) > 1 else ''} {steps}"
+    if tables.first_third:
+        heading += f" (first third of the records: {first}; last third: {last})"
+    if abs(tables.relative_weight - 1.0) >= 0.005:
+        heading += f"; their mean relative weight is {tables.relative_weight:.2f}, and `gained` means above it"
     return {
         "name": run.name,
         "heading": heading,
@@ -115,6 +126,10 @@ def tables_of(run: ReportedRun, tables: TokenTables) -> dict[str, Any]:
         "more": [_token_table(title, rows) for title, rows in more],
         "about_more": "Phrases" + (", and weights that rose or fell over the run" if tables.first_third else ""),
     }
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(f"{step:,}" for step in steps)
 
 
 def _token_table(caption: str, rows: Sequence[Row]) -> Table:
@@ -145,12 +160,13 @@ def compare_tables(runs: Sequence[ReportedRun]) -> list[Table]:
     for caption, rows_of in (
         ("Relative weight by kind of token", [tables.kinds for _, tables in found]),
         ("Relative weight by position in the trace", [tables.positions for _, tables in found]),
+        ("Relative weight by source of the sequence", [tables.sources for _, tables in found]),
     ):
         by_name = [{row.name: row.relative_weight for row in rows} for rows in rows_of]
         names = list(dict.fromkeys(name for own in by_name for name in own))
         rows = [[name, *(_number(own.get(name)) for own in by_name)] for name in names]
         tables.append(Table(caption, ["", *(name for name, _ in found)], rows))
-    return tables
+    return [table for table in tables if table.rows]
 
 
 def difference_table(runs: Sequence[ReportedRun]) -> Table:

@@ -1,21 +1,22 @@
 """TRL continues from a real adapter: two steps of GRPO whose rewards differ and whose gradient is not zero.
 
 The adapter is trained here, on the quickstart's model, to box the answers of short sums; it is right now and then. TRL
-is not among this project's packages (docs/handoff.md):
-VCORE_DS_TRL_PYTHON=VENV/bin/python python -m pytest tests/handoff/test_trl.py -s
+is not among this project's packages (docs/reinforcement-learning.md):
+VCORE_DS_TRL_PYTHON=VENV/bin/python python -m pytest tests/rl/test_trl.py -s
 """
 
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.commands import run_command
-from vcore_ds.cli import main
 from vcore_ds.commands.quickstart.session import DATA
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.grading.prompts import math_prompt
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.skipif(
     TRL is None, reason="NOT CHECKED: TRL. Name a Python that has trl 1.16.0 in VCORE_DS_TRL_PYTHON"
 )
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "launch_scripts" / "rl"
 SUMS = [(a, b) for a in range(2, 12) for b in range(2, 12)]
 
 
@@ -32,12 +34,15 @@ SUMS = [(a, b) for a in range(2, 12) for b in range(2, 12)]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished LoRA run of the quickstart's model on sums."""
     folder, model = tmp_path_factory.mktemp("sums"), prepare_quickstart_data(DATA).model
+    # In fp32, since plain PyTorch takes minutes for a step in bf16 on a CPU without bf16 instructions.
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder / "model")
     with (folder / "train.jsonl").open("w") as file:
         for a, b in SUMS[::2]:
             question, answer = math_prompt(f"What is {a} + {b}?"), f"\\boxed{{{a + b}}}"
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": messages}) + "\n")
-    changes = f"model.path={model} data.train_path={folder}/train.jsonl data.validation_path=null"
+    changes = f"model.path={folder}/model data.train_path={folder}/train.jsonl data.validation_path=null"
     changes += f" data.cache_dir={folder}/cache schedule.num_steps=8 batch.global_size=10 run.output_dir={folder}/run"
     done = run_command(f"vcore-ds train quickstart.yaml methods/sft.yaml {changes}")
     assert done.returncode == 0, done.stdout
@@ -45,30 +50,27 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def handed(run: Path) -> Path:
+def problems(run: Path) -> Path:
     rows = [{"problem": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in SUMS]
-    data, output = run.parent / "problems.jsonl", run.parent / "handed"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    actor = "actor_rollout_ref.actor"
-    changes = [
-        "data.max_prompt_length=256", "data.max_response_length=16", "data.train_batch_size=4",
-        f"{actor}.ppo_mini_batch_size=4", f"{actor}.ppo_micro_batch_size_per_gpu=8", "trainer.total_training_steps=2",
-        "actor_rollout_ref.rollout.n=4", f"{actor}.optim.lr_warmup_steps_ratio=0",
-    ]  # fmt: skip
-    words = ["--to", "trl", "--data", str(data), "--output", str(output), "--held-out", "4"]
-    assert main(["handoff", str(run), *changes, *words]) == 0
-    return output
+    source = run.parent / "problems.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [source, "--output", run.parent / "rl_data", "--held-out", "4"]
+    subprocess.run([sys.executable, EXAMPLES / "problems.py", *words], check=True)
+    return run.parent / "rl_data" / "train.parquet"
 
 
-@pytest.mark.parametrize("method", ["grpo", "dapo"])
-def test_two_steps_from_the_adapter(handed: Path, method: str, tmp_path: Path) -> None:
-    environment = os.environ | {"LAUNCHER": str(TRL), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    words = ["use_cpu=true", "bf16=false", "gradient_checkpointing=false"]
-    done = subprocess.run(
-        ["bash", handed / "launch.sh", method, *words], capture_output=True, text=True, env=environment, timeout=1500
-    )
+@pytest.mark.parametrize("changes", [[], ["--epsilon_high", "0.28"]], ids=["grpo", "dapo"])
+def test_two_steps_from_the_adapter(run: Path, problems: Path, changes: list[str], tmp_path: Path) -> None:
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    adapter, output = run / "adapter", tmp_path / "result"
+    words = [
+        *(str(EXAMPLES / "grpo_trl.py"), str(adapter), str(problems), "--output_dir", str(output), *changes),
+        *("--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2", "--generation_batch_size", "16"),
+        *("--max_steps", "2", "--max_completion_length", "16", "--warmup_steps", "0"),
+        *("--use_cpu", "true", "--bf16", "false", "--gradient_checkpointing", "false", "--report_to", "none"),
+    ]
+    done = subprocess.run([str(TRL), *words], capture_output=True, text=True, env=environment, timeout=1500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    output = handed / f"output_{method}"
     steps = [
         line for line in json.loads((output / "trainer_state.json").read_text())["log_history"] if "reward" in line
     ]
@@ -80,6 +82,6 @@ def test_two_steps_from_the_adapter(handed: Path, method: str, tmp_path: Path) -
         assert step["grad_norm"] > 0
     # The reference of the KL term is this adapter, not the base model: nothing has moved before the first update.
     assert abs(steps[0]["kl"]) < 1e-3
-    before, after = (load_file(place / "adapter_model.safetensors") for place in (handed / "adapter", output))
+    before, after = (load_file(place / "adapter_model.safetensors") for place in (adapter, output))
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name].float(), after[name].float()) for name in before)

@@ -1,6 +1,6 @@
-"""Run by a Python that has verl, on a folder that `vcore-ds handoff --to verl` wrote: what verl itself makes of it.
+"""Run by a Python that has verl, for launch_scripts/rl/grpo_verl.sh: what verl itself makes of it.
 
-Prints one line of JSON. `launch.sh` is run with `python3` in front of PATH standing for this script, so that it gets
+Prints one line of JSON. `grpo_verl.sh` is run with `python3` in front of PATH standing for this script, so that it gets
 the very words that verl would get: ARGV = -m verl.trainer.main_ppo KEY=VALUE ...
 """
 

@@ -1,0 +1,161 @@
+"""`vcore-ds chat`: talk to a model in the terminal."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from vcore_ds.commands.arguments import positive, share, temperature
+from vcore_ds.errors import UserError
+from vcore_ds.files.run_folder import RECIPE
+
+HELP = "talk to a run's result, or to any model, in the terminal"
+DESCRIPTION = (
+    "Talk to the result of a run (before it has finished: to its newest checkpoint, which is exported first), or to "
+    "any model or adapter. Prompts are rendered as in training. Ctrl-C stops an answer; Ctrl-D, or Ctrl-C at the "
+    "prompt, ends; /new begins a new conversation. Standard input that is no terminal is one prompt."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="RUN|MODEL", help="folder of a run, an adapter or a model, or a hub id")
+    parser.add_argument(
+        "--prompt",
+        choices=["plain", "math", "code"],
+        default="plain",
+        help="put each question into the prompt of `vcore-ds prepare math` or `code` (default plain: as it is)",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=2048, metavar="N", help="longest answer, tokens (default 2048)"
+    )
+    parser.add_argument(
+        "--temperature", type=temperature, metavar="T", help="0 for the likeliest token (default: the model's setting)"
+    )
+    parser.add_argument("--top-p", type=share, metavar="P", help="sample from this share of probability")
+    parser.add_argument("--top-k", type=positive, metavar="K", help="sample from this many tokens")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the samples (default: another one every time)")
+    parser.set_defaults(overrides=[])
+
+
+def main(arguments: argparse.Namespace) -> None:
+    if arguments.overrides:
+        raise UserError(f"chat: found {' '.join(arguments.overrides)} after RUN|MODEL; expected options only")
+    try:
+        chat(arguments)
+    except KeyboardInterrupt:  # while the model is loaded, or without a terminal
+        raise SystemExit(130) from None
+
+
+def chat(arguments: argparse.Namespace) -> None:
+    """Load the model, and answer until the user ends the conversation."""
+    from transformers import set_seed
+    from transformers.utils import logging
+
+    from vcore_ds.data.rendering import check_tokenizer
+    from vcore_ds.data.tokenization import load_tokenizer
+    from vcore_ds.grading.prompts import code_prompt, math_prompt
+    from vcore_ds.models.named_model import find_named_model, load_to_answer
+
+    logging.disable_progress_bar()
+    named = find_named_model(find_result(arguments.model))
+    tokenizer = load_tokenizer(named.tokenizer, "RUN|MODEL")
+    check_tokenizer(tokenizer)
+    model = load_to_answer(named, "auto")
+    if arguments.seed is not None:
+        set_seed(arguments.seed)
+    make_prompt = {"plain": str, "math": math_prompt, "code": code_prompt}[arguments.prompt]
+    begin = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    messages = list(begin)
+    for question in read_questions():
+        if question == "/new":
+            messages = list(begin)
+            continue
+        messages.append({"role": "user", "content": make_prompt(question)})
+        try:
+            answer = print_answer(model, tokenizer, messages, arguments)
+            messages.append({"role": "assistant", "content": answer})
+        except (UserError, KeyboardInterrupt) as problem:
+            if not sys.stdin.isatty():
+                raise
+            messages.pop()
+            stopped = "stopped; the conversation goes on without this question"
+            print(f"\nvcore-ds: {problem if isinstance(problem, UserError) else stopped}", file=sys.stderr)
+
+
+def find_result(path: str) -> str:
+    """Return what to load: for a run without a result, its newest checkpoint, exported to RUN/export."""
+    run = Path(path).expanduser()
+    if not (run / RECIPE).is_file() or (run / "model").is_dir() or (run / "adapter").is_dir():
+        return path
+    from vcore_ds.commands.export.write import export_run
+
+    with redirect_stdout(sys.stderr):
+        return str(export_run(run, reuse=True))
+
+
+def read_questions() -> Iterator[str]:
+    """Yield each question that is typed; standard input that is no terminal is one question."""
+    if not sys.stdin.isatty():
+        question = sys.stdin.read().strip()
+        if not question:
+            raise UserError("chat: found nothing on standard input; expected a prompt")
+        yield question
+        return
+    import readline  # noqa: F401  (editing and history at the prompt)
+
+    print("Ctrl-C stops an answer, Ctrl-D ends, /new begins a new conversation.", file=sys.stderr)
+    while True:
+        try:
+            question = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if question:
+            yield question
+
+
+def print_answer(model: Any, tokenizer: Any, messages: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
+    """Print the answer to the last message as it is generated, and return it.
+
+    Raises:
+        UserError: the chat template refuses the messages, or they leave no room for an answer.
+    """
+    import torch
+    from jinja2 import TemplateError
+    from transformers import TextStreamer
+
+    from vcore_ds.data.rendering import render_prompt
+    from vcore_ds.models.named_model import end_token_ids
+
+    try:
+        text = render_prompt(messages, tokenizer)
+    except TemplateError as error:
+        raise UserError(f"chat: the chat template refuses the conversation: {error}") from None
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]], device=model.device)
+    room = (getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - ids.shape[1]
+    if room < 1:
+        raise UserError(
+            f"chat: found {ids.shape[1]:,} tokens so far, which leave the model no room; begin a new conversation"
+        )
+    ends = end_token_ids(model.generation_config, tokenizer)
+    # What is not given here is as in the model's generation_config.json.
+    sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k")}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    if sampling:
+        sampling = {"do_sample": False} if sampling.get("temperature") == 0 else {"do_sample": True, **sampling}
+    whole = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        max_new_tokens=min(arguments.max_new_tokens, room),
+        eos_token_id=ends,
+        pad_token_id=ends[0],
+        **sampling,
+    )
+    answer = whole[0, ids.shape[1] :]
+    if answer[-1] not in ends:
+        print(f"[cut off after {len(answer):,} tokens]", file=sys.stderr, flush=True)
+    return tokenizer.decode(answer, skip_special_tokens=True).strip()
