@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 from inspect_ai.model import ChatMessage, ChatMessageUser, GenerateConfig, ModelOutput
@@ -20,68 +20,118 @@ REQUEST_SECONDS = 3_600.0
 """Longest time for one answer: tens of thousands of tokens on a busy GPU take many minutes."""
 
 
-class Server(NamedTuple):
-    """A server that has answered."""
+class ServerAPI(OpenAICompatibleCompletionsAPI):
+    """A server that has said what it serves. It is sent prompts as tokens, and every sampling field."""
 
-    url: str
-    """Base of the API, as http://localhost:8000/v1."""
-    name: str
-    """The model's name there."""
-    software: str
-    """`vllm`, `sglang`, `transformers` or `unknown`."""
-    version: str | None
-    end_ids: list[int]
-    """Tokens that end an answer, for a server that has to be told."""
+    def __init__(
+        self,
+        url: str,
+        served_name: str | None,
+        model: NamedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+    ) -> None:
+        """Asks the server for its models and its version.
 
+        Args:
+            url: base of the API, as http://localhost:8000/v1.
+            served_name: name of the model there; None where it is the only one, or has the same name.
 
-def open_server(url: str, served_name: str | None, model: NamedModel, tokenizer: PreTrainedTokenizerBase) -> Server:
-    """Asks the server at `url` for its models and its version.
-
-    Args:
-        served_name: name of the model there; None where it is the only one, or has the same name.
-
-    Raises:
-        UserError: the server cannot be reached, or does not serve this model.
-    """
-    url = url.rstrip("/")
-    data = (_get(f"{url}/models") or {}).get("data")
-    entries = {entry["id"]: entry for entry in data} if isinstance(data, list) else {}
-    # A name that is given is believed: `transformers serve` serves folders that it does not list.
-    name = served_name or next(
-        (name for name in (model.path, *list(entries)[: len(entries) == 1]) if name in entries), None
-    )
-    if name is None:
-        raise UserError(
-            f"--url: {url}: found the models {', '.join(entries) or 'none'}; expected one of them for {model.path}. "
-            "Give the base URL of an OpenAI-compatible API (it usually ends in /v1), and the model's --served-name"
+        Raises:
+            UserError: the server cannot be reached, or does not serve this model.
+        """
+        url = url.rstrip("/")
+        data = (_get(f"{url}/models") or {}).get("data")
+        entries = {entry["id"]: entry for entry in data} if isinstance(data, list) else {}
+        # A name that is given is believed: `transformers serve` serves folders that it does not list.
+        name = served_name or (model.path if model.path in entries or len(entries) != 1 else next(iter(entries)))
+        if not served_name and name not in entries:
+            raise UserError(
+                f"--url: {url}: found the models {', '.join(entries) or 'none'}; expected one of them for {name}. Give "
+                "the base URL of an OpenAI-compatible API (it usually ends in /v1), and the model's --served-name"
+            )
+        super().__init__(
+            model_name=name,
+            base_url=url,
+            api_key=_api_key(),
+            service="vcore",
+            client_timeout=REQUEST_SECONDS,
+            max_retries=0,  # of the client; inspect retries
         )
-    software, version = _identify_software(url.removesuffix("/v1"))
-    if model.adapter is not None:
-        _check_adapter(url, name, entries.get(name, {}).get("parent"), software, model)
-    try:
-        config = GenerationConfig.from_pretrained(model.weights)
-    except OSError:
-        config = GenerationConfig()
-    return Server(url, name, software, version, end_token_ids(config, tokenizer))
+        self.software, self.version = _identify_software(url.removesuffix("/v1"))
+        if model.adapter is not None:
+            self._check_adapter(entries.get(name, {}).get("parent"), model)
+        try:
+            settings = GenerationConfig.from_pretrained(model.weights)
+        except OSError:
+            settings = GenerationConfig()
+        self._end_ids = end_token_ids(settings, tokenizer)
+        self._tokenizer, self._sampling = tokenizer, sampling
 
+    def service_model_name(self) -> str:
+        return self.model_name
 
-def _check_adapter(url: str, name: str, parent: str | None, software: str, model: NamedModel) -> None:
-    """Raises UserError where the server says that it serves no adapter, or one on another base (`parent`)."""
-    if software == "transformers":
-        raise UserError(
-            f"--url: {url}: `transformers serve` cannot serve adapters; expected vLLM or SGLang for {model.adapter}. "
-            "Evaluate it without --url, or export the merged model (vcore-ds export RUN --merge)"
+    def _check_adapter(self, parent: str | None, model: NamedModel) -> None:
+        """Raises UserError where the server says that it serves no adapter, or one on another base (`parent`)."""
+        if self.software == "transformers":
+            raise UserError(
+                f"--url: {self.base_url}: `transformers serve` cannot serve adapters; expected vLLM or SGLang for "
+                f"{model.adapter}. Evaluate it without --url, or export the merged model (vcore-ds export RUN --merge)"
+            )
+        if (parent is None and self.software == "vllm") or (parent and Path(parent).name != Path(model.weights).name):
+            raise UserError(
+                f"--url: {self.base_url}: found {self.model_name} {f'on {parent}' if parent else 'as a whole model'}; "
+                f"expected the adapter {model.adapter} on {model.weights}. Serve it with --enable-lora --lora-modules "
+                f"{model.name}={model.adapter}, and give --served-name {model.name}"
+            )
+
+    async def generate(
+        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
+    ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
+        """The answer to a user message.
+
+        Raises:
+            UserError: the server sees another prompt, or does not say how the answer ended and how long it is.
+        """
+        prompt, ids = encode_prompt(input[0].text, self._tokenizer)
+        # `transformers serve` takes text only.
+        metadata = None if self.software == "transformers" else {"prompt_token_ids": ids}
+        config = config.model_copy(update={"extra_body": self._extra_body(config.max_tokens)})
+        answer = await super().generate(
+            [ChatMessageUser(content=prompt, metadata=metadata)], tools, tool_choice, config
         )
-    if (parent is None and software == "vllm") or (parent and Path(parent).name != Path(model.weights).name):
-        raise UserError(
-            f"--url: {url}: {name} is served {f'on {parent}' if parent else 'as a whole model'}; expected the adapter "
-            f"{model.adapter} on {model.weights}. Serve it with --enable-lora --lora-modules "
-            f"{model.name}={model.adapter}, and give --served-name {model.name}"
-        )
+        output = answer[0] if isinstance(answer, tuple) else answer
+        if isinstance(output, Exception):
+            raise output
+        usage, reason = output.usage, output.stop_reason
+        if usage is None or reason not in ("stop", "max_tokens", "model_length"):
+            raise UserError(
+                f"--url: {self.base_url}: found an answer with finish reason {reason} and usage {usage}; expected "
+                "`stop` or `length`, and the number of tokens. Use another server"
+            )
+        if usage.input_tokens != len(ids):
+            raise UserError(
+                f"--url: {self.base_url}: found a prompt of {usage.input_tokens} tokens there, {len(ids)} here; "
+                "expected the same prompt as in training. Serve the very model that RUN|MODEL names, with its tokenizer"
+            )
+        return answer
+
+    def _extra_body(self, max_new_tokens: int | None) -> dict[str, Any]:
+        """The sampling fields that OpenAI's API does not have, each under the name that this server knows."""
+        sampling = self._sampling
+        drawn: dict[str, Any] = {"top_k": sampling.top_k, "min_p": sampling.min_p}
+        if self.software != "transformers":
+            return {**drawn, "repetition_penalty": sampling.repetition_penalty}
+        settings = {"eos_token_id": self._end_ids, "pad_token_id": self._end_ids[0], "max_new_tokens": max_new_tokens}
+        settings |= {"do_sample": not sampling.is_greedy, "repetition_penalty": sampling.repetition_penalty}
+        if not sampling.is_greedy:
+            drawn |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(sampling.top_k, 0)}
+            settings |= drawn
+        return {"generation_config": json.dumps(settings)}
 
 
 def _identify_software(root: str) -> tuple[str, str | None]:
-    """The server's software, by an endpoint that only this one has, and its version."""
+    """`vllm`, `sglang`, `transformers` or `unknown`, by an endpoint that only this one has; its version."""
     for software, path in (("vllm", "/version"), ("sglang", "/get_server_info")):
         if (answer := _get(root + path)) and "version" in answer:
             return software, str(answer["version"])
@@ -107,66 +157,3 @@ def _get(url: str) -> dict[str, Any] | None:
 def _api_key() -> str:
     """The user's, or one that a server takes that asks for none."""
     return os.environ.get("OPENAI_API_KEY") or "none"
-
-
-class ServerAPI(OpenAICompatibleCompletionsAPI):
-    """Sends prompts as tokens, and every sampling field."""
-
-    def __init__(self, server: Server, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
-        super().__init__(
-            model_name=server.name,
-            base_url=server.url,
-            api_key=_api_key(),
-            service="vcore",
-            client_timeout=REQUEST_SECONDS,
-            max_retries=0,  # of the client; inspect retries
-        )
-        self._server, self._tokenizer, self._sampling = server, tokenizer, sampling
-
-    def service_model_name(self) -> str:
-        return self._server.name
-
-    async def generate(
-        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
-    ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
-        """The answer to a user message.
-
-        Raises:
-            UserError: the server sees another prompt, or does not say how the answer ended and how long it is.
-        """
-        prompt, ids = encode_prompt(input[0].text, self._tokenizer)
-        # `transformers serve` takes text only.
-        metadata = None if self._server.software == "transformers" else {"prompt_token_ids": ids}
-        config = config.model_copy(update={"extra_body": self._extra_body(config.max_tokens)})
-        answer = await super().generate(
-            [ChatMessageUser(content=prompt, metadata=metadata)], tools, tool_choice, config
-        )
-        output = answer[0] if isinstance(answer, tuple) else answer
-        if isinstance(output, Exception):
-            raise output
-        usage, reason = output.usage, output.stop_reason
-        if usage is None or reason not in ("stop", "max_tokens", "model_length"):
-            raise UserError(
-                f"--url: {self._server.url}: found an answer with finish reason {reason} and usage {usage}; expected "
-                "`stop` or `length`, and the number of tokens. Use another server"
-            )
-        if usage.input_tokens != len(ids):
-            raise UserError(
-                f"--url: {self._server.url}: found a prompt of {usage.input_tokens} tokens there, {len(ids)} here; "
-                "expected the same prompt as in training. Serve the very model that RUN|MODEL names, with its tokenizer"
-            )
-        return answer
-
-    def _extra_body(self, max_new_tokens: int | None) -> dict[str, Any]:
-        """The sampling fields that OpenAI's API does not have, each under the name that this server knows."""
-        sampling = self._sampling
-        drawn = {"top_k": sampling.top_k, "min_p": sampling.min_p}
-        if self._server.software != "transformers":
-            return {**drawn, "repetition_penalty": sampling.repetition_penalty}
-        ends = self._server.end_ids
-        settings = {"eos_token_id": ends, "pad_token_id": ends[0], "max_new_tokens": max_new_tokens}
-        settings |= {"do_sample": not sampling.is_greedy, "repetition_penalty": sampling.repetition_penalty}
-        if not sampling.is_greedy:
-            drawn |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(sampling.top_k, 0)}
-            settings |= drawn
-        return {"generation_config": json.dumps(settings)}

@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from vcore_ds import __version__
 from vcore_ds.commands.evaluate.generation import InProcessAPI, Request, Sampling
-from vcore_ds.commands.evaluate.server import ServerAPI, open_server
+from vcore_ds.commands.evaluate.server import ServerAPI
 from vcore_ds.commands.evaluate.tasks import ChosenTask
 from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.tokenization import load_tokenizer
@@ -96,10 +96,9 @@ def evaluate(model: NamedModel, settings: Settings) -> Evaluation:
             api = InProcessAPI(model, tokenizer, settings.sampling, settings.precision, _batches(settings))
             described |= {"precision": settings.precision, "batch_size": settings.batch_size, "device": api.device.type}
         else:
-            server = open_server(settings.url, settings.served_name, model, tokenizer)
-            api = ServerAPI(server, tokenizer, settings.sampling)
-            described |= {"url": server.url, "served_name": server.name, "server": server.software}
-            versions[f"server: {server.software}"] = server.version or "not reported"
+            api = ServerAPI(settings.url, settings.served_name, model, tokenizer, settings.sampling)
+            described |= {"url": api.base_url, "served_name": api.model_name, "server": api.software}
+            versions[f"server: {api.software}"] = api.version or "not reported"
         evaluation = _write_result(settings, described, versions, _run(api, model, settings))
     print(f"Result: {folder}", flush=True)
     return evaluation
@@ -213,25 +212,26 @@ def _batches(settings: Settings) -> list[list[Request]]:
 def _write_result(
     settings: Settings, model: dict[str, Any], versions: dict[str, str], logs: dict[str, EvalLog]
 ) -> Evaluation:
-    """Writes a task's samples, or its programs, and evaluation.json; prints the table."""
+    """Writes each task's samples or programs, then evaluation.json; prints the table."""
     results: dict[str, TaskResult] = {}
     generations: dict[str, dict[str, Any]] = {}
     rows = [("task", "problems", "samples", "accuracy", "std. error", "truncated", "no answer", "mean tokens")]
     for task in settings.tasks:
-        samples = _read_samples(task, logs[task.name])
+        samples = _read_samples(logs[task.name])
         result = summarize(samples)
-        scores = "graded elsewhere", ""
+        share, error = "graded elsewhere", ""
         if task.kind is None:
-            shares = {name: value for name, value in asdict(result).items() if name != "accuracy"}
-            generations[task.name] = {"file": _write_programs(settings.output, task, samples), **shares}
+            numbers = {name: value for name, value in asdict(result).items() if name != "accuracy"}
+            generations[task.name] = {"file": _write_programs(settings.output, task, samples), **numbers}
         else:
             write_samples(settings.output, task.name, samples)
             results[task.name] = result
-            (score,) = logs[task.name].results.scores
-            scores = f"{result.accuracy:.1%}", f"{score.metrics['stderr'].value:.1%}"
+            scores = logs[task.name].results
+            assert scores is not None
+            share, error = f"{result.accuracy:.1%}", f"{scores.scores[0].metrics['stderr'].value:.1%}"
         counts = f"{result.num_problems:,}", f"{result.num_samples_per_problem:,}"
         shares = f"{result.truncated_share:.1%}", f"{result.unanswered_share:.1%}"
-        rows.append((task.name, *counts, *scores, *shares, f"{result.mean_tokens:,.1f}"))
+        rows.append((task.name, *counts, share, error, *shares, f"{result.mean_tokens:,.1f}"))
     limits = {task.name: task.max_new_tokens for task in settings.tasks}
     sampling = {
         **asdict(settings.sampling),
@@ -245,15 +245,14 @@ def _write_result(
     return evaluation
 
 
-def _read_samples(task: ChosenTask, log: EvalLog) -> list[SampleResult]:
-    samples = []
-    for sample in (
-        read_eval_log(log.location, exclude_fields={"messages", "events", "store", "attachments"}).samples or ()
-    ):
+def _read_samples(log: EvalLog) -> list[SampleResult]:
+    """All samples in a task's log, by problem, then number."""
+    results = []
+    for sample in read_eval_log(log.location, exclude_fields={"messages", "events"}).samples or ():
         output, score = sample.output, (sample.scores or {}).get("final_answer")
         answer = score.answer if score is not None else last_code_block(output.completion)
-        assert output.usage is not None  # as every API gives it
-        samples.append(
+        assert output.usage is not None  # as both APIs give it
+        results.append(
             SampleResult(
                 problem_id=str(sample.id),
                 sample=sample.epoch - 1,
@@ -265,7 +264,7 @@ def _read_samples(task: ChosenTask, log: EvalLog) -> list[SampleResult]:
                 output=output.completion,
             )
         )
-    return samples
+    return sorted(results, key=lambda result: (result.problem_id, result.sample))
 
 
 def _write_programs(folder: Path, task: ChosenTask, samples: Sequence[SampleResult]) -> str:
@@ -274,18 +273,19 @@ def _write_programs(folder: Path, task: ChosenTask, samples: Sequence[SampleResu
     LiveCodeBench: one JSON list of {question_id, code_list}. OJBench: a line for each answer, all columns of the prompt
     and `content`.
     """
-    columns = {str(problem.id): problem.metadata or {} for problem in task.problems}
-    lines = [{**columns[sample.problem_id], "content": sample.output} for sample in samples]
-    name, text = (
-        f"{task.name}.generations.jsonl",
-        "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines),
-    )
+    by_problem: dict[str, list[SampleResult]] = {str(problem.id): [] for problem in task.problems}
+    for sample in samples:
+        by_problem[sample.problem_id].append(sample)
+    columns = [problem.metadata or {} for problem in task.problems]
+    answers = list(zip(columns, by_problem.values(), strict=True))
     if task.name == "livecodebench":
-        programs: dict[str, list[str]] = {problem: [] for problem in columns}
-        for sample in samples:
-            programs[sample.problem_id].append(sample.answer or "")
-        rows = [{**columns[problem], "code_list": code} for problem, code in programs.items()]
-        name, text = f"{task.name}.generations.json", json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
+        name = f"{task.name}.generations.json"
+        rows = [{**row, "code_list": [sample.answer or "" for sample in given]} for row, given in answers]
+        text = json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
+    else:
+        name = f"{task.name}.generations.jsonl"
+        rows = [{**row, "content": sample.output} for row, given in answers for sample in given]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     with written_aside(folder / name) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
     return name
