@@ -1,7 +1,13 @@
-"""Evaluations of a tiny model in this process: ends and lengths of answers, the folder, resuming, tables, refusals."""
+"""Evaluations of a tiny model in this process: ends and lengths of answers, the folder, resuming, refusals."""
 
+import io
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,21 +17,19 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers import tiny
 from tests.helpers.benchmark_rows import ROWS, write_rows
+from tests.helpers.commands import command_environment
 from tests.helpers.setups import write_model
 from vcore_ds.cli import main
-from vcore_ds.commands.evaluate.generation import InProcessModel
-from vcore_ds.commands.evaluate.journal import Generation, Journal, Request
-from vcore_ds.commands.evaluate.sampling import PAPER, Sampling, model_sampling
-from vcore_ds.commands.evaluate.server_commands import server_commands
-from vcore_ds.commands.evaluate.table import describe
+from vcore_ds.commands.evaluate.generation import InProcessAPI, Request, Sampling, choose_sampling
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.errors import UserError
-from vcore_ds.files.evaluation_folder import Evaluation, TaskResult, read_evaluation, read_samples
+from vcore_ds.errors import EXIT_STOPPED, UserError
+from vcore_ds.files.evaluation_folder import TaskResult, read_evaluation, read_samples
 from vcore_ds.models.named_model import NamedModel, find_named_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 
 FP32 = ["--precision", "fp32"]
+GREEDY = Sampling()
 
 
 @pytest.fixture(scope="module")
@@ -40,58 +44,64 @@ def adapter(base: Path) -> Path:
     return folder
 
 
-def in_process(base: Path, sampling: Sampling, adapter: Path | None = None) -> InProcessModel:
+Answer = tuple[str, str, int]
+"""Text, stop reason, tokens."""
+
+
+def answer(
+    base: Path, requests: list[Request], sampling: Sampling = GREEDY, adapter: Path | None = None
+) -> list[Answer]:
     model = NamedModel(str(base), str(base), None if adapter is None else str(adapter))
-    return InProcessModel(model, load_tokenizer(str(base)), sampling, "fp32")
+    api = InProcessAPI(model, load_tokenizer(str(base)), sampling, "fp32", [requests])
+    outputs = api.answer(requests)
+    return [(one.completion, one.stop_reason, one.usage.output_tokens) for one in outputs if one.usage is not None]
 
 
-def requests_of(num: int, limit: int) -> list[Request]:
-    return [Request(f"p{i}", 0, "", tuple(range(65, 70 + 3 * i)), limit, seed=1000 + i) for i in range(num)]
+def ask(num: int, limit: int, seed: int = 1) -> list[Request]:
+    return [Request("word " * (1 + 3 * i), seed + i, limit) for i in range(num)]
 
 
 # ---- generation ----------------------------------------------------------------------------------------------------
 
 
-def test_answers_depend_on_their_own_seed_alone(base: Path) -> None:
-    model, requests = in_process(base, Sampling(temperature=1.0)), requests_of(6, 200)
-    together = model.generate(requests)
-    assert [model.generate([request])[0] for request in requests] == together
-    assert {answer.stop_reason for answer in together} == {"stop", "max_tokens"}
-    for answer in together:
-        assert answer.num_tokens == 200 if answer.stop_reason == "max_tokens" else 1 <= answer.num_tokens < 200
-    other = model.generate([Request("p0", 1, "", requests[0].prompt_ids, 200, seed=7)])[0]
-    assert other != together[0]
+def test_samples_depend_on_the_seed(base: Path) -> None:
+    first, again, other = (answer(base, ask(6, 200, seed), Sampling(temperature=1.0)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert {reason for _, reason, _ in first} == {"stop", "max_tokens"}
+    assert not any("<|im_end|>" in text for text, _, _ in first)
+    assert all(length == 200 if reason == "max_tokens" else 1 <= length < 200 for _, reason, length in first)
+    # The likeliest token alone is left.
+    only_one = answer(base, ask(2, 20), Sampling(temperature=1.0, top_k=1))
+    assert (
+        only_one == answer(base, ask(2, 20, seed=7), Sampling(temperature=1.0, top_p=1e-6)) == answer(base, ask(2, 20))
+    )
 
 
-def test_an_end_token_counts_and_is_not_in_the_text(base: Path) -> None:
-    model, (request,) = in_process(base, PAPER), requests_of(1, 30)
+def test_an_end_token_counts(base: Path, tmp_path: Path) -> None:
+    tokenizer, (request,) = load_tokenizer(str(base)), ask(1, 30)
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    ids = torch.tensor([request.prompt_ids])
-    tokens = plain.generate(ids, max_new_tokens=30, do_sample=False)[0, ids.shape[1] :].tolist()
-    tokenizer = load_tokenizer(str(base))
-    at = tokens.index(tokenizer.eos_token_id)
-    assert model.generate([request]) == [Generation(tokenizer.decode(tokens[:at]), "stop", at + 1)]
-    (cut,) = model.generate(requests_of(1, at))
-    assert cut == Generation(tokenizer.decode(tokens[:at]), "max_tokens", at)
+    turn = [{"role": "user", "content": request.question}]
+    ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    tokens = plain.generate(**ids, max_new_tokens=10, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
+    model = shutil.copytree(base, tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokens[-1]], "max_new_tokens": 3}))
+    num = tokens.index(tokens[-1]) + 1
+    assert answer(model, ask(1, 30)) == [(tokenizer.decode(tokens[:num]), "stop", num)]
+    assert answer(base, ask(1, num)) == [(tokenizer.decode(tokens[:num]), "max_tokens", num)]
 
 
 def test_the_models_longest_sequence_ends_an_answer(base: Path, tmp_path: Path) -> None:
     shutil.copytree(base, tmp_path / "short")
     config = tmp_path / "short" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 16}))
-    model = in_process(tmp_path / "short", PAPER)
-    answers = model.generate(requests_of(2, 30))
-    assert [(answer.stop_reason, answer.num_tokens) for answer in answers] == [
-        ("model_length", 11),
-        ("model_length", 8),
-    ]
-    with pytest.raises(UserError, match="p6: found a prompt of 23 tokens; expected fewer than 16"):
-        model.generate(requests_of(7, 30))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 64}))
+    ends = answer(tmp_path / "short", ask(2, 60))
+    assert [reason for _, reason, _ in ends] == ["model_length"] * 2 and ends[0][2] - ends[1][2] > 0
+    with pytest.raises(UserError, match="found a prompt of .* tokens; expected fewer than 64"):
+        answer(tmp_path / "short", ask(7, 60))
 
 
 def test_an_adapter_changes_the_answers(base: Path, adapter: Path) -> None:
-    with_adapter = in_process(base, PAPER, adapter).generate(requests_of(2, 20))
-    assert with_adapter != in_process(base, PAPER).generate(requests_of(2, 20))
+    assert answer(base, ask(2, 20), adapter=adapter) != answer(base, ask(2, 20))
 
 
 @pytest.mark.parametrize(
@@ -109,133 +119,114 @@ def test_an_adapter_of_another_base(changes: dict, reason: str, adapter: Path, t
 # ---- whole evaluations ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an evaluation on stand-ins for all benchmarks."""
-    folder = tmp_path_factory.mktemp("whole")
-    tasks = [write_rows(folder, task) for task in ROWS]
-    words = ["eval", str(base), "--output", str(folder / "out"), "--preset", "paper", *FP32]
+def test_an_evaluation_on_all_benchmarks(base: Path, tmp_path: Path, capsys) -> None:
+    """With stand-ins for their data."""
+    tasks, folder = [write_rows(tmp_path, task) for task in ROWS], tmp_path / "out"
+    words = ["eval", str(base), "--output", str(folder), "--preset", "paper", *FP32]
     assert main([*words, "--max-new-tokens", "8", "--tasks", *tasks]) == 0
-    return folder / "out"
-
-
-def test_the_folder(whole: Path, base: Path) -> None:
-    found = read_evaluation(whole)
-    assert list(found.tasks) == ["aime", "olympiad", "math500", "gsm8k", "rbench", "supergpqa"]
-    assert found.tasks["supergpqa"] == TaskResult(4, 1, 0.0, 1.0, 1.0, 8.0)
-    assert found.generations["ojbench"]["num_problems"] == 1 and "accuracy" not in found.generations["ojbench"]
-    prompts = found.sampling.pop("prompts")
-    assert prompts.keys() == {*found.tasks, *found.generations} and len(set(prompts.values())) == len(prompts)
-    assert found.sampling == asdict(PAPER) | {"max_new_tokens": 8} and found.preset == "paper"
-    assert found.model["base"] == str(base) and {"inspect_ai", "math-verify"} <= found.versions.keys()
-    assert [sample.problem_id for sample in read_samples(whole, "olympiad")] == ["1606", "1610"]
-    assert not (whole / "unfinished").exists() and list((whole / "inspect_logs").glob("*.eval"))
-
-
-def test_code_is_written_for_the_official_graders(whole: Path) -> None:
-    assert json.loads((whole / "livecodebench.generations.json").read_text()) == [
-        {"question_id": "abc301_a", "code_list": [""]}
-    ]
-    (line,) = (whole / "ojbench.generations.jsonl").read_text().splitlines()
-    row = json.loads(line)
+    table = capsys.readouterr().out.splitlines()[-10:]
+    assert table[0].split() == "task problems samples accuracy std. error truncated no answer mean tokens".split()
+    assert table[1].split() == ["aime", "1", "1", "0.0%", "0.0%", "100.0%", "100.0%", "8.0"]
+    assert table[7].startswith("livecodebench") and "graded elsewhere" in table[7]
+    written = read_evaluation(folder)
+    assert list(written.tasks) == ["aime", "olympiad", "math500", "gsm8k", "rbench", "supergpqa"]
+    assert written.tasks["supergpqa"] == TaskResult(4, 1, 0.0, 1.0, 1.0, 8.0)
+    prompts = written.sampling.pop("prompts")
+    assert prompts.keys() == {*written.tasks, *written.generations} and len(set(prompts.values())) == len(prompts)
+    assert written.sampling == asdict(Sampling()) | {"max_new_tokens": 8} and written.preset == "paper"
+    assert written.model["base"] == str(base) and {"inspect_ai", "math-verify"} <= written.versions.keys()
+    assert [sample.problem_id for sample in read_samples(folder, "olympiad")] == ["1606", "1610"]
+    # For the official graders of code.
+    assert written.generations["ojbench"]["num_problems"] == 1 and "accuracy" not in written.generations["ojbench"]
+    programs = json.loads((folder / written.generations["livecodebench"]["file"]).read_text())
+    assert programs == [{"question_id": "abc301_a", "code_list": [""]}]
+    row = json.loads((folder / written.generations["ojbench"]["file"]).read_text())
     assert row.pop("content") and row == ROWS["ojbench"][0]
 
 
-def test_the_table(whole: Path) -> None:
-    found = read_evaluation(whole)
-    lines = describe(found).splitlines()
-    assert lines[0].split() == "task problems samples accuracy truncated no answer mean tokens".split()
-    assert lines[1].split() == ["aime", "1", "1", "0.0%", "100.0%", "100.0%", "8.0"]
-    assert lines[7].startswith("livecodebench") and "(graded elsewhere)" in lines[7]
-    head, rule, row = (line for line in lines if line.startswith("|"))
-    assert head == "| Model | AIME | Olympiad | LCB | OJBench | RBench | SGPQA-1k | GSM8K | MATH500 |"
-    assert row.count("0.00") == 6 and row.count("(graded elsewhere)") == 2 and rule.count("---:") == 8
-    own = Evaluation({"path": "m"}, None, {}, {}, {"champ": TaskResult(28, 4, 0.25, 0.5, 0.125, 300.0)})
-    assert describe(own).splitlines()[1].split() == ["champ", "28", "4", "25.0%", "50.0%", "12.5%", "300.0"]
-    assert "|" not in describe(own)
-
-
-def sampled(base: Path, output: Path) -> list[str]:
+def sampled(base: Path, output: Path, *options: str) -> list[str]:
     """Twelve answers in three batches."""
     words = ["eval", str(base), "--output", str(output), "--tasks", "arithmetic", "--limit", "4", "--samples", "3"]
-    return [*words, "--temperature", "1", "--max-new-tokens", "12", "--batch-size", "4", *FP32]
+    return [*words, "--temperature", "1", "--max-new-tokens", "12", "--batch-size", "4", *FP32, *options]
 
 
-def test_an_evaluation_that_was_killed_resumes(base: Path, tmp_path: Path, monkeypatch, capsys) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert main(sampled(base, whole)) == 0
-    generate, batches = InProcessModel.generate, []
+KILLED_IN_THE_THIRD_BATCH = """
+import os, signal, sys
+from vcore_ds.cli import main
+from vcore_ds.commands.evaluate.generation import InProcessAPI
+answer, batches = InProcessAPI.answer, []
+def answer_twice(self, requests):
+    batches.append(requests)
+    if len(batches) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return answer(self, requests)
+InProcessAPI.answer = answer_twice
+main(sys.argv[1:])
+"""
 
-    def killed_in_the_third_batch(self, requests):
-        batches.append([request.key for request in requests])
-        if len(batches) == 3:
-            raise MemoryError("killed")
-        return generate(self, requests)
 
-    monkeypatch.setattr(InProcessModel, "generate", killed_in_the_third_batch)
-    with pytest.raises(MemoryError):
-        main(sampled(base, killed))
-    journal = killed / "unfinished" / "arithmetic.jsonl"
-    # As a kill in the middle of a write leaves it: the second batch is cut off.
-    journal.write_text(journal.read_text()[:-20])
-    batches.clear()
-    batches.append([])  # no third batch in this attempt
-    capsys.readouterr()
-    monkeypatch.setattr(InProcessModel, "generate", lambda *words: batches.append([]) or generate(*words))
-    assert main(sampled(base, killed)) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("arithmetic: 12 answers of at most ")  # before the first batch, which may take hours
-    assert "arithmetic: 7 of 12 answers are there already" in said and len(batches) == 3
-    assert (killed / "arithmetic.jsonl").read_bytes() == (whole / "arithmetic.jsonl").read_bytes()
-    assert read_evaluation(killed) == read_evaluation(whole)
+@pytest.fixture(scope="module")
+def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    with redirect_stdout(io.StringIO()):
+        assert main(sampled(base, folder)) == 0
+    return folder
+
+
+def test_an_evaluation_that_was_killed_and_interrupted_resumes(
+    base: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    words = sampled(base, tmp_path / "out")
+    command = [sys.executable, "-c", KILLED_IN_THE_THIRD_BATCH, *words]
+    killed = subprocess.run(command, env=command_environment(), capture_output=True, text=True, timeout=600)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    batches: list[object] = []
+    answer = InProcessAPI.answer
+
+    def interrupted(self, requests):
+        os.kill(os.getpid(), signal.SIGINT)
+        return answer(self, requests)
+
+    monkeypatch.setattr(InProcessAPI, "answer", interrupted)
+    assert main(words) == EXIT_STOPPED
+    assert "the same command resumes" in capsys.readouterr().err and not (tmp_path / "out/evaluation.json").exists()
+    monkeypatch.setattr(InProcessAPI, "answer", lambda *arguments: batches.append(1) or answer(*arguments))
+    assert main(words) == 0
+    assert len(batches) < 3  # of the three
+    assert (tmp_path / "out/arithmetic.jsonl").read_bytes() == (whole / "arithmetic.jsonl").read_bytes()
+    assert read_evaluation(tmp_path / "out") == read_evaluation(whole)
     samples = read_samples(whole, "arithmetic")
     assert [sample.sample for sample in samples] == [0, 1, 2] * 4 and len({sample.output for sample in samples}) == 12
 
 
-def test_another_evaluation_in_the_folder_is_refused(base: Path, whole: Path, tmp_path: Path, capsys) -> None:
+def test_a_folder_with_something_else_is_refused(base: Path, whole: Path, tmp_path: Path, capsys) -> None:
     assert main(sampled(base, whole)) == 2
-    assert "holds a finished evaluation; expected a new folder" in capsys.readouterr().err
-    begun = tmp_path / "begun"
-    (begun / "unfinished").mkdir(parents=True)
-    (begun / "unfinished" / "request.json").write_text(json.dumps({"model": str(base), "seed": 7}))
-    assert main(sampled(base, begun)) == 2
-    error = capsys.readouterr().err
-    assert "holds an unfinished evaluation of something else" in error and "  seed: 7 there, 42 here" in error
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "file").touch()
-    assert main(sampled(base, tmp_path / "other")) == 2
-    assert "is not an empty folder" in capsys.readouterr().err
-
-
-def test_a_journal_keeps_whole_lines(tmp_path: Path) -> None:
-    requests, answer = requests_of(3, 8), Generation("a\u2028b", "stop", 3)
-    journal = Journal(tmp_path / "j.jsonl", "t", 3)
-    journal.append(requests[:2], [answer, answer])
-    with (tmp_path / "j.jsonl").open("a") as file:
-        file.write('{"problem_id": "p2", "sam')
-    again = Journal(tmp_path / "j.jsonl", "t", 3)
-    assert [again.get(request) for request in requests] == [answer, answer, None]
-    again.append(requests, [Generation("other", "stop", 1)] * 3)
-    assert [again.get(request).output for request in requests] == ["a\u2028b", "a\u2028b", "other"]
-    assert len((tmp_path / "j.jsonl").read_text().split("\n")) == 4
+    assert "holds a finished evaluation; expected a new or empty folder" in capsys.readouterr().err
+    unfinished = shutil.copytree(whole, tmp_path / "unfinished")
+    (unfinished / "evaluation.json").unlink()
+    assert main(sampled(base, unfinished, "--seed", "7")) == 2
+    assert "holds an evaluation of another model, other problems or with other sampling" in capsys.readouterr().err
+    assert main(sampled(base, tmp_path)) == 2
+    assert "holds unfinished; expected" in capsys.readouterr().err
 
 
 # ---- what is evaluated ---------------------------------------------------------------------------------------------
 
 
-def test_the_models_own_sampling(base: Path, tmp_path: Path) -> None:
-    assert model_sampling(str(base)) == Sampling()
+def test_the_models_sampling(base: Path, tmp_path: Path) -> None:
+    assert choose_sampling(str(base), None, {"seed": None}) == Sampling()
     settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1}
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
-    assert model_sampling(str(tmp_path)) == Sampling(temperature=0.6, top_p=0.95, top_k=20)
+    chosen = choose_sampling(str(tmp_path), None, {"seed": 7})
+    assert chosen == Sampling(temperature=0.6, top_p=0.95, top_k=20, seed=7)
+    assert choose_sampling(str(tmp_path), "paper", {"top_p": 0.5}) == Sampling(top_p=0.5)
 
 
-def test_models_that_cannot_be_evaluated(base: Path, adapter: Path, tmp_path: Path, capsys) -> None:
+def test_models_that_cannot_be_evaluated(base: Path, tmp_path: Path, capsys) -> None:
     output = ["--output", str(tmp_path / "out")]
     cases = [
         ([str(tmp_path / "none"), *output], "no such folder, and not a hub id"),
         ([str(base), "--base", str(base), *output], "is a whole model; expected an adapter"),
-        ([str(base)], "found no --output"),
         ([str(base), "--samples", "4", *output], "with greedy decoding, which gives the same answer each time"),
         ([str(base), *output, "--tasks", "amie"], "found 'amie' (did you mean \"aime\"?)"),
     ]
@@ -254,14 +245,3 @@ def test_an_adapter_that_names_no_base_needs_one(base: Path, tmp_path: Path) -> 
     assert (found.weights, found.adapter, found.base) == (str(base), str(tmp_path), str(base))
     with pytest.raises(UserError, match=f"no such folder.*It is the base model of {tmp_path}. Name it$"):
         find_named_model(str(tmp_path), "/no/such/model", remedy="Name it")
-
-
-def test_lines_that_serve_a_model(base: Path, adapter: Path) -> None:
-    words = "--tasks aime --output out"
-    plain = server_commands(find_named_model(str(base), None), max_new_tokens=8_192, seed=42, words=words)
-    assert f"vllm serve {base} --dtype bfloat16 --max-model-len 12288 --seed 42 --generation-config vllm\n" in plain
-    lines = server_commands(
-        find_named_model(str(adapter), str(base)), max_new_tokens=None, seed=42, words=words
-    ).splitlines()
-    assert f"--enable-lora --max-lora-rank 8 --lora-modules {base.parent.name}={adapter}" in lines[1]
-    assert lines[2].endswith(f"--served-name {base.parent.name} {words}") and lines[4].startswith("python -m sglang")

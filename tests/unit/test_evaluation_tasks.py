@@ -5,16 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
+from inspect_ai.dataset import Sample
 
 from tests.helpers.benchmark_rows import ROWS, write_rows
 from vcore_ds.commands.champ import HELD_OUT
-from vcore_ds.commands.evaluate.benchmarks import supergpqa_1k
-from vcore_ds.commands.evaluate.problems import Problem
-from vcore_ds.commands.evaluate.tasks import TASKS, chosen_tasks
+from vcore_ds.commands.evaluate.tasks import BENCHMARKS, choose_tasks, supergpqa_1k
 from vcore_ds.data.prepare import sources
 from vcore_ds.errors import UserError
-from vcore_ds.grading.answers import last_code_block
-from vcore_ds.grading.final_answer import final_answer, is_right
+from vcore_ds.grading.answers import final_answer, is_right, last_code_block
 from vcore_ds.grading.prompts import choice_prompt, math_prompt
 from vcore_ds.grading.verification import AnswerChecker
 
@@ -26,8 +24,9 @@ def checker():
     checker.close()
 
 
-def problems_of(folder: Path, task: str) -> list[Problem]:
-    return chosen_tasks([write_rows(folder, task)], None)[task][1]
+def read(*words: str) -> list[Sample]:
+    (task,) = choose_tasks(words)
+    return task.problems
 
 
 @pytest.mark.parametrize(
@@ -44,25 +43,25 @@ def problems_of(folder: Path, task: str) -> list[Problem]:
 def test_a_benchmark_is_read_and_graded(
     task: str, ids: list[str], expected: str, right: str, wrong: str, tmp_path: Path, checker: AnswerChecker
 ) -> None:
-    problems = problems_of(tmp_path, task)
-    assert [problem.id for problem in problems] == ids and problems[0].expected == expected
-    kind = TASKS[task].kind
+    problems = read(write_rows(tmp_path, task))
+    assert [problem.id for problem in problems] == ids and problems[0].target == expected
+    kind = BENCHMARKS[task].kind
     assert kind is not None
     assert is_right(final_answer(right, kind), expected, kind, checker)
     assert not is_right(final_answer(wrong, kind), expected, kind, checker)
 
 
 def test_prompts_are_those_of_training(tmp_path: Path) -> None:
-    assert problems_of(tmp_path, "aime")[0].prompt == math_prompt("What is 20 + 4?")
-    asked = problems_of(tmp_path, "supergpqa")[0].prompt
+    assert read(write_rows(tmp_path, "aime"))[0].input == math_prompt("What is 20 + 4?")
+    asked = str(read(write_rows(tmp_path, "supergpqa"))[0].input)
     assert asked == choice_prompt("Which one?", ["one", "two", "three"])
     assert "question:\nWhich one?\nOptions are:\n(A): one\n(B): two\n(C): three\n\nPlease reason" in asked
-    assert problems_of(tmp_path, "livecodebench")[0].prompt.count("c++17") == 1
-    assert [problem.prompt for problem in problems_of(tmp_path, "ojbench")] == ["In cpp:"]
+    assert str(read(write_rows(tmp_path, "livecodebench"))[0].input).count("c++17") == 1
+    assert [problem.input for problem in read(write_rows(tmp_path, "ojbench"))] == ["In cpp:"]
 
 
 def test_several_answers_are_right_in_any_order(tmp_path: Path, checker: AnswerChecker) -> None:
-    expected = problems_of(tmp_path, "olympiad")[1].expected
+    expected = str(read(write_rows(tmp_path, "olympiad"))[1].target)
     assert expected == "2,-2"
     assert is_right("-2, 2", expected, "math", checker) and not is_right("2", expected, "math", checker)
 
@@ -95,10 +94,12 @@ def test_the_last_code_block() -> None:
 def test_the_subset_of_supergpqa_is_fixed_and_keeps_the_disciplines() -> None:
     sizes = {"Science": 1_500, "Law": 600, "Art": 1}
     everything = [
-        Problem(f"{name}{i}", "", "A", {"discipline": name}) for name, size in sizes.items() for i in range(size)
+        Sample(id=f"{name}{i}", input="", metadata={"discipline": name})
+        for name, size in sizes.items()
+        for i in range(size)
     ]
     chosen = supergpqa_1k(everything)
-    counts = {name: sum(problem.extra["discipline"] == name for problem in chosen) for name in sizes}
+    counts = {name: sum((problem.metadata or {})["discipline"] == name for problem in chosen) for name in sizes}
     assert sum(counts.values()) == 1_000
     assert all(abs(counts[name] - size / 2_101 * 1_000) < 1 for name, size in sizes.items())
     assert {problem.id for problem in supergpqa_1k(everything[::-1])} == {problem.id for problem in chosen}
@@ -106,25 +107,24 @@ def test_the_subset_of_supergpqa_is_fixed_and_keeps_the_disciplines() -> None:
 
 
 def test_arithmetic_has_right_answers() -> None:
-    problems = chosen_tasks(["arithmetic"], None)["arithmetic"][1]
+    problems = read("arithmetic")
     assert len(problems) == 200
     for problem in problems:
-        (expression,) = re.findall(r"(?:problem|multiplication): ([-+* \d]+)", problem.prompt)
-        assert eval(expression) == int(problem.expected), problem
+        (expression,) = re.findall(r"(?:problem|multiplication): ([-+* \d]+)", str(problem.input))
+        assert eval(expression) == int(str(problem.target)), problem
 
 
 def test_champ_problems_have_numbers_as_answers() -> None:
-    problems = chosen_tasks(["champ"], None)["champ"][1]
+    problems = read("champ")
     assert [problem.id for problem in problems] == list(HELD_OUT) and len(problems) == 30
     for problem in problems:
-        assert final_answer(problem.expected, "number") == problem.expected
+        assert final_answer(str(problem.target), "number") == problem.target
 
 
 @pytest.mark.parametrize(
     ("task", "rows", "message"),
     [
         ("aime", [{"problem": "1 + 1?"}], r"row 1: found no `answer` or `Answer` or `final_answer` \(its columns: pr"),
-        ("aime", [{"problem": "1 + 1?", "answer": ""}], "found no `answer`"),
         ("gsm8k", [{"question": "?", "answer": "so 5"}], "found no number behind ####"),
         ("rbench", [{**ROWS["rbench"][0], "answer": "G"}], "found 6 options and the answer 'G'"),
         ("supergpqa", [{**ROWS["supergpqa"][0], "options": None}], "found 0 options"),
@@ -134,7 +134,7 @@ def test_champ_problems_have_numbers_as_answers() -> None:
 )
 def test_rows_that_cannot_be_graded_are_refused(task: str, rows: list, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        chosen_tasks([write_rows(tmp_path, task, rows)], None)
+        read(write_rows(tmp_path, task, rows))
 
 
 def test_a_row_is_named_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,15 +143,15 @@ def test_a_row_is_named_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     lines = [*(json.dumps({"id": n, "problem": "1 + 1?", "answer": "2"}) for n in range(30)), "", "{"]
     (tmp_path / "aime.jsonl").write_text("\n".join(lines))
     with pytest.raises(UserError, match="aime.jsonl: row 32: not JSON"):
-        chosen_tasks([f"aime={tmp_path}/aime.jsonl"], None)
+        read(f"aime={tmp_path}/aime.jsonl")
 
 
 def test_wrong_names_of_tasks(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"found 'amie' \(did you mean \"aime\"\?\); expected some of arithmetic, "):
-        chosen_tasks(["amie"], None)
+        read("amie")
     with pytest.raises(UserError, match="found champ twice"):
-        chosen_tasks(["champ", "champ"], None)
+        read("champ", "champ")
     with pytest.raises(UserError, match="a task that makes its own problems"):
-        chosen_tasks([f"champ={tmp_path}"], None)
+        read(f"champ={tmp_path}")
     with pytest.raises(UserError, match="no such file"):
-        chosen_tasks([f"gsm8k={tmp_path}/none.jsonl"], None)
+        read(f"gsm8k={tmp_path}/none.jsonl")

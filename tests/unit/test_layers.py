@@ -246,7 +246,7 @@ def test_a_wrong_import_is_seen(source: str, module: str) -> None:
         ("import torch.nn.functional", "vcore_ds.method.weights"),
         ("from .tokens import Tokens", "vcore_ds.method.__init__"),
         ("from vcore_ds.commands.arguments import add_recipe", "vcore_ds.commands.train"),
-        ("from vcore_ds.commands.champ import HELD_OUT", "vcore_ds.commands.evaluate.embedded"),
+        ("from vcore_ds.commands.champ import HELD_OUT", "vcore_ds.commands.evaluate.tasks"),
         ("import torch.distributed", BEFORE_ANY_LAYOUT),
         ("from vcore_ds.commands.fidelity.bench import Bench", "vcore_ds.commands.fidelity.measure"),
     ],

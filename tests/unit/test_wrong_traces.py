@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vcore_ds.cli import parse
-from vcore_ds.commands.evaluate.benchmarks import read_math
+from vcore_ds.commands.evaluate.tasks import read_math
 from vcore_ds.commands.quickstart import wrong_traces
 from vcore_ds.config.files import SHIPPED_RECIPES
 from vcore_ds.config.load import load_recipe
@@ -43,13 +43,14 @@ def test_problems_are_asked_as_traces_are_trained_and_are_in_no_other_file() -> 
     files = wrong_traces.make(seed=3)
     prompts = [line["messages"][0]["content"] for line in files["mixture"] + files["trusted"]]
     problems = [read_math(line) for line in files["problems"]]
-    numbers = [tuple(re.findall(r"\d+", text)) for text in prompts + [problem.prompt for problem in problems]]
+    numbers = [tuple(re.findall(r"\d+", text)) for text in prompts + [str(problem.input) for problem in problems]]
     assert len(set(numbers)) == len(numbers) == 168
     opening, closing = (re.split(r"\n.*\n", prompts[0])[i] for i in (0, -1))
     for line, problem in zip(files["problems"], problems, strict=True):
-        assert problem.prompt.startswith(opening) and problem.prompt.endswith(closing)
+        prompt = str(problem.input)
+        assert prompt.startswith(opening) and prompt.endswith(closing)
         start, less, more = map(int, re.findall(r"\d+", line["problem"]))
-        assert problem.expected == str(start - less + more) and line["wrong_answer"] == str(start + less + more)
+        assert problem.target == str(start - less + more) and line["wrong_answer"] == str(start + less + more)
 
 
 def test_shares_of_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

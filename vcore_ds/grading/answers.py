@@ -1,10 +1,20 @@
-"""The final answer in a text."""
+"""The final answer in a model's output, and whether it is the expected one."""
 
 import re
+from typing import Literal
+
+from vcore_ds.grading.verification import AnswerChecker
+
+Kind = Literal["math", "number", "choice"]
+"""How an answer is found and compared. `math`: the last box, equivalent by math-verify. `number`: the same, and the
+last number where the box is empty or there is none, as small models seldom box. `choice`: the last box, exactly the
+letter."""
 
 _BOXED = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace, or an escaped character: `\\{` is text."""
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/[1-9]\d*)?")
+_TEXT_MACRO = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
 def answer_spans(text: str) -> list[tuple[int, int]]:
@@ -20,6 +30,27 @@ def answer_spans(text: str) -> list[tuple[int, int]]:
         elif brace.group() == "}" and open_braces and (begin := open_braces.pop()) in boxes:
             spans.append((begin, brace.start()))
     return sorted(spans)
+
+
+def final_answer(output: str, kind: Kind) -> str | None:
+    """What the output gives as its answer, thinking included; None where it gives none."""
+    spans = answer_spans(output)
+    boxed = output[slice(*spans[-1])].strip() if spans else ""
+    if boxed and kind == "choice":
+        # `(B)`, `\text{B}` and `B.` are the letter B.
+        bare = _TEXT_MACRO.sub(r"\1", boxed).strip().strip("().:").strip()
+        return bare if re.fullmatch(r"[A-Z]", bare) else boxed
+    if not boxed and kind == "number" and (numbers := _NUMBER.findall(output)):
+        return numbers[-1].replace(",", "")
+    return boxed or None
+
+
+def is_right(answer: str | None, expected: str, kind: Kind, checker: AnswerChecker) -> bool:
+    """Whether an answer is the expected one (LaTeX without dollar signs, or a letter); False where comparing took too
+    long."""
+    if answer is None or kind == "choice" or answer == expected:
+        return answer == expected
+    return checker.check(expected, answer) == "equivalent"
 
 
 def last_code_block(text: str) -> str | None:

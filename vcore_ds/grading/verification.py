@@ -1,21 +1,30 @@
-"""Mathematical answers compared in a process that can be killed."""
+"""Mathematical answers compared by math-verify in a child process, because comparing can hang inside C code.
+
+The child is this file, run as a script so that it loads math-verify and nothing else. It reads a line of JSON, expected
+answer and answer, and writes a line `true` or `false`, until its input ends. The kernel ends it where a pair takes too
+much CPU time or memory.
+"""
 
 import json
+import logging
+import math
+import resource
 import select
 import subprocess
 import sys
+import time
 from functools import lru_cache
-from pathlib import Path
 from typing import Literal
 
 Verdict = Literal["equivalent", "different", "unfinished"]
 
+MAX_MEMORY_BYTES = 4 * 2**30
 _WALL_SECONDS_PER_CPU_SECOND = 30
-"""Limit for a process that waits, which takes no CPU time."""
+"""Limit for a child that waits, which takes no CPU time."""
 
 
 class AnswerChecker:
-    """Compares answers with `math-verify` in a process of its own, which is replaced whenever it has to be killed."""
+    """Compares answers in a child process, which is replaced whenever it has to be killed."""
 
     def __init__(self, limit_seconds: int) -> None:
         """`limit_seconds`: CPU time for one pair of answers, whole seconds, at least 1."""
@@ -28,21 +37,17 @@ class AnswerChecker:
         """Whether `answer` is equivalent to `expected`, both in LaTeX; `unfinished` where that took too long, or too
         much memory."""
         if self._process is None:
-            script = Path(__file__).with_name("check_answers.py")
-            # -P: the script's own folder is no place to import from.
+            # -P: the script's folder is no place to import from.
+            command = [sys.executable, "-P", __file__, str(self._limit_seconds)]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(script), str(self._limit_seconds)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
         assert self._process.stdin is not None and self._process.stdout is not None
         line = b""
         try:
             self._process.stdin.write(json.dumps([expected, answer]).encode() + b"\n")
             self._process.stdin.flush()
-            patience = self._limit_seconds * _WALL_SECONDS_PER_CPU_SECOND
-            if select.select([self._process.stdout], [], [], patience)[0]:
+            if select.select([self._process.stdout], [], [], self._limit_seconds * _WALL_SECONDS_PER_CPU_SECOND)[0]:
                 line = self._process.stdout.readline()
         except BrokenPipeError:
             pass
@@ -52,8 +57,31 @@ class AnswerChecker:
         return "equivalent" if json.loads(line) else "different"
 
     def close(self) -> None:
-        """Ends the process that compares, if there is one."""
+        """Ends the child, if there is one."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
+
+
+def _compare_lines(limit_seconds: int) -> None:
+    """What the child does."""
+    logging.disable(logging.CRITICAL)  # math-verify warns that its time limits, which cannot end C code, are off
+    from math_verify import parse, verify
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    hard_seconds = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    for line in sys.stdin:
+        # Whole seconds of CPU time, which other load does not change: at least the limit, less than a second more.
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + limit_seconds, hard_seconds))
+        try:
+            gold, given = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in json.loads(line))
+            result = bool(gold and given) and verify(gold, given, timeout_seconds=None)
+        except Exception:  # whatever sympy raises about an expression: it is not shown to be equivalent
+            result = False
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    _compare_lines(int(sys.argv[1]))

@@ -1,97 +1,146 @@
-"""Answers of a Hugging Face model in this process: batches, a seed for each answer, true ends and lengths."""
+"""How answers are drawn, and a model in this process that inspect asks, in batches."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import anyio
 import torch
-from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedTokenizerBase,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from anyio import to_thread
+from inspect_ai.model import ChatMessage, GenerateConfig, ModelAPI, ModelOutput, ModelUsage
+from inspect_ai.tool import ToolChoice, ToolInfo
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from vcore_ds.commands.evaluate.journal import Generation, Request
-from vcore_ds.commands.evaluate.sampling import Sampling
+from vcore_ds.data.rendering import render_prompt
 from vcore_ds.errors import UserError
 from vcore_ds.models.generation import generate_answers, longest_sequence
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.named_model import NamedModel, end_token_ids, load_to_answer
 
 
-class SampleRows(LogitsProcessor):
-    """Turns the largest score into a draw from the softmax of the scores, by a generator of its own for each row.
+@dataclass(frozen=True)
+class Sampling:
+    """Every field that decides how a token is drawn, so that none is left to a server's defaults.
 
-    So an answer depends on its own seed, whatever else is in its batch: exponential noise e makes p / e largest for
-    token i with probability p_i.
+    These defaults are the paper's (table "Inference hyperparameters").
     """
 
-    def __init__(self, seeds: Sequence[int], device: torch.device):
-        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 for all tokens."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 42
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        noise = torch.empty_like(scores, dtype=torch.float32)
-        for row, generator in zip(noise, self._generators, strict=True):
-            row.exponential_(generator=generator)
-        return scores.float() - noise.log()
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
 
 
-class InProcessModel:
-    """A base model, with its adapter where it has one, ready to generate."""
+def choose_sampling(model: str, preset: str | None, changes: dict[str, Any]) -> Sampling:
+    """The paper's or the model's sampling, with those of `changes` that are not None.
 
-    def __init__(self, model: NamedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, precision: str):
+    The model's is what its generation_config.json recommends, greedy where it recommends no sampling. Its repetition
+    penalty is left out: it is meant for short chats, and changes what is graded.
+    """
+    sampling = Sampling()
+    path = cached_file(model, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    if preset != "paper" and path is not None:
+        with open(path, encoding="utf-8") as file:
+            recommended = json.load(file)
+        if recommended.get("do_sample"):
+            sampling = Sampling(
+                temperature=float(recommended.get("temperature") or 1.0),
+                top_p=float(recommended.get("top_p") or 1.0),
+                top_k=int(recommended.get("top_k") or -1),
+                min_p=float(recommended.get("min_p") or 0.0),
+            )
+    return replace(sampling, **{name: value for name, value in changes.items() if value is not None})
+
+
+def encode_prompt(question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
+    """The prompt of a user's turn, as text and as tokens, as the chat template renders it in training."""
+    prompt = render_prompt([{"role": "user", "content": question}], tokenizer)
+    return prompt, tokenizer(prompt, add_special_tokens=False)["input_ids"]
+
+
+class Request(NamedTuple):
+    """One answer to draw."""
+
+    question: str
+    seed: int
+    max_new_tokens: int
+
+
+class InProcessAPI(ModelAPI):
+    """A base model, with its adapter where it has one.
+
+    Its batches are fixed, whatever order inspect asks in: a resumed evaluation forms the same ones, and so comes to the
+    same answers to the last bit.
+    """
+
+    def __init__(
+        self,
+        model: NamedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        precision: str,
+        batches: Sequence[Sequence[Request]],
+    ) -> None:
         """Raises UserError where the model or its adapter cannot be loaded."""
+        super().__init__(model.name)
         self._model = load_to_answer(model, DTYPES[precision])
         self.device = self._model.device
-        self.end_ids = end_token_ids(self._model.generation_config, tokenizer)
-        # All settings are given here: what the model's own generation_config.json has besides stays without effect.
+        ends = end_token_ids(self._model.generation_config, tokenizer)
+        # Other fields of generation_config.json must not take effect.
         self._model.generation_config = GenerationConfig()
-        self._tokenizer, self._sampling = tokenizer, sampling
+        self._settings = GenerationConfig(
+            eos_token_id=ends, pad_token_id=ends[0], use_cache=True, repetition_penalty=sampling.repetition_penalty
+        )
+        if not sampling.is_greedy:
+            drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
+            self._settings.update(do_sample=True, top_k=max(sampling.top_k, 0), **drawn)
+        self._tokenizer = tokenizer
+        self._batches = {request: batch for batch in batches for request in batch}
+        self._outputs: dict[Request, ModelOutput] = {}
+        self._lock = anyio.Lock()
 
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """An answer to each request, all in one batch.
+    async def generate(
+        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
+    ) -> ModelOutput:
+        """The answer to a user message, generated with its batch."""
+        assert config.seed is not None and config.max_tokens is not None
+        request = Request(input[0].text, config.seed, config.max_tokens)
+        async with self._lock:
+            if request not in self._outputs:
+                batch = self._batches[request]
+                self._outputs |= zip(batch, await to_thread.run_sync(self.answer, batch), strict=True)
+        return self._outputs[request]
+
+    def answer(self, requests: Sequence[Request]) -> list[ModelOutput]:
+        """An answer to each request, all in one batch, whose draws depend on the first seed.
 
         Raises:
-            UserError: a prompt leaves the model no room.
+            UserError: a prompt leaves no room for an answer.
         """
+        prompts = [encode_prompt(request.question, self._tokenizer)[1] for request in requests]
         longest = longest_sequence(self._model)
-        request = max(requests, key=lambda request: len(request.prompt_ids))
-        if len(request.prompt_ids) >= longest:
+        if max(map(len, prompts)) >= longest:
             raise UserError(
-                f"{request.problem_id}: found a prompt of {len(request.prompt_ids):,} tokens; expected fewer than "
-                f"{longest:,}, the model's longest sequence"
+                f"--tasks: found a prompt of {max(map(len, prompts)):,} tokens; expected fewer than {longest:,}, the "
+                "model's longest sequence. Evaluate problems that fit"
             )
-        answers = generate_answers(
-            self._model,
-            [request.prompt_ids for request in requests],
-            [request.max_new_tokens for request in requests],
-            GenerationConfig(do_sample=False, eos_token_id=self.end_ids, pad_token_id=self.end_ids[0], use_cache=True),
-            logits_processor=self._processors([request.seed for request in requests]),
-        )
-        return [Generation(self._text(answer.ids), answer.stop_reason, len(answer.ids)) for answer in answers]
-
-    def _text(self, tokens: list[int]) -> str:
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)  # as the tokens are of one text
-        return text
-
-    def _processors(self, seeds: Sequence[int]) -> LogitsProcessorList:
-        sampling, chain = self._sampling, LogitsProcessorList()
-        if sampling.repetition_penalty != 1.0:
-            chain.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-        if sampling.is_greedy:
-            return chain
-        chain.append(TemperatureLogitsWarper(sampling.temperature))
-        if sampling.top_k > 0:
-            chain.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1.0:
-            chain.append(TopPLogitsWarper(sampling.top_p))
-        if sampling.min_p > 0.0:
-            chain.append(MinPLogitsWarper(sampling.min_p))
-        chain.append(SampleRows(seeds, self.device))
-        return chain
+        torch.manual_seed(requests[0].seed)
+        limits = [request.max_new_tokens for request in requests]
+        outputs = []
+        for prompt, answer in zip(prompts, generate_answers(self._model, prompts, limits, self._settings), strict=True):
+            text = self._tokenizer.decode(answer.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            output = ModelOutput.from_content(self.model_name, str(text), answer.stop_reason)
+            lengths = {"input_tokens": len(prompt), "output_tokens": len(answer.ids)}
+            output.usage = ModelUsage(**lengths, total_tokens=sum(lengths.values()))
+            outputs.append(output)
+        return outputs

@@ -1,201 +1,159 @@
-"""An OpenAI-compatible server: which one it is, whether it serves this model, and what its requests have to say."""
+"""An OpenAI-compatible server that inspect asks: whether it serves this model, and what its requests have to say."""
 
 import json
 import os
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+from inspect_ai.model import ChatMessage, ChatMessageUser, GenerateConfig, ModelOutput
+from inspect_ai.model._model_call import ModelCall
+from inspect_ai.model._providers.openai_compatible_completions import OpenAICompatibleCompletionsAPI
+from inspect_ai.tool import ToolChoice, ToolInfo
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from vcore_ds.commands.evaluate.sampling import Sampling
+from vcore_ds.commands.evaluate.generation import Sampling, encode_prompt
 from vcore_ds.errors import UserError, first_line
-from vcore_ds.models.named_model import NamedModel
+from vcore_ds.models.named_model import NamedModel, end_token_ids
 
-NUM_TRIES = 3
-"""Attempts to reach the server before the evaluation begins; `session.MAX_RETRIES` bounds those of a request."""
-SECONDS_BETWEEN_TRIES = 2.0
-_FIRST_ANSWER_SECONDS = 900.0
-"""Time for the first answer: some servers load the model then."""
+REQUEST_SECONDS = 3_600.0
+"""Longest time for one answer: tens of thousands of tokens on a busy GPU take many minutes."""
 
 
-@dataclass(frozen=True)
-class Server:
-    """A server that has answered."""
+class ServerAPI(OpenAICompatibleCompletionsAPI):
+    """A server that has said what it serves. It is sent prompts as tokens, and every sampling field."""
 
-    url: str
-    """Base of the API, as http://localhost:8000/v1."""
-    name: str
-    """The model's name there."""
-    software: str
-    """`vllm`, `sglang`, `transformers` or `unknown`."""
-    version: str | None
-    longest: int | None
-    """Tokens of prompt and answer together; None where the server does not say."""
-    sampling: Sampling
-    end_ids: tuple[int, ...]
-    """Tokens that end an answer, for servers that have to be told."""
+    def __init__(
+        self,
+        url: str,
+        served_name: str | None,
+        model: NamedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+    ) -> None:
+        """Asks the server for its models and its version.
 
-    @property
-    def takes_ids(self) -> bool:
-        """Whether a prompt may be given as tokens; `transformers serve` takes text only."""
-        return self.software != "transformers"
+        Args:
+            url: base of the API, as http://localhost:8000/v1.
+            served_name: name of the model there; None where it is the only one, or has the same name.
 
-    def extra_body(self, max_new_tokens: int) -> dict[str, Any]:
+        Raises:
+            UserError: the server cannot be reached, or does not serve this model.
+        """
+        url = url.rstrip("/")
+        data = (_get(f"{url}/models") or {}).get("data")
+        entries = {entry["id"]: entry for entry in data} if isinstance(data, list) else {}
+        # A name that is given is believed: `transformers serve` serves folders that it does not list.
+        name = served_name or (model.path if model.path in entries or len(entries) != 1 else next(iter(entries)))
+        if not served_name and name not in entries:
+            raise UserError(
+                f"--url: {url}: found the models {', '.join(entries) or 'none'}; expected one of them for {name}. Give "
+                "the base URL of an OpenAI-compatible API (it usually ends in /v1), and the model's --served-name"
+            )
+        super().__init__(
+            model_name=name,
+            base_url=url,
+            api_key=_api_key(),
+            service="vcore",
+            client_timeout=REQUEST_SECONDS,
+            max_retries=0,  # of the client; inspect retries
+        )
+        self.software, self.version = _identify_software(url.removesuffix("/v1"))
+        if model.adapter is not None:
+            self._check_adapter(entries.get(name, {}).get("parent"), model)
+        try:
+            settings = GenerationConfig.from_pretrained(model.weights)
+        except OSError:
+            settings = GenerationConfig()
+        self._end_ids = end_token_ids(settings, tokenizer)
+        self._tokenizer, self._sampling = tokenizer, sampling
+
+    def service_model_name(self) -> str:
+        return self.model_name
+
+    def _check_adapter(self, parent: str | None, model: NamedModel) -> None:
+        """Raises UserError where the server says that it serves no adapter, or one on another base (`parent`)."""
+        if self.software == "transformers":
+            raise UserError(
+                f"--url: {self.base_url}: `transformers serve` cannot serve adapters; expected vLLM or SGLang for "
+                f"{model.adapter}. Evaluate it without --url, or export the merged model (vcore-ds export RUN --merge)"
+            )
+        if (parent is None and self.software == "vllm") or (parent and Path(parent).name != Path(model.weights).name):
+            raise UserError(
+                f"--url: {self.base_url}: found {self.model_name} {f'on {parent}' if parent else 'as a whole model'}; "
+                f"expected the adapter {model.adapter} on {model.weights}. Serve it with --enable-lora --lora-modules "
+                f"{model.name}={model.adapter}, and give --served-name {model.name}"
+            )
+
+    async def generate(
+        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
+    ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
+        """The answer to a user message.
+
+        Raises:
+            UserError: the server sees another prompt, or does not say how the answer ended and how long it is.
+        """
+        prompt, ids = encode_prompt(input[0].text, self._tokenizer)
+        # `transformers serve` takes text only.
+        metadata = None if self.software == "transformers" else {"prompt_token_ids": ids}
+        config = config.model_copy(update={"extra_body": self._extra_body(config.max_tokens)})
+        answer = await super().generate(
+            [ChatMessageUser(content=prompt, metadata=metadata)], tools, tool_choice, config
+        )
+        output = answer[0] if isinstance(answer, tuple) else answer
+        if isinstance(output, Exception):
+            raise output
+        usage, reason = output.usage, output.stop_reason
+        if usage is None or reason not in ("stop", "max_tokens", "model_length"):
+            raise UserError(
+                f"--url: {self.base_url}: found an answer with finish reason {reason} and usage {usage}; expected "
+                "`stop` or `length`, and the number of tokens. Use another server"
+            )
+        if usage.input_tokens != len(ids):
+            raise UserError(
+                f"--url: {self.base_url}: found a prompt of {usage.input_tokens} tokens there, {len(ids)} here; "
+                "expected the same prompt as in training. Serve the very model that RUN|MODEL names, with its tokenizer"
+            )
+        return answer
+
+    def _extra_body(self, max_new_tokens: int | None) -> dict[str, Any]:
         """The sampling fields that OpenAI's API does not have, each under the name that this server knows."""
-        ours = self.sampling
+        sampling = self._sampling
+        drawn: dict[str, Any] = {"top_k": sampling.top_k, "min_p": sampling.min_p}
         if self.software != "transformers":
-            return {"top_k": ours.top_k, "min_p": ours.min_p, "repetition_penalty": ours.repetition_penalty}
-        settings: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "do_sample": not ours.is_greedy,
-            "repetition_penalty": ours.repetition_penalty,
-            "eos_token_id": list(self.end_ids),
-            "pad_token_id": self.end_ids[0],
-        }
-        if not ours.is_greedy:
-            settings |= {"temperature": ours.temperature, "top_p": ours.top_p, "min_p": ours.min_p}
-            settings["top_k"] = max(ours.top_k, 0)
+            return {**drawn, "repetition_penalty": sampling.repetition_penalty}
+        settings = {"eos_token_id": self._end_ids, "pad_token_id": self._end_ids[0], "max_new_tokens": max_new_tokens}
+        settings |= {"do_sample": not sampling.is_greedy, "repetition_penalty": sampling.repetition_penalty}
+        if not sampling.is_greedy:
+            drawn |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(sampling.top_k, 0)}
+            settings |= drawn
         return {"generation_config": json.dumps(settings)}
 
 
-def api_key() -> str:
-    """What a server that asks for no key takes, too."""
-    return os.environ.get("OPENAI_API_KEY") or "none"
-
-
-def open_server(
-    url: str, served_name: str | None, model: NamedModel, sampling: Sampling, end_ids: Sequence[int]
-) -> Server:
-    """The server at a URL, asked for its models and its version.
-
-    Raises:
-        UserError: it is down, returns errors, or does not serve this model.
-    """
-    url = url.rstrip("/")
-    entries = _models(url, is_needed=served_name is None)
-    name = _choose_name(url, served_name, [entry["id"] for entry in entries], model)
-    entry = next((entry for entry in entries if entry["id"] == name), {})
-    software, version = _software(url.removesuffix("/v1"))
-    _check_adapter(url, name, entry, software, model)
-    longest = entry.get("max_model_len")
-    return Server(url, name, software, version, longest if isinstance(longest, int) else None, sampling, tuple(end_ids))
-
-
-def check_prompt(server: Server, prompt: str, ids: Sequence[int]) -> None:
-    """Asks for one token, and compares the length of the prompt: a server may add tokens of its own.
-
-    Raises:
-        UserError: the server returns an error, or has another prompt.
-    """
-    body = {
-        "model": server.name,
-        "prompt": list(ids) if server.takes_ids else prompt,
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "seed": server.sampling.seed,
-        **server.extra_body(1),
-    }
-    answer = _request("POST", f"{server.url}/completions", body, _FIRST_ANSWER_SECONDS)
-    found = answer.get("usage", {}).get("prompt_tokens") if isinstance(answer, dict) else None
-    if found != len(ids):
-        raise UserError(
-            f"--url: {server.url}: found a prompt of {found} tokens there, {len(ids)} here; expected the same prompt "
-            "as in training. Serve the very model that RUN|MODEL names, with its own tokenizer"
-        )
-
-
-def _models(url: str, is_needed: bool) -> list[dict[str, Any]]:
-    """What the server lists; none where it does not and that is not needed: `transformers serve` fails at it without a
-    cache of the hub."""
-    answer = _request("GET", f"{url}/models", None, 10.0) if is_needed else _optional(f"{url}/models") or {"data": []}
-    entries = answer.get("data") if isinstance(answer, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(e, dict) and isinstance(e.get("id"), str) for e in entries):
-        raise UserError(
-            f"--url: {url}: found no list of models at {url}/models; expected an OpenAI-compatible server. Give its "
-            "base URL, which usually ends in /v1"
-        )
-    return entries
-
-
-def _choose_name(url: str, served_name: str | None, names: list[str], model: NamedModel) -> str:
-    if served_name is not None:
-        # `transformers serve` lists what lies in the hub's cache, and serves folders too.
-        return served_name
-    for name in (model.path, *names[: len(names) == 1]):
-        if name in names:
-            return name
-    listed = ", ".join(names[:20]) or "none"
-    raise UserError(
-        f"--url: {url}: found the models {listed}; expected one of them for {model.path}. Name it with --served-name"
-    )
-
-
-def _check_adapter(url: str, name: str, entry: dict[str, Any], software: str, model: NamedModel) -> None:
-    """What can be told of whether an adapter is served, and on its own base."""
-    if model.adapter is None:
-        return
-    if software == "transformers":
-        raise UserError(
-            f"--url: {url}: `transformers serve` cannot serve adapters; expected vLLM or SGLang for {model.adapter}. "
-            "Evaluate it without --url, or export the merged model (vcore-ds export RUN --merge)"
-        )
-    parent = entry.get("parent")
-    if software == "vllm" and not isinstance(parent, str):
-        raise UserError(
-            f"--url: {url}: {name} is no adapter there; expected {model.adapter}. Serve it with --enable-lora "
-            f"--lora-modules {model.name}={model.adapter}, and give --served-name {model.name}"
-        )
-    if isinstance(parent, str) and Path(parent).name != Path(model.weights).name:
-        raise UserError(
-            f"--url: {url}: {name} is served on the base model {parent}; expected {model.weights}, which the "
-            "adapter was trained from. Serve it on that"
-        )
-
-
-def _software(root: str) -> tuple[str, str | None]:
-    """Which server it is, by what only that one answers."""
+def _identify_software(root: str) -> tuple[str, str | None]:
+    """`vllm`, `sglang`, `transformers` or `unknown`, by an endpoint that only this one has; its version."""
     for software, path in (("vllm", "/version"), ("sglang", "/get_server_info")):
-        found = _optional(root + path)
-        if isinstance(found, dict) and isinstance(found.get("version"), str):
-            return software, found["version"]
-    schema = _optional(root + "/openapi.json")
-    paths = schema.get("paths") if isinstance(schema, dict) else None
-    if isinstance(paths, dict) and {"/load_model", "/reset"} <= paths.keys():
-        return "transformers", None
-    return "unknown", None
+        if (answer := _get(root + path)) and "version" in answer:
+            return software, str(answer["version"])
+    is_transformers = "/load_model" in (_get(root + "/openapi.json") or {}).get("paths", ())
+    return "transformers" if is_transformers else "unknown", None
 
 
-def _optional(url: str) -> Any:
+def _get(url: str) -> dict[str, Any] | None:
+    """The JSON object at a URL; None where the answer is something else."""
     try:
-        answer = httpx.get(url, timeout=10.0)
-        return answer.json() if answer.status_code == 200 else None
-    except (httpx.HTTPError, ValueError):
+        answer = httpx.get(url, headers={"Authorization": f"Bearer {_api_key()}"}, timeout=10.0)
+        value = answer.json() if answer.status_code == 200 else None
+        return value if isinstance(value, dict) else None
+    except ValueError:
         return None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UserError(
+            f"--url: {url}: cannot be reached ({first_line(error)}); expected an OpenAI-compatible server. Start one "
+            "(docs/evaluation.md shows how), and wait until it is ready"
+        ) from None
 
 
-def _request(method: str, url: str, body: dict[str, Any] | None, timeout_seconds: float) -> Any:
-    """The JSON of an answer; tried `NUM_TRIES` times where the server is down or fails."""
-    headers = {"Authorization": f"Bearer {api_key()}"}
-    for attempt in range(1, NUM_TRIES + 1):
-        try:
-            answer = httpx.request(method, url, json=body, headers=headers, timeout=timeout_seconds)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            problem = f"cannot be reached ({first_line(error)})"
-        else:
-            if answer.status_code == 200:
-                try:
-                    return answer.json()
-                except ValueError:
-                    return None
-            problem = f"answers {answer.status_code}: {answer.text.strip():.300}"
-            if answer.status_code < 500 and answer.status_code != 429:
-                break
-        if attempt < NUM_TRIES:
-            time.sleep(SECONDS_BETWEEN_TRIES)
-    raise UserError(
-        f"--url: {url}: {problem}; expected an OpenAI-compatible server that serves the model. Start it (vcore-ds eval "
-        "RUN|MODEL --server-commands prints how), and wait until it is ready"
-    )
+def _api_key() -> str:
+    """The user's, or one that a server takes that asks for none."""
+    return os.environ.get("OPENAI_API_KEY") or "none"

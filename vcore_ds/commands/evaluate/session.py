@@ -1,49 +1,58 @@
-"""An evaluation from start to end: model, problems, answers, result; begun, or resumed where it was killed."""
+"""An evaluation from start to end: inspect asks, grades, logs and resumes; the result is read from its logs."""
 
 import hashlib
 import json
-import shutil
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+import anyio
+from anyio import to_thread
+from inspect_ai import Task, eval_set
+from inspect_ai._util.error import PrerequisiteError
+from inspect_ai.dataset import MemoryDataset
+from inspect_ai.log import EvalLog, read_eval_log
+from inspect_ai.model import GenerateConfig, Model, modelapi
+from inspect_ai.scorer import CORRECT, INCORRECT, Score, Scorer, Target, accuracy, scorer, stderr
+from inspect_ai.solver import Generate, Solver, TaskState, solver
+from openai import OpenAIError
+from tenacity import RetryError
 from transformers.utils import logging
 
 from vcore_ds import __version__
-from vcore_ds.commands.evaluate import apis, table
-from vcore_ds.commands.evaluate.generation import InProcessModel
-from vcore_ds.commands.evaluate.inspection import run_task
-from vcore_ds.commands.evaluate.journal import Journal, Request
-from vcore_ds.commands.evaluate.official import write_generations
-from vcore_ds.commands.evaluate.problems import Problem, Task
-from vcore_ds.commands.evaluate.sampling import Sampling
-from vcore_ds.commands.evaluate.server import Server, check_prompt, open_server
-from vcore_ds.data.rendering import check_tokenizer, render_prompt
+from vcore_ds.commands.evaluate.generation import InProcessAPI, Request, Sampling
+from vcore_ds.commands.evaluate.server import ServerAPI
+from vcore_ds.commands.evaluate.tasks import ChosenTask
+from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.errors import UserError
+from vcore_ds.errors import RunStopped, UserError, first_line
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.evaluation_folder import (
     EVALUATION,
     Evaluation,
     SampleResult,
     TaskResult,
-    read_samples,
-    samples_path,
     summarize,
     write_evaluation,
     write_samples,
 )
 from vcore_ds.files.locks import LOCK, alone_in
 from vcore_ds.files.user_paths import writing
-from vcore_ds.models.named_model import NamedModel, end_token_ids
+from vcore_ds.grading.answers import Kind, final_answer, is_right, last_code_block
+from vcore_ds.grading.verification import AnswerChecker
+from vcore_ds.models.named_model import NamedModel
 from vcore_ds.random_streams import Stream, torch_seed
+from vcore_ds.results.presentation import aligned
 
-UNFINISHED = "unfinished"
-"""Folder with the request and the answers so far; gone when the evaluation is done."""
+LOGS = "inspect_logs"
+"""Folder, in the evaluation's, of inspect's logs, from which it resumes."""
+MAX_RETRIES = 4
+"""Attempts after the first for a request that a server fails."""
+ANSWER_SECONDS = 5
+"""CPU time to compare one answer."""
 PACKAGES = ("inspect_ai", "math-verify", "transformers", "peft", "torch", "reasoning-gym")
 
 
@@ -52,221 +61,242 @@ class Settings:
     """What the command line asks for."""
 
     output: Path
-    tasks: dict[str, tuple[Task, list[Problem]]]
+    tasks: Sequence[ChosenTask]
     preset: str | None
     sampling: Sampling
-    num_samples: int | None
-    """Answers to a problem; None for each task's own number."""
-    max_new_tokens: int | None
-    """None for each task's own limit."""
     precision: str
     batch_size: int
     url: str | None
     served_name: str | None
 
-    def samples_of(self, task: Task) -> int:
-        """One where decoding is greedy: more would be the same answer again."""
-        return 1 if self.sampling.is_greedy else self.num_samples or task.num_samples
-
-    def limit_of(self, task: Task) -> int:
-        return self.max_new_tokens or task.max_new_tokens
-
 
 def evaluate(model: NamedModel, settings: Settings) -> Evaluation:
-    """Answers and grades every task, writes the folder, and prints the table.
+    """Answers and grades every task, writes the folder, and prints the table; resumes what an earlier attempt began.
 
     Raises:
         UserError: the model, the server or the folder cannot be used, or the folder holds another evaluation.
+        RunStopped: it was interrupted.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer = load_tokenizer(model.tokenizer, "RUN|MODEL")
     check_tokenizer(tokenizer)
-    with writing("--output", settings.output), alone_in(settings.output):
-        _begin(settings.output, _request_of(model, settings))
-        asked = {
-            name: _requests(task, problems, settings, tokenizer) for name, (task, problems) in settings.tasks.items()
-        }
-        source: InProcessModel | Server
+    folder = settings.output
+    with writing("--output", folder), alone_in(folder):
+        others = {file.name for file in folder.iterdir()} - {LOCK}
+        if EVALUATION in others or (others and LOGS not in others):
+            raise UserError(
+                f"--output: {folder}: holds {'a finished evaluation' if EVALUATION in others else min(others)}; "
+                "expected a new or empty folder, or an unfinished evaluation. Name another one"
+            )
+        described: dict[str, Any] = {"path": model.path, "base": model.weights, "adapter": model.adapter}
+        versions = {"vcore_ds": __version__} | {name: version(name) for name in PACKAGES}
+        api: InProcessAPI | ServerAPI
         if settings.url is None:
-            source = InProcessModel(model, tokenizer, settings.sampling, settings.precision)
+            api = InProcessAPI(model, tokenizer, settings.sampling, settings.precision, _batches(settings))
+            described |= {"precision": settings.precision, "batch_size": settings.batch_size, "device": api.device.type}
         else:
-            ends = end_token_ids(_generation_config(model.weights), tokenizer)
-            source = open_server(settings.url, settings.served_name, model, settings.sampling, ends)
-            _check_server(source, asked)
-        tasks: dict[str, TaskResult] = {}
-        generations: dict[str, dict[str, Any]] = {}
-        for name, (task, problems) in settings.tasks.items():
-            if task.kind is not None and samples_path(settings.output, name).is_file():
-                samples = read_samples(settings.output, name)
-            else:
-                samples = _answer(source, model, task, problems, asked[name], settings)
-            result = summarize(samples)
-            if task.kind is None:
-                file = write_generations(settings.output, task, problems, samples)
-                kept = {key: value for key, value in asdict(result).items() if key != "accuracy"}
-                generations[name] = {"file": file, **kept}
-            else:
-                write_samples(settings.output, name, samples)
-                tasks[name] = result
-        evaluation = Evaluation(
-            model=_describe(model, settings, source),
-            preset=settings.preset,
-            sampling=_describe_sampling(settings),
-            versions=_versions(source),
-            tasks=tasks,
-            generations=generations,
-        )
-        write_evaluation(settings.output, evaluation)
-        shutil.rmtree(settings.output / UNFINISHED)
-    print(f"\n{table.describe(evaluation)}\nResult: {settings.output}", flush=True)
+            api = ServerAPI(settings.url, settings.served_name, model, tokenizer, settings.sampling)
+            described |= {"url": api.base_url, "served_name": api.model_name, "server": api.software}
+            versions[f"server: {api.software}"] = api.version or "not reported"
+        evaluation = _write_result(settings, described, versions, _run(api, model, settings))
+    print(f"Result: {folder}", flush=True)
     return evaluation
 
 
-def _begin(folder: Path, request: dict[str, Any]) -> None:
-    """Raises UserError where the folder holds something else than a part of this very evaluation."""
-    path = folder / UNFINISHED / "request.json"
-    if (folder / EVALUATION).exists():
-        raise UserError(f"--output: {folder}: holds a finished evaluation; expected a new folder. Name another one")
-    if path.is_file():
-        try:
-            there = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            there = {}
-        differing = sorted(key for key in there.keys() | request.keys() if there.get(key) != request.get(key))
-        if differing:
-            lines = "\n".join(f"  {key}: {there.get(key)!r} there, {request.get(key)!r} here" for key in differing)
-            raise UserError(
-                f"--output: {folder}: holds an unfinished evaluation of something else:\n{lines}\nexpected the same "
-                "values, to resume it, or a new folder. Name another folder"
-            )
-        return
-    if any(found.name not in (LOCK, UNFINISHED) for found in folder.iterdir()):
-        raise UserError(f"--output: {folder}: is not an empty folder; expected a new or empty one. Name another one")
-    with written_aside(path) as unfinished:
-        unfinished.write_text(json.dumps(request, indent=2) + "\n", encoding="utf-8")
+# ---- inspect -------------------------------------------------------------------------------------------------------
 
 
-def _request_of(model: NamedModel, settings: Settings) -> dict[str, Any]:
-    """What an attempt that resumes has to share with the first, in flat keys; a server may have moved."""
-    request: dict[str, Any] = {
-        "model": model.path,
-        "base": model.weights,
-        "adapter": model.adapter,
-        "preset": settings.preset,
-        "served": settings.url is not None,
-        **asdict(settings.sampling),
-    }
-    if settings.url is None:  # these decide the last bits of a logit
-        request |= {"precision": settings.precision, "batch_size": settings.batch_size}
-    for name, (task, problems) in settings.tasks.items():
-        request[f"tasks.{name}"] = {
-            "problems": len(problems),
-            "samples": settings.samples_of(task),
-            "max_new_tokens": settings.limit_of(task),
-            "digest": _digest(problems),
-        }
-    return request
-
-
-def _digest(problems: Sequence[Problem]) -> str:
-    """Equal where two evaluations put the same questions and expect the same answers."""
-    return hashlib.sha256(json.dumps([asdict(problem) for problem in problems]).encode()).hexdigest()[:16]
-
-
-def _requests(
-    task: Task, problems: Sequence[Problem], settings: Settings, tokenizer: PreTrainedTokenizerBase
-) -> list[Request]:
-    """The answers to draw, problem by problem; seeds are functions of the problem and the answer's number."""
-    requests = []
-    for problem in problems:
-        prompt = render_prompt([{"role": "user", "content": problem.prompt}], tokenizer)
-        ids = tuple(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-        place = zlib.crc32(f"{task.name}/{problem.id}".encode())
-        for sample in range(settings.samples_of(task)):
-            # 31 bits: some servers take no more.
-            seed = torch_seed(Stream.EVALUATION, settings.sampling.seed, place, sample) % 2**31
-            requests.append(Request(problem.id, sample, prompt, ids, settings.limit_of(task), seed))
-    return requests
-
-
-def _check_server(server: Server, asked: dict[str, list[Request]]) -> None:
-    """Raises UserError where the server has another prompt, or too little room for prompt and answer."""
-    every = [request for requests in asked.values() for request in requests]
-    check_prompt(server, every[0].prompt, every[0].prompt_ids)
-    need = max(len(request.prompt_ids) + request.max_new_tokens for request in every)
-    if server.longest is not None and server.longest < need:
-        raise UserError(
-            f"--url: {server.url}: serves sequences of {server.longest:,} tokens; expected {need:,} for the longest "
-            "prompt with its answer. Serve longer ones, or set --max-new-tokens"
+def _run(api: InProcessAPI | ServerAPI, model: NamedModel, settings: Settings) -> dict[str, EvalLog]:
+    """The finished log of each task, without its samples. inspect takes over the answers in earlier attempts' logs."""
+    # What attempts must share besides the problems. A server may have moved.
+    identity: list[Any] = [model.weights, model.adapter, asdict(settings.sampling)]
+    identity += [settings.precision, settings.batch_size] if settings.url is None else ["served"]
+    checker = AnswerChecker(ANSWER_SECONDS)
+    tasks = [
+        Task(
+            name=task.name,
+            version=_digest([*identity, task.num_samples, _describe_problems(task)]),
+            dataset=MemoryDataset(task.problems, name=task.name),
+            epochs=task.num_samples,
+            solver=answer_with_seed(task.name, settings.sampling.seed),
+            scorer=final_answer_scorer(task.kind, checker) if task.kind is not None else None,
+            config=GenerateConfig(max_tokens=task.max_new_tokens),
         )
-
-
-def _answer(
-    source: InProcessModel | Server,
-    model: NamedModel,
-    task: Task,
-    problems: Sequence[Problem],
-    requests: list[Request],
-    settings: Settings,
-) -> list[SampleResult]:
-    # The first batch of long answers may take minutes, or hours without a GPU.
-    limit, at_a_time = settings.limit_of(task), min(settings.batch_size, len(requests))
-    print(f"{task.name}: {len(requests):,} answers of at most {limit:,} tokens, {at_a_time} at a time", flush=True)
-    journal = Journal(settings.output / UNFINISHED / f"{task.name}.jsonl", task.name, len(requests))
-    api: apis.InProcessAPI | apis.ServerAPI
-    if isinstance(source, Server):
-        api = apis.ServerAPI(source, requests, journal)
-    else:
-        api = apis.InProcessAPI(model.name, source, requests, settings.batch_size, journal)
-        at_a_time *= 2  # the next batch waits while one runs
-    return run_task(
-        task,
-        problems,
-        requests,
-        api,
-        sampling=settings.sampling,
-        logs=settings.output / "inspect_logs",
-        max_connections=min(at_a_time, len(requests)),
-    )
-
-
-def _generation_config(base: str) -> GenerationConfig:
+        for task in settings.tasks
+    ]
+    # inspect wants the name that its decorator gives to a class.
+    named_api = modelapi(name="vcore_ds")(lambda: lambda: api)()  # type: ignore[call-arg]
+    sampling = GenerateConfig(temperature=settings.sampling.temperature, top_p=settings.sampling.top_p)
     try:
-        return GenerationConfig.from_pretrained(base)
-    except OSError:
-        return GenerationConfig()
+        _, logs = eval_set(
+            tasks,
+            log_dir=str(settings.output / LOGS),
+            model=Model(named_api, sampling),
+            max_tasks=1,
+            max_samples=settings.batch_size,
+            max_connections=settings.batch_size,
+            max_retries=MAX_RETRIES,
+            # The first error ends the evaluation, and is raised as it is.
+            debug_errors=True,
+            retry_attempts=1,
+            retry_immediate=False,
+            display="plain",
+            log_level="error",
+            ctl_server=False,
+        )
+    except PrerequisiteError:
+        raise UserError(
+            f"--output: {settings.output}: holds an evaluation of another model, other problems or with other "
+            "sampling; expected the same ones, to resume it. Name another folder"
+        ) from None
+    except (OpenAIError, RetryError) as error:
+        raise UserError(
+            f"--url: {api.base_url}: a request failed {MAX_RETRIES + 1} times or was refused: "
+            f"{first_line(error.__cause__ or error):.300}; expected an answer. Look into the server's log; the same "
+            "command resumes"
+        ) from None
+    finally:
+        checker.close()
+    if len(logs) < len(tasks):
+        raise RunStopped("eval: interrupted; the answers so far are kept, and the same command resumes")
+    return {log.eval.task: log for log in logs}
 
 
-def _describe(model: NamedModel, settings: Settings, source: InProcessModel | Server) -> dict[str, Any]:
-    found: dict[str, Any] = {"path": model.path, "base": model.weights, "adapter": model.adapter}
-    if isinstance(source, Server):
-        return found | {"url": source.url, "served_name": source.name, "server": source.software}
-    return found | {
-        "precision": settings.precision,
-        "batch_size": settings.batch_size,
-        "device": source.device.type,
-    }
+@solver
+def answer_with_seed(task: str, seed: int) -> Solver:
+    """Asks the model, with a seed for each answer."""
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        return await generate(state, seed=answer_seed(seed, task, state.sample_id, state.epoch))
+
+    return solve
 
 
-def _describe_sampling(settings: Settings) -> dict[str, Any]:
-    limits = {name: settings.limit_of(task) for name, (task, _) in settings.tasks.items()}
-    same = len(set(limits.values())) == 1
-    return {
+@scorer(name="final_answer", metrics=[accuracy(), stderr()])
+def final_answer_scorer(kind: Kind, checker: AnswerChecker) -> Scorer:
+    """Whether the output's final answer is the expected one."""
+    lock = anyio.Lock()
+
+    async def score(state: TaskState, target: Target) -> Score:
+        answer = final_answer(state.output.completion, kind)
+        async with lock:  # one child process compares
+            right = await to_thread.run_sync(is_right, answer, target.text, kind, checker)
+        return Score(value=CORRECT if right else INCORRECT, answer=answer)
+
+    return score
+
+
+def answer_seed(seed: int, task: str, problem_id: int | str | None, epoch: int) -> int:
+    """A function of the problem's id and the number of the answer, in 31 bits: some servers take no more."""
+    return torch_seed(Stream.EVALUATION, seed, zlib.crc32(f"{task}/{problem_id}".encode()), epoch - 1) % 2**31
+
+
+def _batches(settings: Settings) -> list[list[Request]]:
+    """The answers to draw, in the order in which inspect asks for those of a task."""
+    batches = []
+    for task in settings.tasks:
+        requests = [
+            Request(str(problem.input), answer_seed(settings.sampling.seed, task.name, problem.id, epoch), limit)
+            for limit in [task.max_new_tokens]
+            for epoch in range(1, task.num_samples + 1)
+            for problem in task.problems
+        ]
+        batches += [requests[i : i + settings.batch_size] for i in range(0, len(requests), settings.batch_size)]
+    return batches
+
+
+# ---- the result ----------------------------------------------------------------------------------------------------
+
+
+def _write_result(
+    settings: Settings, model: dict[str, Any], versions: dict[str, str], logs: dict[str, EvalLog]
+) -> Evaluation:
+    """Writes each task's samples or programs, then evaluation.json; prints the table."""
+    results: dict[str, TaskResult] = {}
+    generations: dict[str, dict[str, Any]] = {}
+    rows = [("task", "problems", "samples", "accuracy", "std. error", "truncated", "no answer", "mean tokens")]
+    for task in settings.tasks:
+        samples = _read_samples(logs[task.name])
+        result = summarize(samples)
+        share, error = "graded elsewhere", ""
+        if task.kind is None:
+            numbers = {name: value for name, value in asdict(result).items() if name != "accuracy"}
+            generations[task.name] = {"file": _write_programs(settings.output, task, samples), **numbers}
+        else:
+            write_samples(settings.output, task.name, samples)
+            results[task.name] = result
+            scores = logs[task.name].results
+            assert scores is not None
+            share, error = f"{result.accuracy:.1%}", f"{scores.scores[0].metrics['stderr'].value:.1%}"
+        counts = f"{result.num_problems:,}", f"{result.num_samples_per_problem:,}"
+        shares = f"{result.truncated_share:.1%}", f"{result.unanswered_share:.1%}"
+        rows.append((task.name, *counts, share, error, *shares, f"{result.mean_tokens:,.1f}"))
+    limits = {task.name: task.max_new_tokens for task in settings.tasks}
+    sampling = {
         **asdict(settings.sampling),
-        "max_new_tokens": next(iter(limits.values())) if same else limits,
+        "max_new_tokens": limits if len({*limits.values()}) > 1 else next(iter(limits.values())),
         # So that a comparison of evaluations with other prompts is refused.
-        "prompts": {name: _digest(problems) for name, (_, problems) in settings.tasks.items()},
+        "prompts": {task.name: _digest(_describe_problems(task)) for task in settings.tasks},
     }
+    evaluation = Evaluation(model, settings.preset, sampling, versions, results, generations)
+    write_evaluation(settings.output, evaluation)
+    print("\n".join(["", *aligned(rows)]), flush=True)
+    return evaluation
 
 
-def _versions(source: InProcessModel | Server) -> dict[str, str]:
-    found = {"vcore_ds": __version__}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    if isinstance(source, Server):
-        found[f"server: {source.software}"] = source.version or "not reported"
-    return found
+def _read_samples(log: EvalLog) -> list[SampleResult]:
+    """All samples in a task's log, by problem, then number."""
+    results = []
+    for sample in read_eval_log(log.location, exclude_fields={"messages", "events"}).samples or ():
+        output, score = sample.output, (sample.scores or {}).get("final_answer")
+        answer = score.answer if score is not None else last_code_block(output.completion)
+        assert output.usage is not None  # as both APIs give it
+        results.append(
+            SampleResult(
+                problem_id=str(sample.id),
+                sample=sample.epoch - 1,
+                correct=score is not None and score.value == CORRECT,
+                answered=answer is not None,
+                truncated=output.stop_reason in ("max_tokens", "model_length"),
+                num_tokens=output.usage.output_tokens,
+                answer=answer,
+                output=output.completion,
+            )
+        )
+    return sorted(results, key=lambda result: (result.problem_id, result.sample))
+
+
+def _write_programs(folder: Path, task: ChosenTask, samples: Sequence[SampleResult]) -> str:
+    """Writes what the official grader of a code task reads, and returns the file's name.
+
+    LiveCodeBench: one JSON list of {question_id, code_list}. OJBench: a line for each answer, all columns of the prompt
+    and `content`.
+    """
+    by_problem: dict[str, list[SampleResult]] = {str(problem.id): [] for problem in task.problems}
+    for sample in samples:
+        by_problem[sample.problem_id].append(sample)
+    columns = [problem.metadata or {} for problem in task.problems]
+    answers = list(zip(columns, by_problem.values(), strict=True))
+    if task.name == "livecodebench":
+        name = f"{task.name}.generations.json"
+        rows = [{**row, "code_list": [sample.answer or "" for sample in given]} for row, given in answers]
+        text = json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
+    else:
+        name = f"{task.name}.generations.jsonl"
+        rows = [{**row, "content": sample.output} for row, given in answers for sample in given]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    with written_aside(folder / name) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+    return name
+
+
+def _describe_problems(task: ChosenTask) -> list[dict[str, Any]]:
+    return [
+        {"id": problem.id, "prompt": problem.input, "expected": problem.target, "extra": problem.metadata}
+        for problem in task.problems
+    ]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

@@ -1,30 +1,257 @@
-"""All tasks by name, and what --tasks says."""
+"""What can be evaluated: the paper's benchmarks, from the hub or a copy, and two tasks that need no download."""
 
 import difflib
-from collections.abc import Sequence
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from vcore_ds.commands.evaluate.benchmarks import BENCHMARKS
-from vcore_ds.commands.evaluate.embedded import EMBEDDED
-from vcore_ds.commands.evaluate.problems import Problem, Task, read_problems
-from vcore_ds.errors import UserError
+from inspect_ai.dataset import Sample
 
-TASKS = {task.name: task for task in (*EMBEDDED, *BENCHMARKS)}
+from vcore_ds.commands.champ import HELD_OUT, champ_problems
+from vcore_ds.data.prepare.sources import Broken
+from vcore_ds.data.problem_rows import problem_rows, text_of
+from vcore_ds.errors import UserError, first_line
+from vcore_ds.grading.answers import Kind
+from vcore_ds.grading.prompts import CHAMP, choice_prompt, code_prompt, math_prompt
+
+SUBSET_SEED = 42
+SUBSET_SIZE = 1_000
+"""Problems of SuperGPQA-1k. The paper does not say which: these are fixed by a seed, see `supergpqa_1k`."""
+
+Row = dict[str, Any]
 
 
-def chosen_tasks(words: Sequence[str], limit: int | None) -> dict[str, tuple[Task, list[Problem]]]:
-    """The tasks that words NAME or NAME=FILE name, with their problems, the first `limit` of each.
+@dataclass(frozen=True)
+class Benchmark:
+    """A task that --tasks can name."""
+
+    help: str
+    """For messages."""
+    kind: Kind | None
+    """None for code: generations are written for the official graders."""
+    read: Callable[[Row], Sample] | None = None
+    """A row's problem, with an empty id where the row has none. Raises ValueError with what the row lacks."""
+    sources: tuple[dict[str, str], ...] = ()
+    """Arguments of `datasets.load_dataset` for each data set on the hub."""
+    select: Callable[[list[Sample]], list[Sample]] = list
+    """Which of the problems are evaluated."""
+    make: Callable[[], list[Sample]] | None = None
+    """The problems of a task that reads no data."""
+    num_samples: int = 1
+    """Answers to each problem, unless decoding is greedy or --samples says otherwise."""
+    max_new_tokens: int = 32_768
+    """Unless --max-new-tokens or a preset says otherwise. Model cards of reasoning models recommend 32,768."""
+
+
+class ChosenTask(NamedTuple):
+    """A task as this evaluation runs it."""
+
+    name: str
+    kind: Kind | None
+    problems: list[Sample]
+    """Input: the user's turn. Target: the expected answer, in LaTeX or as a letter; empty for code."""
+    num_samples: int
+    max_new_tokens: int
+
+
+def choose_tasks(
+    words: Sequence[str], *, limit: int | None = None, num_samples: int | None = None, max_new_tokens: int | None = None
+) -> list[ChosenTask]:
+    """The tasks that words NAME or NAME=FILE name, with the first `limit` problems of each.
+
+    Args:
+        num_samples, max_new_tokens: None for each task's default.
 
     Raises:
         UserError: a name is unknown or comes twice, or a task's data cannot be used.
     """
-    chosen: dict[str, tuple[Task, list[Problem]]] = {}
+    chosen: dict[str, ChosenTask] = {}
     for word in words:
         name, _, files = word.partition("=")
-        if name not in TASKS:
-            near = difflib.get_close_matches(name, TASKS, n=1)
+        if name not in BENCHMARKS:
+            near = difflib.get_close_matches(name, BENCHMARKS, n=1)
             hint = f' (did you mean "{near[0]}"?)' if near else ""
-            raise UserError(f"--tasks: found {name!r:.60}{hint}; expected some of {', '.join(TASKS)}")
+            raise UserError(f"--tasks: found {name!r:.60}{hint}; expected some of {', '.join(BENCHMARKS)}")
         if name in chosen:
             raise UserError(f"--tasks: found {name} twice; expected each task once")
-        chosen[name] = TASKS[name], read_problems(TASKS[name], files or None)[:limit]
-    return chosen
+        task = BENCHMARKS[name]
+        if task.make is not None and files:
+            raise UserError(f"--tasks: {word}: found a file for a task that makes its own problems")
+        problems = task.make() if task.make is not None else task.select(_read_problems(name, task, files))
+        chosen[name] = ChosenTask(
+            name, task.kind, problems[:limit], num_samples or task.num_samples, max_new_tokens or task.max_new_tokens
+        )
+    return list(chosen.values())
+
+
+def _read_problems(name: str, task: Benchmark, files: str) -> list[Sample]:
+    """`files`: a file, folder, pattern or hub id to read instead of the task's sources; empty for these."""
+    assert task.read is not None
+    problems: dict[str, Sample] = {}
+    sources = [("", problem_rows(files, "test"))] if files else [_hub_rows(name, source) for source in task.sources]
+    for source, rows in sources:
+        # Data sets that belong together (AIME 2024 and 2025) may each count from 0.
+        prefix = f"{source.rpartition('/')[2]}/" if len(sources) > 1 else ""
+        for number, (where, row) in enumerate(rows, start=1):
+            try:
+                if isinstance(row, Broken):
+                    raise ValueError(row.reason)
+                problem = task.read(row)
+            except ValueError as error:
+                raise UserError(f"--tasks: {name}: {where}: {error}; expected a row of {task.help}") from None
+            problem.id = f"{prefix}{problem.id or f'{number:05d}'}"
+            if problem.id in problems:
+                raise UserError(f"--tasks: {name}: {where}: found the problem {problem.id} twice; expected it once")
+            problems[problem.id] = problem
+    if not problems:
+        raise UserError(f"--tasks: {name}={files}: found no problems; expected one a row")
+    return list(problems.values())
+
+
+def _hub_rows(name: str, source: dict[str, str]) -> tuple[str, Iterator[tuple[str, Any]]]:
+    """Id of a data set; (place for messages, columns) of each row."""
+    from datasets import load_dataset
+
+    path = source.get("data_files", source["path"])
+    try:
+        rows = load_dataset(**source)
+    except Exception as error:  # offline, gated, misspelt: a dozen exception classes of three packages
+        raise UserError(
+            f"--tasks: {name}: {path}: cannot be loaded from the hub: {first_line(error)}; download it on a machine "
+            f"with a connection and give the file: --tasks {name}=FILE.jsonl"
+        ) from None
+    return path, ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+# ---- rows of the benchmarks ----------------------------------------------------------------------------------------
+
+
+def read_math(row: Row) -> Sample:
+    """A problem with one answer, as AIME, MATH-500 and OlympiadBench have it, whose answers are a list."""
+    answers = row.get("final_answer")
+    if isinstance(answers, list) and all(isinstance(answer, str) for answer in answers):
+        row = {**row, "final_answer": ", ".join(answers)}
+    question, answer = text_of(row, "problem", "question", "Problem"), text_of(row, "answer", "Answer", "final_answer")
+    return _problem(row, ("unique_id", "id", "ID"), math_prompt(question), answer.replace("$", "").strip())
+
+
+def _read_gsm8k(row: Row) -> Sample:
+    """GSM8K, whose answer is the number after `####` at the end of the solution."""
+    _, mark, number = text_of(row, "answer").rpartition("####")
+    if not mark or not number.strip():
+        raise ValueError("found no number behind #### in `answer`")
+    return _problem(row, ("id",), math_prompt(text_of(row, "question")), number.replace(",", "").strip())
+
+
+def _read_choice(row: Row) -> Sample:
+    """SuperGPQA, with a list of up to ten options, or R-Bench-T, with a column for each option, from A."""
+    options = row.get("options", [text_of(row, letter) for letter in "ABCDEF" if letter in row])
+    options = list(map(str, options)) if isinstance(options, list) else []
+    letter = text_of(row, "answer_letter", "answer")
+    if letter not in [chr(ord("A") + i) for i in range(len(options))]:
+        raise ValueError(f"found {len(options)} options and the answer {letter!r:.40}")
+    prompt = choice_prompt(text_of(row, "question"), options)
+    return _problem(row, ("uuid", "index", "id"), prompt, letter, discipline=str(row.get("discipline", "")))
+
+
+def supergpqa_1k(problems: list[Sample]) -> list[Sample]:
+    """1,000 problems with the disciplines' shares of all of them; all where there are no more.
+
+    The choice depends on the seed and the problems' ids alone: of each discipline those whose hashes come first.
+    Disciplines get their share rounded down, and those with the largest remainders one more.
+    """
+    if len(problems) <= SUBSET_SIZE:
+        return problems
+    groups: dict[str, list[Sample]] = defaultdict(list)
+    for problem in problems:
+        groups[(problem.metadata or {})["discipline"]].append(problem)
+    shares = {name: len(group) * SUBSET_SIZE / len(problems) for name, group in groups.items()}
+    counts = {name: int(share) for name, share in shares.items()}
+    by_remainder = sorted(groups, key=lambda name: (counts[name] - shares[name], name))
+    for name in by_remainder[: SUBSET_SIZE - sum(counts.values())]:
+        counts[name] += 1
+
+    def place(problem: Sample) -> str:
+        return hashlib.sha256(f"{SUBSET_SEED}/{problem.id}".encode()).hexdigest()
+
+    return [problem for name in sorted(groups) for problem in sorted(groups[name], key=place)[: counts[name]]]
+
+
+def _read_livecodebench(row: Row) -> Sample:
+    """LiveCodeBench, with the training prompt, which asks for C++."""
+    identifier = text_of(row, "question_id")
+    return _problem(row, ("question_id",), code_prompt(text_of(row, "question_content")), question_id=identifier)
+
+
+def _read_ojbench(row: Row) -> Sample:
+    """OJBench, whose rows are prompts, one in C++ and one in Python for each problem."""
+    columns = {name: row.get(name) for name in ("id", "prompt", "dataset", "language", "difficulty")}
+    return Sample(id=f"{row.get('id')}-{row.get('language')}", input=text_of(row, "prompt"), metadata=columns)
+
+
+def _only_cpp(problems: list[Sample]) -> list[Sample]:
+    """OJBench's 232 prompts that ask for C++, as the training data do."""
+    return [problem for problem in problems if (problem.metadata or {})["language"] == "cpp"]
+
+
+def _problem(row: Row, ids: Sequence[str], prompt: str, expected: str = "", **metadata: str) -> Sample:
+    """`ids`: columns that may hold the row's id."""
+    identifier = next((str(row[name]) for name in ids if row.get(name) not in (None, "")), "")
+    return Sample(id=identifier, input=prompt, target=expected, metadata=metadata)
+
+
+# ---- tasks without data --------------------------------------------------------------------------------------------
+
+
+def _make_arithmetic() -> list[Sample]:
+    """100 sums and differences of two or three numbers and 100 products of two, of one or two digits.
+
+    The question is the library's: with the paper's prompt, which asks for a box, SmolLM2-135M writes an empty one and
+    gets fewer right. `basic_arithmetic` of the library is left out: its answers to unparenthesised divisions are wrong.
+    """
+    from reasoning_gym import create_dataset
+
+    sums = create_dataset("chain_sum", seed=42, size=100, max_digits=2, max_terms=3)
+    products = create_dataset("products", seed=42, size=100, max_digits=2, max_terms=2)
+    return [
+        Sample(id=f"{name}-{number:03d}", input=entry["question"], target=entry["answer"], metadata={})
+        for name, entries in (("sum", sums), ("product", products))
+        for number, entry in enumerate(entries)
+    ]
+
+
+def _make_champ() -> list[Sample]:
+    """CHAMP's problems with a number as their answer, of which the quickstart trains on no trace."""
+    rows = champ_problems()
+    prompts = {name: CHAMP.format(statement=rows[name]["_text"].strip()) for name in HELD_OUT}
+    return [Sample(id=name, input=prompts[name], target=rows[name]["_answer"], metadata={}) for name in HELD_OUT]
+
+
+_AIME24 = {"path": "HuggingFaceH4/aime_2024", "split": "train"}
+_AIME25 = {"path": "yentinglin/aime_2025", "split": "train"}
+_OLYMPIAD = {"path": "Hothan/OlympiadBench", "name": "OE_TO_maths_en_COMP", "split": "train"}
+_MATH500 = {"path": "HuggingFaceH4/MATH-500", "split": "test"}
+_GSM8K = {"path": "openai/gsm8k", "name": "main", "split": "test"}
+_RBENCH = {"path": "R-Bench/R-Bench", "name": "rbench-t_en", "split": "test"}
+_SUPERGPQA = {"path": "m-a-p/SuperGPQA", "split": "train"}
+# The one is a loading script, the other holds more than its rows.
+_LCB = {"path": "json", "data_files": "hf://datasets/livecodebench/code_generation_lite/test*.jsonl", "split": "train"}
+_OJBENCH = {"path": "json", "data_files": "hf://datasets/He-Ren/OJBench_testdata/prompts/full.jsonl", "split": "train"}
+
+BENCHMARKS = {
+    # Small models seldom box an answer: the last number of the output counts where there is no box.
+    "arithmetic": Benchmark("procedural arithmetic", "number", make=_make_arithmetic, max_new_tokens=96),
+    "champ": Benchmark("CHAMP, 30 held-out problems", "number", make=_make_champ, max_new_tokens=256),
+    "aime": Benchmark("AIME 2024 and 2025, 60 problems", "math", read_math, (_AIME24, _AIME25), num_samples=16),
+    "aime24": Benchmark("AIME 2024, 30 problems", "math", read_math, (_AIME24,), num_samples=16),
+    "aime25": Benchmark("AIME 2025, 30 problems", "math", read_math, (_AIME25,), num_samples=16),
+    "olympiad": Benchmark("OlympiadBench OE_TO_maths_en_COMP, 674 problems", "math", read_math, (_OLYMPIAD,)),
+    "math500": Benchmark("MATH-500, 500 problems", "math", read_math, (_MATH500,)),
+    "gsm8k": Benchmark("GSM8K, 1,319 problems", "math", _read_gsm8k, (_GSM8K,)),
+    "rbench": Benchmark("R-Bench-T in English, 1,094 questions", "choice", _read_choice, (_RBENCH,)),
+    "supergpqa": Benchmark("SuperGPQA", "choice", _read_choice, (_SUPERGPQA,), select=supergpqa_1k),
+    "livecodebench": Benchmark("LiveCodeBench v6, 1,055 problems", None, _read_livecodebench, (_LCB,)),
+    "ojbench": Benchmark("OJBench in C++, 232 problems", None, _read_ojbench, (_OJBENCH,), select=_only_cpp),
+}
