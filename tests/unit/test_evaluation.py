@@ -176,6 +176,10 @@ def test_an_evaluation_that_was_killed_resumes(base: Path, tmp_path: Path, monke
     with pytest.raises(MemoryError):
         main(sampled(base, killed))
     journal = killed / "unfinished" / "arithmetic.jsonl"
+    weights = (base / "model.safetensors").read_bytes()
+    (base / "model.safetensors").write_bytes(weights[:-1] + b"?")  # the model is trained again
+    assert main(sampled(base, killed)) == 2 and "\n  weights: " in capsys.readouterr().err
+    (base / "model.safetensors").write_bytes(weights)
     # As a kill in the middle of a write leaves it: the second batch is cut off.
     journal.write_text(journal.read_text()[:-20])
     batches.clear()

@@ -25,7 +25,6 @@ from vcore_ds.commands.evaluate.server import Server, check_prompt, open_server
 from vcore_ds.data.rendering import check_tokenizer, render_prompt
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
-from vcore_ds.files.aside import written_aside
 from vcore_ds.files.evaluation_folder import (
     EVALUATION,
     Evaluation,
@@ -37,7 +36,10 @@ from vcore_ds.files.evaluation_folder import (
     write_evaluation,
     write_samples,
 )
+from vcore_ds.files.json_files import write_json
 from vcore_ds.files.locks import LOCK, alone_in
+from vcore_ds.files.model_folder import digest_of_model
+from vcore_ds.files.unfinished_work import REQUEST, describe_differences, read_request
 from vcore_ds.files.user_paths import writing
 from vcore_ds.models.named_model import NamedModel, end_token_ids
 from vcore_ds.random_streams import Stream, torch_seed
@@ -125,31 +127,25 @@ def evaluate(model: NamedModel, settings: Settings) -> Evaluation:
 
 def _begin(folder: Path, request: dict[str, Any]) -> None:
     """Raises UserError where the folder holds something else than a part of this very evaluation."""
-    path = folder / UNFINISHED / "request.json"
+    path = folder / UNFINISHED / REQUEST
     if (folder / EVALUATION).exists():
         raise UserError(f"--output: {folder}: holds a finished evaluation; expected a new folder. Name another one")
     if path.is_file():
-        try:
-            there = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            there = {}
-        differing = sorted(key for key in there.keys() | request.keys() if there.get(key) != request.get(key))
-        if differing:
-            lines = "\n".join(f"  {key}: {there.get(key)!r} there, {request.get(key)!r} here" for key in differing)
+        if differences := describe_differences(read_request(path.parent), request):
             raise UserError(
-                f"--output: {folder}: holds an unfinished evaluation of something else:\n{lines}\nexpected the same "
-                "values, to resume it, or a new folder. Name another folder"
+                f"--output: {folder}: holds an unfinished evaluation of something else:\n{differences}\nexpected the "
+                "same values, to resume it, or a new folder. Name another folder"
             )
         return
     if any(found.name not in (LOCK, UNFINISHED) for found in folder.iterdir()):
         raise UserError(f"--output: {folder}: is not an empty folder; expected a new or empty one. Name another one")
-    with written_aside(path) as unfinished:
-        unfinished.write_text(json.dumps(request, indent=2) + "\n", encoding="utf-8")
+    write_json(path, request)
 
 
 def _request_of(model: NamedModel, settings: Settings) -> dict[str, Any]:
     """What an attempt that resumes has to share with the first, in flat keys; a server may have moved."""
     request: dict[str, Any] = {
+        "version": __version__,
         "model": model.path,
         "base": model.weights,
         "adapter": model.adapter,
@@ -159,6 +155,10 @@ def _request_of(model: NamedModel, settings: Settings) -> dict[str, Any]:
     }
     if settings.url is None:  # these decide the last bits of a logit
         request |= {"precision": settings.precision, "batch_size": settings.batch_size}
+        if Path(model.weights).is_dir():  # a run that was trained again has its old name
+            request["weights"] = digest_of_model(model.weights)
+        if model.adapter is not None:
+            request["adapter_weights"] = _digest_of_adapter(Path(model.adapter))
     for name, (task, problems) in settings.tasks.items():
         request[f"tasks.{name}"] = {
             "problems": len(problems),
@@ -167,6 +167,13 @@ def _request_of(model: NamedModel, settings: Settings) -> dict[str, Any]:
             "digest": _digest(problems),
         }
     return request
+
+
+def _digest_of_adapter(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("adapter_*")):
+        digest.update(f"\n{path.name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _digest(problems: Sequence[Problem]) -> str:
