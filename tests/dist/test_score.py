@@ -39,6 +39,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.files.scores_folder import read_scores, read_tokens, read_traces
 from vcore_ds.track.console import Console
 from vcore_ds.train import memory_check, run
+from vcore_ds.train.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.dist
 
@@ -153,9 +154,20 @@ def score_cases(folder: Path) -> None:
         compute.score(request(folder, case, output_of(folder, world_size, name)))
         assert layout.size("expert") == (2 if case.model == "mixture" else 1)
     if world_size == 1:
+        refuse_a_checkpoint_that_was_written_anew(folder)
         refuse_what_does_not_fit(folder)
         kill_and_resume(folder)
     assert warnings == [], "of DeepSpeed, which no user can heed"
+
+
+def refuse_a_checkpoint_that_was_written_anew(folder: Path) -> None:
+    """Between the command's first look and the time when it is read, hours later with `all`."""
+    found = request(folder, CASES[1]["adam"], folder / "scores" / "refused")
+    (scored,) = found.checkpoints
+    checkpoints = Checkpoints(found.recipe, Console(enabled=False))
+    assert checkpoints.of_step(scored.step, scored.digest)[1].step == scored.step
+    with pytest.raises(UserError, match="it was written anew after this command had begun"):
+        checkpoints.of_step(scored.step, "digest of what was there")
 
 
 def refuse_what_does_not_fit(folder: Path) -> None:

@@ -162,8 +162,10 @@ class Checkpoints:
         """
         folder = files.step_folder(self._folder, step)
         problem = self._problem_of(folder)
-        if problem is None and set(on_all_ranks(folder, lambda: files.read_digest(folder))) != {digest}:
-            problem = "it was written anew after this command had begun"
+        if problem is None:
+            digests = on_all_ranks(folder, lambda: {digest, files.read_digest(folder)})
+            if len(set().union(*digests)) > 1:
+                problem = "it was written anew after this command had begun"
         if problem is not None:
             raise UserError(
                 f"{folder}: does not verify: {problem}; expected a whole checkpoint. Restore it from a copy, or name "
