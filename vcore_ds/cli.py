@@ -57,6 +57,8 @@ RETIRED = {
     "tokens": "its tables are in `vcore-ds report RUN --text`",
 }
 """Commands of earlier versions -> where their work is done now."""
+START_RANKS = frozenset({"train", "preflight", "reference", "fidelity", "score"})
+"""Commands that may be one rank of several, which the end of a launcher, or a signal to one of them, has to end."""
 
 EXIT_UNREAD = 128 + signal.SIGPIPE
 """Exit code where the reader of the output has left, as shells report it of other tools."""
@@ -69,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     141: nobody reads the output any more.
     """
     arguments = parse(sys.argv[1:] if argv is None else argv)
+    if arguments.command in START_RANKS:
+        stop_signals.listen()  # before the command imports torch, which can take a minute
     try:
         COMMANDS[arguments.command].main(arguments)
         sys.stdout.flush()

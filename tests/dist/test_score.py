@@ -5,6 +5,7 @@ adapters, in both providers, at base models and at checkpoints. And a scoring th
 same files.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepspeed.utils import logger
 from peft import PeftModel
 from scipy.stats import spearmanr
 from torch import Tensor, nn
@@ -37,6 +39,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.files.scores_folder import read_scores, read_tokens, read_traces
 from vcore_ds.track.console import Console
 from vcore_ds.train import memory_check, run
+from vcore_ds.train.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.dist
 
@@ -144,12 +147,27 @@ def output_of(folder: Path, world_size: int, name: str) -> Path:
 
 def score_cases(folder: Path) -> None:
     world_size = layout.size("job")
+    warnings: list[str] = []
+    logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: warnings.append(record.getMessage())
     for name, case in CASES[world_size].items():
         compute.score(request(folder, case, output_of(folder, world_size, name)))
         assert layout.size("expert") == (2 if case.model == "mixture" else 1)
     if world_size == 1:
+        refuse_a_checkpoint_that_was_written_anew(folder)
         refuse_what_does_not_fit(folder)
         kill_and_resume(folder)
+    assert warnings == [], "of DeepSpeed, which no user can heed"
+
+
+def refuse_a_checkpoint_that_was_written_anew(folder: Path) -> None:
+    """Between the command's first look and the time when it is read, hours later with `all`."""
+    found = request(folder, CASES[1]["adam"], folder / "scores" / "refused")
+    (scored,) = found.checkpoints
+    checkpoints = Checkpoints(found.recipe, Console(enabled=False))
+    assert checkpoints.of_step(scored.step, scored.digest)[1].step == scored.step
+    with pytest.raises(UserError, match="it was written anew after this command had begun"):
+        checkpoints.of_step(scored.step, "digest of what was there")
 
 
 def refuse_what_does_not_fit(folder: Path) -> None:
@@ -170,7 +188,8 @@ def refuse_what_does_not_fit(folder: Path) -> None:
 
 
 def kill_and_resume(folder: Path) -> None:
-    """Scores in small chunks without an interruption, and with one in the second set."""
+    """Scores in small chunks without an interruption, and with one in the second set, after which the same command
+    names its sets in another order."""
     case, add, build_engine, engines = CASES[1]["packed"], PassFiles.add, compute.build_engine, []
     compute.score(request(folder, case, folder / "scores" / "straight"), chunk_tokens_per_rank=SMALL_CHUNKS)
     written: list[int] = []
@@ -186,13 +205,13 @@ def kill_and_resume(folder: Path) -> None:
         return engines[-1]
 
     compute.build_engine, PassFiles.add = build, add_and_die
-    interrupted = request(folder, case, folder / "scores" / "interrupted")
+    interrupted = request(folder, replace(case, sets=case.sets[::-1]), folder / "scores" / "interrupted")
     try:
         with pytest.raises(Killed):
             compute.score(interrupted, chunk_tokens_per_rank=SMALL_CHUNKS)
         engines[0].close()
         assert not interrupted.output.exists()
-        compute.score(interrupted, chunk_tokens_per_rank=SMALL_CHUNKS)
+        compute.score(request(folder, case, interrupted.output), chunk_tokens_per_rank=SMALL_CHUNKS)
     finally:
         compute.build_engine, PassFiles.add = build_engine, add
     assert sum(written) == 2 * 30, "a sequence was scored twice"

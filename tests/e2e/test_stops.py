@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.commands import free_port, read_metrics
 from tests.helpers.jobs import AnyJob, ForkedJob, Job
 from tests.helpers.setups import TinySetup
-from vcore_ds.cli import launch
+from vcore_ds.cli import launch, main
 from vcore_ds.errors import EXIT_STOPPED
 
 pytestmark = pytest.mark.e2e
@@ -183,3 +183,14 @@ def test_the_run_can_be_finished(run: OneRun):
         assert job.wait() == 0, job.output
     assert [line["step"] for line in read_metrics(run.folder)] == list(range(1, NUM_STEPS + 1))
     assert (run.folder / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_signal_to_one_rank_of_a_scoring_ends_all(run: OneRun, setup: TinySetup):
+    output = run.folder.with_name("scores")
+    words = ["score", str(run.folder), f"data.probe_path={setup.validation}", "--output", str(output)]
+    with ForkedJob(main, words, output.with_name("scores.log"), num_ranks=2) as job:
+        job.wait_for("Trusted set trusted: ")
+        job.rank(1).terminate()
+        assert job.wait() == EXIT_STOPPED, job.output
+        assert "Note: to select training data, score with the base model or after a few steps" in job.output
+        assert "Traceback" not in job.output and not output.exists()

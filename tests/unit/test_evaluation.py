@@ -187,6 +187,10 @@ def test_an_evaluation_that_was_killed_and_interrupted_resumes(
         os.kill(os.getpid(), signal.SIGINT)
         return answer(self, requests)
 
+    weights = (base / "model.safetensors").read_bytes()
+    (base / "model.safetensors").write_bytes(weights[:-1] + b"?")  # a model that was trained again has its old name
+    assert main(words) == 2 and "holds an evaluation of another model" in capsys.readouterr().err
+    (base / "model.safetensors").write_bytes(weights)
     monkeypatch.setattr(InProcessAPI, "answer", interrupted)
     assert main(words) == EXIT_STOPPED
     assert "the same command resumes" in capsys.readouterr().err and not (tmp_path / "out/evaluation.json").exists()

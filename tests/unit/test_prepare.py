@@ -90,6 +90,7 @@ def run(tmp_path: Path, tokenizer: str) -> Callable[..., PrepareReport | None]:
         *,
         processes: int = 1,
         max_malformed_share: float = 1.0,
+        again: bool = False,
         **request,
     ) -> PrepareReport | None:
         whole = PrepareRequest(
@@ -98,7 +99,12 @@ def run(tmp_path: Path, tokenizer: str) -> Callable[..., PrepareReport | None]:
         said: list[str] = []
         run.said = said
         return prepare(
-            whole, tmp_path / output, processes=processes, max_malformed_share=max_malformed_share, say=said.append
+            whole,
+            tmp_path / output,
+            processes=processes,
+            max_malformed_share=max_malformed_share,
+            again=again,
+            say=said.append,
         )
 
     return run
@@ -545,12 +551,18 @@ def test_a_finished_store_is_left_alone(run, tmp_path: Path) -> None:
         run("chat", source, "folder")
 
 
-def test_another_request_starts_over(run, tmp_path: Path) -> None:
+def test_unfinished_work_of_another_request_is_deleted_on_demand_only(run, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [chat_row(0), "x"])
     with pytest.raises(UserError):
         run("chat", source, max_malformed_share=0.1)
-    run("chat", source, seed=1)
-    assert "starting over" in "".join(run.said)
+    before = {path: path.read_bytes() for path in (tmp_path / "store.unfinished").rglob("*.*")}
+    with pytest.raises(UserError) as error:
+        run("chat", source, seed=1)
+    expected = "found unfinished work of another request:\n  seed: 42 there, 1 here\nexpected the same values"
+    assert expected in str(error.value)
+    assert {path: path.read_bytes() for path in (tmp_path / "store.unfinished").rglob("*.*")} == before
+    assert run("chat", source, seed=1, again=True).num_kept == 1
+    assert "beginning again" in "".join(run.said) and not (tmp_path / "store.unfinished").exists()
 
 
 def test_a_second_command_on_an_output_leaves_the_first_alone(run, tmp_path: Path, monkeypatch) -> None:
@@ -559,7 +571,7 @@ def test_a_second_command_on_an_output_leaves_the_first_alone(run, tmp_path: Pat
 
     def select_while_another_begins(*arguments):
         with pytest.raises(UserError) as refused:
-            run("chat", source, seed=2)  # another request, which would delete what is there
+            run("chat", source, seed=2, again=True)  # which would delete what is there
         refusals.append(str(refused.value))
         if len(refusals) == 1:
             raise KeyboardInterrupt
@@ -568,7 +580,7 @@ def test_a_second_command_on_an_output_leaves_the_first_alone(run, tmp_path: Pat
     monkeypatch.setattr(pipeline, "select", select_while_another_begins)
     with pytest.raises(KeyboardInterrupt):
         run("chat", source)
-    report = run("chat", source, seed=1)  # starts over, and is alone all the same
+    report = run("chat", source, seed=1, again=True)  # begins again, and is alone all the same
     assert report is not None and report.num_kept == 5 and not (tmp_path / "store.unfinished").exists()
     assert len(refusals) == 2 and all("store.unfinished: found another process writing" in text for text in refusals)
 

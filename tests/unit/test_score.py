@@ -1,9 +1,13 @@
 """`vcore-ds score` without a model: what it refuses, how it adds up what passes have measured, and its files."""
 
+import base64
+import gzip
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +16,11 @@ from scipy.stats import rankdata, spearmanr
 from tests.helpers.recipes import smallest_recipe
 from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_store import make_sequences
+from vcore_ds.commands.score.identity import describe_request
 from vcore_ds.commands.score.passes import PassFiles, ScoredSequence
 from vcore_ds.commands.score.request import make_request
 from vcore_ds.commands.score.result import SetInputs, write_result
+from vcore_ds.commands.score.traces import ShownTrace, encode_traces
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.store import TokenStore, write_store
@@ -26,7 +32,10 @@ from vcore_ds.files.scores_folder import (
     read_scores,
     read_tokens,
     read_traces,
+    utility_columns,
 )
+from vcore_ds.files.unfinished_work import describe_differences
+from vcore_ds.results.token_texts import TokenTexts
 
 # ---- requests ------------------------------------------------------------------------------------------------------
 
@@ -121,11 +130,87 @@ def test_a_run_without_the_learning_rates_of_its_steps_is_refused(refused: Refus
     assert "found no learning rate of step 2" in refused(run, *TRUSTED, checkpoint="all")
 
 
+def test_finite_differences_of_a_method_without_utilities_play_no_part(recipe: Path) -> None:
+    """Which models refuse them where they are used: mixtures."""
+    overrides = ["methods/sft.yaml", "utility.estimator=finite_difference", "utility.epsilon=0.01"]
+    scored = make_request(str(recipe), [*TRUSTED, *overrides], [], None, None).recipe
+    assert scored.utility.estimator == "jvp"
+
+
 def test_moments_are_kept_only_where_the_direction_needs_them(recipe: Path, run: Path) -> None:
     adam = [*TRUSTED, "probe.direction=adam"]
     assert make_request(str(recipe), adam, [], None, None).recipe.optimizer.name == "sgd"
     assert make_request(str(run), TRUSTED, [], None, None).recipe.optimizer.name == "sgd"
     assert make_request(str(run), adam, [], None, None).recipe.optimizer.name == "adamw"
+
+
+# ---- identity ------------------------------------------------------------------------------------------------------
+
+ADAM = ("probe.direction=adam", "probe.clip=1.0")
+
+
+def identity(
+    target: Path, *overrides: str, checkpoint: str | None = "all", sets: tuple[str, ...] = ("a=x.jsonl", "b=y.jsonl")
+) -> dict[str, Any]:
+    """Of a scoring whose sets and data hold what their paths say."""
+    request = make_request(str(target), [*TRUSTED, *overrides], sets, checkpoint, None)
+    data = replace(DESCRIPTION.data, digest=request.recipe.data.train_path)
+    stores = {name: SimpleNamespace(digest=path) for name, path in request.sets.items()}
+    passes = [(name, stores[name], checkpoint) for checkpoint in request.checkpoints or [None] for name in stores]
+    return describe_request(
+        request.recipe, replace(DESCRIPTION, data=data), {"zero_optimization": {"stage": 3}, "bf16": {}}, passes
+    )
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optimizer.eps=1e-6",
+        "optimizer.betas=[0.9, 0.95]",
+        "probe.clip=2.0",
+        "probe.loss=dft",
+        "model.attention=sdpa",
+        "model.precision=fp32",
+        "method.normalization=token",
+        "data.train_path=other",
+        "data.cutoff_length=77",
+        "batch.packed_row_tokens=64",
+        "batch.sequence_parallel=1",
+        "lora={rank: 2, alpha: 4}",
+        "run.seed=7",
+    ],
+)
+def test_work_is_of_another_scoring_where_its_recipe_differs(run: Path, override: str) -> None:
+    key = override.partition("=")[0]
+    differences = describe_differences(identity(run, *ADAM), identity(run, *ADAM, override))
+    assert key == "lora" or len(differences.splitlines()) == 1, differences
+    assert ("data.digest" if key == "data.train_path" else key) in differences
+
+
+def test_work_is_of_another_scoring_where_its_passes_differ(run: Path) -> None:
+    def differs(**changes: Any) -> bool:
+        return bool(describe_differences(there, identity(run, *ADAM, **changes)))
+
+    there = identity(run, *ADAM)
+    assert not differs()
+    assert differs(sets=("b=y.jsonl", "a=x.jsonl")) and differs(sets=("a=x.jsonl",))
+    assert differs(sets=("a=y.jsonl", "b=x.jsonl")) and differs(checkpoint="step_00000004")
+    (run / "checkpoints" / "step_00000002" / "COMPLETE").write_text("digest of a run that was trained again")
+    assert differs()
+
+
+def test_the_same_scoring_may_have_another_method_and_less_memory(run: Path) -> None:
+    changes = [
+        "methods/sft.yaml",
+        "model.gradient_checkpointing=true",
+        "schedule.num_steps=77",
+        "optimizer.learning_rate=7",
+        "optimizer.eps=1e-6",
+        "run.log_every=7",
+        "checkpoint.keep_last=7",
+        "engine.timeout_minutes=77",
+    ]
+    assert describe_differences(identity(run), identity(run, *changes)) == ""
 
 
 # ---- results -------------------------------------------------------------------------------------------------------
@@ -136,7 +221,8 @@ DESCRIPTION = Scores(ScoredData("p", "d", "t", "c", NUM_SEQUENCES, 1), "m", "d",
 
 @pytest.fixture
 def store(tmp_path: Path) -> TokenStore:
-    write_store(tmp_path / "store", make_sequences(NUM_SEQUENCES), make_tokenizer())
+    counts = {"rows": NUM_SEQUENCES + 21, "dropped": {"longer than 128 tokens": 21}}
+    write_store(tmp_path / "store", make_sequences(NUM_SEQUENCES), make_tokenizer(), counts=counts)
     make_tokenizer().save_pretrained(tmp_path / "model")  # which the page reads tokens with
     return TokenStore(tmp_path / "store")
 
@@ -157,6 +243,9 @@ def test_tables_add_up_what_the_passes_have_measured(tmp_path: Path, store: Toke
     inputs = {"good": SetInputs("good.jsonl", store, list(zip(weights, passes, strict=True)))}
     scores = write_result(work, tmp_path / "out", store, inputs, replace(DESCRIPTION, model=str(tmp_path / "model")))
     assert read_scores(tmp_path / "out") == scores
+    assert (scores.sets["good"].num_rows, scores.sets["good"].dropped) == (71, {"longer than 128 tokens": 21})
+    sentence = "50 of 71 rows of good.jsonl are scored with, as good; dropped: 21 longer than 128 tokens."
+    assert sentence in (tmp_path / "out" / "scores.html").read_text()
 
     exact = np.tensordot(weights, values[:, 1].astype(np.float64), 1)
     sums = np.array([part.sum() for part in np.split(exact, parts)])
@@ -181,6 +270,29 @@ def test_tables_add_up_what_the_passes_have_measured(tmp_path: Path, store: Toke
         assert row["tokens"] == store[i].input_ids.tolist() and row["supervised"] == store[i].supervised.tolist()
         assert row["utilities"] == pytest.approx(np.split(exact, parts)[i], rel=1e-6)
         assert row["losses"] == np.split(values[1, 0], parts)[i].tolist()
+
+
+def test_tokens_on_the_page_are_as_exact_where_most_belong_to_prompts() -> None:
+    """And where most of the others have a utility of 0, such as those that a model is sure of."""
+    random, tokenizer = np.random.default_rng(0), make_tokenizer()
+    for share_of_zeros in (0.0, 0.8):
+        utilities = (random.normal(size=400) * 10 ** random.uniform(-3, 0, 400)).astype(np.float32)
+        utilities[random.uniform(size=400) < share_of_zeros] = 0.0
+        row = {
+            "set": "good",
+            "sequence": 0,
+            "tokens": [5] * 1000,
+            "supervised": np.arange(1000) >= 600,
+            "utilities": utilities,
+            "losses": np.ones(400, np.float32),
+        }
+        columns = {name: np.ones(1) for name in (*utility_columns("good"), "row", "loss")} | {"source": np.array(["a"])}
+        description, blob = encode_traces("good", columns, [row], TokenTexts(tokenizer, [ShownTrace.of(row)]))
+        codes = np.frombuffer(gzip.decompress(base64.b64decode(blob)), np.uint8)[-2000:-1000]
+        decoded = np.array(description["levels"]["utility"])[codes]
+        assert not decoded[:600].any() and (decoded[600:] == 0).sum() >= (utilities == 0).sum()
+        large = np.abs(utilities) > 0.01 * np.abs(utilities).max()
+        assert np.abs(decoded[600:][large] / utilities[large] - 1).max() < 0.04, share_of_zeros
 
 
 def test_a_pass_without_its_sets_file_has_nothing(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a process does with a stop request, each case in its own process."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from vcore_ds import cli
 from vcore_ds.errors import EXIT_STOPPED
 
 START = """
@@ -170,3 +172,16 @@ def test_end_of_the_launcher(launcher: str, tmp_path: Path):
         ["0", launcher, str(tmp_path / "ready")],
     )
     assert done.stdout == ("None\n" if launcher == "a shell" else "the end of its launcher\n"), done.stderr
+
+
+def test_every_command_that_starts_ranks_listens():
+    """Those whose own modules join the process group, and `train`, whose run does."""
+    commands = Path(cli.__file__).parent / "commands"
+    names = {module.__name__.rpartition(".")[2]: name for name, module in cli.COMMANDS.items()}
+    starting = {
+        names[path.relative_to(commands).parts[0].removesuffix(".py")]
+        for path in commands.rglob("*.py")
+        if re.search(r"\bstart_(ranks|process_group)\(", path.read_text()) and path.parent.name != "quickstart"
+    }
+    assert {"score", "fidelity", "reference"} <= starting
+    assert starting | {"train", "preflight"} == cli.START_RANKS

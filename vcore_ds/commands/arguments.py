@@ -26,6 +26,15 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
 
+def add_again(parser: argparse.ArgumentParser) -> None:
+    """For a command that resumes unfinished work."""
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="begin again: delete what an earlier attempt has left unfinished at --output",
+    )
+
+
 def positive(word: str) -> int:
     """A whole number from 1 to `LARGEST_COUNT`, for argparse."""
     try:

@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from vcore_ds.commands.arguments import positive
+from vcore_ds.commands.arguments import add_again, positive
 from vcore_ds.errors import UserError
 from vcore_ds.files.user_paths import writing
 
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-malformed", type=float, default=0.01, metavar="SHARE", help="refuse more malformed rows (default 0.01)"
     )
+    add_again(parser)
     parser.set_defaults(overrides=[])
 
 
@@ -80,4 +81,10 @@ def main(arguments: argparse.Namespace) -> None:
     )
     processes = arguments.processes or os.cpu_count() or 1
     with writing("--output", arguments.output, "a folder that can be written, with room for the store"):
-        prepare(request, arguments.output, processes=processes, max_malformed_share=arguments.max_malformed)
+        prepare(
+            request,
+            arguments.output,
+            processes=processes,
+            max_malformed_share=arguments.max_malformed,
+            again=arguments.again,
+        )

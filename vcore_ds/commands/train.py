@@ -4,7 +4,6 @@ import argparse
 
 from vcore_ds.commands.arguments import add_recipe
 from vcore_ds.config.load import load_recipe
-from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.imports import lasting_imports
 
 HELP = "run a recipe"
@@ -18,7 +17,6 @@ add_arguments = add_recipe
 
 def main(arguments: argparse.Namespace, *, advice_if_long: str = "", says_next: bool = True) -> None:
     """The keywords are those of `vcore_ds.train.run.train`."""
-    stop_signals.listen()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     with lasting_imports():  # after the recipe: torch and deepspeed take seconds to import, a typo should not
         from vcore_ds.train.run import train

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Literal
 
 from filelock import FileLock, Timeout
 
+from vcore_ds import __version__
 from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.store import MANIFEST
 from vcore_ds.errors import UserError
+from vcore_ds.files.aside import unfinished_path
+from vcore_ds.files.unfinished_work import read_request
 from vcore_ds.files.user_paths import reading, writing
 
 if TYPE_CHECKING:
@@ -80,7 +83,17 @@ def store_of(
         try:
             is_small = sum(file.stat().st_size for file in files) < _ONE_PROCESS_BYTES
             processes = 1 if is_small else len(os.sched_getaffinity(0))
-            prepare(request, folder, processes=processes, max_malformed_share=0.0, say=say, note=note)
+            # Its name tells all other requests apart, and nobody has chosen it and can be asked.
+            is_of_another_version = read_request(unfinished_path(folder)).get("version") != __version__
+            prepare(
+                request,
+                folder,
+                processes=processes,
+                max_malformed_share=0.0,
+                again=is_of_another_version,
+                say=say,
+                note=note,
+            )
         except TooManyFaults as error:
             raise UserError(
                 f"{error}\nThe data that a recipe names become a token store in {folder.parent} before training. To "

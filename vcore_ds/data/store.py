@@ -128,6 +128,11 @@ class TokenStore(TokenizedSequences):
         of_source = np.searchsorted(starts, self.sequence_ids, side="right") - 1
         return [names[i] for i in of_source], self.sequence_ids - np.array(starts, dtype=np.int64)[of_source]
 
+    def dropped_rows(self) -> tuple[int | None, dict[str, int]]:
+        """Rows that the store was made of, None where it does not say, and how many were dropped for each reason."""
+        counts = self.manifest.get("counts", {})
+        return counts.get("rows"), counts.get("dropped", {})
+
     def max_token_id(self) -> int:
         """The largest id among the tokens. Stores made before the manifest held it are read through: 0.3 s a GB."""
         if "max_token_id" in self.manifest:

@@ -241,6 +241,11 @@ def _verify_file(folder: Path, name: str, expected: FileRecord) -> None:
         raise _Unusable(f"{name}: cannot be read: {error}") from None
 
 
+def read_digest(folder: Path) -> str:
+    """SHA-256 of a complete checkpoint's manifest, and so of all its contents; nothing but COMPLETE is read."""
+    return (folder / COMPLETE).read_text(encoding="utf-8").strip()
+
+
 def read_run_state(folder: Path) -> dict[str, Any]:
     """The contents of run_state.json, of a checkpoint that `problem_of` found no problem with."""
     return json.loads((folder / RUN_STATE).read_text(encoding="utf-8"))

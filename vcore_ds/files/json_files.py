@@ -1,11 +1,13 @@
-"""JSON that this package has written, read back as the types that were written, with one message where it is not."""
+"""JSON that this package writes, read back as the types that were written, with one message where it is not."""
 
+import json
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from vcore_ds.errors import UserError
+from vcore_ds.files.aside import written_aside
 from vcore_ds.files.user_paths import reading
 
 Contents = TypeVar("Contents")
@@ -41,3 +43,10 @@ def parse_json(text: bytes, contents: TypeAdapter[Contents], where: str, expecte
         raise UserError(
             f"{where}: is damaged, or of another version ({problem[:_MAX_SHOWN]}); expected {expected}. {remedy}"
         ) from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Readable JSON, written aside."""
+    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    with written_aside(path, several_writers=True) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")

@@ -1,7 +1,9 @@
 """One process at a time in a folder that is written: that of a run, or an --output."""
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -58,7 +60,7 @@ class RunLock:
 
 
 @contextmanager
-def alone_in(folder: Path, say: Callable[[str], None] = print) -> Iterator[None]:
+def alone_in(folder: Path, say: Callable[[str], None] = print) -> Iterator[FileLock]:
     """A context in which this process alone writes into an --output, which is made where needed; warns where the file
     system has no locks. The kernel releases the lock of a process that is killed.
 
@@ -66,21 +68,54 @@ def alone_in(folder: Path, say: Callable[[str], None] = print) -> Iterator[None]
         UserError: another process is in it.
         OSError: the folder cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK)
+    lock = _lock(folder, say)
     try:
-        lock.acquire(timeout=1.0)
-    except Timeout:
-        raise UserError(
-            f"--output: {folder}: found another process writing into it; expected one at a time. Wait for it, or name "
-            "another folder"
-        ) from None
-    except (OSError, NotImplementedError) as error:
-        say(_cannot_be_locked(folder, error))
-    try:
-        yield
+        yield lock
     finally:
         lock.release()
+
+
+def remove_locked(folder: Path, lock: FileLock) -> None:
+    """Removes the folder of `alone_in`, and releases its lock. Nothing else is to be done in the context.
+
+    The folder loses its name while it is locked: a process that gets the lock afterwards sees that, and makes a new
+    folder (`_lock`). What is in it is removed after that: NFS keeps a file that is open, and with it the folder.
+    """
+    removed = folder.with_name(f"{folder.name}.removed")
+    shutil.rmtree(removed, ignore_errors=True)  # left by a process that was killed here
+    with suppress(OSError):
+        folder.rename(removed)
+    lock.release()
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def _lock(folder: Path, say: Callable[[str], None]) -> FileLock:
+    """Makes a folder where needed and locks it, once more where another process has removed it meanwhile."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK)
+        try:
+            # Open, its inode cannot be reused: a folder that is removed cannot be mistaken for a new one of its name.
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        try:
+            lock.acquire(timeout=1.0)
+            if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+                return lock
+            lock.release()
+        except FileNotFoundError:
+            lock.release()
+        except Timeout:
+            raise UserError(
+                f"--output: {folder}: found another process writing into it; expected one at a time. Wait for it, or "
+                "name another folder"
+            ) from None
+        except (OSError, NotImplementedError) as error:
+            say(_cannot_be_locked(folder, error))
+            return lock
+        finally:
+            os.close(descriptor)
 
 
 def _cannot_be_locked(folder: Path, error: Exception) -> str:

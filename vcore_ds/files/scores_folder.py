@@ -59,6 +59,10 @@ class ScoredData:
     num_supervised_tokens: int
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Source file -> hash of its size, beginning and end: whether its rows are still those that were scored."""
+    num_rows: int | None = None
+    """Rows that the store was made of; None where it does not say."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Why rows are not in the store, such as their length, and how many for each reason."""
 
 
 @dataclass(frozen=True, config=_EXACT)
@@ -78,6 +82,9 @@ class TrustedSet:
     the same for all traces."""
     length_correlation_mean: float | None
     """The same of `utility_mean`."""
+    num_rows: int | None = None
+    dropped: dict[str, int] = field(default_factory=dict)
+    """As of `ScoredData`."""
 
 
 @dataclass(frozen=True, config=_EXACT)
@@ -88,6 +95,8 @@ class ScoredCheckpoint:
     step: int
     weight: float
     """What its utilities are multiplied by in the sum over checkpoints: 1 for a single one, else its learning rate."""
+    digest: str = ""
+    """SHA-256 of its manifest, and so of its contents; empty in scores of version 0.7 and before."""
 
 
 @dataclass(frozen=True, config=_EXACT)

@@ -19,8 +19,15 @@ def loss_levels(losses: np.ndarray) -> np.ndarray:
 
 
 def utility_levels(utilities: np.ndarray) -> np.ndarray:
-    """256 utilities, ascending: 0 is the 129th, and they lie closer around it."""
-    unit = max(float(np.median(np.abs(utilities))), 1e-30)
+    """256 utilities, ascending: 0 is the 129th, and they lie closer around it.
+
+    Args:
+        utilities: of supervised tokens alone: others have none, and their zeros would make the scale too fine near 0.
+    """
+    sizes = np.abs(utilities[utilities != 0])
+    # Levels are evenly spaced in asinh(utility / unit). A unit far below the largest utility would leave few of them
+    # for large ones: with 1e-4 of it, neighbours are 8% apart at most.
+    unit = max(float(np.median(sizes)), 1e-4 * float(sizes.max()), 1e-30) if len(sizes) else 1e-30
 
     def side(most: float, number: int) -> np.ndarray:
         return unit * np.sinh(np.linspace(0.0, np.arcsinh(max(most / unit, 1e-3)), number))

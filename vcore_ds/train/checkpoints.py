@@ -151,10 +151,21 @@ class Checkpoints:
         self._last_end = time.monotonic()
         return state.step
 
-    def of_step(self, step: int) -> tuple[Path, RunState]:
-        """The checkpoint after `step` steps. Raises UserError where its files do not match its manifest."""
+    def of_step(self, step: int, digest: str) -> tuple[Path, RunState]:
+        """The checkpoint after `step` steps.
+
+        Args:
+            digest: that it has to have (`files.read_digest`).
+
+        Raises:
+            UserError: its files do not match its manifest, or it is another checkpoint.
+        """
         folder = files.step_folder(self._folder, step)
         problem = self._problem_of(folder)
+        if problem is None:
+            digests = on_all_ranks(folder, lambda: {digest, files.read_digest(folder)})
+            if len(set().union(*digests)) > 1:
+                problem = "it was written anew after this command had begun"
         if problem is not None:
             raise UserError(
                 f"{folder}: does not verify: {problem}; expected a whole checkpoint. Restore it from a copy, or name "

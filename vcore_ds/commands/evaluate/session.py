@@ -40,6 +40,7 @@ from vcore_ds.files.evaluation_folder import (
     write_samples,
 )
 from vcore_ds.files.locks import LOCK, alone_in
+from vcore_ds.files.model_folder import digest_of_model
 from vcore_ds.files.user_paths import writing
 from vcore_ds.grading.answers import Kind, final_answer, is_right, last_code_block
 from vcore_ds.grading.verification import AnswerChecker
@@ -111,7 +112,11 @@ def _run(api: InProcessAPI | ServerAPI, model: NamedModel, settings: Settings) -
     """The finished log of each task, without its samples. inspect takes over the answers in earlier attempts' logs."""
     # What attempts must share besides the problems. A server may have moved.
     identity: list[Any] = [model.weights, model.adapter, asdict(settings.sampling)]
-    identity += [settings.precision, settings.batch_size] if settings.url is None else ["served"]
+    if settings.url is None:
+        # A run that was trained again has its old name.
+        identity += [settings.precision, settings.batch_size, _digest_of_weights(model)]
+    else:
+        identity.append("served")
     checker = AnswerChecker(ANSWER_SECONDS)
     tasks = [
         Task(
@@ -289,6 +294,12 @@ def _write_programs(folder: Path, task: ChosenTask, samples: Sequence[SampleResu
     with written_aside(folder / name) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
     return name
+
+
+def _digest_of_weights(model: NamedModel) -> list[str]:
+    """Of the base model's and the adapter's files, as far as they are on this machine."""
+    folders = [Path(folder) for folder in (model.weights, model.adapter) if folder is not None]
+    return [digest_of_model(str(folder)) for folder in folders if folder.is_dir()]
 
 
 def _describe_problems(task: ChosenTask) -> list[dict[str, Any]]:

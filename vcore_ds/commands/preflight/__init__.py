@@ -4,7 +4,6 @@ import argparse
 
 from vcore_ds.commands.arguments import add_recipe
 from vcore_ds.config.load import load_recipe
-from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.imports import lasting_imports
 
 HELP = "compare the nodes of a run before it starts"
@@ -17,7 +16,6 @@ add_arguments = add_recipe
 
 
 def main(arguments: argparse.Namespace) -> None:
-    stop_signals.listen()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     with lasting_imports():
         from vcore_ds.commands.preflight.inspection import preflight

@@ -23,6 +23,7 @@ from vcore_ds.train.feed import Feed, build_feed, read_dataset
 from vcore_ds.train.model_check import check_model
 from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_check import check_start
+from vcore_ds.train.start_screen import describe_data
 
 
 def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
@@ -44,6 +45,7 @@ def _compute_and_write(recipe: Recipe, output: Path) -> None:
     plan = plan_ranks(recipe)
     tokenizer = load_tokenizer(recipe.model.path)
     dataset = read_dataset(recipe, recipe.data.train_path, tokenizer, console)
+    console.say(f"Data: {describe_data(recipe.data.train_path, dataset)}")
     feed = build_feed(recipe, plan, dataset, tokenizer)
     engine = build_engine(recipe, deepspeed_config(recipe, plan))
     check_start(engine, feed, console)

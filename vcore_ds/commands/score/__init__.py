@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from vcore_ds.commands.arguments import add_overrides
+from vcore_ds.commands.arguments import add_again, add_overrides
 from vcore_ds.imports import lasting_imports
 
 HELP = "score training data by what it is worth to trusted traces"
@@ -43,13 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="new folder (default runs/scores/NAME of the recipe or the run)"
     )
+    add_again(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
     from vcore_ds.commands.score.request import make_request
 
     request = make_request(
-        arguments.target, arguments.overrides, arguments.sets, arguments.checkpoint, arguments.output
+        arguments.target,
+        arguments.overrides,
+        arguments.sets,
+        arguments.checkpoint,
+        arguments.output,
+        arguments.again,
     )
     with lasting_imports():
         from vcore_ds.commands.score.compute import score

@@ -6,24 +6,22 @@ the gradient. Several checkpoints are TracInCP's sum (Pruthi et al. 2020, arXiv:
 is close to what LESS computes from projected gradients (Xia et al. 2024, arXiv:2402.04333), without its cosine.
 """
 
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from vcore_ds import __version__
+from vcore_ds.commands.score.identity import describe_request
 from vcore_ds.commands.score.memory import plan_scoring_memory
 from vcore_ds.commands.score.passes import PassFiles, ScoredSequence
 from vcore_ds.commands.score.request import NEW_FOLDER, ScoreRequest
 from vcore_ds.commands.score.result import SetInputs, describe, write_result
-from vcore_ds.config.schema import Recipe
-from vcore_ds.data.prepare.request import resume_or_begin
-from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.positions import mark
@@ -32,10 +30,10 @@ from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.non_finite import NonFiniteLoss
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.files.aside import unfinished_path
-from vcore_ds.files.locks import alone_in
 from vcore_ds.files.model_folder import digest_of_model
 from vcore_ds.files.scores_folder import ScoredCheckpoint, ScoredData, Scores
-from vcore_ds.files.user_paths import check_folder, writing
+from vcore_ds.files.unfinished_work import resume_or_begin, unfinished_work
+from vcore_ds.files.user_paths import check_folder, refuse_existing, writing
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.track.console import Console
 from vcore_ds.train.checkpoints import Checkpoints
@@ -45,6 +43,7 @@ from vcore_ds.train.memory_check import check_memory
 from vcore_ds.train.model_check import check_model
 from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_check import check_start
+from vcore_ds.train.start_screen import describe_data
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import ForwardMode, jvp_losses_and_utilities
 
@@ -64,18 +63,24 @@ def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PE
     recipe = request.recipe
     check_model(recipe)
     start_ranks(recipe)
-    folder, console = unfinished_path(request.output), Console(enabled=layout.is_first())
+    console = Console(enabled=layout.is_first())
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes), ExitStack() as held:
 
         def hold() -> None:
             with writing("--output", request.output, NEW_FOLDER):
                 check_folder(request.output)
-                held.enter_context(alone_in(folder, console.say))
+                held.enter_context(unfinished_work(request.output, console.say))
+            refuse_existing(request.output, NEW_FOLDER)  # another process may have finished it since
 
         on_first_rank(hold)
-        Scoring(request, console, folder, chunk_tokens_per_rank).run()
-    if layout.is_first():  # not while its lock is held: NFS keeps a file that is open, and with it the folder
-        shutil.rmtree(folder, ignore_errors=True)
+        Scoring(request, console, unfinished_path(request.output), chunk_tokens_per_rank).run()
+
+
+ON_A_TRAINED_MODEL = (
+    "Note: to select training data, score with the base model or after a few steps. In our experiments a second "
+    "selection, with the weights from half-way through the training, did damage: such a model has learnt from all "
+    "traces, and its utilities tell them apart badly (docs/whole-traces.md)"
+)
 
 
 @dataclass(frozen=True)
@@ -98,21 +103,27 @@ class Scoring:
         tokenizer = load_tokenizer(recipe.model.path)
         self.store = read_dataset(recipe, recipe.data.train_path, tokenizer, console)
         self.sets = {name: read_dataset(recipe, path, tokenizer, console) for name, path in request.sets.items()}
+        console.say(f"Data: {describe_data(recipe.data.train_path, self.store)}")
+        for name, trusted in self.sets.items():
+            console.say(f"Trusted set {name}: {describe_data(request.sets[name], trusted)}")
+        if request.checkpoints:
+            console.say(ON_A_TRAINED_MODEL)
         self.feed = build_feed(recipe, self.plan, self.store, tokenizer)
         self.chunk_tokens = chunk_tokens_per_rank * self.plan.num_ranks
         checkpoints: list[ScoredCheckpoint | None] = [*request.checkpoints] or [None]
         self.passes = [
             Pass(number, checkpoint, name)
-            for number, (checkpoint, name) in enumerate(product(checkpoints, request.sets))
+            # By name: the same command with its sets in another order continues this one.
+            for number, (checkpoint, name) in enumerate(product(checkpoints, sorted(request.sets)))
         ]
 
     def run(self) -> None:
         """Computes what is not there yet, and writes the result."""
         recipe = self.request.recipe
-        on_first_rank(self._begin)
+        ds_config = deepspeed_config(recipe, self.plan)
+        on_first_rank(lambda: self._begin(ds_config))
         left = layout.gather_objects("job", self._left() if layout.is_first() else None)[0]
         if any(left):
-            ds_config = deepspeed_config(recipe, self.plan)
             longest = next(self._chunks(next(filter(None, left))))
             trusted = list(self.sets.values())
             memory = plan_scoring_memory(recipe, self.plan, ds_config, self.store, longest, trusted)
@@ -122,12 +133,12 @@ class Scoring:
             engine.close()
         on_first_rank(self._write)
 
-    def _begin(self) -> None:
-        """On rank 0: the folder of the unfinished work, emptied where it is that of another request."""
+    def _begin(self, ds_config: dict[str, Any]) -> None:
+        """On rank 0: the folder of the unfinished work, with what is there of this very request."""
+        passes = [(one.set_name, self.sets[one.set_name], one.checkpoint) for one in self.passes]
+        identity = describe_request(self.request.recipe, self._description(), ds_config, passes)
         with writing("--output", self.folder, NEW_FOLDER):
-            resume_or_begin(
-                self.folder, _identity(self.request.recipe, self._description(), self.sets), self.console.say
-            )
+            resume_or_begin(self.folder, identity, self.console.say, again=self.request.again)
 
     def _left(self) -> list[list[int]]:
         """On rank 0: the positions of the sequences that each pass has still to score, longest first, so that what
@@ -152,7 +163,7 @@ class Scoring:
                 continue
             if one.checkpoint is not None and one.checkpoint != at:
                 mark("loading the checkpoint")
-                checkpoints.read(checkpoints.of_step(one.checkpoint.step), engine, None)
+                checkpoints.read(checkpoints.of_step(one.checkpoint.step, one.checkpoint.digest), engine, None)
                 at = one.checkpoint
                 self._check(engine, direction)
             self._take(direction, one)
@@ -259,6 +270,7 @@ class Scoring:
                 len(store),
                 manifest["num_supervised_tokens"],
                 {one["file"]: one["fingerprint"] for one in manifest.get("source", []) if "file" in one},
+                *store.dropped_rows(),
             ),
             model=recipe.model.path,
             model_digest=digest_of_model(recipe.model.path),
@@ -269,22 +281,6 @@ class Scoring:
             version=__version__,
             date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
-
-
-def _identity(recipe: Recipe, description: Scores, sets: dict[str, TokenStore]) -> dict:
-    """All that losses and utilities depend on; that of unfinished work must be equal for the work to go on."""
-    described = asdict(description)
-    del described["date"]
-    return described | {
-        "trusted": {name: trusted.digest for name, trusted in sets.items()},
-        "loss": recipe.probe.loss,
-        "clip": recipe.probe.clip,
-        "precision": recipe.model.precision,
-        "provider": recipe.model.provider,
-        "attention": recipe.model.attention,
-        "lora": None if recipe.lora is None else recipe.lora.model_dump(mode="json"),
-        "seed": recipe.run.seed,  # of the adapters of a base model
-    }
 
 
 def _of(checkpoint: ScoredCheckpoint | None) -> str:

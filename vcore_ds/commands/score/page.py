@@ -71,6 +71,7 @@ def render(scores: Scores, columns: dict[str, np.ndarray], shown: list[dict[str,
         scores=scores,
         how=_how(scores),
         sets=_sets_table(scores),
+        dropped=_describe_dropped(scores),
         sources=[(name, _sources_table(columns, name)) for name in scores.sets],
         num_sources=len(np.unique(columns["source"].astype(str))),
         most_sources=MOST_SOURCES,
@@ -96,6 +97,17 @@ def _how(scores: Scores) -> str:
         with_weights = f"the weights of {scores.checkpoints[0].run} after step {steps}"
     along = "the gradient" if scores.direction == "sgd" else "the update that Adam makes of the gradient"
     return f"Taken with {with_weights}, along {along} of each set's loss."
+
+
+def _describe_dropped(scores: Scores) -> list[str]:
+    """A sentence for the data and each set whose store lacks rows of its source."""
+    return [
+        f"{one.num_sequences:,} of {one.num_rows:,} rows of {one.path} are scored{with_set}; dropped: "
+        + "; ".join(f"{number:,} {reason}" for reason, number in one.dropped.items())
+        + "."
+        for one, with_set in [(scores.data, ""), *((one, f" with, as {name}") for name, one in scores.sets.items())]
+        if one.dropped and one.num_rows is not None
+    ]
 
 
 def _utilities(columns: dict[str, np.ndarray], name: str, by: str) -> np.ndarray:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vcore_ds.data.prepare.request import write_json
+from vcore_ds.files.json_files import write_json
 from vcore_ds.track.array_files import write_arrays
 
 SET = "set.json"

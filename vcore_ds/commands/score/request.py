@@ -7,7 +7,15 @@ from pathlib import Path
 
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.sections import MethodConfig
+from vcore_ds.config.sections import (
+    CheckpointConfig,
+    MethodConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrackConfig,
+    UtilityConfig,
+)
 from vcore_ds.errors import UserError
 from vcore_ds.files import checkpoint_folder
 from vcore_ds.files.run_folder import RECIPE
@@ -34,10 +42,17 @@ class ScoreRequest:
     checkpoints: list[ScoredCheckpoint]
     """In the order of their steps; empty for the base model."""
     output: Path
+    again: bool = False
+    """Delete what an earlier attempt has left unfinished."""
 
 
 def make_request(
-    target: str, overrides: Sequence[str], sets: Sequence[str], checkpoint: str | None, output: Path | None
+    target: str,
+    overrides: Sequence[str],
+    sets: Sequence[str],
+    checkpoint: str | None,
+    output: Path | None,
+    again: bool = False,
 ) -> ScoreRequest:
     """The arguments of the command, read and checked.
 
@@ -66,7 +81,8 @@ def make_request(
     if output is None:
         output = Path("runs", "scores", Path(target).stem if run is None else run.resolve().name)
     refuse_existing(output, NEW_FOLDER)
-    return ScoreRequest(_scored(recipe, run), named, [] if run is None else _checkpoints(run, checkpoint), output)
+    checkpoints = [] if run is None else _checkpoints(run, checkpoint)
+    return ScoreRequest(_scored(recipe, run), named, checkpoints, output, again)
 
 
 def _named_sets(words: Sequence[str]) -> dict[str, str]:
@@ -83,21 +99,27 @@ def _named_sets(words: Sequence[str]) -> dict[str, str]:
 
 
 def _scored(recipe: Recipe, run: Path | None) -> Recipe:
-    """The recipe as one that takes directions of whole trusted sets, whatever its method is."""
-    method = MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization)  # makes no weights
+    """The recipe as one that takes directions of whole trusted sets, whatever its method is.
+
+    What a scoring does not read is the same in all of these recipes: they are what identifies a scoring
+    (`identity.describe_request`).
+    """
     has_moments = run is not None and recipe.probe.direction == "adam"
-    probe = {"source": "batch", "batch_size": "all", "every": 1}
-    data = {"trusted_share": 0.0, "reference_log_probabilities": None}
+    probe = {"batch_size": "all", "every": 1}
+    data = {"trusted_share": 0.0, "reference_log_probabilities": None, "keep": None, "validation_path": None}
     changes = {
-        "method": method,
-        "data": recipe.data.model_copy(update=data),
+        "method": MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization),
+        "utility": UtilityConfig(micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank),
         # Clipping is a factor of all utilities, but for Adam's Jacobian, which belongs to clipped gradients.
         "probe": recipe.probe.model_copy(update=probe if has_moments else probe | {"direction": "sgd", "clip": None}),
+        "data": recipe.data.model_copy(update=data),
+        "schedule": ScheduleConfig(num_steps=1),
+        "run": RunConfig(output_dir=recipe.run.output_dir if run is None else str(run), seed=recipe.run.seed),
+        "track": TrackConfig(),
+        "checkpoint": CheckpointConfig(),
     }
     if not has_moments:  # what the optimizer would keep beside the parameters takes two thirds of its memory
-        changes["optimizer"] = recipe.optimizer.model_copy(update={"name": "sgd"})
-    if run is not None:
-        changes["run"] = recipe.run.model_copy(update={"output_dir": str(run)})
+        changes["optimizer"] = OptimizerConfig(name="sgd", learning_rate=1.0)
     return recipe.model_copy(update=changes)
 
 
@@ -108,7 +130,7 @@ def _checkpoints(run: Path, name: str | None) -> list[ScoredCheckpoint]:
     """
     with reading("RUN", run, "the folder of a run"):
         complete = {
-            folder.name: step
+            folder.name: (step, checkpoint_folder.read_digest(folder))
             for folder in reversed(checkpoint_folder.list_checkpoints(run / "checkpoints"))
             if (folder / checkpoint_folder.COMPLETE).is_file()
             and (step := checkpoint_folder.step_of(folder)) is not None
@@ -117,17 +139,17 @@ def _checkpoints(run: Path, name: str | None) -> list[ScoredCheckpoint]:
         there = ", ".join(complete) or "no finished one"
         raise UserError(f"--checkpoint: {run / 'checkpoints'}: expected {name or 'a checkpoint'}; found {there}")
     if name != "all":
-        step = complete[name] if name is not None else max(complete.values())
-        return [ScoredCheckpoint(str(run), step, 1.0)]
+        step, digest = complete[name] if name is not None else max(complete.values())
+        return [ScoredCheckpoint(str(run), step, 1.0, digest)]
     rates = {int(line["step"] or 0): line["learning_rate"] or 0.0 for line in read_metrics_of(run)}
     found, before = [], 0
-    for step in complete.values():
+    for step, digest in complete.values():
         steps = range(before + 1, step + 1)
         if missing := [k for k in steps if k not in rates]:
             raise UserError(
                 f"RUN: {run}: found no learning rate of step {missing[0]} in metrics.jsonl; expected that of all steps "
                 "up to the last checkpoint, to weight the checkpoints. Name one of them with --checkpoint"
             )
-        found.append(ScoredCheckpoint(str(run), step, sum(rates[k] for k in steps) / len(steps)))
+        found.append(ScoredCheckpoint(str(run), step, sum(rates[k] for k in steps) / len(steps), digest))
         before = step
     return found

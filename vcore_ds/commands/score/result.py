@@ -69,6 +69,8 @@ def write_result(
             gradient_norm,
             length_correlation_sum=rank_correlation(of_sum, num_tokens),
             length_correlation_mean=rank_correlation(of_mean, num_tokens),
+            num_rows=inputs.store.dropped_rows()[0],
+            dropped=inputs.store.dropped_rows()[1],
         )
         ranks = np.argsort(of_rank)
         shown = list(dict.fromkeys([*ranks[:NUM_SHOWN].tolist(), *ranks[-NUM_SHOWN:].tolist()]))

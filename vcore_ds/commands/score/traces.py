@@ -70,14 +70,14 @@ def encode_traces(
                 "loss": float(f"{columns['loss'][place]:.4g}"),
             }
         )
-    all_losses, all_utilities = np.concatenate(losses), np.concatenate(utilities)
-    levels = {"loss": loss_levels(all_losses), "utility": utility_levels(all_utilities)}
+    all_losses, all_utilities, all_flags = (np.concatenate(parts) for parts in (losses, utilities, flags))
+    levels = {"loss": loss_levels(all_losses), "utility": utility_levels(all_utilities[all_flags == SUPERVISED])}
     text_type = np.dtype("<u2" if len(names) <= 1 << 16 else "<u4")
     arrays = [
         np.concatenate(places).astype(text_type),
         nearest(levels["loss"], all_losses),
         nearest(levels["utility"], all_utilities),
-        np.concatenate(flags),
+        all_flags,
     ]
     description = {
         "name": name,

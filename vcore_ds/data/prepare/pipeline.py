@@ -1,6 +1,6 @@
 """`vcore-ds prepare`: raw rows to a token store, in two rounds of shards that survive a kill.
 
-    OUTPUT.unfinished/request.json    the request; another request starts over
+    OUTPUT.unfinished/request.json    the request; another one is refused
     OUTPUT.unfinished/curated/        for each shard of raw rows: the conversations that passed, and a report
     OUTPUT.unfinished/tokenized/      for each block of conversations: their tokens
 
@@ -18,11 +18,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from vcore_ds import __version__
 from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare import shards as work
 from vcore_ds.data.prepare.pool import Pool
 from vcore_ds.data.prepare.report import LengthSummary, PrepareReport
-from vcore_ds.data.prepare.request import PrepareRequest, check_finished, describe_origin, resume_or_begin
+from vcore_ds.data.prepare.request import PrepareRequest, check_finished, describe_origin
 from vcore_ds.data.prepare.selection import SPARE, choose, read_block, read_sequences, select
 from vcore_ds.data.prepare.shards import Curated, FirstRow, ShardReport
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
@@ -30,9 +31,9 @@ from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.store import write_store
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
-from vcore_ds.files.aside import flush, unfinished_path
-from vcore_ds.files.locks import alone_in
-from vcore_ds.files.user_paths import check_folder
+from vcore_ds.files.aside import flush
+from vcore_ds.files.unfinished_work import resume_or_begin, unfinished_work
+from vcore_ds.files.user_paths import check_folder, refuse_existing
 from vcore_ds.progress import Progress
 
 _BLOCK = 128
@@ -55,6 +56,7 @@ def prepare(
     *,
     processes: int = 1,
     max_malformed_share: float = 0.01,
+    again: bool = False,
     say: Callable[[str], None] = print,
     note: Callable[[str], None] | None = None,
 ) -> PrepareReport | None:
@@ -62,6 +64,7 @@ def prepare(
 
     Args:
         max_malformed_share: largest share of malformed rows; more are refused, with a report of the first ones.
+        again: delete what an earlier attempt has left unfinished.
         say: takes lines about the work.
         note: takes what was found in the data, formats of the rows and the table at the end; None for `say`.
 
@@ -84,9 +87,10 @@ def prepare(
         say(f"{output}: is there already, made from the same data with the same tokenizer, template, filters and seed")
         return None
     check_folder(output)  # now, not when the store is whole: the unfinished name may allow what this one does not
-    folder = unfinished_path(output)
-    with alone_in(folder, say):
-        resume_or_begin(folder, made_from, say)
+    with unfinished_work(output, say) as folder:
+        refuse_existing(output, "a new folder")  # another process may have made it since
+        identity = {key: value for key, value in made_from.items() if key != "filters_hash"}  # which says it twice
+        resume_or_begin(folder, {"version": __version__, **identity}, say, again=again)
 
         with Pool(processes, [work.__name__]) as pool:
             reports = _curate(request, raw_shards, folder / "curated", pool, say)
@@ -138,7 +142,6 @@ def prepare(
         if faults or report.num_malformed:
             kept = (folder / "malformed.txt").rename(output.with_name(f"{output.name}.malformed.txt"))
             say(f"malformed rows: {kept}")
-    shutil.rmtree(folder)  # not while its lock is held: NFS keeps a file that is open, and with it the folder
     note(report.describe())
     return report
 
@@ -248,7 +251,7 @@ def _refuse_faults(
     path.write_text("\n".join(dict.fromkeys(lines + faults)) + "\n", encoding="utf-8")
     if num_faults > max_share * num_rows:
         expected = f"at most {max_share:.2%} (--max-malformed)" if max_share else "none"
-        advice = "Fix the data, or raise --max-malformed; finished work is kept" if max_share else "Fix the data"
+        advice = "Fix the data" if not max_share else "Fix the data and add --again, or raise --max-malformed to go on"
         message = (
             f"{num_faults:,} of {num_rows:,} rows are {what} ({num_faults / num_rows:.2%}), expected {expected}. "
             f"The first: {faults[0]}\nMore of them: {path}. {advice}."

@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,8 +12,6 @@ from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare.sources import Shard, describe_source
 from vcore_ds.data.store import MANIFEST, describe_tokenizer
 from vcore_ds.errors import UserError
-from vcore_ds.files.aside import written_aside
-from vcore_ds.files.locks import LOCK
 from vcore_ds.grading.prompts import code_prompt, math_prompt
 
 if TYPE_CHECKING:
@@ -79,29 +76,6 @@ def check_finished(output: Path, made_from: dict[str, Any]) -> None:
                 f"{output}: found a store made with another {key}: {_shorten(manifest.get(key))}, expected "
                 f"{_shorten(value)}; {remedy}"
             )
-
-
-def resume_or_begin(folder: Path, made_from: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Keeps what is in the folder of an unfinished store of the same origin, or empties it, but for its lock."""
-    path = folder / "request.json"
-    if path.is_file():
-        if json.loads(path.read_text(encoding="utf-8")) == made_from:
-            say(f"{folder}: resuming where an earlier run ended")
-            return
-        say(f"{folder}: of another request (data, tokenizer, filters or seed); starting over")
-    for left in folder.iterdir():
-        if left.is_dir():
-            shutil.rmtree(left)
-        elif left.name != LOCK:
-            left.unlink()
-    write_json(path, made_from)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Readable JSON, written aside."""
-    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    with written_aside(path, several_writers=True) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
 
 
 def _filters(request: PrepareRequest) -> dict[str, Any]:
