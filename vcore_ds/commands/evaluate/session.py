@@ -297,9 +297,12 @@ def _write_programs(folder: Path, task: ChosenTask, samples: Sequence[SampleResu
 
 
 def _digest_of_weights(model: NamedModel) -> list[str]:
-    """Of the base model's and the adapter's files, as far as they are on this machine."""
-    folders = [Path(folder) for folder in (model.weights, model.adapter) if folder is not None]
-    return [digest_of_model(str(folder)) for folder in folders if folder.is_dir()]
+    """Of the base model's files, as far as they are on this machine, and of the adapter's."""
+    digests = [digest_of_model(model.weights)] if Path(model.weights).is_dir() else []
+    if model.adapter is not None:
+        for file in sorted(Path(model.adapter).glob("adapter_*")):
+            digests.append(hashlib.sha256(f"{file.name}\n".encode() + file.read_bytes()).hexdigest())
+    return digests
 
 
 def _describe_problems(task: ChosenTask) -> list[dict[str, Any]]:
