@@ -164,10 +164,17 @@ REFUSED = {
     ),
     "other model": (
         lambda s, t: {
-            "scores": with_other(s / "one", t / "x", lambda f: replace(f, model="m", model_digest="3" * 64)),
+            "scores": with_other(s / "one", t / "x", lambda f: replace(f, model="m", model_digest="2:" + "3" * 64)),
             "top": 0.5,
         },
-        r"found scores with another model \(m, 333333333333\); expected those with model.path",
+        r"found scores with another model \(m, 2:3333333333\); expected those with model.path",
+    ),
+    "a model that an earlier version knew by less": (
+        lambda s, t: {
+            "scores": with_other(s / "one", t / "x", lambda f: replace(f, version="0.7.0", model_digest="3" * 64)),
+            "top": 0.5,
+        },
+        r"was written by vcore_ds 0.7.0, which did not see all weights of the model; .*Score again with this version",
     ),
 }
 
