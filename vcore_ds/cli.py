@@ -143,7 +143,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         keys = [word.lstrip("-") for word in unknown if "." in word and "=" in word]
         hint = f"; a recipe's values are replaced without dashes: {' '.join(keys)}" if keys else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    arguments.overrides += later
+    if later and "overrides" not in arguments:
+        words = " ".join(later)
+        parser.error(
+            f"{arguments.command}: found {words}; expected options alone (vcore-ds {arguments.command} --help)"
+        )
+    if later:
+        arguments.overrides += later
     return arguments
 
 

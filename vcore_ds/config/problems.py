@@ -85,17 +85,20 @@ def _nearest_elsewhere(key: str) -> list[str]:
     return [f"{section}.{near[0]}" for section, cls in SECTIONS.items() if near and near[0] in cls.model_fields]
 
 
-def field_problems(error: ValidationError) -> dict[tuple[str, ...], str]:
+def field_problems(error: ValidationError, within: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
     """What pydantic found, by location (section,), (section, key) or (section, key, key of the key): `found ...;
     expected ...; did you mean ...?`.
 
     The branches of a union and the items of a list are one key, hence one problem. Only as many as a message shows are
     described in full: the nearest name takes about a millisecond each.
+
+    Args:
+        within: location of a section that was validated by itself, such as ("data", "keep").
     """
     grouped: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         if details["loc"]:  # the rules over several keys have no location and are asked separately
-            names = tuple(map(str, details["loc"]))
+            names = (*within, *map(str, details["loc"]))
             grouped.setdefault(names[: 3 if names[:2] in SUBSECTIONS else 2], []).append(details)
     described = {location: _describe(location, grouped[location]) for location in islice(grouped, _MAX_PROBLEMS)}
     return {location: described.get(location, f"found {show(grouped[location][0]['input'])}") for location in grouped}

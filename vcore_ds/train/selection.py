@@ -66,7 +66,7 @@ class Selection:
             **self.keep.model_dump(mode="json"),
             "digest": self.digest,
             "kept": len(self.positions),
-            "scored": len(self.sources),
+            "traces": len(self.sources),
             "kept_of_source": {name: list(numbers) for name, numbers in self.num_of_source.items()},
         }
 

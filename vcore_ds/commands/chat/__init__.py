@@ -3,7 +3,6 @@
 import argparse
 
 from vcore_ds.commands.arguments import positive, share, temperature
-from vcore_ds.errors import UserError
 
 HELP = "talk to a result, or any model, in the terminal"
 DESCRIPTION = (
@@ -38,12 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=["bf16", "fp32"], help="data type of the weights in memory (default: as they are stored)"
     )
-    parser.set_defaults(overrides=[])
 
 
 def main(arguments: argparse.Namespace) -> None:
-    if arguments.overrides:
-        raise UserError(f"chat: found {' '.join(arguments.overrides)} after RUN|MODEL; expected options only")
     try:
         from vcore_ds.commands.chat.models import load_voices
         from vcore_ds.commands.chat.session import Sampling, run_session

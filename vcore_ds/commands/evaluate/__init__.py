@@ -79,12 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--server-commands", action="store_true", help="print lines that serve this model with vLLM or SGLang, and end"
     )
-    parser.set_defaults(overrides=[])
 
 
 def main(arguments: argparse.Namespace) -> None:
-    if arguments.overrides:
-        raise UserError(f"eval: found {arguments.overrides[0]!r} behind RUN|MODEL; expected options only")
     if arguments.output is None and not arguments.server_commands:
         raise UserError("eval: found no --output; expected a new folder for the result: --output DIR")
     from vcore_ds.commands.evaluate.sampling import PAPER_MAX_NEW_TOKENS, choose_sampling
