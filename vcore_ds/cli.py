@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: the run failed. 2: something the user gave cannot work. 85: the run was asked to stop and has saved.
     141: nobody reads the output any more.
     """
-    arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
+        arguments = parse(sys.argv[1:] if argv is None else argv)
         COMMANDS[arguments.command].main(arguments)
         sys.stdout.flush()
     except (UserError, RunFailed, RunStopped) as error:
@@ -125,7 +125,10 @@ def launch(
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments of a command, whose name is `command` among them. Exits with 2 and a message where they are none."""
+    """Arguments of a command, whose name is `command` among them. Exits with 2 and a message where they are none.
+
+    Raises UserError for overrides to a command that takes none.
+    """
     parser = argparse.ArgumentParser(
         prog="vcore-ds",
         description="Fine-tune language models on reasoning traces, tokens weighted by what learning them is worth.",
@@ -144,12 +147,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         hint = f"; a recipe's values are replaced without dashes: {' '.join(keys)}" if keys else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if later and "overrides" not in arguments:
-        words = " ".join(later)
-        parser.error(
-            f"{arguments.command}: found {words}; expected options alone (vcore-ds {arguments.command} --help)"
+        raise UserError(
+            f"{arguments.command}: found {' '.join(later)}; expected no more than its --help lists (it reads no recipe)"
         )
-    if later:
-        arguments.overrides += later
+    arguments.overrides = [*getattr(arguments, "overrides", []), *later]
     return arguments
 
 

@@ -148,7 +148,7 @@ def test_settings_of_the_user_replace_those_of_the_model(base):
         (["{base}", "--base"], "x", "--base: found a model without a run or an adapter"),
         (["/no/such/model"], "x", "RUN|MODEL: /no/such/model: no such folder"),
         (["{base}/.."], "x", "found no run, adapter or model there; expected a run's folder, the folder of an adapter"),
-        (["{base}", "extra"], "x", "found extra after RUN|MODEL"),
+        (["{base}", "extra"], "x", "chat: found extra; expected no more than its --help lists"),
         (["{damaged}"], "x", "found no base_model_name_or_path"),
         (["{base}"], "x" * 40_000, "expected fewer than the 32,768 that the model takes"),
     ],
