@@ -2,16 +2,17 @@
 
 import argparse
 import json
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import ValidationError
 
 from vcore_ds.commands.arguments import share
-from vcore_ds.config.problems import RecipeError, field_problems, shorten
+from vcore_ds.config.problems import RecipeError, field_problems
 from vcore_ds.config.schema import KeepConfig
 from vcore_ds.errors import UserError
 from vcore_ds.files.user_paths import refuse_existing, writing
@@ -113,8 +114,8 @@ def kept_lines(selection: "Selection", with_utility: bool) -> Iterator[str]:
 
 
 def passes_over_sources(selection: "Selection", rows: Sequence[int]) -> list[list[int]]:
-    """The kept positions, divided where a source begins: each part are ascending rows of one source. One that was
-    named twice to `vcore-ds prepare` is read twice."""
+    """The kept positions in runs of ascending rows of one source, each read in one pass. A source that was named twice
+    to `vcore-ds prepare` has two."""
     passes: list[list[int]] = []
     for position in selection.positions.tolist():
         previous = passes[-1][-1] if passes else position
@@ -135,7 +136,7 @@ def read_rows(source: str, fingerprint: str | None, numbers: Sequence[int]) -> I
         )
     shards = find_shards([source], "train")
     if fingerprint != describe_source(shards)[0]["fingerprint"]:
-        raise changed(source)
+        refuse_changed(source)
     wanted = iter(numbers)
     next_number = next(wanted, None)
     num_rows = 0
@@ -143,7 +144,7 @@ def read_rows(source: str, fingerprint: str | None, numbers: Sequence[int]) -> I
         num_rows = number + 1
         if number == next_number:
             if isinstance(row, Broken):
-                raise changed(source)
+                refuse_changed(source)
             yield row
             next_number = next(wanted, None)
             if next_number is None:
@@ -155,9 +156,9 @@ def read_rows(source: str, fingerprint: str | None, numbers: Sequence[int]) -> I
     )
 
 
-def changed(source: str) -> UserError:
-    """The refusal of a source whose rows need not be those that were scored."""
-    return UserError(
+def refuse_changed(source: str) -> NoReturn:
+    """Raises UserError: the rows of the source need not be those that were scored."""
+    raise UserError(
         f"{source}: has changed since it was scored; expected the same file, whose rows the scores belong to. Restore "
         "it, or score it again"
     )
@@ -181,7 +182,7 @@ def write_row(row: Mapping[str, Any], where: str) -> str:
             write_json({key: value})
         except (TypeError, ValueError, RecursionError):
             raise UserError(
-                f"{where}: {key}: found {shorten(repr(value))}, which JSON does not have; expected text, finite "
+                f"{where}: {key}: found {reprlib.repr(value)}, which JSON does not have; expected text, finite "
                 "numbers, dates, lists and keys. Take the rows by their numbers instead: scores.parquet in SCORES has "
                 "source, row and rank of each"
             ) from None
