@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers import tiny
 from tests.helpers.setups import write_model
+from vcore_ds.errors import UserError
 from vcore_ds.files import model_digest
 from vcore_ds.files.model_digest import RULE, digest_of_model
 from vcore_ds.models.loading import load_causal_lm
@@ -87,12 +88,6 @@ def flip_region(file: Path) -> None:
 CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "configuration": ("single", lambda folder: write_json(folder / "config.json", rope_theta=7.0)),
     "index": ("bin_parts", lambda folder: write_json(folder / "pytorch_model.bin.index.json", metadata={"a": 1})),
-    "a file more": ("single", lambda folder: shutil.copy(folder / "model.safetensors", folder / "more.safetensors")),
-    "a file less": ("bin_parts", lambda folder: (folder / "pytorch_model-00002-of-00002.bin").unlink()),
-    "names of two files": (
-        "bin_parts",
-        lambda folder: (folder / "pytorch_model-00002-of-00002.bin").rename(folder / "pytorch_model-3.bin"),
-    ),
     "the middle of a file": ("single", lambda folder: flip_region(folder / "model.safetensors")),
     "an adapter": ("single", lambda folder: (folder / "adapter_config.json").write_text("{}")),
 }
@@ -111,22 +106,60 @@ def test_what_else_makes_another_model(models: Path, tmp_path: Path, case: str) 
     assert digest_of_model(str(tmp_path / "copy")) != digest_of_model(str(models / name))
 
 
+def test_files_that_are_not_loaded_are_not_in_the_digest(models: Path, tmp_path: Path) -> None:
+    """A cache of the hub gains files when another program asks for them."""
+    shutil.copytree(models / "parts", tmp_path / "copy")
+    for file in ("consolidated.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json"):
+        (tmp_path / "copy" / file).write_text("{}")
+    assert digest_of_model(str(tmp_path / "copy")) == digest_of_model(str(models / "parts"))
+
+
+def test_weights_that_the_configuration_names_are_those_in_the_digest(models: Path, tmp_path: Path) -> None:
+    shutil.copytree(models / "single", tmp_path / "copy")
+    shutil.copy(tmp_path / "copy" / "model.safetensors", tmp_path / "copy" / "other.safetensors")
+    write_json(tmp_path / "copy" / "config.json", transformers_weights="other.safetensors")
+    before = digest_of_model(str(tmp_path / "copy"))
+    flip_region(tmp_path / "copy" / "model.safetensors")
+    assert digest_of_model(str(tmp_path / "copy")) == before
+    flip_region(tmp_path / "copy" / "other.safetensors")
+    assert digest_of_model(str(tmp_path / "copy")) != before
+
+
+def test_weights_that_are_not_all_here_have_no_digest(models: Path, tmp_path: Path) -> None:
+    """As in a cache of the hub that holds the tokenizer so far, or a part of the files."""
+    shutil.copytree(models / "bin_parts", tmp_path / "copy")
+    (tmp_path / "copy" / "pytorch_model-00002-of-00002.bin").unlink()
+    with pytest.raises(
+        UserError, match=r"copy: found no pytorch_model-00002-of-00002.bin, which pytorch_model.bin.ind"
+    ):
+        digest_of_model(str(tmp_path / "copy"))
+    (tmp_path / "copy" / "pytorch_model.bin.index.json").write_text("[]")
+    with pytest.raises(UserError, match="found no weight_map of names to files"):
+        digest_of_model(str(tmp_path / "copy"))
+    (tmp_path / "copy" / "pytorch_model.bin.index.json").unlink()
+    with pytest.raises(
+        UserError, match="found no model.safetensors or pytorch_model.bin in .*download the model first"
+    ):
+        digest_of_model(str(tmp_path / "copy"))
+
+
 def test_a_tensor_larger_than_a_step_is_sampled_along_its_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of experts that are fused: one of them may differ, in the middle of a tensor."""
     monkeypatch.setattr(model_digest, "_WHOLE_BYTES", 0)
     (tmp_path / "config.json").write_text("{}")
+    writers = {"model.safetensors": save_file, "pytorch_model.bin": torch.save}
     experts = torch.zeros(3, 1280, 1024)  # 5 MiB each
     digests = set()
     for changed in (None, 0, 1, 2):
         tensor = experts.clone()
         if changed is not None:
             tensor[changed] += 1
-        for suffix, write in ((".safetensors", save_file), (".bin", torch.save)):
-            write({"small": torch.ones(2), "experts": tensor}, tmp_path / f"weights{suffix}")
+        for name, write in writers.items():
+            write({"small": torch.ones(2), "experts": tensor}, tmp_path / name)
             digests.add(digest_of_model(str(tmp_path)))
-            (tmp_path / f"weights{suffix}").unlink()
+            (tmp_path / name).unlink()
     assert len(digests) == 8
 
 

@@ -322,6 +322,16 @@ def test_inputs_that_come_later_are_known_from_then_on(inputs: Path) -> None:
         begin_sweep(load(common=READING))
 
 
+def test_a_model_that_is_not_all_here_yet_is_known_later(inputs: Path) -> None:
+    """As where a run of the sweep downloads the weights of a hub id whose tokenizer is there."""
+    weights = Path("model/model.safetensors").rename("elsewhere")
+    sweep = begin_sweep(load(common=READING))
+    assert "model.path" not in sweep.inputs
+    weights.rename("model/model.safetensors")
+    check_inputs(sweep)
+    assert "model.path" in begin_sweep(load(common=READING)).inputs
+
+
 def test_a_sweep_of_an_earlier_version_learns_its_inputs(inputs: Path) -> None:
     sweep = begin_sweep(load(common=READING))
     path = Path("out/sweep.yaml")
