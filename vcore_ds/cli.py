@@ -70,10 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: the run failed. 2: something the user gave cannot work. 85: the run was asked to stop and has saved.
     141: nobody reads the output any more.
     """
-    arguments = parse(sys.argv[1:] if argv is None else argv)
-    if arguments.command in START_RANKS:
-        stop_signals.listen()  # before the command imports torch, which can take a minute
     try:
+        arguments = parse(sys.argv[1:] if argv is None else argv)
+        if arguments.command in START_RANKS:
+            stop_signals.listen()  # before the command imports torch, which can take a minute
         COMMANDS[arguments.command].main(arguments)
         sys.stdout.flush()
     except (UserError, RunFailed, RunStopped) as error:
@@ -131,7 +131,10 @@ def launch(
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments of a command, whose name is `command` among them. Exits with 2 and a message where they are none."""
+    """Arguments of a command, whose name is `command` among them. Exits with 2 and a message where they are none.
+
+    Raises UserError for overrides to a command that takes none.
+    """
     parser = argparse.ArgumentParser(
         prog="vcore-ds",
         description="Fine-tune language models on reasoning traces, tokens weighted by what learning them is worth.",
@@ -152,7 +155,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         keys = [word.lstrip("-") for word in unknown if "." in word and "=" in word]
         hint = f"; a recipe's values are replaced without dashes: {' '.join(keys)}" if keys else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    arguments.overrides += later
+    if later and "overrides" not in arguments:
+        raise UserError(
+            f"{arguments.command}: found {' '.join(later)}; expected no more than its --help lists (it reads no recipe)"
+        )
+    arguments.overrides = [*getattr(arguments, "overrides", []), *later]
     return arguments
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from vcore_ds.data.store import TokenStore
-from vcore_ds.files.model_folder import digest_of_model
+from vcore_ds.files.model_digest import digest_of_model
 from vcore_ds.files.scores_folder import (
     NUM_SHOWN,
     ScoredData,

@@ -137,7 +137,7 @@ def test_a_small_adapter_counts_in_bf16(base: Path, tmp_path: Path) -> None:
         (["{base}"], "  \n", "found nothing on standard input"),
         (["/no/such/model"], "x", "RUN|MODEL: /no/such/model: no such folder"),
         (["{base}/.."], "x", "found no run, adapter or model there; expected a run's folder, the folder of an adapter"),
-        (["{base}", "extra"], "x", "found extra after RUN|MODEL"),
+        (["{base}", "extra"], "x", "chat: found extra; expected no more than its --help lists"),
         (["{damaged}"], "x", "found no base_model_name_or_path"),
         (["{base}"], "x" * 40_000, "tokens so far, which leave the model no room"),
     ],

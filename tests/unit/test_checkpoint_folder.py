@@ -355,13 +355,13 @@ def test_records_of_tokens_after_the_checkpoint_are_moved(tmp_path: Path):
 
 
 def test_a_resumed_run_adds_to_its_folder(used: Path):
+    begin(used, dump_recipe(recipe(used)), world_size=2, num_done=0, kept={"digest": "a"})
     first = json.loads((used / "environment.json").read_text())
-    begin(used, dump_recipe(recipe(used)), world_size=2, num_done=0)
     log = MetricsLog(used, Console(enabled=False))
     log.write({"step": 1, "loss": 2.0})
     log.close()
     changed = recipe(used, run={"log_every": 9})
-    begin(used, dump_recipe(changed), world_size=4, num_done=1)
+    begin(used, dump_recipe(changed), world_size=4, num_done=1, kept={"digest": "moved"})
     second = MetricsLog(used, Console(enabled=False))
     second.write({"step": 2, "loss": float("nan")})
     second.flush()
@@ -371,10 +371,21 @@ def test_a_resumed_run_adds_to_its_folder(used: Path):
         {"step": 2, "loss": None},
     ]
     environment = json.loads((used / "environment.json").read_text())
+    assert (first["world_size"], first["kept"]) == (2, {"digest": "a"})
     assert {key: environment[key] for key in first} == first
-    assert [(entry["step"], entry["world_size"]) for entry in environment["resumed"]] == [(0, 2), (1, 4)]
+    assert [(entry["step"], entry["world_size"]) for entry in environment["resumed"]] == [(1, 4)]
     assert (used / "recipe.yaml").read_text() == dump_recipe(changed)
     assert sorted(path.name for path in used.iterdir()) == ["environment.json", "metrics.jsonl", "recipe.yaml"]
+
+
+def test_a_run_that_begins_again_is_described_by_its_new_start(used: Path):
+    """Without a checkpoint no step of an earlier start is left, whose ranks, versions and scores may have differed."""
+    for world_size, num_done, kept in ((1, 0, {"digest": "a"}), (2, 3, {"digest": "a"}), (4, 0, {"digest": "b"})):
+        begin(used, dump_recipe(recipe(used)), world_size, num_done, kept)
+    environment = json.loads((used / "environment.json").read_text())
+    assert (environment["world_size"], environment["kept"]) == (4, {"digest": "b"}) and "resumed" not in environment
+    begin(used, dump_recipe(recipe(used)), 4, 0)
+    assert "kept" not in json.loads((used / "environment.json").read_text())
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.helpers.setups import make_tokenizer
+from vcore_ds.cli import parse
 from vcore_ds.data.cache import store_of
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.prepare.request import PrepareRequest
@@ -206,3 +207,10 @@ def spans_one_by_one(text: str) -> list[tuple[int, int]]:
                 spans.append((boxed.end(), brace.start()))
                 break
     return spans
+
+
+@pytest.mark.parametrize("share", ["nan", "-0.1", "1.5", "inf", "x"])
+def test_a_limit_that_is_no_share_is_refused(share: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["prepare", "chat", "a.jsonl", "--tokenizer", "t", "--output", "o", f"--max-malformed={share}"])
+    assert f"--max-malformed: found {share}, expected a number from 0 to 1" in capsys.readouterr().err

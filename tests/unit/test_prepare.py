@@ -68,6 +68,13 @@ def chat_row(n: int = 0) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"answer {n}"}]}
 
 
+def long_row() -> dict[str, Any]:
+    """Whose prompt alone is longer than 100 tokens."""
+    row = chat_row(1)
+    row["messages"][0]["content"] *= 100
+    return row
+
+
 def write_lines(path: Path, rows: list[Any]) -> Path:
     """Texts as they are, everything else as JSON."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
@@ -85,7 +92,7 @@ def tokenizer(tmp_path: Path) -> str:
 def run(tmp_path: Path, tokenizer: str) -> Callable[..., PrepareReport | None]:
     def run(
         kind: str,
-        source: Path,
+        source: Path | list[Path],
         output: str = "store",
         *,
         processes: int = 1,
@@ -94,7 +101,12 @@ def run(tmp_path: Path, tokenizer: str) -> Callable[..., PrepareReport | None]:
         **request,
     ) -> PrepareReport | None:
         whole = PrepareRequest(
-            kind=kind, sources=(str(source),), tokenizer=tokenizer, split="cot", answer_seconds=1, **request
+            kind=kind,
+            sources=tuple(map(str, source if isinstance(source, list) else [source])),
+            tokenizer=tokenizer,
+            split="cot",
+            answer_seconds=1,
+            **request,
         )
         said: list[str] = []
         run.said = said
@@ -551,6 +563,29 @@ def test_a_finished_store_is_left_alone(run, tmp_path: Path) -> None:
         run("chat", source, "folder")
 
 
+def test_a_source_named_twice_keeps_its_row_numbers(run, tmp_path: Path, monkeypatch) -> None:
+    """As for upsampling. A source begins anew each time that it is named, also where it has several shards."""
+    monkeypatch.setattr(sources, "_JSONL_SHARD_BYTES", 100)
+    a = write_lines(tmp_path / "a.jsonl", [chat_row(n) for n in range(3)])
+    b = write_lines(tmp_path / "b.jsonl", [chat_row(7), "", "broken", chat_row(8)])
+    assert len(find_shards([str(b)], "cot")) > 1
+    for order in ("abb", "aba", "ab"):
+        run("chat", [{"a": a, "b": b}[name] for name in order], order)
+        store = TokenStore(tmp_path / order)
+        found, rows = store.origins()
+        expected = [(f"{name}.jsonl", row) for name in order for row in {"a": [0, 1, 2], "b": [0, 3]}[name]]
+        assert [(Path(file).name, row) for file, row in zip(found, rows.tolist(), strict=True)] == expected
+        assert len(set(store.sequence_ids.tolist())) == len(expected)
+        assert (tmp_path / f"{order}.malformed.txt").read_text().startswith(f"{b}:3: not JSON")
+        assert (tmp_path / f"{order}.malformed.txt").read_text().count("\n") == 1
+    with pytest.raises(UserError, match="found a store made with another source"):
+        run("chat", [a, b], "abb")
+    long = write_lines(tmp_path / "long.jsonl", [chat_row(0), long_row()])
+    with pytest.raises(UserError):
+        run("chat", [long, long], "long", cutoff_length=100, overlong="truncate", max_malformed_share=0.1)
+    assert (tmp_path / "long.unfinished" / "malformed.txt").read_text().count(f"{long}:2: the prompt alone has") == 1
+
+
 def test_unfinished_work_of_another_request_is_deleted_on_demand_only(run, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [chat_row(0), "x"])
     with pytest.raises(UserError):
@@ -599,9 +634,7 @@ def test_too_many_malformed_rows_are_refused_and_a_higher_limit_goes_on(run, tmp
 
 
 def test_a_prompt_longer_than_the_cutoff_is_named(run, tmp_path: Path) -> None:
-    long = chat_row(1)
-    long["messages"][0]["content"] *= 100
-    source = write_lines(tmp_path / "rows.jsonl", [chat_row(0), long])
+    source = write_lines(tmp_path / "rows.jsonl", [chat_row(0), long_row()])
     with pytest.raises(UserError) as error:
         run("chat", source, cutoff_length=100, overlong="truncate", max_malformed_share=0.1)
     assert f"{source}:2: the prompt alone has 2" in str(error.value)

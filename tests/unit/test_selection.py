@@ -1,12 +1,19 @@
 """`data.keep`: which traces are kept, by hand; what is refused; and what a run says of it."""
 
 import json
+import math
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.helpers.recipes import smallest_recipe
@@ -21,6 +28,8 @@ from vcore_ds.config.sections import KeepConfig
 from vcore_ds.data.cache import store_of
 from vcore_ds.data.dataset import KeptDataset
 from vcore_ds.data.kept import kept_positions
+from vcore_ds.data.prepare.pipeline import prepare
+from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
@@ -88,7 +97,7 @@ def test_a_selection_from_a_folder(setup: Path) -> None:
     assert found.describe() == text
     origin = json.loads(json.dumps(found.origin()))
     assert origin["set"] == "right" and origin["kept_of_source"] == {"a.jsonl": [2, 8], "b.jsonl": [1, 4]}
-    assert len(origin["digest"]) == 64 and (origin["kept"], origin["scored"]) == (3, 12)
+    assert len(origin["digest"]) == 64 and (origin["kept"], origin["traces"]) == (3, 12)
     # Sums favour long traces: of utility 1 and 2, rows 4 and 9 with five repetitions each, then row 8.
     by_sum = read_selection(keep.model_copy(update={"by": "sum"}))
     numbers = np.array(opened_store(setup).num_supervised_tokens)
@@ -109,8 +118,6 @@ def test_a_kept_data_set_has_the_sequences_under_their_ids(setup: Path) -> None:
 
 def with_other(folder: Path, target: Path, change: Callable) -> str:
     """A copy of a folder of scores whose scores.json is changed."""
-    import shutil
-
     shutil.copytree(folder, target)
     write_scores(target, change(read_scores(folder)))
     return str(target)
@@ -165,10 +172,17 @@ REFUSED = {
     ),
     "other model": (
         lambda s, t: {
-            "scores": with_other(s / "one", t / "x", lambda f: replace(f, model="m", model_digest="3" * 64)),
+            "scores": with_other(s / "one", t / "x", lambda f: replace(f, model="m", model_digest="2:" + "3" * 64)),
             "top": 0.5,
         },
-        r"found scores with another model \(m, 333333333333\); expected those with model.path",
+        r"found scores with another model \(m, 2:3333333333\); expected those with model.path",
+    ),
+    "a model that an earlier version knew by less": (
+        lambda s, t: {
+            "scores": with_other(s / "one", t / "x", lambda f: replace(f, version="0.7.0", model_digest="3" * 64)),
+            "top": 0.5,
+        },
+        r"was written by vcore_ds 0.7.0, which did not see all weights of the model; .*Score again with this version",
     ),
 }
 
@@ -328,11 +342,15 @@ def test_the_kept_rows_are_those_of_the_files(two_files: Path, capsys: pytest.Ca
     assert [row["id"] for row in kept] == [0, 2, 4] and kept[1]["messages"][1]["content"] == "é2"
     assert set(kept[0]) == {"messages", "id"}
     origin = json.loads((two_files / "kept.jsonl.origin.json").read_text())
-    assert origin["kept"] == 3 and origin["above"] == 0 and origin["set"] == "right"
+    assert origin["scored"] == "2026-11-23T00:00:00Z" and (origin["kept"], origin["traces"]) == (3, 6)
+    assert origin["above"] == 0 and origin["set"] == "right"
     assert list(origin["kept_of_source"].values()) == [[2, 3], [1, 3]]
     assert main(words) == 2 and "is there already" in capsys.readouterr().err
 
     output.unlink()
+    assert main(words) == 2 and "kept.jsonl.origin.json: is there already" in capsys.readouterr().err
+    assert json.loads((two_files / "kept.jsonl.origin.json").read_text()) == origin and not output.exists()
+    (two_files / "kept.jsonl.origin.json").unlink()
     assert main([*words[:2], "--top", "0.34", "--with-utility", "--output", str(output)]) == 0
     kept = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(row["id"], row["vcore_utility_mean"], row["vcore_rank"]) for row in kept] == [(2, 2.0, 2), (4, 4.0, 1)]
@@ -350,3 +368,124 @@ def test_rows_that_are_not_those_that_were_scored(two_files: Path, capsys: pytes
     assert "--within: found source together with --above" in capsys.readouterr().err
     assert main([*words[:2], "--set", "wrong", *words[2:]]) == 2
     assert "--set: found wrong, for which there are no scores; expected one of right" in capsys.readouterr().err
+
+
+def scored(folder: Path, setup: Path, sources: list[Path]) -> Path:
+    """Scores of a store of these sources, as often as they are named, whose utilities are 0, 1, 2 ..."""
+    request = PrepareRequest("chat", tuple(map(str, sources)), str(setup / "model"), "train", cutoff_length=200)
+    prepare(request, folder / "store", say=lambda _: None)
+    store = TokenStore(folder / "store")
+    found, rows = store.origins()
+    utilities = [float(i) for i in range(len(store))]
+    return write_scores_of(folder / "scores", store, setup / "model", {"right": utilities}, found, rows.tolist())
+
+
+def chat_row(number: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": f"é{number}"}]
+    return {"messages": messages, "id": number}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def kept_rows(scores: Path, *words: str) -> list[dict[str, Any]]:
+    output = scores.parent / "kept.jsonl"
+    assert main(["keep", str(scores), *words, "--output", str(output)]) == 0
+    return [json.loads(line, parse_constant=pytest.fail) for line in output.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("order", "top", "expected"),
+    [("aba", 1.0, [0, 1, 2, 10, 11, 0, 1, 2]), ("abb", 0.6, [10, 11, 10, 11]), ("bba", 0.3, [1, 2])],
+)
+def test_rows_of_a_source_that_was_named_twice(
+    setup: Path, tmp_path: Path, order: str, top: float, expected: list[int]
+) -> None:
+    files = {
+        "a": write_rows(tmp_path / "a.jsonl", [chat_row(n) for n in range(3)]),
+        "b": write_rows(tmp_path / "b.parquet", [chat_row(n) for n in (10, 11)]),
+    }
+    scores = scored(tmp_path, setup, [files[name] for name in order])
+    assert [row["id"] for row in kept_rows(scores, "--top", str(top))] == expected
+
+
+def test_rows_that_an_earlier_version_numbered_on(
+    setup: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As those of the second b in a b b."""
+    file = write_rows(tmp_path / "b.jsonl", [chat_row(n) for n in range(2)])
+    scores = scored(tmp_path, setup, [file])
+    shutil.rmtree(scores)
+    store = TokenStore(tmp_path / "store")
+    write_scores_of(scores, store, setup / "model", {"right": [0, 1]}, [str(file)] * 2, [1, 3])
+    assert main(["keep", str(scores), "--top", "1", "--output", str(tmp_path / "kept.jsonl")]) == 2
+    message = capsys.readouterr().err
+    assert f"SCORES: found row 4 of {file}, which has 2" in message and "Prepare and score again" in message
+    assert not list(tmp_path.glob("kept*"))
+
+
+def test_values_that_json_has_in_another_form(setup: Path, tmp_path: Path) -> None:
+    moment = datetime(2026, 1, 2, 3, tzinfo=UTC)
+    rows = [chat_row(n) | {"moment": moment, "day": [moment.date()], "clock": moment.time()} for n in range(2)]
+    (tmp_path / "table").mkdir()
+    scores = scored(tmp_path / "table", setup, [write_rows(tmp_path / "a.parquet", rows)])
+    times = {"moment": "2026-01-02T03:00:00+00:00", "day": ["2026-01-02"], "clock": "03:00:00"}
+    assert kept_rows(scores, "--top", "1") == [chat_row(n) | times for n in range(2)]
+    halves = [chat_row(0) | {"half": "\ud800"}, chat_row(1)]
+    assert kept_rows(scored(tmp_path, setup, [write_rows(tmp_path / "b.jsonl", halves)]), "--top", "1") == halves
+    assert "é1" in (tmp_path / "kept.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("a.parquet", [{"bytes": b"a"}], "[{'bytes': b'a'}]"),
+        ("a.parquet", timedelta(1), "datetime.timedelta(days=1)"),
+        ("a.parquet", Decimal("1.5"), "Decimal('1.5')"),
+        ("a.parquet", math.nan, "nan"),
+        ("a.jsonl", -math.inf, "-inf"),
+    ],
+)
+def test_a_value_that_json_does_not_have_is_named(
+    setup: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: object, found: str
+) -> None:
+    file = write_rows(tmp_path / name, [chat_row(0) | {"key": None}, chat_row(1) | {"key": value}])
+    scores = scored(tmp_path, setup, [file])
+    assert main(["keep", str(scores), "--top", "1", "--output", str(tmp_path / "kept.jsonl")]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"vcore-ds: {file}:2: key: found {found}, which JSON does not have; ")
+    assert message.count("\n") == 1 and not list(tmp_path.glob("kept*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--above", "nan"], "--above: found NaN; expected a finite number"),
+        (["--above", "1e39"], "--above: found 1e+39; expected a number less than"),
+        (["--above", "0", "--set", "a b"], '--set: found "a b"; expected names of letters'),
+        (["--above", "9"], "--above: found 9, which keeps none of the 12 traces"),
+        (None, 'SCORES: found ""; expected text that is not empty'),
+    ],
+)
+def test_arguments_that_cannot_be(
+    setup: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str] | None, message: str
+) -> None:
+    scores, words = ("", ["--top", "1"]) if words is None else (str(setup / "one"), words)
+    assert main(["keep", scores, *words, "--output", str(tmp_path / "kept.jsonl")]) == 2
+    found = capsys.readouterr().err
+    assert found.startswith(f"vcore-ds: {message}") and found.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words", [["keep", "SCORES", "--top", "1", "--output", "FILE"], ["export", "RUN"], ["chat", "RUN"], ["recipes"]]
+)
+def test_a_command_without_overrides_refuses_them(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "by=sum", "data.keep.set=code"]) == 2
+    found = capsys.readouterr().err
+    assert found.startswith(f"vcore-ds: {words[0]}: found by=sum data.keep.set=code; expected no more than its --help")
+    assert found.count("\n") == 1

@@ -13,15 +13,17 @@ from scipy import stats
 
 from tests.helpers.recipes import smallest_recipe
 from tests.helpers.report_runs import step_line, write_run
+from tests.helpers.setups import sums, write_conversations, write_model
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.cli import main
+from vcore_ds.commands.sweep.local import run_here
 from vcore_ds.commands.sweep.slurm import _ranges
 from vcore_ds.commands.sweep.status import describe
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.errors import UserError
 from vcore_ds.planning.sweep import Sweep, load_sweep
 from vcore_ds.results.statistics import cell, interval, paired, student_t_quantile
-from vcore_ds.results.sweep_folder import ATTEMPT, State, SweepFolder, begin_sweep, read_sweep_folder
+from vcore_ds.results.sweep_folder import ATTEMPT, State, SweepFolder, begin_sweep, check_inputs, read_sweep_folder
 
 SWEEPS = sorted((Path(__file__).resolve().parents[2] / "launch_scripts" / "sweeps").glob("*.yaml"))
 SFT = ["method.name=sft", "method.kl_budget=null"]
@@ -239,17 +241,104 @@ def test_a_sweep_can_be_taken_up_and_added_to(folder: Path) -> None:
     [
         ({"common": ["optimizer.learning_rate=0.2"]}, "sft/seed_1: optimizer.learning_rate: 0.1 there, 0.2 here"),
         ({"common": ["data.train_path=b.jsonl"]}, "sft/seed_1: data.train_path: 'train.jsonl' there, 'b.jsonl' here"),
+        (
+            {"common": ["data.keep.scores=b", "data.keep.top=0.5"]},
+            "sft/seed_1: data.keep.scores: 'scores' there, 'b' here",
+        ),
         ({"seeds": [1, 3]}, "sft/seed_2: found there, not in mine.yaml"),
         ({"cells": {"sft": SFT}}, "vcore/seed_1: found there, not in mine.yaml"),
     ],
 )
 def test_recipes_are_not_mixed(folder: Path, changes: dict[str, Any], line: str) -> None:
-    begin_sweep(load())
+    begin_sweep(load(common=KEEP if "data.keep" in line else []))
     before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
     with pytest.raises(UserError, match="out: holds a sweep with other runs") as error:
         begin_sweep(load(**changes))
     assert f"\n  {line}\n" in str(error.value)
     assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
+
+
+KEEP = ["data.keep.scores=scores", "data.keep.top=0.5"]
+
+
+@pytest.fixture
+def inputs(folder: Path) -> Path:
+    """All that a run can read, in the working directory, and a sweep that has begun with them."""
+    write_model(folder / "model")
+    write_conversations(folder / "train.jsonl", sums(range(3)))
+    write_conversations(folder / "probe.jsonl", sums(range(2)))
+    (folder / "held_out").mkdir()
+    write_conversations(folder / "held_out" / "a.jsonl", sums(range(1)))
+    (folder / "scores").mkdir()
+    (folder / "scores" / "scores.parquet").write_bytes(b"scores")
+    return folder
+
+
+READING = [
+    *KEEP,
+    "model.path=model",
+    "data.train_path=train.jsonl",
+    "data.probe_path=probe.jsonl",
+    "data.validation_path={one: held_out, two: absent.jsonl}",
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "file"),
+    [
+        ("data.keep.scores", "scores", "scores/scores.parquet"),
+        ("data.train_path", "train.jsonl", "train.jsonl"),
+        ("data.probe_path", "probe.jsonl", "probe.jsonl"),
+        ("data.validation_path", "held_out", "held_out/b.jsonl"),
+        ("model.path", "model", "model/config.json"),
+    ],
+)
+def test_cells_of_one_sweep_read_the_same(inputs: Path, key: str, path: str, file: str) -> None:
+    sweep = begin_sweep(load(common=READING))
+    check_inputs(sweep)
+    assert begin_sweep(load(common=READING)) == sweep == read_sweep_folder(Path("out"))
+    line = f"{key}: {path}: other contents than when the sweep first read it"
+    before = Path(file).read_bytes() if Path(file).exists() else None
+    Path(file).write_bytes((before or b"") + b"\n")
+    for again in (lambda: begin_sweep(load(common=READING, seeds=[1, 2, 3])), lambda: run_here(sweep, 1)):
+        with pytest.raises(UserError, match=f"out: holds a sweep with other runs:\n  {line}\nexpected the same ones"):
+            again()
+    assert sweep.state(sweep.runs[0]) == State.WAITING and read_sweep_folder(Path("out")) == sweep
+    if before is None:
+        Path(file).unlink()
+        Path(path).rename("moved")  # not here, as where a sweep is submitted from
+    else:
+        Path(file).write_bytes(before)
+    assert begin_sweep(load(common=READING)) == sweep
+
+
+def test_inputs_that_come_later_are_known_from_then_on(inputs: Path) -> None:
+    begin_sweep(load(common=READING))
+    write_conversations(Path("absent.jsonl"), sums(range(2)))
+    later = begin_sweep(load(common=READING))
+    assert set(later.inputs["data.validation_path"]) == {"held_out", "absent.jsonl"}
+    write_conversations(Path("absent.jsonl"), sums(range(4)))
+    with pytest.raises(UserError, match=r"data.validation_path: absent.jsonl: other contents"):
+        begin_sweep(load(common=READING))
+
+
+def test_a_model_that_is_not_all_here_yet_is_known_later(inputs: Path) -> None:
+    """As where a run of the sweep downloads the weights of a hub id whose tokenizer is there."""
+    weights = Path("model/model.safetensors").rename("elsewhere")
+    sweep = begin_sweep(load(common=READING))
+    assert "model.path" not in sweep.inputs
+    weights.rename("model/model.safetensors")
+    check_inputs(sweep)
+    assert "model.path" in begin_sweep(load(common=READING)).inputs
+
+
+def test_a_sweep_of_an_earlier_version_learns_its_inputs(inputs: Path) -> None:
+    sweep = begin_sweep(load(common=READING))
+    path = Path("out/sweep.yaml")
+    values = yaml.safe_load(path.read_text())
+    del values["inputs"]
+    path.write_text(yaml.safe_dump(values))
+    assert begin_sweep(load(common=READING)) == sweep
 
 
 def test_what_changes_no_numbers_may_change(folder: Path) -> None:

@@ -61,6 +61,11 @@ def share(word: str) -> float:
     return _number(word, "a number above 0, at most 1", lambda number: 0 < number <= 1)
 
 
+def share_or_none(word: str) -> float:
+    """A number from 0 to 1, for argparse."""
+    return _number(word, "a number from 0 to 1", lambda number: 0 <= number <= 1)
+
+
 def _number(word: str, expected: str, is_right: Callable[[float], bool]) -> float:
     try:
         number = float(word)

@@ -37,12 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=share, metavar="P", help="sample from this share of probability")
     parser.add_argument("--top-k", type=positive, metavar="K", help="sample from this many tokens")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the samples (default: another one every time)")
-    parser.set_defaults(overrides=[])
 
 
 def main(arguments: argparse.Namespace) -> None:
-    if arguments.overrides:
-        raise UserError(f"chat: found {' '.join(arguments.overrides)} after RUN|MODEL; expected options only")
     try:
         chat(arguments)
     except KeyboardInterrupt:  # while the model is loaded, or without a terminal

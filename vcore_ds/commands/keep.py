@@ -2,12 +2,18 @@
 
 import argparse
 import json
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, time
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pydantic import ValidationError
 
 from vcore_ds.commands.arguments import share
+from vcore_ds.config.problems import RecipeError, field_problems
+from vcore_ds.config.sections import KeepConfig
 from vcore_ds.errors import UserError
 from vcore_ds.files.user_paths import refuse_existing, writing
 
@@ -39,67 +45,90 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--with-utility", action="store_true", help=f"add the keys {', '.join(UTILITY_KEYS)} to each row"
     )
-    parser.set_defaults(overrides=[])
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for scores that cannot be used, sources that are not what was scored, or an output that is
     there already or cannot be written."""
-    from vcore_ds.config.sections import KeepConfig
     from vcore_ds.files.aside import written_aside
     from vcore_ds.train.selection import read_selection  # here alone: torch takes seconds to import
 
     if arguments.above is not None and arguments.within == "source":
         raise UserError("--within: found source together with --above; expected it with --top")
-    refuse_existing(arguments.output, NEW_FILE)
-    keys = ("scores", "set", "by", "top", "above", "within")
-    selection = read_selection(
-        KeepConfig(**{key: getattr(arguments, key) for key in keys}),
-        lambda key: "SCORES" if key == "scores" else f"--{key}",
-    )
     origin = arguments.output.with_name(f"{arguments.output.name}.origin.json")
-    with writing("--output", arguments.output, NEW_FILE):
-        with written_aside(arguments.output) as unfinished, unfinished.open("w", encoding="utf-8") as file:
-            for row in kept_rows(selection, arguments.with_utility):
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        with written_aside(origin) as unfinished:
-            scores = selection.scores
-            entries = {"data": scores.data.path, "model": scores.model, "scored": scores.date, **selection.origin()}
-            unfinished.write_text(json.dumps(entries, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for path in (arguments.output, origin):
+        refuse_existing(path, NEW_FILE)
+    selection = read_selection(read_keep(arguments), name_argument)
+    scores = selection.scores
+    entries = {"data": scores.data.path, "model": scores.model, "scored": scores.date, **selection.origin()}
+    with (
+        writing("--output", arguments.output, NEW_FILE),
+        written_aside(origin) as unfinished_origin,
+        written_aside(arguments.output) as unfinished,
+    ):
+        with unfinished.open("w", encoding="utf-8") as file:
+            for line in kept_lines(selection, arguments.with_utility):
+                file.write(line + "\n")
+        unfinished_origin.write_text(json.dumps(entries, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"{selection.describe()}\nWritten: {arguments.output}, and where they come from: {origin}")
 
 
-def kept_rows(selection: "Selection", with_utility: bool) -> Iterator[dict[str, Any]]:
-    """The rows of the kept traces, source by source in the order of the data.
+def name_argument(key: str) -> str:
+    """The argument that a key of `data.keep` is given by."""
+    return "SCORES" if key == "scores" else f"--{key}"
+
+
+def read_keep(arguments: argparse.Namespace) -> KeepConfig:
+    """Raises UserError for arguments that `data.keep` could not have."""
+    values = {key: getattr(arguments, key) for key in KeepConfig.model_fields}
+    try:
+        return KeepConfig(**values)
+    except ValidationError as error:
+        problems = field_problems(error, values, within=("data", "keep"))
+        raise RecipeError(f"{name_argument(key)}: {text}" for (*_, key), text in problems.items()) from None
+
+
+def kept_lines(selection: "Selection", with_utility: bool) -> Iterator[str]:
+    """The rows of the kept traces as JSON, in the order of the data.
 
     Raises:
-        UserError: a source is not there, has changed since it was scored, or is a data set on the hub.
+        UserError: a source is not there, has changed since it was scored, or is a data set on the hub; or a row cannot
+            be written as JSON.
     """
-    import numpy as np
-
     from vcore_ds.files.scores_folder import read_traces, utility_columns
     from vcore_ds.progress import Progress
 
     keep = selection.keep
     assert keep.set is not None  # `read_selection` has found its name
     columns = utility_columns(keep.set)[:3]
-    found = read_traces(Path(keep.scores), ["row", *columns])
-    sources = list(dict.fromkeys(selection.sources[selection.positions].tolist()))
+    traces = read_traces(Path(keep.scores), ["row", *columns])
     with Progress("Reading rows", len(selection.positions)) as progress:
-        for source in sources:
-            own = selection.positions[selection.sources[selection.positions] == source]
-            own = own[np.argsort(found["row"][own], kind="stable")]
-            rows = _rows_of(source, selection.scores.data.fingerprints.get(source), found["row"][own].tolist())
-            for position, row in zip(own.tolist(), rows, strict=True):
+        for positions in passes_over_sources(selection, traces["row"].tolist()):
+            source = str(selection.sources[positions[0]])
+            numbers = [int(traces["row"][position]) for position in positions]
+            rows = read_rows(source, selection.scores.data.fingerprints.get(source), numbers)
+            for position, number, row in zip(positions, numbers, rows, strict=True):
                 if with_utility:
-                    row |= {key: found[columns[place]][position].item() for key, place in UTILITY_KEYS.items()}
-                yield row
+                    row |= {key: traces[columns[place]][position].item() for key, place in UTILITY_KEYS.items()}
+                yield write_row(row, f"{source}:{number + 1}")
                 progress.advance()
 
 
-def _rows_of(source: str, fingerprint: str | None, numbers: list[int]) -> Iterator[dict[str, Any]]:
+def passes_over_sources(selection: "Selection", rows: Sequence[int]) -> list[list[int]]:
+    """The kept positions in runs of ascending rows of one source, each read in one pass. A source that was named twice
+    to `vcore-ds prepare` has two."""
+    passes: list[list[int]] = []
+    for position in selection.positions.tolist():
+        previous = passes[-1][-1] if passes else position
+        if selection.sources[position] != selection.sources[previous] or rows[position] <= rows[previous]:
+            passes.append([])
+        passes[-1].append(position)
+    return passes
+
+
+def read_rows(source: str, fingerprint: str | None, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
     """The rows of a file with these numbers, ascending; a number counts blank lines, too."""
-    from vcore_ds.data.prepare.sources import describe_source, find_shards
+    from vcore_ds.data.prepare.sources import Broken, describe_source, find_shards
 
     if not Path(source).is_file():
         raise UserError(
@@ -108,13 +137,65 @@ def _rows_of(source: str, fingerprint: str | None, numbers: list[int]) -> Iterat
         )
     shards = find_shards([source], "train")
     if fingerprint != describe_source(shards)[0]["fingerprint"]:
-        raise UserError(
-            f"{source}: has changed since it was scored; expected the same file, whose rows the scores belong to. "
-            "Restore it, or score it again"
-        )
+        refuse_changed(source)
     wanted = iter(numbers)
     next_number = next(wanted, None)
+    num_rows = 0
     for number, (_, row) in enumerate(chain.from_iterable(shard.rows() for shard in shards)):
+        num_rows = number + 1
         if number == next_number:
+            if isinstance(row, Broken):
+                refuse_changed(source)
             yield row
             next_number = next(wanted, None)
+            if next_number is None:
+                return
+    assert next_number is not None  # at least one is wanted
+    raise UserError(
+        f"SCORES: found row {next_number + 1:,} of {source}, which has {num_rows:,}; expected rows of the file. Up to "
+        "vcore_ds 0.7 `vcore-ds prepare` misnumbered a source that was named twice. Prepare and score again"
+    )
+
+
+def refuse_changed(source: str) -> NoReturn:
+    """Raises UserError: the rows of the source need not be those that were scored."""
+    raise UserError(
+        f"{source}: has changed since it was scored; expected the same file, whose rows the scores belong to. Restore "
+        "it, or score it again"
+    )
+
+
+def write_row(row: Mapping[str, Any], where: str) -> str:
+    """A line of JSON, with dates and times as ISO 8601.
+
+    Raises UserError, which begins with `where`, for a value that JSON does not have.
+    """
+    try:
+        text = write_json(row)
+        text.encode()
+        return text
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can only hold as the escape that it was read from
+        return write_json(row, ensure_ascii=True)
+    except (TypeError, ValueError, RecursionError):
+        pass
+    for key, value in row.items():
+        try:
+            write_json({key: value})
+        except (TypeError, ValueError, RecursionError):
+            raise UserError(
+                f"{where}: {key}: found {reprlib.repr(value)}, which JSON does not have; expected text, finite "
+                "numbers, dates, lists and keys. Take the rows by their numbers instead: scores.parquet in SCORES has "
+                "source, row and rank of each"
+            ) from None
+    raise AssertionError  # a row is what its values are
+
+
+def write_json(value: Any, ensure_ascii: bool = False) -> str:
+    """Raises TypeError or ValueError for what JSON does not have: bytes, decimals, durations, NaN and infinity."""
+
+    def write_time(value: Any) -> str:
+        if isinstance(value, date | time):
+            return value.isoformat()
+        raise TypeError
+
+    return json.dumps(value, ensure_ascii=ensure_ascii, allow_nan=False, default=write_time)

@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from vcore_ds.commands.arguments import add_again, positive
+from vcore_ds.commands.arguments import add_again, positive, share_or_none
 from vcore_ds.errors import UserError
 from vcore_ds.files.user_paths import writing
 
@@ -54,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "codeforces); default: the hub",
     )
     parser.add_argument(
-        "--max-malformed", type=float, default=0.01, metavar="SHARE", help="refuse more malformed rows (default 0.01)"
+        "--max-malformed",
+        type=share_or_none,
+        default=0.01,
+        metavar="SHARE",
+        help="refuse more malformed rows (default 0.01)",
     )
     add_again(parser)
     parser.set_defaults(overrides=[])

@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS, SHIPPED_RECIPES
-from vcore_ds.errors import UserError
 
 HELP = "list the shipped recipes, presets, methods and parts"
 DESCRIPTION = (
@@ -23,12 +22,10 @@ _GROUPS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(overrides=[])
+    """Add nothing: the command has no arguments."""
 
 
 def main(arguments: argparse.Namespace) -> None:
-    if arguments.overrides:
-        raise UserError(f"recipes: found {' '.join(arguments.overrides)}; expected no arguments")
     for folder, heading in _GROUPS.items():
         names = shipped_names(folder)
         width = max(map(len, names))

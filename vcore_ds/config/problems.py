@@ -169,14 +169,20 @@ def nearest_keys(name: str) -> list[str]:
     ]
 
 
-def field_problems(error: ValidationError, values: Any) -> dict[tuple[str, ...], str]:
+def field_problems(error: ValidationError, values: Any, within: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
     """The problems of single keys of a recipe, by location (section,), (section, key) or (section, key, inner key).
 
     Pydantic says which; the words are the schema's. The branches of a union and the items of a list are one key, hence
     one problem. Rules over several keys have no location and are asked separately.
+
+    Args:
+        values: what was validated.
+        within: location of a section that was validated by itself, such as ("data", "keep").
     """
-    locations = [tuple(map(str, details["loc"])) for details in error.errors(include_url=False)]
+    locations = [(*within, *map(str, details["loc"])) for details in error.errors(include_url=False)]
     locations = [names[: 3 if names[:2] in SUBSECTIONS else 2] for names in locations if names]
+    for name in reversed(within):
+        values = {name: values}
     return {location: _describe(location, values) for location in dict.fromkeys(locations)}
 
 

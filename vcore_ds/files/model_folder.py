@@ -3,26 +3,26 @@
 Weights come as a stream of (name, tensor), so that about one file's worth of them is in memory at a time.
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from huggingface_hub import StateDictSplit, snapshot_download, split_torch_state_dict_into_shards
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from peft import PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from vcore_ds.errors import UserError
 from vcore_ds.files import aside
 from vcore_ds.files.base_model import CARD
-from vcore_ds.files.user_paths import reading
+from vcore_ds.files.model_digest import digest_of_model as digest_of_model
+from vcore_ds.files.model_digest import local_folder as local_folder
 
 MAX_FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
@@ -181,33 +181,6 @@ def finish(
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
-
-
-def local_folder(path: str) -> Path:
-    """Where the files of a model are, which `path` names by its folder or its hub id. Raises UserError where they are
-    not on this machine."""
-    if Path(path).is_dir():
-        return Path(path)
-    try:
-        return Path(snapshot_download(path, local_files_only=True))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: neither a folder nor a model of the local hub cache: {error}") from None
-
-
-def digest_of_model(path: str) -> str:
-    """SHA-256 of a model's configuration and of the name, size, first and last MiB of each file of its weights: it
-    tells models apart, and does not read 100 GB. Raises UserError as `local_folder`."""
-    folder, digest = local_folder(path), hashlib.sha256()
-    with reading("model.path", folder, "a model's folder that can be read"):
-        digest.update((folder / CONFIG_NAME).read_bytes())
-        for file in sorted(folder.glob("*.safetensors")):
-            size = file.stat().st_size
-            digest.update(f"\n{file.name} {size}\n".encode())
-            with file.open("rb") as weights:
-                digest.update(weights.read(2**20))
-                weights.seek(max(0, size - 2**20))
-                digest.update(weights.read())
-    return digest.hexdigest()
 
 
 class WeightFiles:

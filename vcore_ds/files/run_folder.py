@@ -148,7 +148,7 @@ def _record_environment(folder: Path, world_size: int, num_done: int, kept: Mapp
     if kept is not None:
         now |= {"kept": kept}
     first = read_environment(folder)
-    if first:
+    if first and num_done:  # of a start whose steps are all taken again, start.txt alone keeps a record
         now = first | {"resumed": [*first.get("resumed", []), {"step": num_done, **now}]}
     _replace(folder / ENVIRONMENT, json.dumps(now, indent=2) + "\n")
 

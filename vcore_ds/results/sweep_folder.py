@@ -1,6 +1,6 @@
 """A sweep's folder: which runs it has, their recipes, logs and states, and that no others get mixed in.
 
-sweep.yaml                   cells with the cell that each is compared with, and all runs in their order
+sweep.yaml                   cells with the cell that each is compared with, all runs in their order, digests of inputs
 runs.txt                     the runs, a line each: task N of a job array is line N, from 0
 recipes/CELL/seed_1.yaml     resolved
 logs/CELL/seed_1.log         output of all attempts; locked while one is at work
@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO
@@ -27,11 +27,12 @@ from vcore_ds.files.aside import written_aside
 from vcore_ds.files.run_folder import METRICS
 from vcore_ds.files.user_paths import writing
 from vcore_ds.planning.sweep import Sweep
+from vcore_ds.results.sweep_inputs import Digests, changed_inputs, digest_inputs
 
 SWEEP, RUN_NAMES = "sweep.yaml", "runs.txt"
 MOST_DIFFERENCES = 20
 """Lines of a message on recipes that differ."""
-FIXED = ("data.train_path", "data.probe_path", "data.validation_path", "run.validate_every")
+FIXED = ("data.train_path", "data.probe_path", "data.validation_path", "data.keep.scores", "run.validate_every")
 """Keys that a resumed run may change and a sweep may not: its runs are to be compared."""
 _CANCELLED = 128 + signal.SIGTERM
 """Exit code of a job script that SLURM has ended, to cancel or to requeue it."""
@@ -59,6 +60,8 @@ class SweepFolder:
     """Cell -> the cell that it is compared with."""
     runs: list[str]
     """`CELL/seed_N`, in the order of their task numbers."""
+    inputs: Digests = field(default_factory=dict)
+    """Of data, scores and models, as they were when the sweep first read them."""
 
     def recipe_path(self, run: str) -> Path:
         """The resolved recipe of a run."""
@@ -161,9 +164,14 @@ def read_sweep_folder(folder: Path) -> SweepFolder:
     try:
         values = parse_yaml(read_text(path)).value
         references, runs = values["cells"], values["runs"]
-        if not isinstance(references, dict) or not all(run.rpartition("/")[0] in references for run in runs):
+        inputs = values.get("inputs", {})  # sweeps of vcore_ds 0.7 and before have none
+        if (
+            not isinstance(references, dict)
+            or not isinstance(inputs, dict)
+            or not all(run.rpartition("/")[0] in references for run in runs)
+        ):
             raise TypeError
-        return SweepFolder(folder, references, list(runs))
+        return SweepFolder(folder, references, list(runs), inputs)
     except FileNotFoundError:
         raise UserError(f"{folder}: found no {SWEEP} there; expected the folder of a sweep (output_dir)") from None
     except (UnreadableFile, TypeError, KeyError, AttributeError):
@@ -179,41 +187,58 @@ def begin_sweep(sweep: Sweep) -> SweepFolder:
     """
     folder = sweep.folder
     wanted = {run.name: run.recipe for run in sweep.runs}
-    there: list[str] = []
+    before = SweepFolder(folder, {}, [])
     with writing("output_dir", folder):
         if is_sweep(folder):
-            there = read_sweep_folder(folder).runs
+            before = read_sweep_folder(folder)
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(
                 f"output_dir: {folder}: is no folder of a sweep, and not empty; expected a new folder. Set output_dir"
             )
-        found = SweepFolder(folder, dict(sweep.references), [*there, *(name for name in wanted if name not in there)])
-        _check_recipes(sweep, found, there, wanted)
-        for name in found.runs[len(there) :]:
-            with written_aside(found.recipe_path(name)) as unfinished:
+        _check_recipes(sweep, before, wanted)
+        here = digest_inputs(wanted.values())
+        begun = replace(
+            before,
+            references=dict(sweep.references),
+            runs=[*before.runs, *(name for name in wanted if name not in before.runs)],
+            inputs={key: {**here.get(key, {}), **before.inputs.get(key, {})} for key in {**before.inputs, **here}},
+        )
+        for name in begun.runs[len(before.runs) :]:
+            with written_aside(begun.recipe_path(name)) as unfinished:
                 unfinished.write_text(dump_recipe(wanted[name]), encoding="utf-8")
+        values = {"file": str(sweep.file), "cells": begun.references, "runs": begun.runs, "inputs": begun.inputs}
         for name, text in (
-            (RUN_NAMES, "".join(f"{run}\n" for run in found.runs)),
-            (SWEEP, dump_yaml({"file": str(sweep.file), "cells": found.references, "runs": found.runs})),
+            (RUN_NAMES, "".join(f"{run}\n" for run in begun.runs)),
+            (SWEEP, dump_yaml(values)),
         ):
             with written_aside(folder / name) as unfinished:
                 unfinished.write_text(text, encoding="utf-8")
-    return found
+    return begun
 
 
-def _check_recipes(sweep: Sweep, found: SweepFolder, there: list[str], wanted: Mapping[str, Recipe]) -> None:
+def check_inputs(sweep: SweepFolder) -> None:
+    """Raises UserError where the contents of data, scores or models are others than when the sweep first read them."""
+    _refuse(sweep.folder, [*changed_inputs(sweep.inputs)])
+
+
+def _check_recipes(sweep: Sweep, before: SweepFolder, wanted: Mapping[str, Recipe]) -> None:
     lines = []
-    for name in there:
+    for name in before.runs:
         if name not in wanted:
             lines.append(f"{name}: found there, not in {sweep.file}")
             continue
-        before = read_resolved_recipe(found.recipe_path(name))
-        lines += [f"{name}: {key}: {old!r} there, {new!r} here" for key, (old, new) in _differing(before, wanted[name])]
+        there = read_resolved_recipe(before.recipe_path(name))
+        lines += [f"{name}: {key}: {old!r} there, {new!r} here" for key, (old, new) in _differing(there, wanted[name])]
+    _refuse(before.folder, [*lines, *changed_inputs(before.inputs)])
+
+
+def _refuse(folder: Path, lines: list[str]) -> None:
+    """Raises UserError with these differences, where there are any."""
     if lines:
         more = [f"and {len(lines) - MOST_DIFFERENCES:,} more"] if len(lines) > MOST_DIFFERENCES else []
         listed = "\n".join(f"  {line}" for line in [*lines[:MOST_DIFFERENCES], *more])
         raise UserError(
-            f"output_dir: {found.folder}: holds a sweep with other runs:\n{listed}\n"
+            f"output_dir: {folder}: holds a sweep with other runs:\n{listed}\n"
             "expected the same ones, to finish it (cells and seeds may be added), or a new folder. Undo the change, or "
             "set output_dir"
         )
@@ -222,4 +247,4 @@ def _check_recipes(sweep: Sweep, found: SweepFolder, there: list[str], wanted: M
 def _differing(there: Recipe, here: Recipe) -> Iterator[tuple[str, tuple[object, object]]]:
     yield from differing_keys(there, here).items()
     old, new = flat_values(there), flat_values(here)
-    yield from ((key, (old[key], new[key])) for key in FIXED if old[key] != new[key])
+    yield from ((key, (old.get(key), new.get(key))) for key in FIXED if old.get(key) != new.get(key))

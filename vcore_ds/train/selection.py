@@ -18,7 +18,7 @@ from vcore_ds.data.store import TokenStore
 from vcore_ds.errors import UserError
 from vcore_ds.files import scores_folder
 from vcore_ds.files.aside import unfinished_path
-from vcore_ds.files.model_folder import digest_of_model
+from vcore_ds.files.model_digest import RULE, digest_of_model
 from vcore_ds.files.scores_folder import Scores
 from vcore_ds.files.user_paths import is_readable, reading
 from vcore_ds.train.settings import schedule_of
@@ -67,7 +67,7 @@ class Selection:
             **self.keep.model_dump(mode="json"),
             "digest": self.digest,
             "kept": len(self.positions),
-            "scored": len(self.sources),
+            "traces": len(self.sources),
             "kept_of_source": {name: list(numbers) for name, numbers in self.num_of_source.items()},
         }
 
@@ -137,6 +137,11 @@ def check_belongs(selection: Selection, store: TokenStore, model: str) -> None:
                 f"data.train_path has ({expected[:12]}); expected its own. Score data.train_path as it is now"
             )
     found, expected = selection.scores.model_digest, digest_of_model(model)
+    if not found.startswith(RULE):
+        raise UserError(
+            f"data.keep.scores: {folder}: was written by vcore_ds {selection.scores.version}, which did not see all "
+            f"weights of the model; expected scores known to be of model.path {model}. Score again with this version"
+        )
     if found != expected:
         raise UserError(
             f"data.keep.scores: {folder}: found scores with another model ({selection.scores.model}, {found[:12]}); "

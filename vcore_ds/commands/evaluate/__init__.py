@@ -73,12 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--url", metavar="URL", help="an OpenAI-compatible server with the model, as http://localhost:8000/v1")
     add("--served-name", metavar="NAME", help="the model's name there (default: the only one)")
-    parser.set_defaults(overrides=[])
 
 
 def main(arguments: argparse.Namespace) -> None:
-    if arguments.overrides:
-        raise UserError(f"eval: found {arguments.overrides[0]!r} behind RUN|MODEL; expected options only")
     check_packages()
     from vcore_ds.commands.evaluate.generation import choose_sampling
     from vcore_ds.commands.evaluate.session import Settings, evaluate

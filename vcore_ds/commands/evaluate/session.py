@@ -300,8 +300,8 @@ def _digest_of_weights(model: NamedModel) -> list[str]:
     """Of the base model's files, as far as they are on this machine, and of the adapter's."""
     digests = [digest_of_model(model.weights)] if Path(model.weights).is_dir() else []
     if model.adapter is not None:
-        for file in sorted(Path(model.adapter).glob("adapter_*")):
-            digests.append(hashlib.sha256(f"{file.name}\n".encode() + file.read_bytes()).hexdigest())
+        files = sorted(Path(model.adapter).glob("adapter_*"))
+        digests += [hashlib.sha256(f"{file.name}\n".encode() + file.read_bytes()).hexdigest() for file in files]
     return digests
 
 

@@ -43,12 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--push", metavar="OWNER/NAME", help="commit the folder to this new repository on the hub")
     parser.add_argument("--public", action="store_true", help="with --push: a public repository (default: private)")
     parser.add_argument("--update", action="store_true", help="with --push: the repository may exist already")
-    parser.set_defaults(overrides=[])
 
 
 def main(arguments: argparse.Namespace) -> None:
-    if arguments.overrides:
-        raise UserError(f"export: found {' '.join(arguments.overrides)} after RUN; expected one run and options")
     if arguments.push is None and (arguments.public or arguments.update):
         raise UserError("export: found --public or --update without --push; expected --push OWNER/NAME too")
     from vcore_ds.commands.export.write import export_run

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from vcore_ds.commands.sweep.status import describe_failure
 from vcore_ds.errors import EXIT_STOPPED, RunFailed, RunStopped
 from vcore_ds.files.user_paths import writing
-from vcore_ds.results.sweep_folder import ATTEMPT, State, SweepFolder
+from vcore_ds.results.sweep_folder import ATTEMPT, State, SweepFolder, check_inputs
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1
@@ -27,6 +27,7 @@ def run_here(sweep: SweepFolder, num_ranks: int) -> None:
     work, which saves; no other is started then.
 
     Raises:
+        UserError: data, scores or a model have other contents than when the sweep first read them.
         RunFailed: runs have failed; names them with exit code and last line.
         RunStopped: runs are left, after a stop request or with another process.
     """
@@ -36,6 +37,7 @@ def run_here(sweep: SweepFolder, num_ranks: int) -> None:
             if sweep.state(run) == State.DONE:
                 print(f"{where}: done already", flush=True)
                 continue
+            check_inputs(sweep)  # days may have passed since the first run
             with sweep.held(run) as log:
                 if log is None:
                     print(f"{where}: another process is at work on it", flush=True)

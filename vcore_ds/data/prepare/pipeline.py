@@ -135,7 +135,11 @@ def prepare(
             **{key: value for key, value in made_from.items() if key != "tokenizer"},
             counts={**counts, "kept": len(chosen), "noticed": report.noticed, "shapes": report.shapes},
             lengths=asdict(report.lengths),
-            first_rows=_first_rows_of_sources(first_rows),
+            first_rows=[
+                (shard.source, first.of_all)
+                for shard, first in zip(raw_shards, first_rows, strict=True)
+                if shard.is_first
+            ],
         )
         staged.rename(output)  # already flushed
         flush(output.parent)
@@ -181,19 +185,13 @@ def _curate(
 
 
 def _first_row_numbers(raw_shards: Sequence[Shard], reports: Sequence[ShardReport]) -> list[FirstRow]:
-    first_rows, of_source, of_all, source = [], 0, 0, ""
+    first_rows, of_source, of_all = [], 0, 0
     for shard, report in zip(raw_shards, reports, strict=True):
-        of_source = of_source if shard.source == source else 0
-        source = shard.source
-        first_rows.append(FirstRow(source, of_source, of_all))
+        of_source = 0 if shard.is_first else of_source
+        first_rows.append(FirstRow(shard.source, of_source, of_all))
         of_source += report.num_numbers
         of_all += report.num_numbers
     return first_rows
-
-
-def _first_rows_of_sources(first_rows: Sequence[FirstRow]) -> list[tuple[str, int]]:
-    """Each source with the number of its first row among the rows of all sources."""
-    return [(shard.source, shard.of_all) for shard in first_rows if shard.of_source == 0]
 
 
 def _tokenize(

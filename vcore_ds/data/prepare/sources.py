@@ -54,6 +54,11 @@ class Shard:
     revision: str | None = None
     """commit of a hub data set, so that a restart reads the same data"""
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the rows of its source begin here: once for each time that the source is named, as for upsampling."""
+        return self.start == 0
+
     def rows(self) -> Iterator[tuple[int, Any]]:
         """(number within the shard from 0, row or `Broken` or `BLANK`)."""
         with reading("", Path(self.source), _READABLE):
@@ -83,17 +88,17 @@ def find_shards(sources: Sequence[str], split: str) -> list[Shard]:
 
 
 def describe_source(shards: Sequence[Shard]) -> list[dict[str, Any]]:
-    """The manifest's entries: each file with a fingerprint, each hub data set with its commit."""
-    described = {}
+    """The manifest's entries: each file with a fingerprint, each hub data set with its commit, as often as named."""
+    described = []
     for shard in shards:
-        if shard.source in described:
+        if not shard.is_first:
             continue
         if shard.kind == "hub":
-            described[shard.source] = {"hub": shard.source, "split": shard.split, "revision": shard.revision}
+            described.append({"hub": shard.source, "split": shard.split, "revision": shard.revision})
         else:
             with reading("", Path(shard.source), _READABLE):
-                described[shard.source] = {"file": shard.source, "fingerprint": _fingerprint(Path(shard.source))}
-    return list(described.values())
+                described.append({"file": shard.source, "fingerprint": _fingerprint(Path(shard.source))})
+    return described
 
 
 def _fingerprint(path: Path) -> str:
@@ -119,7 +124,8 @@ def _files(source: str, split: str) -> list[Path] | None:
             raise UserError(f"{path}: found no .jsonl, .json or .parquet file in this folder")
         return [file for file in files if file.name.startswith(f"{split}-")] or files
     if any(character in source for character in "*?["):
-        files = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+        # As a set: with two ** in a pattern glob names a file once for each way to match it.
+        files = sorted({Path(name) for name in glob.glob(str(path), recursive=True)})
         if not files:
             raise UserError(f"{source}: found no file of this pattern (looked from {Path.cwd()})")
         return files
