@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from vcore_ds.config.compose import Draft, compose, fragment_hint, is_fragment
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS, expand_home, resolve
 from vcore_ds.config.problems import RecipeError, did_you_mean, field_problems, nearest_keys, shorten, show
+from vcore_ds.config.resume import take_retired_keys
 from vcore_ds.config.rules import broken_rules
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, Recipe, section_class
 from vcore_ds.config.yaml_text import YamlError, dump_yaml, parse_yaml
@@ -18,15 +19,17 @@ from vcore_ds.config.yaml_text import YamlError, dump_yaml, parse_yaml
 _OVERRIDE_KEY = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*){0,2}$")
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, accept_retired: bool = False) -> Recipe:
     """Reads a recipe with its bases (see `compose`) and applies overrides `section.key=value` (values are YAML).
 
     A word `FILE.yaml` among the overrides is a fragment, merged like a base but after the recipe: fragments first, in
     order, then the overrides, the later ones last. `~` is expanded in every path. engine.deepspeed_config becomes the
     name of a shipped file, `ds_configs/NAME.json`, which every installation finds, or else an absolute path; the other
-    paths stay as written. Raises RecipeError, whose message lists all problems of files and overrides together.
+    paths stay as written. `accept_retired`: see `read_resolved_recipe`. Raises RecipeError, whose message lists all
+    problems of files and overrides together.
     """
     draft = compose(path, [word for word in overrides if is_fragment(word)])
+    retired = take_retired_keys(draft.values) if accept_retired else {}
     for override in overrides:
         if not is_fragment(override):
             _apply_override(draft, override)
@@ -38,7 +41,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     recipe = _validate(draft)
     if draft.problems or recipe is None:
         raise RecipeError(draft.problems)
-    return recipe
+    return recipe.with_retired(retired)
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -79,7 +79,7 @@ class UtilityConfig(Section):
     takes that key's value."""
 
 
-_REMOVED_DEFAULTS = (("decay", 0), ("source", "batch"))
+REMOVED_DEFAULTS = (("decay", 0), ("source", "batch"))
 """Of `probe`, in version 0.6 and before."""
 
 
@@ -111,5 +111,5 @@ class ProbeConfig(Section):
         """Runs of earlier versions wrote the defaults of keys that are gone into their recipe.yaml, which `report` and
         a resume still read; other values are refused."""
         if isinstance(values, dict):
-            return {key: value for key, value in values.items() if (key, value) not in _REMOVED_DEFAULTS}
+            return {key: value for key, value in values.items() if (key, value) not in REMOVED_DEFAULTS}
         return values

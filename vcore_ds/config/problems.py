@@ -20,7 +20,7 @@ _MAX_SHOWN = 80
 _MAX_PROBLEMS = 50
 """Problems in one message, a line each; what follows is counted."""
 
-_REMOVED = {
+REMOVED = {
     ("probe", "decay"): "the running mean over directions was removed after 0.6",
     ("probe", "source"): "the direction is always the gradient of a probe batch; the previous step's was removed "
     "after 0.6",
@@ -119,9 +119,9 @@ def _describe(location: tuple[str, ...], details: list[ErrorDetails]) -> str:
 
 
 def _describe_unknown(location: tuple[str, ...], found: Any) -> str:
-    if location in _REMOVED:
+    if location in REMOVED:
         return (
-            f"found {show(found)}; expected no such key: {_REMOVED[location]}. Leave the key out, and set probe.every "
+            f"found {show(found)}; expected no such key: {REMOVED[location]}. Leave the key out, and set probe.every "
             "to save probes; a run that was begun with it ends with vcore_ds 0.6"
         )
     if len(location) == 1:

@@ -183,7 +183,8 @@ def _hyperparameters(recipe: Recipe) -> str:
     values = flat_values(recipe)
     hidden = set() if recipe.method.uses_utilities else set(_OF_VCORE)
     hidden |= set() if recipe.method.drops_tokens else set(_OF_RANDOM)
-    rows = [[f"`{key}`", _setting(values[key])] for key in _SHOWN if key not in hidden and values.get(key) is not None]
+    shown = [key for key in _SHOWN if key not in hidden and values.get(key) is not None]
+    rows = [[f"`{key}`", _setting(values[key])] for key in [*shown, *recipe.retired]]
     return "## Hyperparameters\n\n" + _table(["key", "value"], rows)
 
 
