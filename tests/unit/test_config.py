@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config.fields import Section
-from vcore_ds.config.load import dump_recipe, load_recipe
+from vcore_ds.config.load import dump_recipe, load_recipe, make_override
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.config.schema import SECTIONS, Recipe
@@ -132,9 +132,17 @@ def test_a_recipe_that_version_0_6_wrote_is_read(tmp_path: Path) -> None:
 @given(
     st.text(min_size=1)
     | st.sampled_from(["1e-4", "null", "~", "yes", "2026-01-31", "1_0", "12:30", ": #", "-1.e3", "\x85", "a\u2028b"])
+    | st.sampled_from(["/my #1 repo/runs", "/a: b/runs", "[1]/runs", "/😀, {x}", "it's", "a=b"])
 )
-def test_any_text_survives_yaml(text: str) -> None:
+def test_any_text_survives_yaml_and_an_override(text: str) -> None:
     assert parse_yaml(dump_yaml({"key": text})).value == {"key": text}
+    key, _, word = make_override("model.path", text).partition("=")
+    assert (key, parse_yaml(word).value) == ("model.path", text)
+
+
+def test_an_override_has_quotes_only_where_it_needs_them() -> None:
+    assert make_override("run.output_dir", Path("runs/my run_2")) == "run.output_dir=runs/my run_2"
+    assert make_override("run.seed", 3) == "run.seed=3"
 
 
 @settings(deadline=None)
@@ -180,6 +188,7 @@ FIELD_PROBLEMS = [
     ("model.path=3", "found 3; expected text"),
     ("model.path=", "found null; expected text"),
     ("model.path=''", "text that is not empty"),
+    ("model.path=my #1 model", 'found a comment in "my #1 model"; expected quotes', 'model.path="my #1 model"'),
     ("model.precision=fp16", '"bf16" or "fp32"', 'did you mean "bf16"?'),
     ("model.attention=flash", '"sdpa", "flash_attention_2" or "eager"'),
     ("model.gradient_checkpointing=maybe", "true or false"),

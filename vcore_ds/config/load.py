@@ -1,8 +1,10 @@
 """From YAML files and overrides to a Recipe, or to one error that lists every problem at once."""
 
+import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from vcore_ds.config.rules import broken_rules
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, Recipe, section_class
 from vcore_ds.config.yaml_text import YamlError, dump_yaml, parse_yaml
 
+_COMMENT = re.compile(r"(^|\s)#")
 _OVERRIDE_KEY = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*){0,2}$")
 
 
@@ -42,6 +45,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, accept_retir
     if draft.problems or recipe is None:
         raise RecipeError(draft.problems)
     return recipe.with_retired(retired)
+
+
+def make_override(key: str, value: object) -> str:
+    """The word `key=value` that `load_recipe` reads back to this value, with quotes only where YAML needs them."""
+    text = str(value) if isinstance(value, Path) else value
+    with suppress(YamlError):
+        if isinstance(text, str) and parse_yaml(text).value == text:
+            return f"{key}={text}"
+    quoted = json.dumps(text, ensure_ascii=False)  # YAML, once line breaks and the like beyond ASCII are escaped too
+    escaped = (char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted)
+    return f"{key}={''.join(escaped)}"
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -75,6 +89,12 @@ def _apply_override(draft: Draft, override: str) -> None:
         parsed = parse_yaml(text)
     except YamlError as error:
         draft.problems.append(f"{where}: {error}; expected section.key=value")
+        return
+    if _COMMENT.search(text) and not text.startswith(("'", '"')) and isinstance(parsed.value, str | None):
+        draft.problems.append(
+            f"{where}: found a comment in {show(text)}; expected quotes around a text with #: "
+            f"{shorten(make_override(key, text))}"
+        )
         return
     for duplicate, _, _ in parsed.duplicates:
         draft.problems.append(f"{where}.{shorten(duplicate)}: found a second time; expected once")
