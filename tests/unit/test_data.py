@@ -13,7 +13,6 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from tests.helpers.conversations import tokenize
 from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.commands.quickstart import traces as quickstart_data
-from vcore_ds.commands.quickstart.right_answers import judge
 from vcore_ds.data.batches import collate
 from vcore_ds.data.conversations import Conversation
 from vcore_ds.data.tokenization import TokenizedSequence
@@ -271,4 +270,7 @@ def test_quickstart_problems_are_either_trained_or_held_out(
     ],
 )
 def test_a_solution_is_judged_by_its_summary(summary: str, is_right: bool | None) -> None:
-    assert judge(summary, Fraction(1239), "How many strings of length 6 have the digits 1, 2, 3?") is is_right
+    assert (
+        quickstart_data.judge(summary, Fraction(1239), "How many strings of length 6 have the digits 1, 2, 3?")
+        is is_right
+    )
