@@ -13,24 +13,29 @@ for ((number = 2; ; number++)); do
     folder=runs/wrong_traces_$number
 done
 data=$folder/data
-launch=(deepspeed --quiet --module vcore_ds.cli)
+ranks=()
 if [ "${DS_ACCELERATOR:-}" = cpu ] || ! python -P vcore_ds/commands/quickstart/gpus.py; then
     export DS_ACCELERATOR=cpu
-    launch=(deepspeed --quiet --num_accelerators 2 --module vcore_ds.cli)
+    ranks=(--num_accelerators 2)
 fi
 run() {
     echo
     echo "\$ $*"
     "$@"
 }
+launch() {
+    local port
+    port=$(python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
+    run deepspeed --quiet --master_port "$port" "${ranks[@]}" --module vcore_ds.cli "$@"
+}
 paths=("data.train_path=$data/mixture.jsonl" "data.probe_path=$data/trusted.jsonl")
 evaluate=(vcore-ds eval --tasks "math500=$data/problems.jsonl" --temperature 0 --max-new-tokens 128 --batch-size 64)
 
 run python -m vcore_ds.commands.quickstart.traces runs/quickstart_data
 run python -m vcore_ds.commands.quickstart.wrong_traces write "$data"
-run "${launch[@]}" train wrong_traces.yaml methods/sft.yaml "${paths[@]}" "$@" "run.output_dir=$folder/sft"
-run "${launch[@]}" score "$folder/sft" "data.probe_path=$data/trusted.jsonl" --output "$folder/scores"
-run "${launch[@]}" train wrong_traces.yaml methods/sft.yaml "${paths[@]}" "$@" "run.output_dir=$folder/selection" \
+launch train wrong_traces.yaml methods/sft.yaml "${paths[@]}" "$@" "run.output_dir=$folder/sft"
+launch score "$folder/sft" "data.probe_path=$data/trusted.jsonl" --output "$folder/scores"
+launch train wrong_traces.yaml methods/sft.yaml "${paths[@]}" "$@" "run.output_dir=$folder/selection" \
     "data.keep.scores=$folder/scores" data.keep.top=0.25
 run "${evaluate[@]}" --output "$folder/evaluation_before" runs/quickstart_data/SmolLM2-135M-Instruct
 run "${evaluate[@]}" --output "$folder/evaluation_sft" "$folder/sft"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,43 +14,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.helpers.commands import METRICS, has_control_characters, read_metrics, run_command
 from vcore_ds.commands.champ import HELD_OUT
 from vcore_ds.commands.quickstart.session import DATA, RECIPE
-from vcore_ds.config.load import load_recipe
+from vcore_ds.config.load import load_recipe, make_override
 
 pytestmark = pytest.mark.e2e
 
 
-def test_with_trusted_traces(tmp_path: Path):
-    folder = tmp_path / "trusted"
-    changes = "presets/trusted.yaml batch.global_size=4 data.trusted_share=0.25 schedule.num_steps=1"
-    output = quickstart(f"{changes} run.num_followed_traces=0", folder)
-    check_held_out_losses(output)
-    recipe = load_recipe(folder / "recipe.yaml")
-    assert recipe.data.probe_path == str(DATA / "trusted.jsonl") and "1 of them trusted" in output
-    line = read_metrics(folder)[0]
-    assert line["kl"] == pytest.approx(recipe.method.kl_budget, rel=0.01)
-
-
-def quickstart(changes: str, folder: Path) -> str:
-    """What it prints. Short traces only, in training and held-out files alike: the default takes minutes."""
-    line = f"bash launch_scripts/quickstart.sh {changes} data.cutoff_length=208 run.output_dir={folder}"
-    done = run_command(line)
-    assert done.returncode == 0, done.stdout
-    assert "Traceback" not in done.stdout and not has_control_characters(done.stdout), ascii(done.stdout)
-    return done.stdout
-
-
-def check_held_out_losses(output: str) -> None:
+def test_quickstart(tmp_path: Path):
+    folder = tmp_path / "my #1 [quick] start"
+    # Short traces only, in training and held-out files alike: the default takes minutes.
+    changes = "schedule.num_steps=2 batch.global_size=4 batch.micro_batch_size_per_rank=2 data.cutoff_length=208"
+    word = shlex.quote(make_override("run.output_dir", folder))
+    done = run_command(f"bash launch_scripts/quickstart.sh {changes} {word}")
+    output = done.stdout
+    assert done.returncode == 0, output
+    assert "Traceback" not in output and not has_control_characters(output), ascii(output)
     for name in ("correct", "incorrect"):
         losses = re.search(rf"Held-out loss: .*{name} ([\d.]+) -> ([\d.]+)", output)
         before, after = map(float, losses.groups())
         assert 0 < after < before < 3
-
-
-def test_quickstart(tmp_path: Path):
-    folder = tmp_path / "quickstart"
-    steps = "schedule.num_steps=2"
-    output = quickstart(f"{steps} batch.global_size=4 batch.micro_batch_size_per_rank=2", folder)
-    check_held_out_losses(output)
     most, least = re.search(r"  most weighted(.*)  least weighted(.*?)\n\n", output, re.DOTALL).groups()
     weights = [[float(line.split()[0]) for line in part.strip().splitlines()[1:]] for part in (most, least)]
     assert len(weights[0]) == len(weights[1]) == 3

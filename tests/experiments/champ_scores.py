@@ -2,7 +2,7 @@
 
     python -m tests.experiments.champ_scores
 
-Scored are the recorded solutions whose answer can be judged (`right_answers.py`), of at most 320 tokens and of problems
+Scored are the recorded solutions whose answer can be judged (`judged_traces`), of at most 320 tokens and of problems
 that the 16 trusted traces do not have, along the gradient of these: `vcore-ds score` with the quickstart's recipe. What
 is printed is the AUC, the probability that a right solution is above a wrong one: over all pairs, and over pairs of the
 same problem, which the kind of problem cannot help; with 95% intervals from 2,000 resamplings of the problems.
@@ -19,8 +19,7 @@ import numpy as np
 
 from tests.experiments.processes import REPOSITORY, run_vcore_ds, write
 from vcore_ds.commands.champ import champ_problems
-from vcore_ds.commands.quickstart.right_answers import judged_traces
-from vcore_ds.commands.quickstart.traces import MAX_JUDGED_TOKENS, prepare_quickstart_data
+from vcore_ds.commands.quickstart.traces import MAX_JUDGED_TOKENS, judged_traces, prepare_quickstart_data
 from vcore_ds.files.scores_folder import read_traces
 
 FOLDER = REPOSITORY / "runs" / "champ_scores"

@@ -85,8 +85,8 @@ def train_and_evaluate(row: str, seed: int) -> dict[str, Any]:
     evaluation = folder / f"{run_folder.name}_evaluation"
     evaluate = f"eval {run_folder} --output {evaluation} --tasks math500={folder}/data/problems.jsonl"
     command(f"{evaluate} --temperature 0 --max-new-tokens 48 --batch-size 64", evaluation)
-    shares = wrong_traces.shares_of_answers(evaluation, folder / "data" / "problems.jsonl")
-    return found | shares._asdict() | {"overrides": list(ROWS[row])}
+    right, wrong_rule = wrong_traces.shares_of_answers(evaluation, folder / "data" / "problems.jsonl")
+    return found | {"right": right, "wrong_rule": wrong_rule, "overrides": list(ROWS[row])}
 
 
 def command(line: str, output: Path) -> float:

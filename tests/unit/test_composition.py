@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tests.helpers.recipes import problem_of, problems_of, smallest_recipe
 from tests.helpers.recipes import write_yaml as write
 from vcore_ds.cli import launch, main
+from vcore_ds.commands.quickstart import session
 from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
-from vcore_ds.commands.quickstart.session import without_chosen
+from vcore_ds.commands.quickstart.session import load_with_pool, without_chosen
 from vcore_ds.config.files import SHIPPED_RECIPES
 from vcore_ds.config.load import compose, dump_recipe, load_recipe
 from vcore_ds.config.schema import Recipe
@@ -330,3 +331,16 @@ def test_the_quickstart_keeps_what_a_fragment_or_an_override_chose(folder: Path)
     words = ["mine.yaml", "batch.global_size=8"]
     assert without_chosen(found, load_recipe(QUICKSTART, words), words) == ["model.path=m", "run.output_dir=o"]
     assert len(without_chosen(found, load_recipe(QUICKSTART), [])) == 4
+
+
+@pytest.mark.parametrize("checkout", ["/src/vcore_ds", "/my #1 repo", "/a: b", "/[x]"])
+def test_the_quickstart_runs_in_any_checkout(checkout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "DATA", data := Path(checkout, "runs", "quickstart_data"))
+    recipe, pool = load_with_pool(["presets/trusted.yaml", "data.trusted_share=0.25"])
+    assert recipe.data.probe_path == str(data / "trusted.jsonl") and len(pool) == 1
+    assert load_with_pool([])[1] == [] == load_with_pool(["presets/trusted.yaml", "data.probe_path=mine.jsonl"])[1]
+    with pytest.raises(RecipeError, match="run.seeed"):
+        load_with_pool(["run.seeed=1", "presets/trusted.yaml"])
+    values = {"data.train_path": str(data / "train.jsonl"), "data.validation_path": {"correct": str(data / "a.jsonl")}}
+    loaded = load_recipe(QUICKSTART, [*pool, *without_chosen(values, load_recipe(QUICKSTART), [])]).data
+    assert {"data.train_path": loaded.train_path, "data.validation_path": loaded.validation_path} == values

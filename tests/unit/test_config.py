@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from tests.helpers.recipes import problem_of, problems_of, smallest_recipe, write_yaml
 from vcore_ds.config.files import dump_yaml, parse_yaml
-from vcore_ds.config.load import dump_recipe, load_recipe
+from vcore_ds.config.load import dump_recipe, load_recipe, make_override
 from vcore_ds.config.problems import RecipeError, recipe_keys
 from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, Recipe
@@ -90,9 +90,17 @@ def test_a_recipe_that_version_0_6_wrote_is_read(recipe_file: Path, tmp_path: Pa
     st.floats(allow_nan=False, allow_infinity=False)
     | st.text(min_size=1)
     | st.sampled_from(["1e-4", "null", "~", "yes", "2026-01-31", "1_0", "12:30", ": #", "-1.e3", "\x85", "a\u2028b"])
+    | st.sampled_from(["/my #1 repo/runs", "/a: b/runs", "[1]/runs", "/😀, {x}", "it's", "a=b"])
 )
-def test_any_text_and_number_survive_yaml(value: str | float) -> None:
+def test_any_text_and_number_survive_yaml_and_an_override(value: str | float) -> None:
     assert parse_yaml(dump_yaml({"key": value})).value == {"key": value}
+    key, _, word = make_override("model.path", value).partition("=")
+    assert (key, parse_yaml(word).value) == ("model.path", value)
+
+
+def test_an_override_has_quotes_only_where_it_needs_them() -> None:
+    assert make_override("run.output_dir", Path("runs/my run_2")) == "run.output_dir=runs/my run_2"
+    assert make_override("run.seed", 3) == "run.seed=3"
 
 
 # ---------------------------------------------------------------- single keys
@@ -133,6 +141,8 @@ FIELD_PROBLEMS = [
     ("data.validation_path={}", "found {}; expected text, {NAME: text, ...} or null, not empty"),
     ("probe.decay=0.9", "found 0.9; expected no such key: the running mean over directions was removed after 0.6"),
     ("probe.source=previous_step", "expected no such key: the direction is always the gradient of a probe batch"),
+    ("model.path=my #1 model", 'found a comment in "my #1 model"; expected quotes'),
+    ("model.path=my #1 model", 'model.path="my #1 model"'),
 ]
 
 

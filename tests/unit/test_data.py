@@ -13,7 +13,6 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from tests.helpers.conversations import tokenize
 from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.commands.quickstart import traces as quickstart_data
-from vcore_ds.commands.quickstart.right_answers import judge
 from vcore_ds.data.batches import collate
 from vcore_ds.data.conversations import Conversation
 from vcore_ds.data.tokenization import TokenizedSequence
@@ -242,8 +241,7 @@ def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest
 def test_quickstart_problems_are_either_trained_or_held_out(
     tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("MAX_TRAIN_TOKENS", "MAX_JUDGED_TOKENS"):  # of the model, whose tokens are longer
-        monkeypatch.setattr(quickstart_data, name, 1000)
+    monkeypatch.setattr(quickstart_data, "MAX_JUDGED_TOKENS", 1000)  # of the model, whose tokens are longer
     model_folder = tmp_path / quickstart_data.MODEL_NAME
     make_tokenizer(merges=MERGES).save_pretrained(model_folder)
     (model_folder / "config.json").write_text("{}")  # stands for a model that has been converted
@@ -271,4 +269,7 @@ def test_quickstart_problems_are_either_trained_or_held_out(
     ],
 )
 def test_a_solution_is_judged_by_its_summary(summary: str, is_right: bool | None) -> None:
-    assert judge(summary, Fraction(1239), "How many strings of length 6 have the digits 1, 2, 3?") is is_right
+    assert (
+        quickstart_data.judge(summary, Fraction(1239), "How many strings of length 6 have the digits 1, 2, 3?")
+        is is_right
+    )

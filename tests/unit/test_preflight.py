@@ -16,6 +16,7 @@ from vcore_ds.commands.preflight.inspection import find_unreadable, missing_for_
 from vcore_ds.commands.preflight.interconnect import network_of_nccl
 from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems, find_split_groups
 from vcore_ds.config.schema import Recipe
+from vcore_ds.files.user_paths import is_readable
 from vcore_ds.models.parameter_counts import count_parameters
 from vcore_ds.planning.memory_settings import ParameterCounts
 
@@ -171,6 +172,8 @@ def test_ranks_that_share_layers_are_on_one_node() -> None:
     [
         ("here/*.jsonl", False),
         ("here/*.parquet", True),
+        ("set[1]/part.jsonl", False),
+        ("set[2]/part.jsonl", True),
         ("here/typo", True),
         ("typo.jsonl", True),
         ("elsewhere/typo.jsonl", True),
@@ -179,11 +182,13 @@ def test_ranks_that_share_layers_are_on_one_node() -> None:
 )
 def test_data_is_missed_unless_it_can_be_on_the_hub(source: str, is_missed: bool, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "part.jsonl").touch()
+    for folder in ("here", "set[1]"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "part.jsonl").touch()
     sections = {"model": {"path": "./none"}, "data": {"train_path": source}}  # a path that the hub is not asked for
     found = find_unreadable(Recipe.model_validate(smallest_recipe() | sections))
     assert ("data.train_path" in found) == is_missed, found
+    assert is_readable(source) != (is_missed or source == "owner/name")  # by which `vcore-ds check` says the same
 
 
 def test_no_thread_of_the_network_outlives_the_check(model: Path, tmp_path: Path) -> None:

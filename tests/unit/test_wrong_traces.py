@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,17 @@ def test_the_script_prints_what_it_runs_and_hands_files_on(tmp_path: Path) -> No
     commands = tmp_path / ".venv" / "bin"
     commands.mkdir(parents=True)
     for name in ("python", "deepspeed", "vcore-ds"):
-        (commands / name).write_text(f'#!/bin/bash\necho "{name} $*"\n')
+        is_asked_for_a_port = f'[[ $1 != -c ]] || exec {sys.executable} "$@"'
+        (commands / name).write_text(f'#!/bin/bash\n{is_asked_for_a_port}\necho "{name} $*"\n')
         (commands / name).chmod(0o755)
     line = ["bash", "launch_scripts/wrong_traces.sh", "schedule.num_steps=3"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True, timeout=300)
     printed = re.findall(r"^\$ (.*)\n(.*)$", done.stdout, re.MULTILINE)
     assert len(printed) == 10 and all(ran.replace('"', "") == shown for shown, ran in printed), done.stdout
+
+    ports = re.findall(r"^\$ deepspeed .*--master_port (\d+) ", done.stdout, re.MULTILINE)
+    assert len(ports) == 3 and all(1024 <= int(port) < 2**16 and port != "29500" for port in ports)
 
     made = {"runs/quickstart_data/SmolLM2-135M-Instruct"}
     for shown, _ in printed:

@@ -6,9 +6,11 @@ nothing. So files grouped into a base mean the same as files named one by one.
 """
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,10 @@ from vcore_ds.config.files import (
     read_text,
 )
 from vcore_ds.config.problems import RecipeError, did_you_mean, field_problems, nearest_keys, show
+from vcore_ds.config.resume import take_retired_keys
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, Recipe, broken_rules, section_class
 
+_COMMENT = re.compile(r"(^|\s)#")
 _OVERRIDE_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){0,2}")
 
 
@@ -89,16 +93,18 @@ class Draft:
         self.is_complete = False
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, accept_retired: bool = False) -> Recipe:
     """Reads a recipe with its bases (see `compose`) and applies overrides `section.key=value` (values are YAML).
 
     A word `FILE.yaml` among the overrides is a fragment, merged like a base but after the recipe: fragments first, in
     order, then the overrides, the later ones last. `~` is expanded in every path. engine.deepspeed_config becomes the
     name of a shipped file, `ds_configs/NAME.json`, which every installation finds, or else an absolute path; the other
-    paths stay as written. Raises RecipeError, whose message lists all problems of files and overrides together.
+    paths stay as written. `accept_retired`: see `read_resolved_recipe`. Raises RecipeError, whose message lists all
+    problems of files and overrides together.
     """
     fragments = [word for word in overrides if "=" not in word and word.endswith(".yaml")]
     draft = compose(path, fragments)
+    retired = take_retired_keys(draft.values) if accept_retired else {}
     for word in overrides:
         if word not in fragments:
             _apply_override(draft, word)
@@ -110,7 +116,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     recipe = _validate(draft)
     if draft.problems or recipe is None:
         raise RecipeError(draft.problems)
-    return recipe
+    return recipe.with_retired(retired)
+
+
+def make_override(key: str, value: object) -> str:
+    """The word `key=value` that `load_recipe` reads back to this value, with quotes only where YAML needs them."""
+    text = str(value) if isinstance(value, Path) else value
+    with suppress(UnreadableFile):
+        if isinstance(text, str) and parse_yaml(text).value == text:
+            return f"{key}={text}"
+    quoted = json.dumps(text, ensure_ascii=False)  # YAML, once line breaks and the like beyond ASCII are escaped too
+    escaped = (char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted)
+    return f"{key}={''.join(escaped)}"
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -206,6 +223,12 @@ def _apply_override(draft: Draft, override: str) -> None:
         parsed = parse_yaml(text)
     except UnreadableFile as error:
         draft.problems.append(f"{source}: {key}: {error}; expected section.key=value")
+        return
+    if _COMMENT.search(text) and not text.startswith(("'", '"')) and isinstance(parsed.value, str | None):
+        draft.problems.append(
+            f"{source}: {key}: found a comment in {show(text)}; expected quotes around a text with #: "
+            f"{make_override(key, text)}"
+        )
         return
     for duplicate, _, _ in parsed.duplicates:
         draft.problems.append(f"{source}: {key}.{duplicate}: found a second time; expected once")

@@ -6,8 +6,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from vcore_ds.config.files import UnreadableFile, parse_yaml, read_text
-from vcore_ds.config.problems import field_problems
+from vcore_ds.config.problems import REMOVED, field_problems
 from vcore_ds.config.schema import SUBSECTIONS, Recipe
+from vcore_ds.config.sections import REMOVED_DEFAULTS
 from vcore_ds.errors import UserError
 
 MAY_DIFFER = frozenset(
@@ -46,15 +47,20 @@ SECTIONS_THAT_MAY_DIFFER = frozenset({"track", "checkpoint", "engine"})
 """Sections all of whose keys may differ."""
 
 
-def read_resolved_recipe(path: Path) -> Recipe:
+def read_resolved_recipe(path: Path, *, accept_retired: bool = False) -> Recipe:
     """The recipe.yaml that a run wrote. Files that it names need not exist any more.
+
+    Args:
+        accept_retired: for readers of finished runs, which nothing trains by: put keys that were removed since into
+            `Recipe.retired` instead of refusing them.
 
     Raises:
         UserError: the file cannot be read, or is no recipe of this version.
     """
     try:
         values = parse_yaml(read_text(path)).value
-        return Recipe.model_validate(values)
+        retired = take_retired_keys(values) if accept_retired else {}
+        return Recipe.model_validate(values).with_retired(retired)
     except ValidationError as error:
         found = "; ".join(f"{'.'.join(location)}: {text}" for location, text in field_problems(error, values).items())
         raise UserError(f"{path}: {found or error}") from None
@@ -62,6 +68,18 @@ def read_resolved_recipe(path: Path) -> Recipe:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except UnreadableFile as error:
         raise UserError(f"{path}{error.place}: {error}") from None
+
+
+def take_retired_keys(values: Any) -> dict[str, Any]:
+    """Removes keys of earlier versions from the values of a recipe, and returns those without their default, dotted."""
+    retired = {}
+    for section, key in REMOVED:
+        inside = values.get(section) if isinstance(values, dict) else None
+        if isinstance(inside, dict) and key in inside:
+            value = inside.pop(key)
+            if (key, value) not in REMOVED_DEFAULTS:
+                retired[f"{section}.{key}"] = value
+    return retired
 
 
 def differing_keys(there: Recipe, here: Recipe) -> dict[str, tuple[Any, Any]]:
@@ -82,7 +100,7 @@ def _may_differ(key: str, recipe: Recipe) -> bool:
 
 
 def flat_values(recipe: Recipe) -> dict[str, Any]:
-    """Dotted key -> value, as in recipe.yaml; what has keys and is null is a key by itself."""
+    """Dotted key -> value, as in recipe.yaml, retired keys included; what has keys and is null is a key by itself."""
     flat: dict[str, Any] = {}
     for section, values in recipe.model_dump(mode="json").items():
         flat |= {f"{section}.{key}": value for key, value in values.items()} if values is not None else {section: None}
@@ -91,4 +109,4 @@ def flat_values(recipe: Recipe) -> dict[str, Any]:
         if values is not None:
             flat |= {".".join([*names, key]): value for key, value in values.items()}
             del flat[".".join(names)]
-    return flat
+    return flat | recipe.retired

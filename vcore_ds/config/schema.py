@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from vcore_ds.config.sections import (
     BatchConfig,
@@ -44,6 +44,19 @@ class Recipe(Section):
     track: TrackConfig = Field(default_factory=TrackConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     engine: EngineConfig
+
+    _retired = PrivateAttr(default_factory=dict)  # without annotation, because SECTIONS are the annotated ones
+
+    @property
+    def retired(self) -> dict[str, Any]:
+        """Dotted key -> value of keys that only earlier versions have; empty but for the recipe of a finished run."""
+        return self._retired
+
+    def with_retired(self, values: dict[str, Any]) -> Self:
+        """The same recipe with other `retired` values."""
+        recipe = self.model_copy()
+        recipe._retired = values
+        return recipe
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:

@@ -39,8 +39,8 @@ def can_be_hub_id(source: str) -> bool:
 def is_readable(source: str) -> bool:
     """Whether this process can read a file, a folder, or all files of a pattern."""
     path = str(Path(source).expanduser())
-    found = glob.glob(path, recursive=True) if any(character in source for character in "*?[") else [path]
-    return bool(found) and all(os.access(name, os.R_OK) for name in found)
+    names = [path] if os.path.lexists(path) else glob.glob(path, recursive=True)  # a path may hold [ itself
+    return bool(names) and all(os.access(name, os.R_OK) for name in names)
 
 
 @contextmanager

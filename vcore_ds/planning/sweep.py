@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vcore_ds.config.files import ParsedYaml, UnreadableFile, parse_yaml, read_text
-from vcore_ds.config.load import load_recipe
+from vcore_ds.config.load import load_recipe, make_override
 from vcore_ds.config.problems import RecipeError, show
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
@@ -209,7 +209,7 @@ def _choices(draft: _Draft, axis: str, value: Any) -> Iterator[tuple[str, tuple[
     for one in value:
         text = f"{one:g}" if isinstance(one, float) else one if isinstance(one, str) else json.dumps(one)
         label, key = re.sub(r"[^\w.+-]", "_", text), axis.rpartition(".")[2]
-        yield label if key == "name" else f"{key}={label}", (f"{axis}={json.dumps(one)}",)
+        yield label if key == "name" else f"{key}={label}", (make_override(axis, one),)
 
 
 def _reference_of(draft: _Draft, cell: Cell, cells: Sequence[Cell]) -> str | None:
@@ -249,8 +249,8 @@ def _resolve(
             overrides = [
                 *common,
                 *cell.overrides,
-                f"run.seed={seed}",
-                f"run.output_dir={json.dumps(str(folder / 'runs' / name))}",
+                make_override("run.seed", seed),
+                make_override("run.output_dir", folder / "runs" / name),
             ]
             try:
                 loaded = load_recipe(recipe, overrides)

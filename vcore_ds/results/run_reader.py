@@ -42,7 +42,7 @@ def read_recipe_of(folder: Path) -> Recipe:
         is_run = (folder / RECIPE).is_file()
     if not is_run:
         raise UserError(f"RUN: {folder}: found no {RECIPE} there; expected a run's folder (run.output_dir)")
-    return read_resolved_recipe(folder / RECIPE)
+    return read_resolved_recipe(folder / RECIPE, accept_retired=True)
 
 
 def read_metrics_of(folder: Path) -> list[dict[str, float | None]]:

@@ -1,5 +1,6 @@
 """A run from start to end: lock and resume, data, engine, train, result."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -
         with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
             result = train_together(recipe, lock, resumes, advice_if_long)
             if says_next and layout.is_first():
-                print(f"Next: vcore-ds report {result.folder}", flush=True)
+                print(f"Next: vcore-ds report {shlex.quote(str(result.folder))}", flush=True)
             return result
     finally:
         lock.release()

@@ -108,7 +108,7 @@ def export_run(
     with reading("RUN", run, "the folder of a run"):
         if not (run / checkpoint_folder.RECIPE).is_file():
             raise UserError(f"{run}: found no {checkpoint_folder.RECIPE}; expected the folder of a run")
-        recipe = read_resolved_recipe(run / checkpoint_folder.RECIPE)
+        recipe = read_resolved_recipe(run / checkpoint_folder.RECIPE, accept_retired=True)
     if merge and recipe.lora is None:
         raise UserError(f"{run}: found --merge with a run that trained all parameters; expected no --merge")
     check_base_model(recipe)

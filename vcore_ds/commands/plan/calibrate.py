@@ -55,6 +55,11 @@ def calibrate(run: str) -> Calibration:
         recipe, environment, steps = read_recipe_of(folder), read_environment(folder), read_metrics_of(folder)
     except UserError as error:
         raise UserError(f"--calibrate: {str(error).removeprefix('RUN: ')}") from None
+    if recipe.retired:
+        raise UserError(
+            f"--calibrate: {folder}: found {', '.join(recipe.retired)}, of an earlier version; expected a run whose "
+            "steps this version knows the cost of"
+        )
     if len(steps) <= NUM_WARM_UP:
         raise UserError(f"--calibrate: {folder / METRICS}: found {NUM_WARM_UP} steps or fewer; expected more")
     needed = {"supervised_tokens", "sequences", *(f"seconds_{phase}" for phase in _PHASES)}

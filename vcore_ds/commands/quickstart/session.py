@@ -1,14 +1,15 @@
 """The quickstart: a pretrained model learns from real reasoning traces, with everything prepared on the way."""
 
-import contextlib
-import json
+import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.config.files import SHIPPED_RECIPES
-from vcore_ds.config.load import load_recipe
+from vcore_ds.config.load import load_recipe, make_override
+from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import on_first_rank
@@ -16,6 +17,7 @@ from vcore_ds.errors import UserError
 from vcore_ds.train.setup import start_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+DATA = REPOSITORY / "runs" / "quickstart_data"
 RECIPE = SHIPPED_RECIPES / "quickstart.yaml"
 SCRIPT = "launch_scripts/quickstart.sh"
 SHORTER = (
@@ -23,65 +25,50 @@ SHORTER = (
     f"(Ctrl-C, then bash {SCRIPT} with any of them)"
 )
 """Advice for a slow machine."""
-DATA = REPOSITORY / "runs" / "quickstart_data"
 
 
 def prepare(overrides: Sequence[str]) -> list[str]:
     """Prepares model and data on rank 0 while the others wait; returns overrides with their paths and a free output
-    folder. A collective."""
-    recipe, needs_pool = load_with_pool(overrides)
-    start_ranks(recipe)
-
-    def find() -> dict[str, Any]:
-        data = prepare_quickstart_data(DATA)
-        # As JSON, which is YAML: a path may hold a comma.
-        held_out = json.dumps({"correct": str(data.correct), "incorrect": str(data.incorrect)})
-        return {
-            "model.path": data.model,
-            "data.train_path": data.train,
-            "data.validation_path": held_out,
-            "run.output_dir": _free_folder(REPOSITORY / recipe.run.output_dir),
-        }
-
-    found: dict[str, Any] = layout.gather_objects("job", on_first_rank(find))[0]
-    pool = [f"data.probe_path={DATA / 'trusted.jsonl'}"] if needs_pool else []
-    return pool + without_chosen(found, recipe, overrides)
-
-
-def load_with_pool(overrides: Sequence[str]) -> tuple[Recipe, bool]:
-    """The recipe, and whether it needs the quickstart's pool of trusted traces, as with presets/trusted.yaml.
+    folder. A collective.
 
     Raises:
-        UserError: the overrides are wrong, with a pool and without.
+        UserError: the overrides are wrong, the model and the data cannot be made, or their folder cannot be written.
     """
+    recipe, pool = load_with_pool(overrides)
+    start_ranks(recipe)
+
+    def make() -> list[str]:
+        data = prepare_quickstart_data(DATA)
+        folder = REPOSITORY / recipe.run.output_dir
+        numbered = (folder.with_name(f"{folder.name}_{number}") for number in itertools.count(2))
+        values = {
+            "model.path": str(data.model),
+            "data.train_path": str(data.train),
+            "data.validation_path": {"correct": str(data.correct), "incorrect": str(data.incorrect)},
+            "run.output_dir": str(next(path for path in itertools.chain([folder], numbered) if not path.exists())),
+        }
+        return pool + without_chosen(values, recipe, overrides)
+
+    words: list[str] = layout.gather_objects("job", on_first_rank(make))[0]
+    return words
+
+
+def load_with_pool(overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
+    """The recipe, and the override with the pool of trusted traces where it needs one, as with presets/trusted.yaml."""
     try:
-        return load_recipe(RECIPE, overrides), False
+        return load_recipe(RECIPE, overrides), []
     except UserError:
-        with contextlib.suppress(UserError):
-            return load_recipe(RECIPE, [f"data.probe_path={DATA}", *overrides]), True
+        pool = [make_override("data.probe_path", str(DATA / "trusted.jsonl"))]
+        with suppress(UserError):
+            return load_recipe(RECIPE, [*pool, *overrides]), pool
         raise
 
 
-def without_chosen(found: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """`found` as overrides, without the keys that the user set in an override or a fragment, which stay as they are."""
-
-    def value(recipe: Recipe, key: str) -> Any:
-        section, _, name = key.partition(".")
-        return getattr(getattr(recipe, section), name)
-
-    shipped = load_recipe(RECIPE)
+def without_chosen(values: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
+    """`values` as overrides, without the keys that the user set in an override or a fragment."""
     chosen = {override.partition("=")[0] for override in overrides}
-    chosen |= {key for key in found if value(recipe, key) != value(shipped, key)}
-    return [f"{key}={value}" for key, value in found.items() if key not in chosen]
-
-
-def _free_folder(folder: Path) -> Path:
-    """`folder`, or the first of folder_2, folder_3, ... that does not exist yet."""
-    candidate, number = folder, 2
-    while candidate.exists():
-        candidate = folder.with_name(f"{folder.name}_{number}")
-        number += 1
-    return candidate
+    shipped, wanted = flat_values(load_recipe(RECIPE)), flat_values(recipe)
+    return [make_override(k, v) for k, v in values.items() if k not in chosen and wanted[k] == shipped[k]]
 
 
 def say_what_next() -> None:

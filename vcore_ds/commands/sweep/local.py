@@ -1,6 +1,7 @@
 """The runs of a sweep on this machine, one after another, each in processes of its own."""
 
 import ctypes
+import shlex
 import signal
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def _conclude(sweep: SweepFolder, stopped_by: str | None) -> None:
         others = ", ".join(f"{counts[state]} {state}" for state in State if state != State.DONE and counts[state])
         cause = "" if stopped_by is None else f"stopped by {stopped_by}: "
         raise RunStopped(f"{cause}{done}, {others}. {again}")
-    print(f"{done}. Tables and curves: vcore-ds report {sweep.folder}", flush=True)
+    print(f"{done}. Tables and curves: vcore-ds report {shlex.quote(str(sweep.folder))}", flush=True)
 
 
 class _Children:

@@ -1,0 +1,113 @@
+"""Runs of version 0.6 whose recipe has a key that was removed: every command reads them, and none trains by them."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.helpers import exports
+from tests.helpers.report_runs import random_sequence, step_line, write_run
+from tests.helpers.setups import write_model
+from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.cli import main
+from vcore_ds.commands.plan.calibrate import calibrate
+from vcore_ds.commands.report.read import group_runs, read_runs
+from vcore_ds.commands.score.request import make_request
+from vcore_ds.config.load import load_recipe
+from vcore_ds.config.resume import read_resolved_recipe
+from vcore_ds.errors import UserError
+from vcore_ds.models.named_model import find_named_model
+from vcore_ds.train.resume import can_resume
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+RETIRED = {"probe.source": ("source: previous_step", "previous_step"), "probe.decay": ("decay: 0.9", 0.9)}
+
+
+def as_version_0_6_wrote_it(run: Path, line: str) -> Path:
+    recipe = run / "recipe.yaml"
+    text = recipe.read_text()
+    assert text.count("\nprobe:\n") == 1
+    recipe.write_text(text.replace("\nprobe:\n", f"\nprobe:\n  {line}\n"))
+    return run
+
+
+def finished_run(folder: Path) -> Path:
+    tokenizer = make_tokenizer()
+    ids = tokenizer("so \\boxed{42} is right", add_special_tokens=False)["input_ids"]
+    records = {2: [random_sequence(ids, i, seed=i, share=0.5) for i in range(2)]}
+    engine = {"deepspeed_config": "ds_configs/zero3_fp32.json"}
+    return write_run(folder, tokenizer, [step_line(1), step_line(2)], records, engine=engine)
+
+
+@pytest.fixture(params=RETIRED)
+def key(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def run(tmp_path: Path, key: str) -> Path:
+    return as_version_0_6_wrote_it(finished_run(tmp_path / "run"), RETIRED[key][0])
+
+
+def test_the_recipe_keeps_the_value_apart(run: Path, key: str) -> None:
+    recipe = read_resolved_recipe(run / "recipe.yaml", accept_retired=True)
+    assert recipe.retired == {key: RETIRED[key][1]}
+    assert recipe.with_retired({}) == load_recipe(finished_run(run.parent / "other") / "recipe.yaml").model_copy(
+        update={"run": recipe.run}
+    )
+
+
+def test_report_says_it_and_averages_no_other_recipe_with_it(run: Path, key: str) -> None:
+    assert main(["report", str(run)]) == 0
+    assert RETIRED[key][0] in (run / "report.html").read_text()
+    other = finished_run(run.parent / "other")
+    runs = read_runs([run, other], top=5, tokenizer_path=None)
+    assert f"{key}: {RETIRED[key][1]}" in runs[0].notes[0] and not runs[1].notes
+    assert len(group_runs(runs)) == 2  # as two seeds of one recipe they would be one curve
+    as_version_0_6_wrote_it(other, RETIRED[key][0])
+    assert len(group_runs(read_runs([run, other], top=5, tokenizer_path=None))) == 1
+
+
+def test_tokens(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tokens", str(run)]) == 0
+    assert "digit" in capsys.readouterr().out
+
+
+def test_score_takes_it_and_refuses_the_key_as_an_override(run: Path, key: str) -> None:
+    checkpoint = run / "checkpoints" / "step_00000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMPLETE").touch()
+    output = run / "scores"
+    request = make_request(str(run), ["data.probe_path=trusted.jsonl"], (), None, output)
+    assert [checkpoint.step for checkpoint in request.checkpoints] == [2]
+    with pytest.raises(UserError, match="ends with vcore_ds 0.6"):
+        make_request(str(run), ["data.probe_path=trusted.jsonl", f"{key}={RETIRED[key][1]}"], (), None, output)
+
+
+def test_export_says_it_on_the_card(tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    base = write_model(tmp_path / "base")
+    masters = {f"causal_lm.{n}": p for n, p in AutoModelForCausalLM.from_pretrained(base).named_parameters()}
+    run = as_version_0_6_wrote_it(exports.write_run(tmp_path / "run", base, masters, lora=False), RETIRED[key][0])
+    assert main(["export", str(run), "--base-model", "owner/base"]) == 0, capsys.readouterr().err
+    card = (run / "export" / "step_00000020" / "model" / "README.md").read_text()
+    assert f"\n  {RETIRED[key][0]}\n" in card
+
+
+def test_evaluation_and_chat_find_its_result(run: Path) -> None:
+    write_model(run / "model")
+    assert find_named_model(str(run)).weights == str(run / "model")
+
+
+def test_plan_is_not_calibrated_on_steps_of_another_cost(run: Path, key: str) -> None:
+    with pytest.raises(UserError, match=f"found {key}, of an earlier version"):
+        calibrate(str(run))
+
+
+def test_training_and_check_refuse_it(run: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(run / "recipe.yaml")]) == 2
+    assert f"{key}: found" in (said := capsys.readouterr().err) and "ends with vcore_ds 0.6" in said
+    recipe = load_recipe(finished_run(run.parent / "other") / "recipe.yaml", [f"run.output_dir={run}"])
+    (run / "model").rename(run / "elsewhere")  # as a run that was stopped
+    with pytest.raises(UserError, match="ends with vcore_ds 0.6"):
+        can_resume(recipe)
