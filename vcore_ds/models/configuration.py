@@ -110,16 +110,14 @@ def _check_kind(path: str, config: PretrainedConfig) -> None:
         )
     elif config.is_encoder_decoder:
         kind = "an encoder and a decoder (seq2seq)"
-    elif _is_encoder(config):
-        kind = "an encoder, whose tokens see those behind them"
-    elif is_vision_language(config):
-        if config.model_type in VISION_LANGUAGE:
-            return
+    elif is_vision_language(config) and config.model_type not in VISION_LANGUAGE:
         kind = (
             f"a vision-language model of another kind than those whose language model can be trained "
             f"({', '.join(VISION_LANGUAGE)}); save its language model as a model of its own"
         )
-    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    elif _is_encoder(config):
+        kind = "an encoder, whose tokens see those behind them"
+    elif not is_vision_language(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = "no causal language model"
     else:
         return
