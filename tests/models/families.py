@@ -125,6 +125,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "hybrid_layer_ids": [2, 3],
         "layers_block_type": _SHARED,
     },
+    "rwkv": {"rescale_every": 2},
     "xmod": {"default_language": "en_XX"},
 }
 """By model type, on top of the rules; `...` leaves a field out."""

@@ -7,12 +7,14 @@ have to be equal, on every rank, in the mode in which the run trains.
 """
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate, pack
 from vcore_ds.data.tokenization import TokenizedSequence
@@ -90,7 +92,9 @@ def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
     rows = [[first, second], [backwards, second]] if feed.plan.is_packed else [[first], [second]]
     together, alone = pack(rows, feed.pad_token_id), collate([second], feed.pad_token_id)
     engine.seed_dropout(0)
-    losses, again, of_alone = (engine.token_losses(batch) for batch in (together, together, alone))
+    with refuse_repeated_layers(engine):
+        losses = engine.token_losses(together)
+    again, of_alone = engine.token_losses(together), engine.token_losses(alone)
     numbers = together.sequence_index().to(losses.device)
     in_one = "one row" if feed.plan.is_packed else "one forward"
     not_apart = (
@@ -118,6 +122,25 @@ def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
         # A model that is not causal sees padding, so that its sequences are not kept apart either.
         compared = [compared[0], is_causal, *compared[1:], has_our_losses]
     return compared
+
+
+@contextmanager
+def refuse_repeated_layers(engine: Engine) -> Iterator[None]:
+    """A context of one forward. Raises UserError, on all ranks alike, where a decoder layer ran more than once: ZeRO-3
+    would reduce its gradient several times, which is an assertion's failure or, in large models, silently wrong."""
+    calls = Counter[nn.Module]()
+    hooks = [layer.register_forward_pre_hook(lambda layer, _: calls.update([layer])) for layer in engine.module.layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    most = max(calls.values(), default=0)
+    if most > 1:
+        raise UserError(
+            f"model.path: {engine.module.base.config.model_type}: a decoder layer runs {most} times in a forward, "
+            "which ZeRO-3 does not differentiate. Choose another model"
+        )
 
 
 def _compare_with_own_forward(
