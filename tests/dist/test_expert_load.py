@@ -2,14 +2,20 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from tests.helpers import step_runs
 from tests.helpers.ranks import run_ranks
+from vcore_ds.data.batches import Batch, idle_batch, pack
+from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
+from vcore_ds.models.attention import TRAINING_ATTENTION
+from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.expert_load import forget_tokens, load_of_experts
 from vcore_ds.models.experts import OUR_EXPERTS
 
@@ -20,6 +26,9 @@ CHOSEN = [
     [[[[0, 1], [0, 2]], [[0, 3]]], [[[0, 1], [2, 3]], [[1, 3]]]],
     [[[[0, 1]], [[0, 2]]], [[[3, 1]], [[2, 3]]]],
 ]
+
+# Token ids of three sequences. Token v goes to the experts v and v + 1, modulo 4; padding is token 0.
+SEQUENCES = ([1, 1, 1, 1, 2], [2, 3, 1], [1, 3])
 
 
 def _measure() -> list[dict[str, Any]]:
@@ -36,11 +45,73 @@ def _measure() -> list[dict[str, Any]]:
     return [*found, load_of_experts(model)]
 
 
-def test_loads_by_hand() -> None:
+def _model() -> TokenLossModel:
+    """A layer whose router sees the token's embedding alone, and chooses its experts by hand."""
+    config = Qwen3MoeConfig(
+        vocab_size=4, hidden_size=4, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, use_cache=False,
+    )  # fmt: skip
+    config._experts_implementation = OUR_EXPERTS
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=TRAINING_ATTENTION)
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(torch.eye(4))
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.gate.weight.copy_(2 * torch.eye(4) + torch.eye(4).roll(1, 0))
+    return TokenLossModel(model)
+
+
+def _count_batches() -> dict[str, dict[str, float]]:
+    """The load of the three sequences, dealt to the ranks in different ways."""
+    engine = step_runs.make_engine(_model(), step_runs.recipe())
+    sequences = [
+        TokenizedSequence(number, np.array(ids, np.int32), np.arange(len(ids)) > 0)
+        for number, ids in enumerate(SEQUENCES)
+    ]
+    a, b, c = ([sequence] for sequence in sequences)
+    layout.make_sequence_groups([layout.size("job")])
+    ways: dict[str, list[list[Batch]]] = {  # by rank
+        "padded": [[pack([a, b], 0), pack([c], 0)], [idle_batch(0), idle_batch(0)]],
+        "packed": [[pack([a + b], 0)], [pack([c], 0)]],
+    }
+    if layout.size("job") == 1:
+        ways = {name: [[batch for of_rank in batches for batch in of_rank]] for name, batches in ways.items()}
+    else:
+        ways["shared"] = [[pack([a, b, c], 0, sequence_parallel=2)]] * 2
+    found = {}
+    for name, batches in ways.items():
+        forget_tokens(engine.module)
+        with torch.no_grad():
+            for batch in batches[layout.rank("job")]:
+                engine.token_losses(batch)
+        found[name] = load_of_experts(engine.module)
+    engine.close()
+    return found
+
+
+def _on_two_ranks() -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+    return _measure(), _count_batches()
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> list[Any]:
+    return run_ranks(_on_two_ranks, 2)
+
+
+def test_loads_by_hand(on_two_ranks: list[Any]) -> None:
     """Layer 1: experts have 5, 2, 2, 1 tokens, so 5 over 2.5; the ranks 7 and 3. Layer 2: 1, 3, 2, 4; 4 and 6."""
     of_experts = {"expert_load_max": 2.0, "expert_load_mean": (2.0 + 1.6) / 2}
     of_ranks = {"expert_rank_load_max": 1.4, "expert_rank_load_mean": (1.4 + 1.2) / 2}
-    for before, first, second, without_expert_parallelism in run_ranks(_measure, 2):
+    for (before, first, second, without_expert_parallelism), _ in on_two_ranks:
         assert before == {}
         assert first == second == pytest.approx(of_experts | of_ranks)
         assert without_expert_parallelism == pytest.approx(of_experts)
+
+
+def test_padding_and_idle_batches_do_not_count(on_two_ranks: list[Any]) -> None:
+    """Tokens 1, 2 and 3 occur 6, 2 and 2 times: experts 0 to 3 have 2, 6, 8 and 4 tokens, so 8 over 5."""
+    load = pytest.approx({"expert_load_max": 1.6, "expert_load_mean": 1.6})
+    (on_one_rank,) = run_ranks(_count_batches, 1)
+    assert on_one_rank == {"padded": load, "packed": load}
+    for _, counted in on_two_ranks:
+        assert counted == {"padded": load, "packed": load, "shared": load}

@@ -108,7 +108,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": _CONVOLUTIONS},
     "mamba2": {"head_dim": 16},
     "minicpm3": {"dim_model_base": 16},
-    "minimax_m3_vl_text": {"index_topk_blocks": 1, "index_block_size": 4},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_topk_blocks": 1,
+        "index_block_size": 4,
+    },
     "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "qwen2_5_vl": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 2]}}},
@@ -121,6 +125,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "hybrid_layer_ids": [2, 3],
         "layers_block_type": _SHARED,
     },
+    "rwkv": {"rescale_every": 2},
     "xmod": {"default_language": "en_XX"},
 }
 """By model type, on top of the rules; `...` leaves a field out."""

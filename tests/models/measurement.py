@@ -323,7 +323,13 @@ def _measure_part(found: Found, folder: Path, part: str, main: Sequence[Text], p
     own = recipe(folder, **sections)
     config = tiny.deepspeed_config(bf16=is_bf16)
     torch.manual_seed(5)
-    model = load_model(own, config)
+    try:
+        model = load_model(own, config)
+    except UserError as error:
+        if "own code fails" not in str(error):
+            raise
+        found.refused["start"] = message(error)
+        return
     adapters = {}
     if part == "lora":
         for parameter_name, parameter in model.named_parameters():
@@ -362,7 +368,7 @@ def _measure_part(found: Found, folder: Path, part: str, main: Sequence[Text], p
 
 def _data_of(found: Found) -> Any:
     """What the check before the first step looks at: a plan, and sequences."""
-    sequences = [as_sequence(number, text) for number, text in enumerate(texts(2, 3, longest=16))]
+    sequences = [as_sequence(number, text) for number, text in enumerate(texts(2, 3, longest=15))]
     return SimpleNamespace(plan=SimpleNamespace(is_packed=found.packing is None), dataset=sequences, pad_token_id=0)
 
 

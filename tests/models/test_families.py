@@ -14,6 +14,17 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 DENSE = ("llama", "gemma3_text", "gemma4_text", "granite")
 MIXTURES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
+WITHOUT_RULES = {
+    "xlnet": "depends on the tokens behind it",
+    "bert-generation": "depends on the tokens behind it",
+    "cpmant": "does not keep sequences apart",
+    "hrm_text": "a decoder layer runs ",
+    "modernbert-decoder": "is not the cross entropy of the architecture's own logits",
+    "rwkv": "the architecture's own code fails",
+    "marian": "the architecture's own code fails",
+    "xlstm": "the architecture's own code fails",
+}
+"""Types that no rule knows, and what the start of a run says of them."""
 HYBRIDS = ("qwen3_5_text", "qwen3_next", "granitemoehybrid", "lfm2")
 
 
@@ -23,7 +34,7 @@ def measure_all(names: Sequence[str], parts: Sequence[str]) -> dict[str, Found]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Found]:
-    return run_ranks(measure_all, 1, (*DENSE, *MIXTURES, *HYBRIDS), ("full", "lora"))[0]
+    return run_ranks(measure_all, 1, (*DENSE, *MIXTURES, *HYBRIDS, *WITHOUT_RULES), ("full", "lora"))[0]
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +46,14 @@ def on_two_ranks() -> dict[str, Found]:
 @pytest.mark.parametrize("name", [*DENSE, *MIXTURES, *HYBRIDS])
 def test_one_rank_computes_what_transformers_does(alone: dict[str, Found], name: str) -> None:
     assert_right(alone[name])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", WITHOUT_RULES)
+def test_what_no_rule_knows_is_found_before_the_first_step(alone: dict[str, Found], name: str) -> None:
+    found = alone[name]
+    assert "sft" not in found.refused and found.verdict == "refused", found
+    assert WITHOUT_RULES[name] in found.refused["start"]
 
 
 @pytest.mark.dist

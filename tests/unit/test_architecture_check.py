@@ -9,6 +9,7 @@ from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     BloomConfig,
+    CTRLConfig,
     PretrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -130,6 +131,13 @@ def test_an_attention_that_cannot_take_the_models_place(tmp_path: Path, monkeypa
     check(MIXTURE, tmp_path, attention="eager", lora=None, estimator=None)
     raised = NotImplementedError("no meta form")
     check(MIXTURE, tmp_path, attention="auto", lora=None, estimator=None)
+
+
+def test_embeddings_that_change_in_place_cannot_have_adapters_behind_them(tmp_path: Path) -> None:
+    config = CTRLConfig(n_embd=16, dff=32, n_layer=1, n_head=2, vocab_size=64)
+    check(config, tmp_path, attention="auto", lora=None, estimator=None)
+    with pytest.raises(UserError, match="lora: found adapters .*CTRLLMHeadModel.*in place.*expected null"):
+        check(config, tmp_path, attention="auto", lora=LoraConfig(rank=2, alpha=4), estimator=None)
 
 
 # ---- the commands ----------------------------------------------------------------------------------------------------

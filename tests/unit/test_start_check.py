@@ -21,13 +21,14 @@ from transformers import (
 from tests.helpers import tiny
 from vcore_ds.data.batches import Batch, collate
 from vcore_ds.data.tokenization import TokenizedSequence
+from vcore_ds.engine.zero3 import Engine
 from vcore_ds.errors import UserError
 from vcore_ds.models import causal_lm
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import can_replace_attention, read_config
 from vcore_ds.models.dropout import TokenDropout, token_keys
-from vcore_ds.models.loading import training_config
+from vcore_ds.models.loading import refuse_failing_code, training_config
 from vcore_ds.models.token_loss import LogitTransform
 from vcore_ds.train.start_check import compare_losses, cross_entropy
 
@@ -39,6 +40,7 @@ EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 
 APART = "a sequence has other losses beside another one in one row"
 SEEDED = "two forwards of the same batch and seed give different losses"
+CAUSAL = "a token's loss depends on the tokens behind it"
 LOGITS = "a token's loss is not the cross entropy of the architecture's own logits"
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -64,15 +66,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def make(architecture: str, *, scale: float = 1.0, attention: str | None = None) -> TokenLossModel:
+def make(architecture: str, *, scale: float = 1.0, attention: str | None = None, **changes: object) -> TokenLossModel:
     """Random weights, in training mode.
 
     Args:
         scale: of the output embedding, which makes random logits as large as trained ones.
         attention: Hugging Face's name of a kernel; None for ours where it can take the model's place.
+        changes: of the configuration.
     """
     config = CONFIG_MAPPING[architecture](
-        **SIZES | dict(vocab_size=tiny.VOCABULARY, pad_token_id=0) | ARCHITECTURES[architecture]
+        **SIZES | dict(vocab_size=tiny.VOCABULARY, pad_token_id=0) | ARCHITECTURES.get(architecture, {}) | changes
     )
     torch.manual_seed(0)
     if attention is None:
@@ -102,11 +105,15 @@ def failures(model: TokenLossModel, *, is_packed: bool = True) -> set[str]:
         token_losses=forward,
         own_logits=lambda batch: forward(batch, own_logits=True),
         seed_dropout=lambda seed: None,
+        has_dropout=any(isinstance(module, TokenDropout) for module in model.modules()),
+        without_dropout=lambda: Engine.without_dropout(engine),  # type: ignore[arg-type]
+        without_gradient=lambda: Engine.without_gradient(engine),  # type: ignore[arg-type]
+        _dropouts=[module for module in model.modules() if isinstance(module, TokenDropout)],
     )
     feed = SimpleNamespace(dataset=dataset, plan=SimpleNamespace(is_packed=is_packed), pad_token_id=0)
     with torch.no_grad(), torch.random.fork_rng():
         compared = compare_losses(engine, feed)  # type: ignore[arg-type]
-    known = (APART, SEEDED, LOGITS)
+    known = (APART, SEEDED, CAUSAL, LOGITS)
     wrong = [found.problem for found in compared if found.difference > found.tolerances[torch.float32]]
     return {next((start for start in known if problem.startswith(start)), problem) for problem in wrong}
 
@@ -138,6 +145,32 @@ def test_a_mask_that_knows_nothing_of_packed_sequences_is_found() -> None:
 @pytest.mark.parametrize("architecture", ["seed_oss", "opt", "phimoe"])
 def test_randomness_that_no_step_seeds_is_found(architecture: str) -> None:
     assert SEEDED in failures(make(architecture), is_packed=False)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("qwen3", dict(is_causal=False)),
+        ("qwen3_moe", dict(is_causal=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)),
+        ("gemma3_text", dict(use_bidirectional_attention=True)),
+    ],
+)
+def test_a_model_that_sees_the_tokens_behind_is_found(architecture: str, changes: dict[str, Any]) -> None:
+    """By its own attention: ours is causal, and its losses agree with each other."""
+    model = make(architecture, scale=20.0, **changes)
+    assert failures(model) == failures(model, is_packed=False) == {CAUSAL, LOGITS}
+
+
+def test_an_architecture_whose_own_code_fails_is_refused() -> None:
+    """MiniCPM3 has a key for each query head whatever its configuration says, and repeats them where that says less.
+    What fails elsewhere than in transformers' models keeps its traceback."""
+    sizes = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    for attention in (None, "eager"):
+        message = r"m: the architecture's own code fails: RuntimeError.*modeling_minicpm3.py:\d+\)"
+        with pytest.raises(UserError, match=message), refuse_failing_code("m"):
+            failures(make("minicpm3", attention=attention, **sizes))
+    with pytest.raises(ZeroDivisionError), refuse_failing_code("m"):
+        _ = 1 / 0
 
 
 @pytest.mark.parametrize(("architecture", "scale"), [("inkling_text", 1.0), ("recurrent_gemma", 20.0)])

@@ -38,6 +38,8 @@ class Batch:
     sequence i"""
     sequence_parallel: int = 1
     """ranks that hold this same batch and each compute a part of its columns; it divides T"""
+    row_lengths: Sequence[int] | None = None
+    """[b], tokens of each row without the padding behind them; None where no row is padded"""
 
     @property
     def num_sequences(self) -> int:
@@ -60,6 +62,12 @@ class Batch:
         if self.segments is None:
             return [[num_tokens]] * num_rows
         return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in self.segments]
+
+    def is_token(self) -> torch.Tensor:
+        """bool [b, T], False for padding."""
+        if self.row_lengths is None:
+            return torch.ones_like(self.labels, dtype=torch.bool)
+        return torch.arange(self.labels.shape[1]) < torch.tensor(self.row_lengths)[:, None]
 
     def targets(self) -> torch.Tensor:
         """int64 [b, T], the token that follows each, `IGNORED_LABEL` where it is not supervised and at the end."""
@@ -143,8 +151,8 @@ def pack(rows: Sequence[Sequence[TokenizedSequence]], pad_token_id: int, sequenc
     """One batch of rows with one or more sequences each; T is the longest row, rounded up to a multiple of 8 tokens for
     each rank that shares it."""
     sequences = [sequence for row in rows for sequence in row]
-    longest = max(sum(len(sequence) for sequence in row) for row in rows)
-    shape = (len(rows), padded_length(longest, sequence_parallel))
+    row_lengths = [sum(len(sequence) for sequence in row) for row in rows]
+    shape = (len(rows), padded_length(max(row_lengths), sequence_parallel))
     input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
     labels = torch.full(shape, IGNORED_LABEL, dtype=torch.int64)
     segments = torch.full(shape, -1, dtype=torch.int64)
@@ -162,7 +170,7 @@ def pack(rows: Sequence[Sequence[TokenizedSequence]], pad_token_id: int, sequenc
                 kept[i, columns] = torch.from_numpy(sequence.kept)
             start, number = columns.stop, number + 1
     ids = [sequence.sequence_id for sequence in sequences]
-    batch = Batch(ids, input_ids, labels, sequence_parallel=sequence_parallel)
+    batch = Batch(ids, input_ids, labels, sequence_parallel=sequence_parallel, row_lengths=row_lengths)
     if len(sequences) > len(rows):
         batch.segments = segments
     if sequences[0].kept is not None:
@@ -176,7 +184,7 @@ def idle_batch(pad_token_id: int, sequence_parallel: int = 1) -> Batch:
     """What ranks without sequences run, so that they take part in every collective: one row, no targets, no losses."""
     shape = (1, padded_length(1, sequence_parallel))
     ids, labels = torch.full(shape, pad_token_id), torch.full(shape, IGNORED_LABEL)
-    return Batch([], ids, labels, sequence_parallel=sequence_parallel)
+    return Batch([], ids, labels, sequence_parallel=sequence_parallel, row_lengths=[0])
 
 
 def merge_batches(batches: Sequence[Batch]) -> Batch:
@@ -204,4 +212,5 @@ def merge_batches(batches: Sequence[Batch]) -> Batch:
         join([batch.labels for batch in batches], IGNORED_LABEL),
         segments=segments,
         sequence_parallel=batches[0].sequence_parallel,
+        row_lengths=[n for batch in batches for n in batch.is_token().sum(1).tolist()],
     )

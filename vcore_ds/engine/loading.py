@@ -22,7 +22,13 @@ from vcore_ds.engine.partitioned import PartitionedParameter, as_partitioned
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.files.safetensors_ranges import Wanted, read_ranges
 from vcore_ds.models.language_model import auto_class
-from vcore_ds.models.loading import attention_name, load_causal_lm, prepare_for_training, training_config
+from vcore_ds.models.loading import (
+    attention_name,
+    load_causal_lm,
+    prepare_for_training,
+    refuse_failing_code,
+    training_config,
+)
 from vcore_ds.models.stored_weights import StoredWeights, find_stored_weights
 from vcore_ds.progress import Progress
 
@@ -60,13 +66,14 @@ def load_sharded(
             attention=attention,
             gradient_checkpointing=gradient_checkpointing,
         )
-    with _announced(deepspeed_config), _unfilled_shards(dtype):
-        model = auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation=attention_name(config, attention), trust_remote_code=False
-        )
-    model.eval()
-    model.tie_weights(missing_keys=set(weights.missing), recompute_mapping=False)
-    _initialize_buffers(model)
+    with refuse_failing_code(path):
+        with _announced(deepspeed_config), _unfilled_shards(dtype):
+            model = auto_class(config).from_config(
+                config, dtype=dtype, attn_implementation=attention_name(config, attention), trust_remote_code=False
+            )
+        model.eval()
+        model.tie_weights(missing_keys=set(weights.missing), recompute_mapping=False)
+        _initialize_buffers(model)
     read_shards(path, _wanted(model, weights), say)
     return prepare_for_training(model, gradient_checkpointing)
 

@@ -30,6 +30,8 @@ from vcore_ds.engine.streams import Streams
 from vcore_ds.errors import UserError, first_line
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.dropout import TokenDropout, token_keys
+from vcore_ds.models.expert_load import mark_padding
+from vcore_ds.models.experts import are_ours
 from vcore_ds.models.row_layout import RowLayout
 from vcore_ds.models.sequence_exchange import gather_losses, own_columns
 from vcore_ds.random_streams import Stream, torch_seed
@@ -90,6 +92,7 @@ class Engine:
         self._num_backwards_left = 0
         self._dropouts = [m for m in model.modules() if isinstance(m, TokenDropout)]
         self._dropout_seed = 0
+        self._experts = [m for m in model.modules() if are_ours(m)]
 
     # ---- passes over the model -------------------------------------------------------------------------------------
 
@@ -125,6 +128,8 @@ class Engine:
             for dropout in self._dropouts:
                 # Kept until the next forward: layers that are recomputed in the backward draw their masks again.
                 dropout.token_keys = own_keys
+        if self._experts:
+            mark_padding(self._experts, to_device(own_columns(batch.is_token(), k), self.device))
         with self._saved_parameters.as_references():
             return self.deepspeed(
                 input_ids=to_device(own_columns(batch.input_ids, k), self.device),

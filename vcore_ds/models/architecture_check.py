@@ -59,8 +59,7 @@ def check_architecture(
         )
     with torch.device("meta"):
         model = TokenLossModel(base if lora is None else add_lora(base, lora))
-    if name == TRAINING_ATTENTION:
-        _call_decoder(model)
+    _call_decoder(path, model)
 
 
 def check_estimator(path: str, config: PretrainedConfig, estimator: Estimator) -> None:
@@ -100,15 +99,21 @@ def advice_on_noise(config: PretrainedConfig) -> str:
     )
 
 
-def _call_decoder(model: TokenLossModel) -> None:
-    """Lets the attention say what it cannot take the place of; without dropout, whose masks are made for a batch."""
+def _call_decoder(path: str, model: TokenLossModel) -> None:
+    """Lets the attention say what it cannot take the place of, and autograd what the architecture may not do to an
+    input that requires a gradient, as embeddings below adapters do. Without dropout, whose masks are made for a
+    batch."""
     model.eval()
     row = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    layout = RowLayout.of([[2]], 1, row.device)
+    is_ours = model.base.config.get_text_config()._attn_implementation == TRAINING_ATTENTION
+    options = {"row_layout": RowLayout.of([[2]], 1, row.device)} if is_ours else {}
     try:
-        with torch.no_grad():
-            model.decoder(input_ids=row, position_ids=row, use_cache=False, row_layout=layout)
+        model.decoder(input_ids=row, position_ids=row, use_cache=False, **options)
     except UserError:
         raise
-    except Exception:  # of any class: an operation of the architecture's own that does nothing without weights
-        return
+    except Exception as error:  # of any class: an operation of the architecture's own that does nothing without weights
+        if "leaf Variable" in str(error):
+            raise UserError(
+                f"lora: found adapters together with model.path {path} ({type(model.base).__name__}), which changes "
+                "its embeddings in place, so that no gradient reaches them; expected null (lora=null), or another model"
+            ) from None

@@ -1,11 +1,12 @@
 """A Hugging Face causal language model that returns the loss of every supervised token."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vcore_ds.data.batches import supervised_tokens
@@ -131,9 +132,13 @@ class TokenLossModel(nn.Module):
             position_ids: `[b, t]`, from 0 in each sequence. Always given: a rank's columns need not begin a sequence.
             row_layout: which sequences the rows hold, and the sequence-parallel degree.
             with_entropies: also give the entropy of each token's prediction, `[N]`, without a graph.
-            own_logits: give the logits `[b, t, V]` of the architecture's own forward instead, which may do more than
-                the decoder and the output embedding. A part of this forward, since ZeRO-3 gathers within it.
+            own_logits: give the logits `[b, t, V]` of the architecture's own forward instead, with its own attention
+                and mask, of unpacked sequences; it may do more than the decoder and the output embedding. A part of
+                this forward, since ZeRO-3 gathers within it.
         """
+        if own_logits:
+            with _own_attention(self.base.config.get_text_config()):
+                return self.causal_lm(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
         # Hugging Face's own attention kernels know nothing of it, and tell packed sequences apart by their positions.
         attention = self.base.config.get_text_config()._attn_implementation
         is_ours = attention in OUR_ATTENTION
@@ -143,11 +148,22 @@ class TokenLossModel(nn.Module):
                 f"{attention}; expected 1, or model.attention auto with an architecture whose attention can be replaced"
             )
         options = {"row_layout": row_layout} if is_ours else {}
-        if own_logits:
-            return self.causal_lm(input_ids=input_ids, position_ids=position_ids, use_cache=False, **options).logits
         with save_on_cpu(pin_memory=input_ids.is_cuda) if self._activation_offload else nullcontext():
             hidden = self.decoder(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, **options
             ).last_hidden_state
         head = self.base.get_output_embeddings()
         return head(*supervised_tokens(hidden, targets), with_entropies=with_entropies)
+
+
+@contextmanager
+def _own_attention(config: PretrainedConfig) -> Iterator[None]:
+    """A context in which the decoder with this configuration runs transformers' eager attention in place of ours, which
+    makes transformers build the architecture's mask."""
+    before = config._attn_implementation
+    if before in OUR_ATTENTION:
+        config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before

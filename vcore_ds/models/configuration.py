@@ -31,20 +31,6 @@ VISION_LANGUAGE = (
 """Types of vision-language models whose language model can be trained: on text alone, it gives the logits of the whole
 from token ids and positions."""
 
-_ENCODER = "an encoder, whose tokens see those behind them"
-_PREDICTION_HEAD = "a decoder with more than an output embedding between its hidden states and its logits"
-
-_REFUSED = {
-    "cpmant": "a decoder that puts tokens of its own before each sequence",
-    "hrm_text": "a model that runs each of its layers several times in a forward, which ZeRO-3 does not differentiate",
-    "modernbert-decoder": _PREDICTION_HEAD,
-    "phimoe": "a mixture that draws the experts of each token at random in training and estimates its router's "
-    "gradient (SparseMixer), so that neither losses nor gradients are those of the model",
-    "rwkv": "a model that rescales its weights between training and evaluation",
-    "xlnet": _ENCODER,
-}
-"""Types that no general rule below finds, with what they are."""
-
 _MAX_SIZES = {"num_hidden_layers": 10_000, "num_layers": 10_000, "n_layer": 10_000, "vocab_size": 2**31 - 1}
 """Largest values that can be meant: an architecture builds lists of its layers, and token ids are int32."""
 
@@ -116,31 +102,35 @@ def _check_sizes(path: str, raw: dict[str, Any]) -> None:
 
 
 def _check_kind(path: str, config: PretrainedConfig) -> None:
-    if config.model_type in _REFUSED:
-        kind = _REFUSED[config.model_type]
+    if config.model_type == "phimoe":
+        # The start check finds it too, after 42 billion parameters have been loaded.
+        kind = (
+            "an MoE model that draws the experts of each token at random in training and estimates its router's "
+            "gradient (SparseMixer), so that neither losses nor gradients are those of the model"
+        )
     elif config.is_encoder_decoder:
         kind = "an encoder and a decoder (seq2seq)"
-    elif _may_be_encoder(config) and not getattr(config, "is_decoder", False):
-        kind = _ENCODER
-    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING:
-        kind = _PREDICTION_HEAD
-    elif is_vision_language(config):
-        if config.model_type in VISION_LANGUAGE:
-            return
+    elif is_vision_language(config) and config.model_type not in VISION_LANGUAGE:
         kind = (
             f"a vision-language model of another kind than those whose language model can be trained "
             f"({', '.join(VISION_LANGUAGE)}); save its language model as a model of its own"
         )
-    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    elif _is_encoder(config):
+        kind = "an encoder, whose tokens see those behind them"
+    elif not is_vision_language(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = "no causal language model"
     else:
         return
     raise bad_config(path, f"model_type {config.model_type!r} is {kind}; {_EXPECTED}")
 
 
-def _may_be_encoder(config: PretrainedConfig) -> bool:
-    """Whether the architecture is a decoder only where its configuration says so."""
-    return type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "bert-generation"
+def _is_encoder(config: PretrainedConfig) -> bool:
+    """Whether attention is bidirectional, by the type of the model or by a switch in its configuration."""
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        return not getattr(config, "is_decoder", False)
+    text = config.get_text_config()
+    # Embedding models are decoders with one of these; Gemma 4 has "vision" too, which leaves text causal.
+    return not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None) in (True, "all")
 
 
 def _check_heads(path: str, config: PretrainedConfig) -> None:

@@ -1,8 +1,9 @@
-"""How unevenly tokens go to the experts of a mixture: counted on the device in every forward, read once a step.
+"""How unevenly tokens go to the experts of an MoE model: counted on the device in every forward, read once a step.
 
 All ranks wait for the fullest one in each layer's exchange where experts are divided (`parallel.expert`).
 """
 
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,18 +14,35 @@ from vcore_ds.distributed import layout
 _TOKENS_OF: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 """Of the experts of a layer, `[E]` int64: this rank's tokens that were sent to each, since counting began."""
 
+_IS_TOKEN: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+"""Of the experts of a layer, int64 `[n]`: 1 for each token of the current batch, 0 for padding."""
 
-def count_tokens(experts: nn.Module, chosen: Tensor, num_experts: int) -> None:
-    """Adds a forward's tokens. No host waits for the device.
+
+def mark_padding(experts: Iterable[nn.Module], is_token: Tensor) -> None:
+    """Tells layers of experts which of the tokens they get next are padding, which is not counted.
+
+    The marks are kept until the next call: a layer that is recomputed in the backward counts its tokens again.
 
     Args:
-        chosen: experts of this rank's tokens, of any shape, numbered over all ranks.
+        is_token: bool `[b, t]`, of this rank's columns, on the device.
+    """
+    marks = is_token.flatten().long()
+    for module in experts:
+        _IS_TOKEN[module] = marks
+
+
+def count_tokens(experts: nn.Module, chosen: Tensor, num_experts: int) -> None:
+    """Adds a forward's tokens without padding. No host waits for the device.
+
+    Args:
+        chosen: `[n, k]`, the experts of this rank's tokens, numbered over all ranks.
         num_experts: E of the layer, over all ranks.
     """
-    chosen = chosen.flatten()
     if experts not in _TOKENS_OF:
         _TOKENS_OF[experts] = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
-    _TOKENS_OF[experts].scatter_add_(0, chosen.long(), torch.ones_like(chosen, dtype=torch.int64))
+    marks = _IS_TOKEN.get(experts)
+    ones = torch.ones_like(chosen, dtype=torch.int64) if marks is None else marks[:, None].expand_as(chosen)
+    _TOKENS_OF[experts].scatter_add_(0, chosen.flatten().long(), ones.flatten())
 
 
 def forget_tokens(model: nn.Module) -> None:

@@ -57,6 +57,8 @@ def unpadded_vocabulary(config: PretrainedConfig) -> int | None:
 def decoder(model: PreTrainedModel) -> nn.Module:
     """The model without its head: token ids to hidden states. Of a vision-language model, the language model's."""
     found = model.get_decoder()
+    if found is model.get_output_embeddings():  # which ModernBERT's decoder calls `decoder`
+        return model.base_model
     # Where the architecture calls it by none of the names that transformers looks for (Llama 4), it gives the model
     # with the head.
     return found.model if hasattr(found, "lm_head") else found

@@ -1,8 +1,13 @@
 """A pretrained causal language model, read from its folder or the hub."""
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from vcore_ds.errors import UserError, first_line
@@ -48,7 +53,7 @@ def load_causal_lm(
     """
     config = training_config(path)
     try:
-        with unreadable_model(path):
+        with unreadable_model(path), refuse_failing_code(path):
             loaded: Any = auto_class(config).from_pretrained(  # a pair, by output_loading_info
                 path,
                 config=config,
@@ -64,6 +69,28 @@ def load_causal_lm(
     model, found = loaded
     check_nothing_is_missing(path, found["missing_keys"])
     return prepare_for_training(model, gradient_checkpointing)
+
+
+@contextmanager
+def refuse_failing_code(name: str) -> Iterator[None]:
+    """A context in which an exception out of an architecture's own code becomes a UserError about the model `name`.
+
+    Some architectures cannot be built in shards, or do not run with what training hands to them, or with their own
+    configuration.
+    """
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of any class
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+        file = Path(frames[-1].filename)
+        if not file.is_relative_to(Path(transformers.__file__).parent / "models"):
+            raise
+        raise UserError(
+            f"model.path: {name}: the architecture's own code fails: {type(error).__name__}: {first_line(error)} "
+            f"({file.name}:{frames[-1].lineno}); expected another model, or another version of transformers"
+        ) from error
 
 
 def training_config(path: str) -> PretrainedConfig:

@@ -17,7 +17,7 @@ OTHER_LAYERS = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
 """What architectures call the list of their layers' kinds in config.json."""
 
-_WORDS_OF_OTHER_LAYERS = frozenset({"mamba", "ssm", "conv", "conv1d", "lru", "rwkv"})
+_WORDS_OF_OTHER_LAYERS = frozenset({"mamba", "ssm", "conv", "conv1d"})
 """Words in the names of sizes that only convolutions and recurrences have. Jamba, Bamba, Nemotron-H and Falcon-H1 do
 not write down the kinds of their layers, but all of them write down such a size."""
 
