@@ -161,6 +161,20 @@ def _probe_rules(recipe: "Recipe") -> Iterator[BrokenRule]:
             f"adam together with optimizer.name {recipe.optimizer.name}",
             "sgd: the direction is the update of the optimizer that trains (or set optimizer.name to adamw)",
         )
+    if recipe.probe.rank is not None and recipe.method.uses_utilities:
+        if recipe.utility.estimator == "finite_difference":
+            yield BrokenRule(
+                ("probe.rank", "utility.estimator"),
+                f"{recipe.probe.rank} together with utility.estimator finite_difference",
+                "null: a perturbation gathers no direction, and a low rank saves nothing (or set "
+                "utility.estimator to jvp)",
+            )
+        if recipe.lora is not None:
+            yield BrokenRule(
+                ("probe.rank", "lora"),
+                f"{recipe.probe.rank} together with lora",
+                "null: adapters are matrices of low rank already",
+            )
     if recipe.probe.batch_size == "all" and data.probe_path is None:
         yield BrokenRule(
             ("probe.batch_size", "data.probe_path"),
