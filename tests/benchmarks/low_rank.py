@@ -100,9 +100,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     (rows,) = run_ranks(measure, 1, arguments.ranks, arguments.steps)
-    print(
-        "\n| state | direction | | Spearman within traces, median | mean | least | energy |\n|---|---|---|---|---|---|---|"
-    )
+    print("\n| state | direction | | Spearman within traces, median | mean | least | energy |")
+    print("|---|---|---|---|---|---|---|")
     for row in rows:
         energy = "" if row["energy"] is None else f"{row['energy']:.3f}"
         figures = f"{row['median']:.4f} | {row['mean']:.4f} | {row['least']:.3f} | {energy}"
