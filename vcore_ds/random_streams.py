@@ -32,6 +32,8 @@ class Stream(IntEnum):
     """Traces that are measured at every recorded step. Place: 0 for the training data, then the held-out sets."""
     EVALUATION = 9
     """Answers of an evaluation. Place: checksum of task and problem; then the answer's number."""
+    LOW_RANK_START = 10
+    """Random start of a low-rank direction. Place: the seed of the step; then the width of a matrix."""
 
 
 def generator(stream: Stream, seed: int, *place: int) -> np.random.Generator:

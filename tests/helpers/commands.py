@@ -25,9 +25,9 @@ HANG_SECONDS = 600.0
 METRICS = set(
     "step epoch padding_share rank_imbalance sequence_parallel probe_rank_imbalance probe_sequence_parallel loss "
     "weighted_loss alpha tau kl num_saturated effective_sample_size total_weight utility_mean utility_std "
-    "direction_norm probe_loss probe_grad_norm grad_norm learning_rate supervised_tokens sequences seconds "
-    "seconds_probe seconds_utility seconds_main seconds_step supervised_tokens_per_second tokens tokens_per_second "
-    "flops_training flops_extra utilization utilization_training peak_memory_bytes "
+    "direction_norm probe_loss probe_grad_norm direction_energy grad_norm learning_rate supervised_tokens sequences "
+    "seconds seconds_probe seconds_utility seconds_main seconds_step supervised_tokens_per_second tokens "
+    "tokens_per_second flops_training flops_extra utilization utilization_training peak_memory_bytes "
     "peak_memory_bytes_probe peak_memory_bytes_utility peak_memory_bytes_main peak_memory_bytes_step".split()
 )
 """Keys of every line of metrics.jsonl."""

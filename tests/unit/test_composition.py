@@ -18,6 +18,7 @@ from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.commands.quickstart.session import load_with_pool, without_chosen
 from vcore_ds.config.files import SHIPPED_RECIPES
 from vcore_ds.config.load import compose, dump_recipe, load_recipe
+from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.planning.batch_plan import plan_batch

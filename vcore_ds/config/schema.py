@@ -177,6 +177,13 @@ def _vcore_rules(recipe: Recipe) -> Iterator[BrokenRule]:
             ("probe.direction", "optimizer.name", "method.name"),
             "sgd: the direction is the update of the optimizer that trains (or set optimizer.name to adamw)",
         )
+    if recipe.probe.rank is not None and recipe.utility.estimator == "finite_difference":
+        yield BrokenRule(
+            ("probe.rank", "utility.estimator"),
+            "null: a perturbation gathers no direction, and a low rank saves nothing (or set utility.estimator to jvp)",
+        )
+    if recipe.probe.rank is not None and recipe.lora is not None:
+        yield BrokenRule(("probe.rank", "lora.rank"), "null: adapters are matrices of low rank already")
 
 
 def _utility_rules(recipe: Recipe) -> Iterator[BrokenRule]:

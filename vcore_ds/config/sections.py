@@ -131,6 +131,11 @@ class ProbeConfig(Section):
     Adam's update (appendix "Optimizer Scope and Robustness") at g. The first step has no optimizer state and uses g."""
     every: Count = 1
     """Optimizer steps for which one probe direction is used."""
+    rank: Count | None = None
+    """With `jvp` on all parameters, utilities look along an approximation of the direction: of each matrix a product of
+    two with this many columns and rows, which saves the all-gather of the direction and most of the arithmetic of
+    its tangents. The metric `direction_energy` is the share of the squared norm that is kept. Null takes the whole
+    direction; so do vectors, and matrices that are no larger than the rank."""
     clip: Positive | None = None
     """Bound on the 2-norm of the probe gradient over all trainable parameters; null leaves it as it is. With direction
     adam it should be optimizer.gradient_clipping: the optimizer's moments are those of clipped gradients."""

@@ -246,6 +246,6 @@ def reduce_scatter(axis: Literal["tensor"], parts: Tensor) -> Tensor:
     return summed.view(parts.shape[1:])
 
 
-def add_over(axis: Literal["tensor"], tensor: Tensor) -> None:
+def add_over(axis: Literal["tensor", "shards", "expert_shards"], tensor: Tensor) -> None:
     """Replaces a tensor by its sum over the ranks of an axis, the same on each of them. A collective."""
     dist.all_reduce(tensor, group=group(axis))

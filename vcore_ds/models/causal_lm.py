@@ -13,6 +13,7 @@ from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.errors import UserError
 from vcore_ds.models.attention import OUR_ATTENTION
 from vcore_ds.models.dropout import use_token_dropout
+from vcore_ds.models.dual_numbers import low_rank_tangent
 from vcore_ds.models.language_model import decoder, logit_transform, unpadded_vocabulary
 from vcore_ds.models.row_layout import RowLayout
 from vcore_ds.models.token_loss import (
@@ -55,7 +56,15 @@ class TokenLossHead(nn.Module):
         if targets is None:
             return token_products(hidden.flatten(0, -2), self.weight, self.bias).unflatten(0, hidden.shape[:-1])
         transform, part = self._transform, self._part
-        losses = token_loss(hidden, self.weight, targets, self.bias, transform=transform, part=part)
+        losses = token_loss(
+            hidden,
+            self.weight,
+            targets,
+            self.bias,
+            transform=transform,
+            part=part,
+            weight_tangent=low_rank_tangent(self, "weight"),
+        )
         if not with_entropies:
             return losses
         return losses, token_entropy(hidden, self.weight, self.bias, transform=transform, part=part)

@@ -1,4 +1,7 @@
-"""Dual numbers whose tangent is gone with them, and parameters that may be dual."""
+"""Dual-tensor helpers that do not keep tangents alive, and parameters that may be dual."""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -27,3 +30,47 @@ def value_and_tangent(module: nn.Module, name: str) -> tuple[Tensor, Tensor | No
     parameter = module._parameters[name]
     assert parameter is not None
     return parameter, tangent
+
+
+class LowRank(NamedTuple):
+    """The tangent of a weight as a product of two thin matrices, or of stacks of them."""
+
+    left: Tensor
+    """`[..., out, r]`"""
+    right: Tensor
+    """`[..., r, in]`"""
+
+    def matrix(self) -> Tensor:
+        """The product, `[..., out, in]`."""
+        return self.left @ self.right
+
+    def to(self, dtype: torch.dtype) -> "LowRank":
+        """The same factors in another precision."""
+        return LowRank(self.left.to(dtype), self.right.to(dtype))
+
+
+_LOW_RANK_TANGENTS = "_low_rank_tangents"
+"""Attribute of a module that runs: its parameters' low-rank tangents, by name."""
+
+
+def set_low_rank_tangent(module: nn.Module, name: str, tangent: LowRank, on_read: Callable[[], None]) -> None:
+    """Gives a parameter of a module that runs a low-rank tangent; only for modules that read it themselves.
+
+    `on_read` is called when they do: a tangent that nobody reads would be missing from the utilities, silently.
+    """
+    module.__dict__.setdefault(_LOW_RANK_TANGENTS, {})[name] = tangent, on_read
+
+
+def clear_low_rank_tangents(module: nn.Module) -> None:
+    """Takes the module's low-rank tangents away."""
+    module.__dict__.pop(_LOW_RANK_TANGENTS, None)
+
+
+def low_rank_tangent(module: nn.Module, name: str) -> LowRank | None:
+    """A parameter's low-rank tangent, if it has one."""
+    tangents = module.__dict__.get(_LOW_RANK_TANGENTS)
+    if tangents is None or name not in tangents:
+        return None
+    tangent, on_read = tangents[name]
+    on_read()
+    return tangent

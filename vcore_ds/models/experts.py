@@ -17,12 +17,16 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
-from vcore_ds.models.dual_numbers import make_dual, value_and_tangent
+from vcore_ds.models.dual_numbers import LowRank, low_rank_tangent, make_dual, value_and_tangent
 from vcore_ds.models.expert_exchange import are_divided, at_their_experts, row_ends
 from vcore_ds.models.expert_load import count_tokens
 
 OUR_EXPERTS = "vcore_experts"
 """Name under which Hugging Face models find `experts_forward`."""
+
+
+EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+"""Grouped matrices `[E, out, in]` that `experts_forward` multiplies by."""
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -86,7 +90,7 @@ def _outputs(experts: Any, x: Tensor, chosen: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_product(
-    x: Tensor, weight: Tensor, d_weight: Tensor | None, ends: Tensor, *, input_first: bool = False
+    x: Tensor, weight: Tensor, d_weight: Tensor | LowRank | None, ends: Tensor, *, input_first: bool = False
 ) -> Tensor:
     """Each row of `x` times the matrix of its expert, `[S, out]`: `d(x W) = dx W + x dW`.
 
@@ -104,7 +108,10 @@ def grouped_product(
     product = _GroupedProduct.apply(x, weight, ends, input_first)
     with torch.no_grad():
         tangents = [] if d_x is None else [_products(d_x.to(weight.dtype), _input_first(weight, input_first), ends)]
-        if d_weight is not None:
+        if isinstance(d_weight, LowRank):
+            thin = d_weight if input_first else LowRank(d_weight.right.mT, d_weight.left.mT)
+            tangents.append(_products(_products(x, thin.left, ends), thin.right, ends))
+        elif d_weight is not None:
             tangents.append(_products(x, _input_first(d_weight, input_first), ends))
     if not tangents:
         return product
@@ -210,8 +217,10 @@ class _GroupedProduct(torch.autograd.Function):
         return d_x, d_weight, None, None
 
 
-def _parameter(experts: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
+def _parameter(experts: nn.Module, name: str) -> tuple[Tensor, Tensor | LowRank | None]:
     """Value and tangent; under an adapter the parameter is computed, and no parameter of the module."""
+    if (tangent := low_rank_tangent(experts, name)) is not None:
+        return getattr(experts, name), tangent
     if name in experts._parameters:
         return value_and_tangent(experts, name)
     return forward_ad.unpack_dual(getattr(experts, name))

@@ -14,6 +14,7 @@ import torch
 from peft.tuners import lora
 from torch import Tensor, nn
 
+from vcore_ds.models.dual_numbers import LowRank
 from vcore_ds.models.lora_experts import LoraExperts
 
 
@@ -44,7 +45,7 @@ def linear_tangent(
     weight: Tensor,
     *,
     d_x: Tensor | None = None,
-    d_weight: Tensor | None = None,
+    d_weight: Tensor | LowRank | None = None,
     d_bias: Tensor | None = None,
     d_addend: Tensor | None = None,
     scaling: float = 1.0,
@@ -59,7 +60,13 @@ def linear_tangent(
         found = linear_sum(d_x, weight, None, d_addend, scaling)
     elif d_addend is not None:
         found = scaling * d_addend
-    if d_weight is not None:
+    if isinstance(d_weight, LowRank):
+        inner = nn.functional.linear(x, d_weight.right)
+        if found is None:
+            found = nn.functional.linear(inner, d_weight.left)
+        else:
+            found.flatten(0, -2).addmm_(inner.flatten(0, -2), d_weight.left.t())
+    elif d_weight is not None:
         if found is None:
             found = nn.functional.linear(x, d_weight)
         else:  # added inside the product, to what is there: one tensor less, and one rounding

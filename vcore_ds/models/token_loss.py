@@ -27,6 +27,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from vcore_ds.models.dual_numbers import LowRank
 from vcore_ds.planning.memory import LOSS_BLOCK_BYTES
 
 
@@ -77,6 +78,7 @@ def token_loss(
     *,
     transform: LogitTransform = PLAIN,
     part: VocabularyPart | None = None,
+    weight_tangent: LowRank | None = None,
 ) -> Tensor:
     """Cross-entropy in nats of each token, fp32 (fp64 for fp64 input), shape `[N]`.
 
@@ -91,13 +93,15 @@ def token_loss(
         transform: what the architecture does to the products before the softmax.
         part: where `weight` is a part of the output embedding, without a bias; None for all of it. The result is then
             the same on all ranks, and a collective; the gradient by `hidden` is to be summed over them.
+        weight_tangent: tangent of a `weight` that is no dual tensor.
     """
-    tangents: list[Tensor | None] = [None, None, None]
+    tangents: list[Tensor | LowRank | None] = [None, None, None]
     if forward_ad._current_level >= 0:
         hidden, tangents[0] = forward_ad.unpack_dual(hidden)
         weight, tangents[1] = forward_ad.unpack_dual(weight)
         if bias is not None:
             bias, tangents[2] = forward_ad.unpack_dual(bias)
+    tangents[1] = weight_tangent or tangents[1]
     losses, d_losses = _TokenLoss.apply(hidden, weight, bias, targets, transform, part, *tangents)
     return losses if d_losses is None else forward_ad.make_dual(losses, d_losses)
 
@@ -199,7 +203,7 @@ class _TokenLoss(torch.autograd.Function):
         transform: LogitTransform,
         part: VocabularyPart | None,
         d_hidden: Tensor | None,
-        d_weight: Tensor | None,
+        d_weight: Tensor | LowRank | None,
         d_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.transform, ctx.part, rows = transform, part, _rows(weight, part)
@@ -224,7 +228,10 @@ class _TokenLoss(torch.autograd.Function):
                         by_hidden[block] = gradient
                     if d_losses is not None and d_hidden is not None:
                         d_losses[block] += (gradient * d_hidden[block]).sum(-1)
-                if d_losses is not None and d_weight is not None:
+                if d_losses is not None and isinstance(d_weight, LowRank):  # (q Q) . (B h)
+                    inner = _product(hidden[block], d_weight.right)
+                    d_losses[block] += (_product(d_products, _rows(d_weight.left, part).t()) * inner).sum(-1)
+                elif d_losses is not None and d_weight is not None:
                     d_losses[block] += (_product(d_products, _rows(d_weight, part).t()) * hidden[block]).sum(-1)
                 del d_products
             del logits  # before the next block's are made, or two blocks would be whole at a time

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from vcore_ds.config.files import dump_yaml
 from vcore_ds.config.schema import Recipe
 from vcore_ds.errors import UserError
 from vcore_ds.files.base_model import OWN_TAG, BaseModel, base_model_of, is_hub_id

@@ -206,6 +206,7 @@ class StepRecorder:
             "utility_std": totals.utility_std if is_vcore else None,
             "probe_loss": None,
             "probe_grad_norm": None,
+            "direction_energy": None,
             **numbers,
             "supervised_tokens": counts.num_supervised_tokens_global,
             "sequences": counts.num_sequences_global,

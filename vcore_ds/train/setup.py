@@ -124,7 +124,7 @@ def build_estimator(recipe: Recipe, engine: Engine, *, batches_per_pass: int = 1
     """
     if not recipe.method.uses_utilities:
         return NoUtilities(engine)
-    direction = Direction(engine)
+    direction = Direction(engine, recipe.probe.rank)
     if recipe.utility.estimator == "jvp":
         is_fused = recipe.utility.fused is not False and why_separate(recipe, engine) is None
         return ForwardMode(engine, direction, batches_per_pass, fused=is_fused)

@@ -57,7 +57,7 @@ def train_step(
     measured: dict[str, float | None] = {}
     if direction is not None and batches.probe:
         with recorder.part("probe"):
-            measured |= take_direction(direction, settings, batches.probe).as_metrics()
+            measured |= take_direction(direction, settings, batches.probe, seed=seed).as_metrics()
     measured["direction_norm"] = None if direction is None else direction.norm
 
     # Line 4: the utility of every token of B.
@@ -110,8 +110,10 @@ def check_finite(totals: StepTotals, recorder: StepRecorder, sequence_parallel: 
         raise NonFiniteLoss(f"the loss is not finite; {sequences}")
 
 
-def take_direction(direction: Direction, settings: StepSettings, probe_batches: Sequence[Batch]) -> Probe:
-    """Takes the direction of a probe batch. A collective."""
+def take_direction(
+    direction: Direction, settings: StepSettings, probe_batches: Sequence[Batch], *, seed: int = 0
+) -> Probe:
+    """Takes the direction of a probe batch. A collective. `seed`: of a low-rank direction's random start."""
     probe = settings.probe
     return direction.take(
         probe_batches,
@@ -119,4 +121,5 @@ def take_direction(direction: Direction, settings: StepSettings, probe_batches: 
         clip=probe.clip,
         optimizer=probe.direction,
         loss_weights=probe.loss,
+        seed=seed,
     )

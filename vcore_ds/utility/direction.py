@@ -19,6 +19,8 @@ from vcore_ds.method.adam import adam_direction
 from vcore_ds.method.baselines import dft_weights
 from vcore_ds.method.objective import Normalization, sequence_shares, token_coefficients
 from vcore_ds.method.weights import segment_sum, uniform_weights
+from vcore_ds.models.dual_numbers import LowRank
+from vcore_ds.utility.low_rank import factorize, has_low_rank, squared_norm
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,12 @@ class Probe:
     """Nats, under the probe's weights."""
     gradient_norm: float
     """2-norm before clipping."""
+    energy: float | None = None
+    """Share of `|v|^2` that a low-rank direction keeps; None for the whole direction."""
 
     def as_metrics(self) -> dict[str, float | None]:
         """By the names of metrics.jsonl."""
-        return {"probe_loss": self.loss, "probe_grad_norm": self.gradient_norm}
+        return {"probe_loss": self.loss, "probe_grad_norm": self.gradient_norm, "direction_energy": self.energy}
 
 
 class Direction:
@@ -46,11 +50,15 @@ class Direction:
     Attributes:
         buffers: the vector, see `FlatShards`.
         groups: the gather groups, each with the module that owns its parameters.
+        rank: of the matrices `Q B` that stand for the vector in a JVP pass; None for the vector itself.
         norm: global 2-norm of `v`, kept for the steps between two probes; None before the first one.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, rank: int | None = None):
         self.norm: float | None = None
+        self.rank = rank
+        self._low_rank_seed = 0
+        self._tangents: dict[int, Tensor | LowRank] | None = None
         self.groups: list[tuple[nn.Module, list[PartitionedParameter]]] = _gather_groups(engine)
         self.buffers: list[Tensor] = engine.shards.zeros(engine.trainable[0][1].dtype, engine.device)
         self._engine = engine
@@ -63,6 +71,7 @@ class Direction:
         clip: float | None,
         optimizer: Literal["sgd", "adam"] = "sgd",
         loss_weights: Literal["uniform", "dft"] = "uniform",
+        seed: int = 0,
     ) -> Probe:
         """Takes the update over the probe batch `B'` (Algorithm 1, lines 2-3). A collective.
 
@@ -74,6 +83,7 @@ class Direction:
             optimizer: `sgd` keeps the gradient; `adam` multiplies it by the Jacobian of Adam's update, which depends
                 on the optimizer's moments. Before the optimizer's first step there are none, and `adam` is `sgd`.
             loss_weights: `uniform` over each sequence (the paper), or each token's probability (`dft`).
+            seed: of a low-rank direction's random start; the same on all ranks.
 
         Raises:
             NonFiniteLoss: on all ranks alike, naming the probe's sequences; along such a direction utilities are nan.
@@ -88,7 +98,8 @@ class Direction:
             what = "gradient" if math.isfinite(loss) else "loss"
             sequences = sequences_by_rank([i for b in batches for i in b.sequence_ids], batches[0].sequence_parallel)
             raise NonFiniteLoss(f"the {what} of the probe batch is not finite; it is summed over {sequences}")
-        return Probe(loss, norm)
+        self._low_rank_seed, self._tangents = seed, None
+        return Probe(loss, norm, None if self.rank is None else self._share_kept())
 
     def _backward(self, batches: Sequence[Batch], normalization: Normalization, loss_weights: str) -> float:
         """Leaves the probe gradient in the engine's shards; returns this rank's part of the probe loss."""
@@ -133,20 +144,51 @@ class Direction:
     @property
     def persistent_bytes(self) -> int:
         """On this rank, between steps."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
+        factors = [t for x in (self._tangents or {}).values() for t in ((x,) if isinstance(x, Tensor) else x)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.buffers, *factors))
 
     def state(self) -> dict[str, float | None]:
-        """Numbers that a resumed run needs beside the vector."""
-        return {"norm": self.norm}
+        """Numbers that a resumed run needs beside the vector. The factors are not stored: the seed gives them again."""
+        return {"norm": self.norm, "low_rank_seed": None if self.rank is None else self._low_rank_seed}
 
     def load_state(self, state: Mapping[str, float | None]) -> None:
         """Takes what `state` gave; the vector is read with the checkpoint's tensors."""
         self.norm = state["norm"]
+        self._low_rank_seed, self._tangents = int(state.get("low_rank_seed") or 0), None
+
+    def low_rank_tangents(self) -> dict[int, Tensor | LowRank]:
+        """The whole approximation by `id(parameter)`: factors, and what is not factorized whole. The first call after
+        the vector has changed is a collective."""
+        assert self.rank is not None
+        if self._tangents is None:
+            tangents: dict[int, Tensor | LowRank] = {}
+            for _, parameters in self.groups:
+                matrices = [p for p in parameters if has_low_rank(p, self.rank)]
+                others = [p for p in parameters if not has_low_rank(p, self.rank)]
+                tangents |= self.finish_gather(self._start_gather(others))
+                tangents |= factorize(self._engine.shards, self.buffers, matrices, self.rank, self._low_rank_seed)
+            self._tangents = tangents
+        return self._tangents
+
+    def _share_kept(self) -> float:
+        """Share of the squared norm that the approximation keeps. A collective."""
+        tangents, kept = self.low_rank_tangents(), 0.0
+        for _, parameter in self._engine.trainable:
+            # What several ranks have alike counts once.
+            axis: layout.Axis = "expert_shards" if is_block_of_experts(parameter) else "shards"
+            is_replica = layout.rank("tensor") > 0 and not getattr(parameter, "tensor_model_parallel", False)
+            if layout.rank(axis) == 0 and not is_replica:
+                kept += squared_norm(tangents[id(parameter)])
+        total = layout.sum_over("job", [kept])[0]
+        return total / self.norm**2 if self.norm else 1.0
 
     def start_gather(self, group: int) -> list["PartialGather"]:
         """Starts to gather one group from all ranks; `finish_gather` waits for it. A collective."""
-        blocks = [parameter for parameter in self.groups[group][1] if is_block_of_experts(parameter)]
-        others = [parameter for parameter in self.groups[group][1] if not is_block_of_experts(parameter)]
+        return self._start_gather(self.groups[group][1])
+
+    def _start_gather(self, parameters: Sequence[PartitionedParameter]) -> list["PartialGather"]:
+        blocks = [parameter for parameter in parameters if is_block_of_experts(parameter)]
+        others = [parameter for parameter in parameters if not is_block_of_experts(parameter)]
         started = []
         if others:
             is_whole = layout.size("shards") == 1

@@ -24,7 +24,15 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.errors import UserError
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION
-from vcore_ds.models.dual_numbers import make_dual
+from vcore_ds.models.causal_lm import TokenLossHead
+from vcore_ds.models.dual_numbers import (
+    LowRank,
+    clear_low_rank_tangents,
+    low_rank_tangent,
+    make_dual,
+    set_low_rank_tangent,
+)
+from vcore_ds.models.experts import EXPERT_WEIGHTS, are_ours
 from vcore_ds.models.lora_linear import BaseLinear, linear_sum, linear_tangent
 from vcore_ds.utility.direction import Direction, PartialGather
 
@@ -111,12 +119,32 @@ def _give_hooks_a_tangent_rule(model: nn.Module) -> None:
 def _dual_linear(layer: nn.Linear, x: Tensor, addend: Tensor | None = None, scaling: float = 1.0) -> Tensor:
     """The forward of `nn.Linear` and `BaseLinear` for dual numbers, without a graph of the tangents."""
     (x, d_x), (weight, d_weight) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(layer.weight)
+    tangent = low_rank_tangent(layer, "weight") or d_weight
     bias, d_bias = (None, None) if layer.bias is None else forward_ad.unpack_dual(layer.bias)
     addend, d_addend = (None, None) if addend is None else forward_ad.unpack_dual(addend)
     out = linear_sum(x, weight, bias, addend, scaling)
     with torch.no_grad():
-        d_out = linear_tangent(x, weight, d_x=d_x, d_weight=d_weight, d_bias=d_bias, d_addend=d_addend, scaling=scaling)
+        d_out = linear_tangent(x, weight, d_x=d_x, d_weight=tangent, d_bias=d_bias, d_addend=d_addend, scaling=scaling)
     return out if d_out is None else make_dual(out, d_out)
+
+
+def _dual_embedding(layer: nn.Embedding, ids: Tensor) -> Tensor:
+    """The forward of `nn.Embedding` for a weight with a low-rank tangent: `Q[ids] B`."""
+    out = nn.Embedding.forward(layer, ids)
+    tangent = low_rank_tangent(layer, "weight")
+    if tangent is None:
+        return out
+    with torch.no_grad():
+        d_out = tangent.left[ids] @ tangent.right
+    return make_dual(out, d_out)
+
+
+_DUAL_FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.Linear: _dual_linear,
+    BaseLinear: _dual_linear,
+    nn.Embedding: _dual_embedding,
+}
+"""Forwards that replace those of modules of exactly these types, to which tangents may come as factors."""
 
 
 class _TangentGatherer:
@@ -129,25 +157,27 @@ class _TangentGatherer:
         self._replaced_modules: list[nn.Module] = []
         self._replaced_forwards: list[nn.Module] = []
         self._were_dual: set[int] = set()
-        self._whole: dict[int, Tensor] = {}
+        self._whole: dict[int, Tensor | LowRank] = {}
         self._in_flight: dict[int, list[PartialGather]] = {}
 
     def attach(self, engine: Engine) -> None:
         """Registers all hooks. They run in that order: ZeRO-3's, which gather parameters, are older and come first."""
         groups = self._direction.groups
+        if self._direction.rank is not None:
+            self._whole = self._direction.low_rank_tangents()
         group_of = {id(p): number for number, (_, parameters) in enumerate(groups) for p in parameters}
         owned = {id(owner): number for number, (owner, _) in enumerate(groups)}
         for module in engine.module.modules():
-            is_linear = type(module) in (nn.Linear, BaseLinear)
-            if isinstance(module, nn.Linear) and is_linear and "forward" not in module.__dict__:
-                self._replace_forward(module, partial(_dual_linear, module))
+            forward = _DUAL_FORWARDS.get(type(module))
+            if forward is not None and "forward" not in module.__dict__:
+                self._replace_forward(module, partial(forward, module))
         for unit, modules in _units(engine.module):
             readers = [m for m in modules if any(self._precision or id(p) in group_of for p in m.parameters(False))]
             if not readers:
                 continue
             # Tied or shared weights are in the group of their first user, and the others gather it again.
             needed = sorted({group_of[id(p)] for m in readers for p in m.parameters(False) if id(p) in group_of})
-            for number in needed:
+            for number in needed if self._direction.rank is None else []:
                 prefetch = number + 1 if number == owned.get(id(unit)) and number + 1 < len(groups) else None
                 self._handles.append(unit.register_forward_pre_hook(self._gather_hook(number, prefetch)))
             self._replaced_modules += readers
@@ -155,7 +185,7 @@ class _TangentGatherer:
             # reduces a layer's gradients at the node of its input, which comes after the pre-hooks: a dual parameter's
             # node from before it would pass its gradient on too late, and zeros would have been reduced instead.
             self._replace_forward(unit, partial(self._with_duals, readers, unit.forward))
-            for number in needed:
+            for number in needed if self._direction.rank is None else []:
                 self._handles.append(unit.register_forward_hook(self._release_hook(number)))
 
     def check_all_were_dual(self, engine: Engine) -> None:
@@ -222,11 +252,25 @@ class _TangentGatherer:
                 continue
             has_graph = self._with_graph and torch.is_grad_enabled()
             value = parameter if has_graph else parameter.data.to(self._precision or parameter.dtype)
-            module.__dict__[name] = value if tangent is None else make_dual(value, tangent.to(value.dtype))
+            if tangent is not None:
+                tangent = tangent.to(value.dtype)
+            if isinstance(tangent, LowRank) and self._reads_factors(module, name):
+                set_low_rank_tangent(module, name, tangent, on_read=partial(self._were_dual.add, id(parameter)))
+                tangent = None
+            elif isinstance(tangent, LowRank):
+                tangent = tangent.matrix()
+            module.__dict__[name] = value if tangent is None else make_dual(value, tangent)
             if tangent is not None:
                 self._were_dual.add(id(parameter))
 
+    def _reads_factors(self, module: nn.Module, name: str) -> bool:
+        """Whether the module's forward takes the low-rank tangent of its parameter `name`; others get the matrix."""
+        if are_ours(module):
+            return name in EXPERT_WEIGHTS
+        return name == "weight" and (isinstance(module, TokenLossHead) or module in self._replaced_forwards)
+
     def _put_back(self, module: nn.Module) -> None:
+        clear_low_rank_tangents(module)
         for name in module._parameters:
             module.__dict__.pop(name, None)
 

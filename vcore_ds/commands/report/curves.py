@@ -84,6 +84,7 @@ _MEASURES = (
     _Measure("utility_mean", "Mean utility", "", "Utilities", "Over the tokens of the batch"),
     _Measure("utility_std", "Standard deviation of utility", "", "Utilities", "Over the tokens of the batch"),
     _Measure("probe_grad_norm", "Norm of the probe's gradient", "", "Utilities"),
+    _Measure("direction_energy", "Share of the direction's squared norm that its rank keeps", "", "Utilities"),
     _Measure("signal_to_noise", "Signal to noise", "", "Utilities", "Finite difference: 3 is needed"),
     _Measure("supervised_tokens_per_second", "Throughput", "supervised tokens/s", "Speed and memory"),
     _Measure("tokens_per_second", "Throughput with prompts", "tokens/s", "Speed and memory"),
