@@ -154,7 +154,7 @@ class Scoring:
 
     def _compute(self, engine: Engine, left: Sequence[Sequence[int]]) -> None:
         recipe, console = self.request.recipe, self.console
-        direction = Direction(engine)
+        direction = Direction(engine, recipe.probe.rank)
         checkpoints, at = Checkpoints(recipe, console), None
         if not self.request.checkpoints:
             self._check(engine, direction)
@@ -185,6 +185,7 @@ class Scoring:
             clip=recipe.probe.clip,
             optimizer=recipe.probe.direction,
             loss_weights=recipe.probe.loss,
+            seed=recipe.run.seed,
         )
         assert found.loss is not None
         if layout.is_first():
