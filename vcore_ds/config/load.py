@@ -198,14 +198,18 @@ def _read(draft: Draft, name: str, folder: Path, chain: list[Path], where: str =
 
 
 def _nearest_files(name: str, folder: Path) -> list[str]:
-    """Names of files like a name that was not found: the same in another folder, or a similar spelling."""
+    """Names like that of a missing file, beside it and among the shipped: the same, or else a similar spelling."""
     beside = (folder / os.path.expanduser(name)).parent
-    known = [str(Path(name).with_name(path.name)) for path in sorted(beside.glob("*.yaml"))]
     shipped = sorted(SHIPPED_RECIPES.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
-    known += [path.relative_to(SHIPPED_RECIPES).as_posix() for path in shipped]
-    stem, stems = Path(name).stem, [Path(other).stem for other in known]
-    near = [stem] if stem in stems else difflib.get_close_matches(stem, dict.fromkeys(stems), n=2)
-    return list(dict.fromkeys(other for word in near for other in known if Path(other).stem == word))
+    near = []
+    for known in (
+        [Path(name).with_name(path.name) for path in sorted(beside.glob("*.yaml"))],
+        [path.relative_to(SHIPPED_RECIPES) for path in shipped],
+    ):
+        same = [path for path in known if path.stem == Path(name).stem]
+        close = difflib.get_close_matches(Path(name).stem, [path.stem for path in known], n=2)
+        near += same or [path for stem in dict.fromkeys(close) for path in known if path.stem == stem]
+    return list(dict.fromkeys(map(str, near)))
 
 
 def _apply_override(draft: Draft, override: str) -> None:
