@@ -45,7 +45,8 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     engine: EngineConfig
 
-    _retired = PrivateAttr(default_factory=dict)  # without annotation, because SECTIONS are the annotated ones
+    # Without annotation, because SECTIONS are the annotated ones.
+    _retired = PrivateAttr(default_factory=dict[str, Any])
 
     @property
     def retired(self) -> dict[str, Any]:
