@@ -25,7 +25,7 @@ import sys
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name that torch 2.8 knows
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from vcore_ds.cli import launch  # noqa: E402
+from vcore_ds.commands.cli import launch  # noqa: E402
 from vcore_ds.commands.quickstart.session import RECIPE, SHORTER, prepare, say_what_next  # noqa: E402
 
 if __name__ == "__main__":  # processes that prepare data import this file

@@ -14,7 +14,7 @@ for ((number = 2; ; number++)); do
 done
 data=$folder/data
 ranks=()
-if [ "${DS_ACCELERATOR:-}" = cpu ] || ! python -P vcore_ds/commands/quickstart/gpus.py; then
+if [ "${DS_ACCELERATOR:-}" = cpu ] || ! python -P vcore_ds/commands/quickstart/session.py; then
     export DS_ACCELERATOR=cpu
     ranks=(--num_accelerators 2)
 fi
@@ -26,7 +26,7 @@ run() {
 launch() {
     local port
     port=$(python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
-    run deepspeed --quiet --master_port "$port" "${ranks[@]}" --module vcore_ds.cli "$@"
+    run deepspeed --quiet --master_port "$port" "${ranks[@]}" --module vcore_ds.commands.cli "$@"
 }
 paths=("data.train_path=$data/mixture.jsonl" "data.probe_path=$data/trusted.jsonl")
 evaluate=(vcore-ds eval --tasks "math500=$data/problems.jsonl" --temperature 0 --max-new-tokens 128 --batch-size 64)

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from vcore_ds.data.problem_rows import find_text, problem_rows
-from vcore_ds.errors import UserError
-from vcore_ds.grading.prompts import math_prompt
+from vcore_ds.common.errors import UserError
+from vcore_ds.data.answers import math_prompt
+from vcore_ds.data.prepare.sources import find_text, problem_rows
 
 PROBLEM_KEYS = ("problem", "question", "prompt")
 ANSWER_KEYS = ("answer", "expected_answer", "ground_truth", "final_answer")

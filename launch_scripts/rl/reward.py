@@ -13,7 +13,8 @@ import math_verify  # noqa: F401  (where it is missing training must not start: 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from vcore_ds.grading.final_answer import final_answer, is_right
-from vcore_ds.grading.verification import AnswerChecker
+
+from vcore_ds.data.verification import AnswerChecker
 
 checker = AnswerChecker(limit_seconds=5)
 lock = threading.Lock()

@@ -45,7 +45,7 @@ on_every_node() {
         export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor TORCH_EXTENSIONS_DIR=$cache/extensions
         exec python -m vcore_ds.distributed.torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$RANKS_PER_NODE" \
             --rdzv-backend=c10d --rdzv-endpoint="$RENDEZVOUS" --rdzv-id="$SLURM_JOB_ID.$SLURM_STEP_ID" \
-            -m vcore_ds.cli "$@"' bash "$@"
+            -m vcore_ds.commands.cli "$@"' bash "$@"
 }
 
 echo "job $SLURM_JOB_ID, attempt $attempt, on $SLURM_JOB_NODELIST with $RANKS_PER_NODE rank(s) a node; $(date)"

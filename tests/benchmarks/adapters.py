@@ -20,7 +20,7 @@ from torch import nn
 from tests.benchmarks.overhead import MODEL, VARIANTS, deepspeed_config, make_feed, ratio
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.batches import StepBatches
 from vcore_ds.models.lora_linear import LoraLinear
 from vcore_ds.train.setup import build_engine
 

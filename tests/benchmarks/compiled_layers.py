@@ -35,8 +35,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rot
 from tests.benchmarks import overhead
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.engine.optimizer import build_optimizer
-from vcore_ds.engine.zero3 import Engine
+from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.dual_numbers import make_dual
 
 way = "plain"

@@ -1,4 +1,4 @@
-"""Products and attention in bf16 on a CPU: PyTorch's kernels, those of `vcore_ds.cpu_products`, and fp32.
+"""Products and attention in bf16 on a CPU: PyTorch's kernels, those of `vcore_ds.distributed.cpu_matmul`, and fp32.
 
     python -m tests.benchmarks.cpu_products
 

@@ -28,23 +28,20 @@ from tests.benchmarks.gpu_attention import measure_attention
 from tests.benchmarks.gpu_report import markdown
 from tests.helpers import step_runs, tiny
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
-from vcore_ds.data.batches import Batch, pack
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.batches import Batch, StepBatches, pack
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import available_memory_bytes, device
 from vcore_ds.distributed.process_group import start_process_group
-from vcore_ds.engine.optimizer import build_optimizer
-from vcore_ds.engine.zero3 import Engine
-from vcore_ds.files.run_folder import environment
+from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.loading import checkpoint_activations
-from vcore_ds.planning.gpus import peak_flops
-from vcore_ds.planning.memory import memory_of
-from vcore_ds.planning.memory_settings import MemorySettings
+from vcore_ds.planning.hardware import peak_flops
+from vcore_ds.planning.memory import MemorySettings, memory_of
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
-from vcore_ds.planning.passes import StepPasses
+from vcore_ds.planning.time_model import StepPasses
+from vcore_ds.train.run_folder import environment
 from vcore_ds.train.settings import step_settings
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.direction import Direction

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from vcore_ds.distributed.device import device
-from vcore_ds.models.attention import MAX_KERNEL_HEAD_DIM, Scoring, causal_attention
+from vcore_ds.models.attention import MAX_KERNEL_HEAD_DIM, RowLayout, Scoring, causal_attention
 from vcore_ds.models.block_attention import block_attention
-from vcore_ds.models.row_layout import RowLayout
 
 Timed = Callable[[Callable[[], object], int], float]
 """Median seconds of a call, from the call and the number of repeats."""

@@ -14,12 +14,10 @@ import numpy as np
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.allocations import Allocations
-from vcore_ds.data.batches import Batch, pack
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.batches import Batch, StepBatches, pack
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed.process_group import start_process_group
-from vcore_ds.engine.optimizer import build_optimizer
-from vcore_ds.engine.zero3 import Engine
+from vcore_ds.engine.zero3 import Engine, build_optimizer
 
 NUM_TOKENS, VOCABULARY, HIDDEN = 16_384, 151_936, 64
 METHODS = {

@@ -28,12 +28,12 @@ from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.track.console import Console
+from vcore_ds.train.console import Console
 from vcore_ds.train.feed import build_feed, read_dataset
+from vcore_ds.train.loop import Trainer
 from vcore_ds.train.settings import schedule_of, step_settings
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.train.step import take_direction
-from vcore_ds.train.trainer import Trainer
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import jvp_utilities
 

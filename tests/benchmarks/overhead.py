@@ -25,18 +25,16 @@ from torch.nn.functional import cross_entropy
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data.batches import Batch, collate, idle_batch
-from vcore_ds.data.order import MainOrder, RandomDraws
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.common.random_streams import Stream
+from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch
+from vcore_ds.data.dataset import MainOrder, RandomDraws
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
-from vcore_ds.engine.optimizer import build_optimizer
-from vcore_ds.engine.zero3 import Engine
+from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.spread import RowLimit, spread
 from vcore_ds.planning.time_model import CPU
-from vcore_ds.random_streams import Stream
 from vcore_ds.train.feed import Feed
 
 MODEL = dict(

@@ -17,17 +17,16 @@ import torch
 from tests.benchmarks.overhead import MODEL, OurLoop, Variant, ratio
 from tests.helpers import step_runs
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data.batches import Batch, collate, idle_batch, pack
+from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, pack
 from vcore_ds.data.cache import store_of
-from vcore_ds.data.order import MainOrder
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.dataset import MainOrder
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.packing import Waste
 from vcore_ds.planning.spread import RowLimit, spread
 from vcore_ds.planning.time_model import CPU, TimeModel
-from vcore_ds.planning.waste import Waste
 
 QUICKSTART = Path("runs/quickstart_data")
 NUM_MAIN, NUM_PROBE, CUTOFF = 32, 4, 1024

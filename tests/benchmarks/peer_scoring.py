@@ -31,8 +31,8 @@ import numpy as np
 from tests.experiments import target_selection
 from tests.experiments.processes import REPOSITORY, run_train, write
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
+from vcore_ds.data.scores_folder import read_traces
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.files.scores_folder import read_traces
 
 FOLDER = REPOSITORY / "runs" / "peer_scoring"
 PEER_SCRIPT = REPOSITORY / "tests" / "experiments" / "peer_bergson.py"
@@ -85,7 +85,7 @@ def score_by_ours(size: int) -> dict[str, Any]:
     output = FOLDER / f"vcore_{size}"
     shutil.rmtree(output, ignore_errors=True)
     paths = [f"data.{key}_path={FOLDER}/{file}.jsonl" for key, file in (("train", size), ("probe", "pool"))]
-    command = [sys.executable, "-m", "vcore_ds.cli", "score", str(FOLDER / "run"), *PLAIN, *paths]
+    command = [sys.executable, "-m", "vcore_ds.commands.cli", "score", str(FOLDER / "run"), *PLAIN, *paths]
     command += [f"data.cache_dir={FOLDER}/store", "--output", str(output)]
     result = measured(command, output.with_suffix(".log"))
     scores = read_traces(output, ["utility_mean.trusted"])["utility_mean.trusted"]

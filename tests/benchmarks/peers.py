@@ -31,17 +31,17 @@ from transformers import AutoModelForCausalLM
 from tests.benchmarks import peer_fixture
 from tests.helpers import step_runs
 from tests.helpers.ranks import run_ranks
+from vcore_ds.common.random_streams import Stream
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import Batch, collate, pack
-from vcore_ds.data.order import RandomDraws
+from vcore_ds.data.dataset import RandomDraws
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.packing import pack_batch, split_batch
 from vcore_ds.planning.time_model import TimeModel
-from vcore_ds.random_streams import Stream
 from vcore_ds.train.feed import Feed
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks
 

@@ -31,7 +31,7 @@ from vcore_ds.data.prepare.sources import find_shards
 from vcore_ds.data.store import TokenStore, _indexed_dataset, write_store
 from vcore_ds.data.store_checks import check_contents
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
-from vcore_ds.grading.verification import AnswerChecker
+from vcore_ds.data.verification import AnswerChecker
 
 WORDS = (
     "Okay so let me think about this problem carefully we need to find the value of and then wait maybe it is better "

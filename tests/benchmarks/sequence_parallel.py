@@ -22,8 +22,7 @@ import torch
 from tests.helpers import step_runs, tiny
 from tests.helpers.allocations import Allocations
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data.batches import Batch
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.spread import RowLimit, spread

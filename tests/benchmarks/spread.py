@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from statistics import mean
 
 from vcore_ds.planning.model_shape import QWEN3_32B
-from vcore_ds.planning.spread import RowLimit, possible_degrees, spread
+from vcore_ds.planning.spread import RowLimit, possible_degrees, simulated_batches, spread
 from vcore_ds.planning.time_model import TimeModel
-from vcore_ds.planning.utilization import simulated_batches
 
 CUTOFF = 16_384
 

@@ -28,9 +28,9 @@ import torch
 
 from tests.benchmarks.overhead import JVP, NUM_MAIN, NUM_PROBE, SFT, OurLoop, Variant, make_feed, ratio
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data.order import RandomDraws
-from vcore_ds.data.step_batches import StepBatches
-from vcore_ds.random_streams import Stream
+from vcore_ds.common.random_streams import Stream
+from vcore_ds.data.batches import StepBatches
+from vcore_ds.data.dataset import RandomDraws
 
 TRUSTED = 8
 """Sequences that `data.trusted_share` 0.2 adds to 32 of the training data."""

@@ -18,14 +18,14 @@ from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
-from vcore_ds.files.run_folder import RECIPE
-from vcore_ds.planning.memory_settings import MemorySettings
+from vcore_ds.planning.memory import MemorySettings
 from vcore_ds.planning.model_shape import QWEN3_32B
 from vcore_ds.planning.run_plan import needed_passes
-from vcore_ds.track.console import Console
-from vcore_ds.track.metrics_log import MetricsLog
-from vcore_ds.track.trackers import start_trackers
-from vcore_ds.train.throughput import Throughput
+from vcore_ds.train.console import Console
+from vcore_ds.train.loop import Throughput
+from vcore_ds.train.metrics_log import MetricsLog
+from vcore_ds.train.run_folder import RECIPE
+from vcore_ds.train.trackers import start_trackers
 
 NUM_SEQUENCES = 32
 PAUSE_SECONDS = 0.02

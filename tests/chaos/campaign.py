@@ -25,7 +25,7 @@ import psutil
 from tests.chaos.tiny_run import TinyRun, make_setup
 from tests.helpers.jobs import Job
 from tests.helpers.setups import sums
-from vcore_ds.errors import EXIT_STOPPED
+from vcore_ds.common.errors import EXIT_STOPPED
 
 NUM_STEPS = 60
 NUM_STEPS_BETWEEN_KILLS = 10

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import vcore_ds.engine  # noqa: F401  before anything that imports deepspeed
-from vcore_ds import cli
-from vcore_ds.distributed.positions import here
-from vcore_ds.files import checkpoint_folder
+from vcore_ds.commands import cli
+from vcore_ds.distributed.watchdog import here
+from vcore_ds.engine import checkpoint_folder
 
 
 @dataclass(frozen=True)

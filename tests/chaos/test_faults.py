@@ -22,8 +22,8 @@ from tests.chaos.tiny_run import TinyRun, make_setup
 from tests.helpers.jobs import AnyJob, ForkedJob
 from tests.helpers.setups import sums
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.data.order import MainOrder, RandomDraws
-from vcore_ds.random_streams import Stream
+from vcore_ds.common.random_streams import Stream
+from vcore_ds.data.dataset import MainOrder, RandomDraws
 
 pytestmark = pytest.mark.e2e
 

@@ -12,8 +12,8 @@ from tests.chaos.inject import Fault
 from tests.chaos.tiny_run import RECIPE, TinyRun, make_setup
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums
+from vcore_ds.common.errors import EXIT_STOPPED
 from vcore_ds.config.load import load_recipe
-from vcore_ds.errors import EXIT_STOPPED
 from vcore_ds.train.run import train
 
 pytestmark = pytest.mark.e2e

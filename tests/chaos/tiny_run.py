@@ -13,7 +13,7 @@ from tests.chaos.inject import Fault
 from tests.helpers.jobs import ForkedJob, Job
 from tests.helpers.resumed_runs import tensors_of, token_records
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
-from vcore_ds import cli
+from vcore_ds.commands import cli
 
 RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
 NUM_SHARDS = 2
@@ -59,7 +59,7 @@ class TinyRun:
 
     def start(self, fault: Fault | None = None, **environment: str) -> Job:
         """Starts the run on all of its ranks, as it is typed; `fault` strikes in it."""
-        module = "vcore_ds.cli"
+        module = "vcore_ds.commands.cli"
         if fault is not None:
             module, environment = "tests.chaos.inject", environment | fault.environment
         launcher = f"python -m vcore_ds.distributed.torchrun --nproc_per_node {self.num_ranks} -m {module}"

@@ -7,8 +7,7 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data.batches import Batch, idle_batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine.optimizer import build_optimizer
-from vcore_ds.engine.zero3 import Engine
+from vcore_ds.engine.zero3 import Engine, build_optimizer
 
 pytestmark = pytest.mark.dist
 

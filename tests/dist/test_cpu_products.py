@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.parity import Case, run_case
 from tests.helpers.ranks import run_ranks
-from vcore_ds import cpu_products
+from vcore_ds.distributed import cpu_matmul as cpu_products
 
 pytestmark = pytest.mark.dist
 

@@ -20,10 +20,9 @@ from tests.helpers.streams import accelerator_with_streams
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.deepspeed_start import start_deepspeed
-from vcore_ds.engine.expert_shards import divide_experts
-from vcore_ds.engine.optimizer import build_optimizer
-from vcore_ds.engine.partitioned import is_block_of_experts
-from vcore_ds.engine.zero3 import Engine
+from vcore_ds.engine.flat_shards import is_block_of_experts
+from vcore_ds.engine.parallel_weights import divide_experts
+from vcore_ds.engine.zero3 import Engine, build_optimizer
 
 pytestmark = pytest.mark.dist
 

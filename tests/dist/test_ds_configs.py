@@ -14,7 +14,7 @@ from deepspeed.utils import groups
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.config.schema import Recipe
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.planning.batch_plan import plan_batch

@@ -16,8 +16,7 @@ from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.expert_load import forget_tokens, load_of_experts
-from vcore_ds.models.experts import OUR_EXPERTS
+from vcore_ds.models.experts import OUR_EXPERTS, forget_tokens, load_of_experts
 
 pytestmark = pytest.mark.dist
 

@@ -19,21 +19,21 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.mixtures import write_mixture
 from tests.helpers.parity import Case, assert_equal, run_case
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.common.errors import UserError
+from vcore_ds.data.batches import StepBatches
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.checkpoint_shards import read_state, write_state
-from vcore_ds.engine.expert_shards import divide_experts
 from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.engine.loading import load_sharded
+from vcore_ds.engine.parallel_weights import divide_experts
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.errors import UserError
-from vcore_ds.models import expert_exchange, experts
+from vcore_ds.models import experts
+from vcore_ds.models import experts as expert_exchange
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.dual_numbers import make_dual
-from vcore_ds.models.expert_exchange import mark_divided
-from vcore_ds.models.experts import OUR_EXPERTS, are_ours
+from vcore_ds.models.experts import OUR_EXPERTS, are_ours, mark_divided
 from vcore_ds.utility.estimators import Estimator
 from vcore_ds.utility.fused_forward import TangentsBesideGraph
 

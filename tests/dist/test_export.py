@@ -24,8 +24,8 @@ from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.engine.export_shards import ExportFailed, save_hugging_face
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.files import model_folder as files
-from vcore_ds.models.row_layout import RowLayout
+from vcore_ds.models import model_folder as files
+from vcore_ds.models.attention import RowLayout
 from vcore_ds.train import run
 
 pytestmark = pytest.mark.dist

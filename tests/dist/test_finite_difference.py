@@ -6,12 +6,11 @@ from scipy.stats import spearmanr
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import jvp_utilities
-from vcore_ds.utility.finite_difference import FiniteDifference, choose_epsilon
-from vcore_ds.utility.perturbation import perturbed, round_stochastically
+from vcore_ds.utility.finite_difference import FiniteDifference, choose_epsilon, perturbed, round_stochastically
 
 pytestmark = pytest.mark.dist
 

@@ -20,11 +20,10 @@ from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
 from vcore_ds.engine import flat_shards
 from vcore_ds.engine.flat_shards import chunks
-from vcore_ds.engine.optimizer import build_optimizer
-from vcore_ds.engine.zero3 import Engine
+from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.method.adam import adam_direction
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.perturbation import perturbed
+from vcore_ds.utility.finite_difference import perturbed
 
 pytestmark = pytest.mark.dist
 

@@ -12,12 +12,12 @@ import torch.autograd.forward_ad as forward_ad
 from tests.helpers import step_runs, tiny
 from tests.helpers.allocations import Allocations
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.common.errors import UserError
+from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.errors import UserError
-from vcore_ds.train.derivative_check import TOLERANCE, along_own_gradient
 from vcore_ds.train.settings import step_settings
 from vcore_ds.train.setup import build_estimator
+from vcore_ds.train.start_checks import TOLERANCE, along_own_gradient
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.estimators import NoUtilities, why_not_fused
 from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities

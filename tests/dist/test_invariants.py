@@ -9,13 +9,13 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.train.setup import build_engine
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import jvp_utilities
-from vcore_ds.utility.perturbation import perturbed
+from vcore_ds.utility.finite_difference import perturbed
 
 pytestmark = pytest.mark.dist
 

@@ -20,19 +20,18 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTr
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import write_model
-from vcore_ds import progress as progress_module
+from vcore_ds.common import progress as progress_module
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import LoraConfig, OptimizerConfig
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.engine import loading
 from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.engine.loading import load_and_broadcast, load_sharded
-from vcore_ds.engine.optimizer import build_optimizer
-from vcore_ds.engine.zero3 import Engine
-from vcore_ds.errors import UserError
-from vcore_ds.files.safetensors_ranges import WINDOW_BYTES, read_header
+from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.lora import add_lora
+from vcore_ds.models.safetensors_ranges import WINDOW_BYTES, read_header
 
 pytestmark = pytest.mark.dist
 

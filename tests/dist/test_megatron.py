@@ -12,11 +12,11 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.parity import Case, assert_equal, run_case
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
-from vcore_ds.planning.gpus import GPUS, Cluster
-from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings, parameter_counts
+from vcore_ds.planning.hardware import GPUS, Cluster
+from vcore_ds.planning.memory import AdapterShape, MemorySettings, parameter_counts
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.passes import StepPasses
 from vcore_ds.planning.step_cost import StepModel
+from vcore_ds.planning.time_model import StepPasses
 
 pytestmark = pytest.mark.dist
 

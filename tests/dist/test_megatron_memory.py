@@ -11,10 +11,9 @@ from tests.dist.test_memory import SIZES, TRANSIENT_BOUND, measure, recipe_of, s
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
+from vcore_ds.models.architecture_check import count_parameters
 from vcore_ds.models.configuration import model_shape
-from vcore_ds.models.parameter_counts import count_parameters
-from vcore_ds.planning.memory import MemoryEstimate, memory_of
-from vcore_ds.planning.memory_settings import ParameterCounts, parameter_counts
+from vcore_ds.planning.memory import MemoryEstimate, ParameterCounts, memory_of, parameter_counts
 
 pytestmark = pytest.mark.dist
 

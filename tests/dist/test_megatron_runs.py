@@ -18,11 +18,11 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.commands.fidelity.choice import FidelityOptions
 from vcore_ds.commands.fidelity.measure import measure_fidelity
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.export_shards import save_hugging_face
-from vcore_ds.errors import UserError
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.train import setup as shared
 

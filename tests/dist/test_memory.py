@@ -17,11 +17,9 @@ from tests.helpers.ranks import run_ranks
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine.optimizer import build_optimizer
-from vcore_ds.engine.zero3 import Engine
+from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.configuration import model_shape
-from vcore_ds.planning.memory import MemoryEstimate, memory_of
-from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings
+from vcore_ds.planning.memory import AdapterShape, MemoryEstimate, MemorySettings, memory_of
 from vcore_ds.train.settings import step_settings
 from vcore_ds.train.setup import build_engine
 from vcore_ds.train.step import take_direction

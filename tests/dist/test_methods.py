@@ -9,10 +9,10 @@ import torch
 from tests.helpers import step_runs, tiny
 from tests.helpers.parity import keep_some
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.engine.log_probabilities import log_probabilities
-from vcore_ds.track.step_metrics import StepMetrics
+from vcore_ds.train.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.dist
 

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.ranks import run_ranks
 from tests.helpers.step_cases import CASES, steps
 from tests.helpers.streams import Races, accelerator_with_streams
-from vcore_ds.engine.streams import Streams
+from vcore_ds.engine.flat_shards import Streams
 
 pytestmark = pytest.mark.dist
 

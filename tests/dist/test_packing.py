@@ -6,8 +6,7 @@ import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.data.batches import Batch, collate, idle_batch, merge_batches, pack
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, merge_batches, pack
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import TRAINING_ATTENTION

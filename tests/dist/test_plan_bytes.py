@@ -21,14 +21,14 @@ from tests.helpers.scaled_model import (
 )
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.gpus import GPUS, Cluster
+from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.known_models import KNOWN_MODELS
+from vcore_ds.planning.memory import parameter_counts
 from vcore_ds.planning.memory_plan import plan_memory
-from vcore_ds.planning.memory_settings import parameter_counts
 from vcore_ds.planning.model_shape import QWEN3_32B, shape_on_disk
-from vcore_ds.planning.passes import StepPasses
+from vcore_ds.planning.spread import summarize
 from vcore_ds.planning.step_cost import StepModel
-from vcore_ds.planning.utilization import summarize
+from vcore_ds.planning.time_model import StepPasses
 
 pytestmark = pytest.mark.dist
 

@@ -27,6 +27,7 @@ from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.fidelity.measure import train_steps
 from vcore_ds.commands.reference.compute import write_reference_log_probabilities
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.cache import store_of
@@ -36,15 +37,14 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.stops import Stops
 from vcore_ds.engine import checkpoint_shards
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed
-from vcore_ds.errors import UserError
-from vcore_ds.files.run_folder import begin
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.track.console import Console
-from vcore_ds.track.token_records import read_records
 from vcore_ds.train import checkpoints, run, settings
 from vcore_ds.train.checkpoints import MARGIN_BYTES, Checkpoints
+from vcore_ds.train.console import Console
 from vcore_ds.train.feed import build_feed, read_training_data
+from vcore_ds.train.run_folder import begin
 from vcore_ds.train.setup import build_engine, plan_ranks
+from vcore_ds.train.token_records import read_records
 
 pytestmark = pytest.mark.dist
 

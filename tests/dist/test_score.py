@@ -28,18 +28,19 @@ from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.commands.score import compute
-from vcore_ds.commands.score.passes import PassFiles
 from vcore_ds.commands.score.request import make_request
+from vcore_ds.commands.score.result import PassFiles
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
+from vcore_ds.data.scores_folder import read_scores, read_tokens, read_traces
 from vcore_ds.data.store import TokenStore
 from vcore_ds.distributed import layout
 from vcore_ds.engine.export_shards import PREFIX
-from vcore_ds.errors import UserError
-from vcore_ds.files.scores_folder import read_scores, read_tokens, read_traces
-from vcore_ds.track.console import Console
-from vcore_ds.train import memory_check, run
+from vcore_ds.train import run
+from vcore_ds.train import start_checks as memory_check
 from vcore_ds.train.checkpoints import Checkpoints
+from vcore_ds.train.console import Console
 
 pytestmark = pytest.mark.dist
 

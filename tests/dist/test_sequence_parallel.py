@@ -19,12 +19,10 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.parity import Case, assert_equal, run_case
 from tests.helpers.ranks import run_ranks
 from tests.unit.test_attention import CONFIGS
-from vcore_ds.data.batches import IGNORED_LABEL, Batch
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.batches import IGNORED_LABEL, Batch, StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION
+from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.row_layout import RowLayout
 from vcore_ds.models.sequence_exchange import gather_losses, own_columns
 from vcore_ds.planning.spread import possible_degrees
 from vcore_ds.train.settings import step_settings

@@ -17,12 +17,11 @@ from tests.helpers.token_records import assert_same_followed, assert_same_record
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
-from vcore_ds.track import token_gather
-from vcore_ds.track.console import Console
-from vcore_ds.track.followed_records import Origin, TraceTokens, read_all_followed
-from vcore_ds.track.token_gather import gather_record, record_tokens
-from vcore_ds.track.token_records import SequenceTokens
+from vcore_ds.train import step_metrics as token_gather
+from vcore_ds.train.console import Console
 from vcore_ds.train.followed import record_followed
+from vcore_ds.train.step_metrics import gather_record, record_tokens
+from vcore_ds.train.token_records import Origin, SequenceTokens, TraceTokens, read_all_followed
 
 pytestmark = pytest.mark.dist
 

@@ -15,7 +15,7 @@ from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_language_model import vision_language_config
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.config.schema import Recipe
-from vcore_ds.models.language_model import auto_class
+from vcore_ds.models.causal_lm import auto_class
 from vcore_ds.train import run
 
 MODEL_TYPE = "gemma3"

@@ -16,11 +16,11 @@ import torch
 
 from tests.helpers.commands import HANG_SECONDS
 from tests.helpers.jobs import ForkedJob
+from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout, watchdog
-from vcore_ds.distributed.positions import Identity, is_alive, mark
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.distributed.signals import stop_signals
-from vcore_ds.errors import UserError
+from vcore_ds.distributed.watchdog import Identity, is_alive, mark
 
 pytestmark = pytest.mark.dist
 

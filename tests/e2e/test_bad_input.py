@@ -13,8 +13,8 @@ from tests.helpers.commands import (
     run_command,
 )
 from tests.helpers.setups import TinySetup, make_tokenizer, write_conversations, write_model
-from vcore_ds.cli import main
-from vcore_ds.errors import UserError
+from vcore_ds.commands.cli import main
+from vcore_ds.common.errors import UserError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("one_process")]
 
@@ -101,7 +101,7 @@ def test_two_ranks_give_one_message(setup: TinySetup, tmp_path: Path):
     """The arithmetic of two ranks, which only a run on two ranks can refuse."""
     overrides = setup.overrides(tmp_path / "output", "batch.sequence_parallel=4")
     launcher = f"deepspeed --quiet --num_accelerators 2 --master_port {free_port()}"
-    done = run_command(f"{launcher} --module vcore_ds.cli train {FULL} {' '.join(overrides)}")
+    done = run_command(f"{launcher} --module vcore_ds.commands.cli train {FULL} {' '.join(overrides)}")
     assert done.returncode == 2, done.stdout
     assert done.stdout.count("vcore-ds: batch.sequence_parallel: found 4 on 2 ranks") == 1
     assert "a divisor of the 2 ranks and the 4 query heads of" in done.stdout

@@ -15,19 +15,17 @@ from tests.helpers.jobs import ForkedJob
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.random_streams import Stream
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.data.batches import Batch
-from vcore_ds.data.order import MainOrder, RandomDraws
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.batches import Batch, StepBatches
+from vcore_ds.data.dataset import MainOrder, RandomDraws
 from vcore_ds.distributed import layout
-from vcore_ds.engine.non_finite import NonFiniteGradient, NonFiniteLoss
-from vcore_ds.engine.zero3 import Engine
-from vcore_ds.errors import UserError
-from vcore_ds.random_streams import Stream
+from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss
+from vcore_ds.train.loop import describe_fault
 from vcore_ds.train.run import train
-from vcore_ds.train.trainer import describe_fault
 from vcore_ds.utility.estimators import Estimator
 
 pytestmark = pytest.mark.e2e

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.commands import free_port, run_command
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 
 pytestmark = pytest.mark.e2e
 
@@ -91,7 +91,7 @@ def test_a_recipe_without_utilities_in_bf16_under_the_deepspeed_launcher(setup: 
     own.append(f"data.probe_path={setup.validation}")
     arguments = ["methods/sft.yaml", *setup.overrides(tmp_path / "run", *own, precision="bf16"), "lora=null"]
     arguments += ["--large-probe", "0", "--epsilons", "1e-5", "--output", str(output)]
-    launcher = f"deepspeed --num_accelerators 2 --master_port {free_port()} --module vcore_ds.cli"
+    launcher = f"deepspeed --num_accelerators 2 --master_port {free_port()} --module vcore_ds.commands.cli"
     done = run_command(f"{launcher} fidelity {RECIPE} {' '.join(arguments)}")
     assert done.returncode == 0 and "Traceback" not in done.stdout, done.stdout
     said = done.stdout

@@ -25,7 +25,7 @@ from tests.helpers.commands import (
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup
 from tests.helpers.token_records import assert_same_records
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 from vcore_ds.config.load import dump_recipe, load_recipe
 
 pytestmark = pytest.mark.e2e

@@ -17,13 +17,13 @@ from tests.helpers.jobs import ForkedJob
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 from vcore_ds.commands.quickstart.session import RECIPE
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
+from vcore_ds.commands.report.tokens import IN_ANSWER, make_tables
 from vcore_ds.config.load import load_recipe
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.results.token_tables import IN_ANSWER, make_tables
-from vcore_ds.track.token_records import read_records
+from vcore_ds.train.token_records import read_records
 
 pytestmark = pytest.mark.e2e
 

@@ -21,10 +21,10 @@ from safetensors.torch import save_file
 from tests.helpers.commands import REPOSITORY
 from tests.helpers.setups import TinySetup, make_tokenizer, sums, write_conversations, write_model
 from tests.unit.test_export import trained_masters, write_run
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import writing
 from vcore_ds.data.store import TokenStore
-from vcore_ds.errors import UserError
-from vcore_ds.files.user_paths import writing
 
 pytestmark = [
     pytest.mark.e2e,

@@ -14,15 +14,15 @@ import pytest
 from tests.helpers.commands import HANG_SECONDS, REPOSITORY
 from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_prepare import chat_row, contents, math_row, write_lines
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 from vcore_ds.data.store import TokenStore
 
 pytestmark = pytest.mark.e2e
 
 STALLED = """
 import sys, time
-from vcore_ds.cli import main
-from vcore_ds.data.prepare.pool import Pool
+from vcore_ds.commands.cli import main
+from vcore_ds.data.prepare.pipeline import Pool
 
 run = Pool.run
 

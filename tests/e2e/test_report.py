@@ -14,10 +14,9 @@ from tests.helpers.browser import opened
 from tests.helpers.commands import read_metrics, run_command
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 from vcore_ds.config.load import load_recipe
-from vcore_ds.track.followed_records import read_all_followed
-from vcore_ds.track.token_records import TokenRecord, read_records
+from vcore_ds.train.token_records import TokenRecord, read_all_followed, read_records
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page

@@ -12,10 +12,9 @@ import pytest
 from tests.helpers.browser import opened
 from tests.helpers.report_runs import random_sequence, random_trace, step_line, write_run
 from tests.helpers.tokenizer import SPECIAL_TOKENS, make_tokenizer
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 from vcore_ds.commands.report import write_report
-from vcore_ds.track.followed_records import FollowedRecord, Origin
-from vcore_ds.track.token_records import SequenceTokens
+from vcore_ds.train.token_records import FollowedRecord, Origin, SequenceTokens
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -11,8 +11,8 @@ import pytest
 from tests.helpers.commands import read_metrics
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup
-from vcore_ds.cli import main
-from vcore_ds.track.console import Console
+from vcore_ds.commands.cli import main
+from vcore_ds.train.console import Console
 
 pytestmark = pytest.mark.e2e
 

@@ -16,8 +16,8 @@ import pytest
 from tests.helpers.commands import free_port, read_metrics
 from tests.helpers.jobs import AnyJob, ForkedJob, Job
 from tests.helpers.setups import TinySetup
-from vcore_ds.cli import launch, main
-from vcore_ds.errors import EXIT_STOPPED
+from vcore_ds.commands.cli import launch, main
+from vcore_ds.common.errors import EXIT_STOPPED
 
 pytestmark = pytest.mark.e2e
 

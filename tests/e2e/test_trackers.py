@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.commands import read_metrics
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 
 pytest.importorskip("tensorboard", reason="TENSORBOARD IS NOT TESTED HERE: it is in the test extra")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

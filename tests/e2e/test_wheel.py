@@ -104,7 +104,7 @@ def test_the_wheel_holds_the_package_and_what_ships_with_it(wheel: Path) -> None
         for folder in PAGES
         for path in (REPOSITORY / "vcore_ds" / "commands" / folder).iterdir()
     }
-    assert names == code | recipes | configs | pages | {"vcore_ds/results/model_card.md"}
+    assert names == code | recipes | configs | pages | {"vcore_ds/train/model_card.md"}
 
 
 def test_the_installation_is_what_runs(installed: Path, editable: Path, source: Path, tmp_path: Path) -> None:

@@ -18,9 +18,13 @@ import shutil
 import numpy as np
 
 from tests.experiments.processes import REPOSITORY, run_vcore_ds, write
-from vcore_ds.commands.champ import champ_problems
-from vcore_ds.commands.quickstart.traces import MAX_JUDGED_TOKENS, judged_traces, prepare_quickstart_data
-from vcore_ds.files.scores_folder import read_traces
+from vcore_ds.commands.quickstart.traces import (
+    MAX_JUDGED_TOKENS,
+    champ_problems,
+    judged_traces,
+    prepare_quickstart_data,
+)
+from vcore_ds.data.scores_folder import read_traces
 
 FOLDER = REPOSITORY / "runs" / "champ_scores"
 NUM_RESAMPLED = 2000

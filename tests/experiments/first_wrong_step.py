@@ -19,9 +19,9 @@ from typing import Any
 from tests.experiments.processes import REPOSITORY, run_train
 from tests.experiments.report import cell
 from vcore_ds.commands.quickstart.traces import champ_problems, prepare_quickstart_data
+from vcore_ds.data.answers import CHAMP
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.grading.prompts import CHAMP
-from vcore_ds.track.token_records import SequenceTokens, read_records
+from vcore_ds.train.token_records import SequenceTokens, read_records
 
 FOLDER = REPOSITORY / "runs" / "first_wrong_step"
 NUM_TRACES, BATCH_SIZE = 64, 16

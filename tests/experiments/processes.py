@@ -35,7 +35,7 @@ def run_vcore_ds(command: str, *arguments: str) -> str:
     Raises:
         RuntimeError: it failed; with its last lines.
     """
-    whole = [sys.executable, "-m", "vcore_ds.cli", command, RECIPE, *arguments]
+    whole = [sys.executable, "-m", "vcore_ds.commands.cli", command, RECIPE, *arguments]
     done = subprocess.run(
         whole,
         cwd=REPOSITORY,

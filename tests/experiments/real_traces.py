@@ -23,10 +23,10 @@ import torch
 from tests.experiments.processes import REPOSITORY, read
 from tests.experiments.task import separation_of_traces
 from tests.helpers.jobs import ForkedJob
-from vcore_ds import cli
+from vcore_ds.commands import cli
 from vcore_ds.commands.quickstart import wrong_traces
-from vcore_ds.files.scores_folder import read_traces
-from vcore_ds.results.statistics import cell
+from vcore_ds.commands.statistics import cell
+from vcore_ds.data.scores_folder import read_traces
 
 FOLDER = REPOSITORY / "runs" / "real_traces"
 RESULTS = Path(__file__).with_suffix(".jsonl")

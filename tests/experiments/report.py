@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from tests.experiments.settings import Setting
-from vcore_ds.results import statistics
-from vcore_ds.results.statistics import cell
+from vcore_ds.commands import statistics
+from vcore_ds.commands.statistics import cell
 
 Result = dict[str, Any]
 BySeed = dict[int, Result]

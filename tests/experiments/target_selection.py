@@ -36,7 +36,7 @@ import numpy as np
 
 from tests.experiments.processes import REPOSITORY, read, run_vcore_ds, write
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
-from vcore_ds.files.scores_folder import read_traces
+from vcore_ds.data.scores_folder import read_traces
 
 FOLDER = REPOSITORY / "runs" / "target_selection"
 RESULTS = Path(__file__).with_suffix(".jsonl")

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from tests.benchmarks.gpu import SHAPES
 from tests.helpers.setups import write_conversations
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 
 FOLDER = Path(os.environ.get("VCORE_DS_GPU_RESULTS", "runs/gpu")) / "calibration"
 NUM_TRACES, NUM_STEPS, MEAN_LETTERS = 128, 8, 3000

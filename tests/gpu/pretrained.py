@@ -5,7 +5,7 @@ python -m tests.gpu.pretrained
 
 import sys
 
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 from vcore_ds.commands.quickstart.session import DATA, RECIPE
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 

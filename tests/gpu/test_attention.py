@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.unit.test_attention import LAYOUTS, SCALE, drawn_sinks, inputs, unfused, visible
-from vcore_ds.models.attention import training_attention
-from vcore_ds.models.row_layout import RowLayout
+from vcore_ds.models.attention import RowLayout, training_attention
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])

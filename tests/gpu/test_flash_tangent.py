@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.test_attention import SCALE, drawn_sinks, inputs, unfused, visible
-from vcore_ds.models.row_layout import RowLayout
+from vcore_ds.models.attention import RowLayout
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Relative to the norm of what is exact for inputs that are rounded already, as in the interpreter."""

@@ -7,7 +7,7 @@ import torch
 
 from tests.benchmarks import gpu as benchmark
 from tests.helpers import step_runs
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import NoUtilities

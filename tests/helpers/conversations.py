@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from vcore_ds.data.conversations import Conversation
-from vcore_ds.data.rendering import check_tokenizer, render_conversation
+from vcore_ds.data.conversations import Conversation, check_tokenizer, render_conversation
 from vcore_ds.data.store import TokenStore, write_store
 from vcore_ds.data.tokenization import TokenizedSequence, tokenize_rendered
 

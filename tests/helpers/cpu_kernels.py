@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vcore_ds import cpu_products
+from vcore_ds.distributed import cpu_matmul as cpu_products
 
 
 @contextmanager

@@ -12,19 +12,19 @@ from torch import Tensor
 
 from tests.helpers.allocations import Allocations, ReceivedBytes
 from tests.helpers.scaled_model import CASES, Case, recipe_of
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.batches import StepBatches
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
-from vcore_ds.engine.partitioned import as_partitioned
+from vcore_ds.engine.flat_shards import as_partitioned
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.configuration import model_shape
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.track.step_metrics import StepRecorder
 from vcore_ds.train.feed import batches_of_rank
 from vcore_ds.train.settings import step_settings
 from vcore_ds.train.setup import build_engine, build_estimator
 from vcore_ds.train.step import train_step
+from vcore_ds.train.step_metrics import StepRecorder
 from vcore_ds.utility.direction import Direction
 
 NUM_WARM_UP = 2

@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.step_cases import CASES
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.dropout import TokenDropout, token_keys
-from vcore_ds.models.megatron import norms
+from vcore_ds.models.megatron import decoder as norms
+from vcore_ds.models.megatron.configuration import Piece, put_together
+from vcore_ds.models.megatron.decoder import PlainRMSNorm, TakesDualNumbers
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
-from vcore_ds.models.megatron.norms import PlainRMSNorm, TakesDualNumbers
-from vcore_ds.models.megatron.weights import Piece, put_together
-from vcore_ds.utility.perturbation import perturbed
+from vcore_ds.utility.finite_difference import perturbed
 
 
 def parallel_model(

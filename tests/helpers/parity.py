@@ -10,15 +10,14 @@ import numpy as np
 import torch
 
 from tests.helpers import step_runs, tiny
-from vcore_ds.data.batches import Batch
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.common.random_streams import Stream, generator
+from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.deepspeed_start import start_deepspeed
-from vcore_ds.engine.expert_shards import divide_experts
 from vcore_ds.engine.log_probabilities import log_probabilities
+from vcore_ds.engine.parallel_weights import divide_experts
 from vcore_ds.method.baselines import random_mask
-from vcore_ds.random_streams import Stream, generator
 
 
 @dataclass(frozen=True)

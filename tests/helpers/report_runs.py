@@ -11,8 +11,14 @@ from transformers import PreTrainedTokenizerFast
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.track.followed_records import FollowedRecord, TraceTokens, write_followed
-from vcore_ds.track.token_records import SequenceTokens, TokenRecord, write_record
+from vcore_ds.train.token_records import (
+    FollowedRecord,
+    SequenceTokens,
+    TokenRecord,
+    TraceTokens,
+    write_followed,
+    write_record,
+)
 
 
 def write_run(

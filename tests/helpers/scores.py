@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vcore_ds.data.store import TokenStore
-from vcore_ds.files.model_digest import digest_of_model
-from vcore_ds.files.scores_folder import (
+from vcore_ds.data.scores_folder import (
     NUM_SHOWN,
     ScoredData,
     Scores,
@@ -18,6 +16,8 @@ from vcore_ds.files.scores_folder import (
     write_tokens,
     write_traces,
 )
+from vcore_ds.data.store import TokenStore
+from vcore_ds.models.model_digest import digest_of_model
 
 
 def write_scores_of(

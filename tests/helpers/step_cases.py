@@ -8,10 +8,9 @@ from typing import Any
 from tests.helpers import step_runs, tiny
 from tests.helpers.parity import keep_some
 from vcore_ds.config.schema import Recipe
-from vcore_ds.data.step_batches import StepBatches
-from vcore_ds.engine.optimizer import build_optimizer
-from vcore_ds.engine.zero3 import Engine
-from vcore_ds.track.step_metrics import StepMetrics
+from vcore_ds.data.batches import StepBatches
+from vcore_ds.engine.zero3 import Engine, build_optimizer
+from vcore_ds.train.step_metrics import StepMetrics
 from vcore_ds.utility.estimators import Estimator
 
 VARIANCE = {"temperature": 0.1, "alpha": "variance", "alpha_cap": None}

@@ -11,16 +11,14 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from tests.helpers import tiny
 from tests.helpers.oracle import Reference
 from vcore_ds.config.schema import Recipe
-from vcore_ds.data.batches import Batch, idle_batch
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.batches import Batch, StepBatches, idle_batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine.optimizer import build_optimizer
-from vcore_ds.engine.partitioned import is_block_of_experts
-from vcore_ds.engine.zero3 import Engine
-from vcore_ds.track.step_metrics import MicroBatchResult, StepMetrics, StepRecorder
+from vcore_ds.engine.flat_shards import is_block_of_experts
+from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.train.settings import step_settings
 from vcore_ds.train.setup import build_estimator
 from vcore_ds.train.step import train_step as take_step
+from vcore_ds.train.step_metrics import MicroBatchResult, StepMetrics, StepRecorder
 from vcore_ds.utility.estimators import Estimator
 
 LEARNING_RATE = 1e-4

@@ -9,12 +9,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, 
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, pack
 from vcore_ds.data.tokenization import TokenizedSequence
-from vcore_ds.models.attention import TRAINING_ATTENTION
+from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.experts import OUR_EXPERTS
 from vcore_ds.models.loading import checkpoint_activations
 from vcore_ds.models.lora import add_lora
-from vcore_ds.models.row_layout import RowLayout
 
 VOCABULARY = 128
 

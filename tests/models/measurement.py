@@ -21,24 +21,22 @@ from transformers import CONFIG_MAPPING
 from tests.helpers import step_runs, tiny
 from tests.models import families
 from tests.models.reference import Expected, Text, expected, mean_gradient, plain_model
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import Batch, idle_batch, pack
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import chunks
-from vcore_ds.engine.optimizer import build_optimizer
-from vcore_ds.engine.zero3 import Engine
-from vcore_ds.errors import UserError
+from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.configuration import model_shape, read_config
 from vcore_ds.models.loading import prepare_for_training
 from vcore_ds.models.lora import add_lora
 from vcore_ds.models.megatron.configuration import transformer_config
 from vcore_ds.planning.batch_plan import plan_batch
-from vcore_ds.track.console import Console
-from vcore_ds.train.derivative_check import check_derivatives
+from vcore_ds.train.console import Console
 from vcore_ds.train.model_check import check_model
 from vcore_ds.train.setup import build_estimator, load_model
-from vcore_ds.train.start_check import check_start
+from vcore_ds.train.start_checks import check_derivatives, check_start
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import ForwardMode, why_not_fused
 from vcore_ds.utility.finite_difference import FiniteDifference

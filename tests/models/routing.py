@@ -31,8 +31,7 @@ from tests.models import families, measurement
 from tests.models.measurement import Measured, rank_correlation, recipe, relative
 from tests.models.reference import Text, expected, mean_gradient, plain_model, token_losses
 from vcore_ds.distributed import layout
-from vcore_ds.engine.optimizer import build_optimizer
-from vcore_ds.engine.zero3 import Engine
+from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.train.setup import load_model
 
 FAMILIES = ("deepseek_v3", "gpt_oss", "qwen3_next")

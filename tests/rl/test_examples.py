@@ -12,8 +12,8 @@ from types import ModuleType
 import pyarrow.parquet as pq
 import pytest
 
-from vcore_ds.grading.prompts import math_prompt
-from vcore_ds.grading.verification import AnswerChecker
+from vcore_ds.data.answers import math_prompt
+from vcore_ds.data.verification import AnswerChecker
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "launch_scripts" / "rl"
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.helpers.commands import run_command
 from vcore_ds.commands.quickstart.session import DATA
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
-from vcore_ds.grading.prompts import math_prompt
+from vcore_ds.data.answers import math_prompt
 
 TRL = os.environ.get("VCORE_DS_TRL_PYTHON")
 pytestmark = pytest.mark.skipif(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.setups import write_model
-from vcore_ds.data.rendering import render_prompt
+from vcore_ds.data.conversations import render_prompt
 from vcore_ds.data.tokenization import load_tokenizer
 
 VERL = os.environ.get("VCORE_DS_VERL_PYTHON")

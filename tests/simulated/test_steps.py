@@ -17,9 +17,9 @@ from tests.helpers.parity import Case, run_case
 from tests.helpers.simulated_cuda import host_waits
 from tests.helpers.simulated_cuda.ranks import run_simulated
 from tests.helpers.step_cases import CASES, VARIANCE
-from vcore_ds.engine.non_finite import NonFiniteLoss
+from vcore_ds.engine.zero3 import NonFiniteLoss
 from vcore_ds.models import attention
-from vcore_ds.track.step_metrics import StepMetrics
+from vcore_ds.train.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.dist
 
@@ -68,13 +68,13 @@ MOST_WAITS = {
     "engine/zero3.py num_updates: item": 2,
     "engine/zero3.py step: item": 1,
     "method/weights.py gibbs_weights: copy to the device": 4,
-    "track/step_metrics.py _now: synchronize": 10,
-    "track/step_metrics.py totals: copy to the host": 1,
-    "train/batch_scope.py sequence_factors: copy to the device": 1,
-    "train/batch_scope.py sequence_factors: copy to the host": 1,
+    "train/step_metrics.py _now: synchronize": 10,
+    "train/step_metrics.py totals: copy to the host": 1,
+    "train/weighting.py sequence_factors: copy to the device": 1,
+    "train/weighting.py sequence_factors: copy to the host": 1,
     "utility/direction.py _backward: copy to the device": 4,
     "utility/direction.py _backward: item": 1,
-    "utility/perturbation.py perturbed: item": 1,
+    "utility/finite_difference.py perturbed: item": 1,
 }
 """Of the host for the device in any of these steps, each of four micro-batches and four of the probe, by the package's
 function that waits. A place that is not named may not wait. To be lowered whenever one waits less often."""

@@ -16,8 +16,8 @@ from tests.helpers.jobs import Job
 from tests.helpers.setups import TinySetup
 from tests.helpers.sweeps import losses_table, write_sweep
 from tests.slurm.cluster import Cluster, wait_until
+from vcore_ds.commands.sweep.folder import State, begin_sweep, read_sweep_folder
 from vcore_ds.planning.sweep import load_sweep
-from vcore_ds.results.sweep_folder import State, begin_sweep, read_sweep_folder
 
 pytestmark = pytest.mark.dist
 

@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vcore_ds.models.attention import forward_mode_attention
+from vcore_ds.models.attention import RowLayout, forward_mode_attention
 from vcore_ds.models.block_attention import BLOCK_TOKENS, block_attention
 from vcore_ds.models.flash_tangent import _tiles_to_try, flash_tangent, launch
-from vcore_ds.models.row_layout import RowLayout
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/unit/test_flash_tangent.py, which sets TRITON_INTERPRET"
 

@@ -9,13 +9,12 @@ import torch
 
 from tests.helpers import conversations
 from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.common.errors import UserError
+from vcore_ds.data.answers import answer_spans
 from vcore_ds.data.batches import collate
 from vcore_ds.data.conversations import Conversation
-from vcore_ds.data.dataset import keep_random_tokens
-from vcore_ds.data.sequence_log_probabilities import with_reference, write_reference
+from vcore_ds.data.dataset import keep_random_tokens, with_reference, write_reference
 from vcore_ds.data.store import TokenStore
-from vcore_ds.errors import UserError
-from vcore_ds.grading.answers import answer_spans
 
 
 @pytest.mark.parametrize(

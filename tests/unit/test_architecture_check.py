@@ -15,10 +15,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.sections import LoraConfig
-from vcore_ds.errors import UserError
 from vcore_ds.models import architecture_check
 from vcore_ds.models.architecture_check import advice_on_noise, check_architecture, check_estimator
 from vcore_ds.models.attention import TRAINING_ATTENTION

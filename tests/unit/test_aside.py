@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vcore_ds.files import aside
+from vcore_ds.common import paths as aside
 
 
 def names(folder: Path) -> list[str]:

@@ -27,20 +27,21 @@ from transformers import (
 
 from tests.helpers import tiny
 from tests.helpers.allocations import Allocations
+from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import Batch
-from vcore_ds.errors import UserError
 from vcore_ds.models import attention as attention_module
-from vcore_ds.models import explicit_attention, flash_attention
+from vcore_ds.models import attention_kernels as explicit_attention
+from vcore_ds.models import attention_kernels as flash_attention
 from vcore_ds.models.attention import (
     FORWARD_MODE_ATTENTION,
+    FUSED_ATTENTION,
     TRAINING_ATTENTION,
+    RowLayout,
     forward_mode_attention,
     training_attention,
 )
 from vcore_ds.models.block_attention import BLOCK_TOKENS, block_attention
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.fused_attention import FUSED_ATTENTION
-from vcore_ds.models.row_layout import RowLayout
 
 SCALE = 0.37
 

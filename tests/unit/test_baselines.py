@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.method.baselines import IMPORTANCE_RATIO_CAP, dft_weights, iw_sft_weights, random_mask, random_weights
 from vcore_ds.method.objective import GlobalCounts, effective_sample_size, sequence_shares, token_coefficients
-from vcore_ds.random_streams import Stream, generator
 
 
 def index_of(lengths: list[int]) -> torch.Tensor:

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.common.errors import UserError
 from vcore_ds.data.cache import store_of
 from vcore_ds.data.store import TokenStore
-from vcore_ds.errors import UserError
 
 GOOD_ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 

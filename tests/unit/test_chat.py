@@ -20,13 +20,13 @@ from tests.helpers import tiny
 from tests.helpers.recipes import smallest_recipe
 from tests.helpers.setups import write_model
 from tests.unit.test_export import trained_masters, write_run
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 from vcore_ds.commands.export.write import export_run
+from vcore_ds.commands.named_model import find_named_model, load_to_answer
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.errors import UserError
-from vcore_ds.grading.prompts import math_prompt
-from vcore_ds.models.named_model import find_named_model, load_to_answer
+from vcore_ds.data.answers import math_prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 
@@ -180,7 +180,8 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(endless):
     terminal, slave = pty.openpty()
     words = ["chat", str(endless), "--max-new-tokens", "30000", "--temperature", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "vcore_ds.cli", *words], stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+        [sys.executable, "-m", "vcore_ds.commands.cli", *words],
+        stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
         preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
     )  # fmt: skip
     os.close(slave)

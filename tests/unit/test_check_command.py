@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vcore_ds.cli import COMMANDS, main
+from vcore_ds.commands.cli import COMMANDS, main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_4b_math_lora.yaml"
@@ -19,7 +19,7 @@ def test_check_imports_nothing_heavy(tmp_path: Path) -> None:
     """A recipe is checked while it is typed; torch alone takes longer to import than all of the check."""
     code = (
         "import sys\n"
-        "from vcore_ds.cli import main\n"
+        "from vcore_ds.commands.cli import main\n"
         "code = main(['check', *sys.argv[1:]])\n"
         "loaded = {name.split('.')[0] for name in sys.modules}\n"
         "heavy = loaded & {'torch', 'transformers', 'deepspeed', 'peft', 'pyarrow', 'numpy', 'datasets', 'wandb'}\n"
@@ -119,7 +119,7 @@ def test_a_reader_that_leaves_ends_a_command_quietly(words: list[str], tmp_path:
     """As in `vcore-ds recipes | head -1`."""
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "vcore_ds.cli", *words]
+    command = [sys.executable, "-m", "vcore_ds.commands.cli", *words]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with open(writing, "wb") as output:
         done = subprocess.run(

@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.recipes import smallest_recipe
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import differing_keys
 from vcore_ds.config.schema import Recipe
-from vcore_ds.errors import UserError
-from vcore_ds.files import checkpoint_folder as files
-from vcore_ds.files.run_folder import (
+from vcore_ds.engine import checkpoint_folder as files
+from vcore_ds.train.checkpoints import Checkpoints
+from vcore_ds.train.console import Console
+from vcore_ds.train.metrics_log import MetricsLog
+from vcore_ds.train.run_folder import (
     begin,
+    can_resume,
     followed_path,
     move_lost_metrics,
     move_lost_tokens,
     token_record_path,
 )
-from vcore_ds.track.console import Console
-from vcore_ds.track.metrics_log import MetricsLog
-from vcore_ds.train.checkpoints import Checkpoints
-from vcore_ds.train.resume import can_resume
 
 CONTENT = {
     "state/__0_0.distcp": b"first rank" * 100,

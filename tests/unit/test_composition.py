@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.recipes import problem_of, problems_of, smallest_recipe
 from tests.helpers.recipes import write_yaml as write
-from vcore_ds.cli import launch, main
+from vcore_ds.commands.cli import launch, main
 from vcore_ds.commands.quickstart import session
 from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.commands.quickstart.session import load_with_pool, without_chosen

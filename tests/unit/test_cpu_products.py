@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from tests.helpers.cpu_kernels import replaced_kernels
-from vcore_ds import cpu_products
-from vcore_ds.errors import UserError
+from vcore_ds.common.errors import UserError
+from vcore_ds.distributed import cpu_matmul as cpu_products
 
 aten = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)

@@ -13,10 +13,10 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from tests.helpers.conversations import tokenize
 from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.commands.quickstart import traces as quickstart_data
+from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import collate
 from vcore_ds.data.conversations import Conversation
 from vcore_ds.data.tokenization import TokenizedSequence
-from vcore_ds.errors import UserError
 
 # As in Qwen3: turns before the last user turn lose their thinking, an assistant turn after it always has a think block.
 QWEN3 = (

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.unit.test_layers import LEVELS, PACKAGE
-from vcore_ds.cli import main, parse
+from vcore_ds.commands.cli import main, parse
 from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import SECTIONS

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers import tiny
-from vcore_ds.errors import UserError
+from vcore_ds.common.errors import UserError
 from vcore_ds.models.dropout import TokenDropout, token_keys, use_token_dropout
 
 NUM_TOKENS, NUM_FEATURES = 1024, 768

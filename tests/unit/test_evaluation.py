@@ -19,12 +19,12 @@ from tests.helpers import tiny
 from tests.helpers.benchmark_rows import ROWS, write_rows
 from tests.helpers.commands import command_environment
 from tests.helpers.setups import write_model
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 from vcore_ds.commands.evaluate.generation import InProcessAPI, Request, Sampling, choose_sampling
+from vcore_ds.commands.named_model import NamedModel, find_named_model
+from vcore_ds.common.errors import EXIT_STOPPED, UserError
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.errors import EXIT_STOPPED, UserError
-from vcore_ds.files.evaluation_folder import TaskResult, read_evaluation, read_samples
-from vcore_ds.models.named_model import NamedModel, find_named_model
+from vcore_ds.train.evaluation_folder import TaskResult, read_evaluation, read_samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 
@@ -152,7 +152,7 @@ def sampled(base: Path, output: Path, *options: str) -> list[str]:
 
 KILLED_IN_THE_THIRD_BATCH = """
 import os, signal, sys
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 from vcore_ds.commands.evaluate.generation import InProcessAPI
 answer, batches = InProcessAPI.answer, []
 def answer_twice(self, requests):

@@ -8,13 +8,12 @@ import pytest
 from inspect_ai.dataset import Sample
 
 from tests.helpers.benchmark_rows import ROWS, write_rows
-from vcore_ds.commands.champ import HELD_OUT
 from vcore_ds.commands.evaluate.tasks import BENCHMARKS, choose_tasks, supergpqa_1k
+from vcore_ds.commands.quickstart.traces import HELD_OUT
+from vcore_ds.common.errors import UserError
+from vcore_ds.data.answers import choice_prompt, final_answer, is_right, last_code_block, math_prompt
 from vcore_ds.data.prepare import sources
-from vcore_ds.errors import UserError
-from vcore_ds.grading.answers import final_answer, is_right, last_code_block
-from vcore_ds.grading.prompts import choice_prompt, math_prompt
-from vcore_ds.grading.verification import AnswerChecker
+from vcore_ds.data.verification import AnswerChecker
 
 
 @pytest.fixture(scope="module")

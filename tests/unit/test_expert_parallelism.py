@@ -11,26 +11,21 @@ from pydantic import ValidationError
 
 from tests.helpers.recipes import smallest_recipe
 from tests.unit.test_step_cost import FAST, IDEAL
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.resume import differing_keys
 from vcore_ds.config.schema import Recipe
-from vcore_ds.planning.batch_plan import plan_batch
+from vcore_ds.planning.batch_plan import other_expert_degrees, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.gpus import GPUS, Cluster
+from vcore_ds.planning.hardware import GPUS, Cluster, Traffic, gathered_weights
 from vcore_ds.planning.known_models import KNOWN_MODELS
-from vcore_ds.planning.memory import memory_of
-from vcore_ds.planning.memory_settings import MemorySettings, parameter_counts
-from vcore_ds.planning.mixtures import fullest_rank
-from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
-from vcore_ds.planning.parallel_degrees import other_expert_degrees
-from vcore_ds.planning.passes import StepPasses
+from vcore_ds.planning.memory import MemorySettings, memory_of, parameter_counts
+from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, fullest_rank
 from vcore_ds.planning.run_plan import plan_run
 from vcore_ds.planning.spread import RowLimit, spread
 from vcore_ds.planning.step_cost import StepCost, StepModel
-from vcore_ds.planning.time_model import TimeModel
-from vcore_ds.planning.traffic import Traffic, gathered_weights
-from vcore_ds.track.console import Console
+from vcore_ds.planning.time_model import StepPasses, TimeModel
+from vcore_ds.train.console import Console
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHAPE = KNOWN_MODELS["Qwen3-30B-A3B"]

@@ -18,10 +18,10 @@ from tests.helpers.allocations import Allocations
 from tests.helpers.exports import stored, write_checkpoint, write_run
 from tests.helpers.setups import write_model
 from tests.helpers.tokenizer import CHATML
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.errors import UserError
-from vcore_ds.files import model_folder as files
+from vcore_ds.common.errors import UserError
+from vcore_ds.models import model_folder as files
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 

@@ -15,13 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.helpers.exports import stored, write_run
 from tests.helpers.mixtures import MIXTURES, mixture, read_config, write_mixture
 from vcore_ds.commands.export.write import export_run
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import LoraConfig
-from vcore_ds.errors import UserError
-from vcore_ds.files.model_folder import describe
 from vcore_ds.models.experts import OUR_EXPERTS
-from vcore_ds.models.folder_weights import FolderWeights, described_weights
-from vcore_ds.models.lora import add_lora
-from vcore_ds.models.trained_adapter import add_trained_adapter
+from vcore_ds.models.lora import add_lora, add_trained_adapter
+from vcore_ds.models.model_folder import describe
+from vcore_ds.models.stored_weights import FolderWeights, described_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 

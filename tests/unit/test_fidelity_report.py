@@ -31,7 +31,7 @@ from vcore_ds.commands.fidelity.report import (
     measure_agreement,
     write_report,
 )
-from vcore_ds.errors import UserError
+from vcore_ds.common.errors import UserError
 
 # ---- agreement -----------------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ def test_first_tiles_keep_the_tensor_cores_busy(tmp_path: Path) -> None:
 
 NO_COMPILER = """
 from triton.backends import backends
-from vcore_ds.errors import UserError
+from vcore_ds.common.errors import UserError
 from vcore_ds.models.flash_tangent import _find_driver
 backends["nvidia"].driver.is_active = staticmethod(lambda: True)
 try:
@@ -82,7 +82,7 @@ ABSENT = """
 import sys
 sys.modules["triton"] = None  # an import of it fails
 import torch
-from vcore_ds.models.row_layout import RowLayout
+from vcore_ds.models.attention import RowLayout
 from vcore_ds.models.attention import forward_mode_attention
 query = torch.randn(1, 2, 9, 16, dtype=torch.bfloat16)
 layout = RowLayout.of([[4, 5]], 1, query.device)

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from tests.helpers.recipes import smallest_recipe
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import pack
 from vcore_ds.data.dataset import Dataset
 from vcore_ds.data.tokenization import TokenizedSequence
-from vcore_ds.errors import UserError
-from vcore_ds.track.followed_records import (
+from vcore_ds.train.followed import _tokens_of, choose_traces
+from vcore_ds.train.token_records import (
+    MOST_TOKENS,
     FollowedRecord,
     Origin,
     TraceTokens,
@@ -23,8 +25,6 @@ from vcore_ds.track.followed_records import (
     read_followed,
     write_followed,
 )
-from vcore_ds.track.token_records import MOST_TOKENS
-from vcore_ds.train.followed import _tokens_of, choose_traces
 
 
 def recipe(**sections: dict[str, Any]) -> Recipe:

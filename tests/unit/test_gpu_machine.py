@@ -18,15 +18,15 @@ from tests import conftest
 from vcore_ds.data import batches
 from vcore_ds.data.batches import IGNORED_LABEL, supervised_tokens
 from vcore_ds.distributed import process_group
-from vcore_ds.files.run_folder import environment
+from vcore_ds.train.run_folder import environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 DECIDE = {
     "vcore_ds/distributed/device.py",  # uses_gpu, for all others
     "vcore_ds/engine/deepspeed_start.py",  # sets DS_ACCELERATOR where there is no GPU
-    "vcore_ds/commands/quickstart/gpus.py",  # the same, for the launcher, before anything of ours is imported
-    "vcore_ds/files/run_folder.py",  # on a level without `distributed`
+    "vcore_ds/commands/quickstart/session.py",  # the same, for the launcher, before anything of ours is imported
+    "vcore_ds/train/run_folder.py",  # on a level without `distributed`
 }
 """Files that ask for GPUs themselves. All others ask `uses_gpu`: with DS_ACCELERATOR=cpu ranks stay on the CPU, and a
 GPU that one of them would take after all may not even exist."""

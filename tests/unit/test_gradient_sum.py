@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from vcore_ds.engine.gradient_sum import GradientSum, unsharded_gradient_bytes
+from vcore_ds.engine.flat_shards import GradientSum, unsharded_gradient_bytes
 
 
 def accumulate(gradients: list[torch.Tensor], parameter: nn.Parameter, in_fp32: bool) -> torch.Tensor:

@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from vcore_ds.imports import SWITCH, without_compiler
+from vcore_ds.common.imports import SWITCH, without_compiler
 
 CODE = """
 import gc
-from vcore_ds.imports import lasting_imports
+from vcore_ds.common.imports import lasting_imports
 
 try:
     with lasting_imports():

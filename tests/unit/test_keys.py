@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 from vcore_ds.config.problems import recipe_keys
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS
 

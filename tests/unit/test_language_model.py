@@ -13,12 +13,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.data.batches import IGNORED_LABEL
-from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.configuration import VISION_LANGUAGE
-from vcore_ds.models.language_model import (
+from vcore_ds.models.attention import RowLayout
+from vcore_ds.models.causal_lm import (
     DIVISORS,
     FACTORS,
     SOFTCAPS,
+    TokenLossModel,
     auto_class,
     decoder,
     freeze_towers,
@@ -26,8 +26,8 @@ from vcore_ds.models.language_model import (
     logit_transform,
     unpadded_vocabulary,
 )
+from vcore_ds.models.configuration import VISION_LANGUAGE
 from vcore_ds.models.lora import add_lora
-from vcore_ds.models.row_layout import RowLayout
 from vcore_ds.models.token_loss import PLAIN
 
 VOCABULARY, TOKENS = 96, 20

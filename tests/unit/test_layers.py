@@ -14,51 +14,36 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "vcore_ds"
 
 LEVELS = (
-    ("errors", "imports", "progress", "random_streams", "units", "grading", "method"),
-    ("cpu_products", "config"),
-    ("distributed", "files", "planning"),
+    ("method", "common"),
+    ("config", "distributed"),
+    ("planning",),
     ("data",),
     ("models",),
-    ("engine", "track"),
-    ("utility", "results"),
+    ("engine",),
+    ("utility",),
     ("train",),
     ("commands",),
-    ("cli",),
 )
 """From the bottom up. A room imports what is below its level."""
 
 MAY_IMPORT = {
-    "errors": "",
-    "imports": "",
-    "progress": "",
-    "random_streams": "",
-    "units": "",
-    "grading": "",
     "method": "",
-    "cpu_products": "errors",
-    "config": "errors",
-    "distributed": "errors cpu_products",
-    "files": "errors cpu_products",
-    "planning": "errors units config",
-    "data": "errors imports progress random_streams grading method files planning",
-    "models": "errors imports cpu_products config distributed files planning data",
-    "engine": "errors imports progress random_streams method config distributed files data models",
-    "track": "errors progress random_streams units method config distributed files data",
-    "utility": "errors random_streams method distributed data models engine",
-    "results": "errors grading config files planning data track",
-    "train": "errors progress random_streams cpu_products method config distributed files planning data models engine "
-    "track utility results",
-    "commands": "errors imports progress random_streams units grading method config distributed files planning data "
-    "models engine track utility results train",
-    "cli": "errors distributed commands",
+    "common": "",
+    "config": "common",
+    "distributed": "common",
+    "planning": "common config",
+    "data": "method common planning",
+    "models": "common config distributed planning data",
+    "engine": "method common config distributed data models",
+    "utility": "method common distributed data models engine",
+    "train": "method common config distributed planning data models engine utility",
+    "commands": "method common config distributed planning data models engine utility train",
 }
 """What a room may import; the rest of what is below it, it does without."""
 
-TAKE_WHOLE_RECIPES = {"config", "planning", "results", "train", "commands"}
+TAKE_WHOLE_RECIPES = {"config", "planning", "train", "commands"}
 """Rooms whose functions may take a `Recipe`; those of the others say what they use of one."""
 
-FOR_ALL_COMMANDS = {"arguments", "champ", "export", "html_page"}
-"""Files of `commands/` that several of them import."""
 HEAVY = {"torch", "transformers", "peft", "deepspeed", "numpy", "datasets", "pyarrow"}
 REDUCTIONS = {
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
@@ -92,7 +77,7 @@ def imports(source: str, module: str) -> Iterator[tuple[int, str]]:
 
 def violations(source: str, module: str) -> list[str]:
     """What a module `vcore_ds.ROOM...` imports against the drawing, one line each."""
-    room, *inner = module.split(".")[1:]
+    room = module.split(".")[1]
     found = []
     for line, name in imports(source, module):
         top, *rest = name.split(".")
@@ -102,16 +87,13 @@ def violations(source: str, module: str) -> list[str]:
         elif name.startswith("torch.distributed") and room not in {"engine", "distributed"}:
             if module != BEFORE_ANY_LAYOUT:
                 found.append(f"{where}: only distributed/ and engine/ may")
-        elif top in HEAVY and room in {"config", "errors", "planning"}:
+        elif top in HEAVY and room in {"config", "planning"}:
             found.append(f"{where}: {room} stays free of it")
         elif name == "vcore_ds.config.schema.Recipe" and room not in TAKE_WHOLE_RECIPES:
             found.append(f"{where}: {room} takes a section of it, or values")
         elif top == "vcore_ds" and rest and rest[0] != "__version__":
             other = rest[0]
-            if room == other == "commands":
-                if inner and not {*rest[1:2]} & {inner[0], *FOR_ALL_COMMANDS}:
-                    found.append(f"{where}: no command imports another")
-            elif other != room and other not in MAY_IMPORT.get(room, "").split():
+            if other != room and other not in MAY_IMPORT.get(room, "").split():
                 found.append(f"{where}: {room} does without {other}")
     return found
 
@@ -207,18 +189,12 @@ def test_a_named_reduction_passes() -> None:
         ("from vcore_ds.utility.direction import Direction", "vcore_ds.engine.checkpoint_shards"),
         ("from vcore_ds.commands.check import main", "vcore_ds.train.step"),
         ("from vcore_ds import engine", "vcore_ds.method.weights"),
-        ("from vcore_ds.errors import UserError", "vcore_ds.method.weights"),
+        ("from vcore_ds.common.errors import UserError", "vcore_ds.method.weights"),
         ("from vcore_ds.planning.batch_plan import plan_batch", "vcore_ds.config.load"),
-        ("from ..errors import UserError", "vcore_ds.method.weights"),
-        ("from vcore_ds.engine.zero3 import Engine", "vcore_ds.track.step_metrics"),
-        ("from vcore_ds.track.console import Console", "vcore_ds.engine.zero3"),
-        ("from vcore_ds.results.run_reader import read_log", "vcore_ds.track.console"),
+        ("from ..common.errors import UserError", "vcore_ds.method.weights"),
+        ("from vcore_ds.train.console import Console", "vcore_ds.engine.zero3"),
         ("from vcore_ds.config.schema import Recipe", "vcore_ds.utility.direction"),
-        ("from vcore_ds.config.schema import Recipe", "vcore_ds.track.console"),
         ("from vcore_ds.distributed import layout", "vcore_ds.data.batches"),
-        ("from vcore_ds.commands.report.page import write_page", "vcore_ds.commands.fidelity.measure"),
-        ("from vcore_ds.commands import check", "vcore_ds.commands.train"),
-        ("from vcore_ds.cli import launch", "vcore_ds.commands.quickstart.session"),
         ("import deepspeed.comm", "vcore_ds.models.causal_lm"),
         ("from deepspeed import zero", "vcore_ds.train.run"),
         ("import deepspeed", "vcore_ds.distributed.process_group"),
@@ -239,16 +215,17 @@ def test_a_wrong_import_is_seen(source: str, module: str) -> None:
     ("source", "module"),
     [
         ("from vcore_ds.train.step import train_step", "vcore_ds.train.run"),
-        ("from .zero3 import Engine", "vcore_ds.engine.counts"),
-        ("from ..errors import UserError", "vcore_ds.data.batches"),
+        ("from .zero3 import Engine", "vcore_ds.engine.zero3"),
+        ("from ..common.errors import UserError", "vcore_ds.data.batches"),
         ("import deepspeed\nimport torch.distributed", "vcore_ds.engine.zero3"),
         ("import torch.distributed", "vcore_ds.distributed.layout"),
         ("import torch.nn.functional", "vcore_ds.method.weights"),
         ("from .tokens import Tokens", "vcore_ds.method.__init__"),
         ("from vcore_ds.commands.arguments import add_recipe", "vcore_ds.commands.train"),
-        ("from vcore_ds.commands.champ import HELD_OUT", "vcore_ds.commands.evaluate.tasks"),
+        ("from vcore_ds.commands.quickstart.traces import HELD_OUT", "vcore_ds.commands.evaluate.tasks"),
         ("import torch.distributed", BEFORE_ANY_LAYOUT),
-        ("from vcore_ds.commands.fidelity.bench import Bench", "vcore_ds.commands.fidelity.measure"),
+        ("from vcore_ds.commands import check", "vcore_ds.commands.train"),
+        ("from vcore_ds.commands.cli import launch", "vcore_ds.commands.quickstart.session"),
     ],
 )
 def test_a_right_import_passes(source: str, module: str) -> None:
@@ -256,7 +233,8 @@ def test_a_right_import_passes(source: str, module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["vcore_ds.config.load", "vcore_ds.planning.run_plan", "vcore_ds.distributed.signals", "vcore_ds.cli"]
+    "module",
+    ["vcore_ds.config.load", "vcore_ds.planning.run_plan", "vcore_ds.distributed.signals", "vcore_ds.commands.cli"],
 )
 def test_what_a_typing_mistake_meets_first_imports_no_torch(module: str) -> None:
     code = (

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from vcore_ds.errors import UserError
-from vcore_ds.files import locks
-from vcore_ds.files.locks import LOCK, RunLock, alone_in
+from vcore_ds.common import locks
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.locks import LOCK, RunLock, alone_in
 
 HOLD = """
 import sys
 from pathlib import Path
-from vcore_ds.files.locks import RunLock
+from vcore_ds.common.locks import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.acquire(print)
 print('held', flush=True)

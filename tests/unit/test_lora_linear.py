@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.helpers import tiny
 from tests.helpers.allocations import Allocations
 from tests.helpers.step_runs import relative_error
+from vcore_ds.common.errors import UserError
 from vcore_ds.config import sections as recipes
-from vcore_ds.errors import UserError
 from vcore_ds.models.lora import add_lora
 from vcore_ds.models.lora_linear import BaseLinear, LoraLinear, add_before_rounding
 

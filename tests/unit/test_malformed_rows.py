@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.helpers.setups import make_tokenizer
-from vcore_ds.cli import parse
+from vcore_ds.commands.cli import parse
+from vcore_ds.common.errors import UserError
+from vcore_ds.data.answers import _BOXED, _BRACE, answer_spans
 from vcore_ds.data.cache import store_of
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.store import TokenStore
-from vcore_ds.errors import UserError
-from vcore_ds.grading.answers import _BOXED, _BRACE, answer_spans
 
 GOOD = {"messages": [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "1"}]}
 

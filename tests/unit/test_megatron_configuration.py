@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import LoraConfig
-from vcore_ds.errors import UserError
 from vcore_ds.models.megatron.adapters import adapted_layers
 from vcore_ds.models.megatron.configuration import padded_vocabulary, sliding_window, transformer_config
 

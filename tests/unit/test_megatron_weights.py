@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.helpers import tiny
-from vcore_ds.models.megatron.weights import pieces, put_together, runs
+from vcore_ds.models.megatron.configuration import pieces, put_together, runs
 
 
 @pytest.fixture

@@ -6,21 +6,19 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.recipes import smallest_recipe
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import EngineConfig
 from vcore_ds.distributed import device
 from vcore_ds.distributed.process_group import start_process_group
-from vcore_ds.errors import UserError
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.memory import memory_of
-from vcore_ds.planning.memory_plan import Available, MemoryPlan, plan_memory
-from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings, ParameterCounts, parameter_counts
-from vcore_ds.planning.memory_text import describe_shortage
+from vcore_ds.planning.memory import AdapterShape, MemorySettings, ParameterCounts, memory_of, parameter_counts
+from vcore_ds.planning.memory_plan import Available, MemoryPlan, describe_shortage, plan_memory
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, layer_parameters
-from vcore_ds.track.console import Console
-from vcore_ds.train.memory_check import check_memory
+from vcore_ds.train.console import Console
+from vcore_ds.train.start_checks import check_memory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_32b_math_full.yaml"
@@ -208,7 +206,7 @@ def test_a_run_that_does_not_fit_is_refused_and_one_that_just_fits_warned(
     console = Console(enabled=True)
 
     def with_room(num_bytes: int) -> None:
-        monkeypatch.setattr("vcore_ds.train.memory_check.available_memory_bytes", lambda: num_bytes)
+        monkeypatch.setattr("vcore_ds.train.start_checks.available_memory_bytes", lambda: num_bytes)
 
     with_room(needed - 1)
     with pytest.raises(UserError, match="memory: found .* GiB of host memory for each rank"):

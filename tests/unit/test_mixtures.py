@@ -13,13 +13,10 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from vcore_ds.models.configuration import model_shape
-from vcore_ds.planning.flops import flops_of_all_weights, linear_flops_per_token
 from vcore_ds.planning.known_models import KNOWN_MODELS, MIXTURES
-from vcore_ds.planning.memory import memory_of
-from vcore_ds.planning.memory_settings import MemorySettings, active_parameters, parameter_counts
-from vcore_ds.planning.mixtures import Experts, experts_of, is_mixture
-from vcore_ds.planning.model_shape import QWEN3_32B, shape_of_config, shape_on_disk
-from vcore_ds.planning.time_model import TimeModel
+from vcore_ds.planning.memory import MemorySettings, active_parameters, memory_of, parameter_counts
+from vcore_ds.planning.model_shape import QWEN3_32B, Experts, experts_of, is_mixture, shape_of_config, shape_on_disk
+from vcore_ds.planning.time_model import TimeModel, flops_of_all_weights, linear_flops_per_token
 
 OTHERS: dict[str, dict[str, Any]] = {
     "DeepSeek-V2-Lite": dict(

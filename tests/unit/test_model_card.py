@@ -9,11 +9,11 @@ from huggingface_hub import ModelCard
 from tests.helpers.fake_hub import card_problems
 from tests.helpers.report_runs import step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.errors import UserError
-from vcore_ds.files.base_model import BaseModel, base_model_of
-from vcore_ds.files.evaluation_folder import Evaluation, TaskResult, write_evaluation
-from vcore_ds.results.model_card import CardRequest, model_card
-from vcore_ds.results.run_reader import read_recipe_of
+from vcore_ds.common.errors import UserError
+from vcore_ds.models.base_model import BaseModel, base_model_of
+from vcore_ds.train.evaluation_folder import Evaluation, TaskResult, write_evaluation
+from vcore_ds.train.model_card import CardRequest, model_card
+from vcore_ds.train.run_reader import read_recipe_of
 
 ENVIRONMENT = {
     "python": "3.11.7",

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers import tiny
 from tests.helpers.setups import write_model
-from vcore_ds.errors import UserError
-from vcore_ds.files import model_digest
-from vcore_ds.files.model_digest import RULE, digest_of_model
+from vcore_ds.common.errors import UserError
+from vcore_ds.models import model_digest
 from vcore_ds.models.loading import load_causal_lm
+from vcore_ds.models.model_digest import RULE, digest_of_model
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers import tiny
 from tests.helpers.setups import write_model
-from vcore_ds.errors import UserError
-from vcore_ds.models.folder_check import check_model_folder
+from vcore_ds.common.errors import UserError
 from vcore_ds.models.loading import load_causal_lm
+from vcore_ds.models.model_folder import check_model_folder
 
 INDEX = "model.safetensors.index.json"
 

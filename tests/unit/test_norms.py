@@ -7,10 +7,10 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from vcore_ds.errors import UserError
+from vcore_ds.common.errors import UserError
 from vcore_ds.models.dual_numbers import make_dual
-from vcore_ds.models.megatron import norms
-from vcore_ds.models.megatron.norms import RMSNorm, rms_norm, rms_norm_tangent
+from vcore_ds.models.megatron import decoder as norms
+from vcore_ds.models.megatron.decoder import RMSNorm, rms_norm, rms_norm_tangent
 
 EPS = 1e-5
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2}

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from vcore_ds.data.order import MainOrder, RandomDraws
-from vcore_ds.random_streams import Stream
+from vcore_ds.common.random_streams import Stream
+from vcore_ds.data.dataset import MainOrder, RandomDraws
 
 
 def test_each_epoch_is_a_permutation_and_batches_run_across_epochs() -> None:

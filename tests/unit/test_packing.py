@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vcore_ds.data.order import MainOrder
-from vcore_ds.planning.packing import pack_batch, split_batch
-from vcore_ds.planning.waste import Waste, measure_waste
+from vcore_ds.data.dataset import MainOrder
+from vcore_ds.planning.packing import Waste, measure_waste, pack_batch, split_batch
 
 ROW_TOKENS = 16_384
 

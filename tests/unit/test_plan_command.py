@@ -12,12 +12,12 @@ from matplotlib import image
 from transformers import Qwen3Config
 
 from tests.unit.test_recipes import RECIPES
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 from vcore_ds.commands.plan.calibrate import calibrate
 from vcore_ds.commands.plan.columns import choose_gpu, of_method
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe, load_recipe
-from vcore_ds.errors import UserError
-from vcore_ds.planning.gpus import GPUS, Achieved, Cluster
+from vcore_ds.planning.hardware import GPUS, Achieved, Cluster
 from vcore_ds.planning.model_shape import QWEN3_32B
 from vcore_ds.planning.run_plan import find_model, plan_run, smallest_cluster
 
@@ -218,7 +218,7 @@ def test_other_gpus() -> None:
 def test_plans_import_nothing_heavy() -> None:
     code = (
         "import sys\n"
-        "from vcore_ds.cli import main\n"
+        "from vcore_ds.commands.cli import main\n"
         "main(sys.argv[1:])\n"
         "loaded = {name.split('.')[0] for name in sys.modules}\n"
         "heavy = loaded & {'torch', 'transformers', 'deepspeed', 'matplotlib', 'numpy'}\n"

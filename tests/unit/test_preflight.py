@@ -12,13 +12,21 @@ import pytest
 from tests.helpers import tiny
 from tests.helpers.commands import REPOSITORY, command_environment
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.commands.preflight.inspection import find_unreadable, missing_for_kernels, output_bytes
+from vcore_ds.commands.preflight.inspection import (
+    Needed,
+    Node,
+    describe,
+    find_problems,
+    find_split_groups,
+    find_unreadable,
+    missing_for_kernels,
+    output_bytes,
+)
 from vcore_ds.commands.preflight.interconnect import network_of_nccl
-from vcore_ds.commands.preflight.nodes import Needed, Node, describe, find_problems, find_split_groups
+from vcore_ds.common.paths import is_readable
 from vcore_ds.config.schema import Recipe
-from vcore_ds.files.user_paths import is_readable
-from vcore_ds.models.parameter_counts import count_parameters
-from vcore_ds.planning.memory_settings import ParameterCounts
+from vcore_ds.models.architecture_check import count_parameters
+from vcore_ds.planning.memory import ParameterCounts
 
 GOOD = Node(
     host="n1",
@@ -196,7 +204,7 @@ def test_no_thread_of_the_network_outlives_the_check(model: Path, tmp_path: Path
     code = """if True:
         import sys
         from pathlib import Path
-        from vcore_ds.cli import main
+        from vcore_ds.commands.cli import main
         assert main(["preflight", *sys.argv[1:]]) == 0
         names = {file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")}
         print("threads:", *sorted(name for name in names if "gloo" in name or "store" in name))

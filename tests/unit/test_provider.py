@@ -9,17 +9,17 @@ from pydantic import ValidationError
 from transformers import Qwen2Config
 
 from tests.helpers.recipes import smallest_recipe
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
-from vcore_ds.errors import UserError
-from vcore_ds.models.parameter_counts import count_parameters
+from vcore_ds.models.architecture_check import count_parameters
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.memory import ParameterCounts
 from vcore_ds.planning.memory_plan import plan_memory
-from vcore_ds.planning.memory_settings import ParameterCounts
 from vcore_ds.planning.model_shape import QWEN3_32B
-from vcore_ds.train.resume import can_resume
+from vcore_ds.train.run_folder import can_resume
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MEGATRON: dict[str, Any] = {"model": {"path": "m", "provider": "megatron"}}

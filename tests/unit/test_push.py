@@ -15,7 +15,7 @@ from tests.helpers import fake_hub
 from tests.helpers.evaluations import write_answers
 from tests.helpers.setups import write_model
 from tests.unit.test_export import trained_masters, write_run
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 
@@ -55,7 +55,7 @@ def test_an_adapter_is_pushed_with_its_card(run: Path, base: Path, tmp_path: Pat
     words = ["export", str(run), "--push", "me/result", "--base-model", "owner/base"]
     with fake_hub.fake_hub() as hub:
         done = subprocess.run(
-            [sys.executable, "-m", "vcore_ds.cli", *words],
+            [sys.executable, "-m", "vcore_ds.commands.cli", *words],
             env=environment | {"HF_ENDPOINT": hub.url},
             capture_output=True,
             text=True,

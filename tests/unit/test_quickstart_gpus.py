@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vcore_ds.commands.quickstart import gpus
+from vcore_ds.commands.quickstart import session as gpus
 
 
 @pytest.fixture(params=["GPU 0: NVIDIA H200 (UUID: GPU-1)", "NVIDIA-SMI has failed: no driver", None])

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import torch
 
-from vcore_ds.random_streams import Stream, generator, torch_seed
+from vcore_ds.common.random_streams import Stream, generator, torch_seed
 
 PLACES = [(), (0,), (1,), (0, 0), (0, 1), (1, 0), (2**20, 3)]
 

@@ -12,25 +12,27 @@ import pytest
 
 from tests.helpers.report_runs import random_sequence, random_trace, step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
 from vcore_ds.commands.html_page import ASSETS, BASE, STYLE, as_json
-from vcore_ds.commands.report.curves import MOST_POINTS, make_charts
+from vcore_ds.commands.report.curves import MOST_POINTS, make_charts, write_pictures
 from vcore_ds.commands.report.page import SCRIPTS, SOURCES, correlate_with_losses, weight_range
-from vcore_ds.commands.report.pictures import write_pictures
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs, read_runs
-from vcore_ds.commands.report.results import results_table, summary
+from vcore_ds.commands.report.tables import results_table, summary
+from vcore_ds.commands.report.tokens import KINDS
 from vcore_ds.commands.report.traces import (
     IN_ANSWER,
     KIND_BITS,
     encode_followed,
     encode_traces,
+    loss_levels,
+    nearest,
     ranks,
+    utility_levels,
+    weight_levels,
 )
-from vcore_ds.errors import UserError
-from vcore_ds.files.evaluation_folder import OF_A_RUN, Evaluation, TaskResult, write_evaluation
-from vcore_ds.results.token_levels import loss_levels, nearest, utility_levels, weight_levels
-from vcore_ds.results.token_texts import KINDS
-from vcore_ds.track.followed_records import FollowedRecord, Origin
+from vcore_ds.common.errors import UserError
+from vcore_ds.train.evaluation_folder import OF_A_RUN, Evaluation, TaskResult, write_evaluation
+from vcore_ds.train.token_records import FollowedRecord, Origin
 
 TOKENIZER = make_tokenizer()
 TEXT = "so \\boxed{42} 😀 is right"

@@ -3,7 +3,7 @@
 import pytest
 
 from vcore_ds.commands.quickstart.session import SHORTER
-from vcore_ds.track.console import Console
+from vcore_ds.train.console import Console
 from vcore_ds.train.loop import LONG_SECONDS, say_rest
 
 

@@ -9,15 +9,15 @@ from tests.helpers import exports
 from tests.helpers.report_runs import random_sequence, step_line, write_run
 from tests.helpers.setups import write_model
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
+from vcore_ds.commands.named_model import find_named_model
 from vcore_ds.commands.plan.calibrate import calibrate
 from vcore_ds.commands.report.read import group_runs, read_runs
 from vcore_ds.commands.score.request import make_request
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.resume import read_resolved_recipe
-from vcore_ds.errors import UserError
-from vcore_ds.models.named_model import find_named_model
-from vcore_ds.train.resume import can_resume
+from vcore_ds.train.run_folder import can_resume
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from vcore_ds.files import safetensors_ranges
-from vcore_ds.files.safetensors_ranges import DTYPES, BadSafetensors, Wanted, read_header, read_ranges
+from vcore_ds.models import safetensors_ranges
+from vcore_ds.models.safetensors_ranges import DTYPES, BadSafetensors, Wanted, read_header, read_ranges
 
 TENSORS = {
     "a": torch.randn(7, 5, generator=torch.Generator().manual_seed(0)),

@@ -16,16 +16,15 @@ from scipy.stats import rankdata, spearmanr
 from tests.helpers.recipes import smallest_recipe
 from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_store import make_sequences
-from vcore_ds.commands.score.identity import describe_request
-from vcore_ds.commands.score.passes import PassFiles, ScoredSequence
-from vcore_ds.commands.score.request import make_request
-from vcore_ds.commands.score.result import SetInputs, write_result
-from vcore_ds.commands.score.traces import ShownTrace, encode_traces
+from vcore_ds.commands.report.tokens import TokenTexts
+from vcore_ds.commands.score.page import ShownTrace, encode_traces
+from vcore_ds.commands.score.request import describe_request, make_request
+from vcore_ds.commands.score.result import PassFiles, ScoredSequence, SetInputs, write_result
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.locks import describe_differences
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.prepare.request import PrepareRequest
-from vcore_ds.data.store import TokenStore, write_store
-from vcore_ds.errors import UserError
-from vcore_ds.files.scores_folder import (
+from vcore_ds.data.scores_folder import (
     ScoredCheckpoint,
     ScoredData,
     Scores,
@@ -34,8 +33,7 @@ from vcore_ds.files.scores_folder import (
     read_traces,
     utility_columns,
 )
-from vcore_ds.files.unfinished_work import describe_differences
-from vcore_ds.results.token_texts import TokenTexts
+from vcore_ds.data.store import TokenStore, write_store
 
 # ---- requests ------------------------------------------------------------------------------------------------------
 

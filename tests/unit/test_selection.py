@@ -19,21 +19,20 @@ import pytest
 from tests.helpers.recipes import smallest_recipe
 from tests.helpers.scores import write_scores_of
 from tests.helpers.setups import sums, write_conversations, write_model
-from vcore_ds.cli import main
+from vcore_ds.commands.cli import main
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.resume import differing_keys, flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import KeepConfig
 from vcore_ds.data.cache import store_of
-from vcore_ds.data.dataset import KeptDataset
-from vcore_ds.data.kept import kept_positions
+from vcore_ds.data.dataset import KeptDataset, kept_positions
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.prepare.request import PrepareRequest
+from vcore_ds.data.scores_folder import read_scores, write_scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.errors import UserError
-from vcore_ds.files.scores_folder import read_scores, write_scores
 from vcore_ds.train.selection import read_selection, selection_for
 
 UTILITIES = np.array([3.0, -1.0, 2.0, np.nan, 2.0, 0.0, 5.0, np.inf], np.float32)

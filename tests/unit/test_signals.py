@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vcore_ds import cli
-from vcore_ds.errors import EXIT_STOPPED
+from vcore_ds.commands import cli
+from vcore_ds.common.errors import EXIT_STOPPED
 
 START = """
     import ctypes, multiprocessing, os, signal, subprocess, sys, threading, time

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vcore_ds.track.console import Console
-from vcore_ds.track.metrics_log import MetricsLog
-from vcore_ds.track.sinks import MOST_WAITING, BackgroundSink
+from vcore_ds.train.console import Console
+from vcore_ds.train.metrics_log import MOST_WAITING, BackgroundSink, MetricsLog
 
 
 class Kept:
@@ -111,8 +110,8 @@ def test_a_run_that_ends_early_sends_what_it_has_handed_over(tmp_path: Path) -> 
     program = (
         "import sys, threading\n"
         "from pathlib import Path\n"
-        "from vcore_ds.track.console import Console\n"
-        "from vcore_ds.track.sinks import BackgroundSink\n"
+        "from vcore_ds.train.console import Console\n"
+        "from vcore_ds.train.metrics_log import BackgroundSink\n"
         "class Slow:\n"
         "    def write(self, values):\n"
         "        threading.main_thread().join()\n"

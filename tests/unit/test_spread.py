@@ -8,12 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.benchmarks.spread import measure
+from vcore_ds.planning.hardware import Machine
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
 from vcore_ds.planning.packing import padded_length
-from vcore_ds.planning.spread import FREE_TOKENS, RowLimit, Spread, degrees_that_hold, possible_degrees, spread
+from vcore_ds.planning.spread import (
+    FREE_TOKENS,
+    RowLimit,
+    Spread,
+    degrees_that_hold,
+    possible_degrees,
+    simulated_batches,
+    spread,
+    summarize,
+)
 from vcore_ds.planning.time_model import CPU, H100, TimeModel
-from vcore_ds.planning.traffic import Machine
-from vcore_ds.planning.utilization import simulated_batches, summarize
 
 TINY = ModelShape(2, 4, 2, 16, 30_000)
 

@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from tests.helpers import tiny
+from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import Batch, collate
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.errors import UserError
 from vcore_ds.models import causal_lm
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
@@ -30,7 +30,7 @@ from vcore_ds.models.configuration import can_replace_attention, read_config
 from vcore_ds.models.dropout import TokenDropout, token_keys
 from vcore_ds.models.loading import refuse_failing_code, training_config
 from vcore_ds.models.token_loss import LogitTransform
-from vcore_ds.train.start_check import compare_losses, cross_entropy
+from vcore_ds.train.start_checks import compare_losses, cross_entropy
 
 SIZES = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8

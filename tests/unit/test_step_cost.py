@@ -5,15 +5,23 @@ from dataclasses import replace
 
 import pytest
 
-from vcore_ds.planning.flops import forward_flops
-from vcore_ds.planning.gpus import GPUS, Achieved, Cluster, Gpu, find_gpu, peak_flops
-from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings, ParameterCounts
+from vcore_ds.planning.hardware import (
+    GPUS,
+    Achieved,
+    Cluster,
+    Gpu,
+    Traffic,
+    exchanged,
+    exchanged_numbers,
+    find_gpu,
+    gathered,
+    peak_flops,
+)
+from vcore_ds.planning.memory import AdapterShape, MemorySettings, ParameterCounts
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
-from vcore_ds.planning.passes import PassWork, StepPasses
 from vcore_ds.planning.spread import RowLimit, spread
 from vcore_ds.planning.step_cost import StepCost, StepModel
-from vcore_ds.planning.time_model import TimeModel
-from vcore_ds.planning.traffic import Traffic, exchanged, exchanged_numbers, gathered
+from vcore_ds.planning.time_model import PassWork, StepPasses, TimeModel, forward_flops
 
 SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)
 """A layer has 1,000 linear parameters, the head 500."""

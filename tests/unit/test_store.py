@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from tests.helpers.tokenizer import CHATML, make_tokenizer
+from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import collate
 from vcore_ds.data.dataset import keep_random_tokens
 from vcore_ds.data.store import TokenStore, tokenizer_hash, write_store
 from vcore_ds.data.store_checks import check_contents
 from vcore_ds.data.tokenization import TokenizedSequence
-from vcore_ds.errors import UserError
 
 
 def make_sequences(num_sequences: int = 7) -> list[TokenizedSequence]:

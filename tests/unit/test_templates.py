@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.helpers import conversations
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.data.conversations import Conversation
-from vcore_ds.data.rendering import render_conversation, render_prompt
-from vcore_ds.grading.prompts import code_prompt, math_prompt
+from vcore_ds.data.answers import code_prompt, math_prompt
+from vcore_ds.data.conversations import Conversation, render_conversation, render_prompt
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 THINKING = "<think>\nOkay, 2 and 2.\n\nThat is four.\n</think>\n\nIt is \\boxed{4}."

@@ -6,12 +6,12 @@ import pytest
 
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.planning.gpus import Cluster, Gpu
-from vcore_ds.planning.memory_settings import AdapterShape, MemorySettings, ParameterCounts
+from vcore_ds.planning.hardware import Cluster, Gpu
+from vcore_ds.planning.memory import AdapterShape, MemorySettings, ParameterCounts
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.run_plan import needed_passes
 from vcore_ds.planning.step_cost import StepModel
-from vcore_ds.train.throughput import Throughput
+from vcore_ds.train.loop import Throughput
 
 SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)
 """A forward takes 2 x (2 x 1,000 + 500) FLOP a token, and 2 x 2 layers x 4 heads x 8 for the square of a sequence."""

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.data.batches import collate, idle_batch, pack
 from vcore_ds.data.tokenization import TokenizedSequence
-from vcore_ds.errors import UserError
-from vcore_ds.random_streams import Stream, generator
-from vcore_ds.track.token_gather import choose, sequences_of
-from vcore_ds.track.token_records import (
+from vcore_ds.train.step_metrics import choose, sequences_of
+from vcore_ds.train.token_records import (
     SequenceTokens,
     TokenRecord,
     read_record,

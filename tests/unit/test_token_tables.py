@@ -6,10 +6,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.errors import UserError
-from vcore_ds.results.token_tables import Row, TokenTables, are_uniform, default_min_count, make_tables
-from vcore_ds.results.token_texts import KINDS, TokenTexts
-from vcore_ds.track.token_records import SequenceTokens, TokenRecord
+from vcore_ds.commands.report.tokens import (
+    KINDS,
+    Row,
+    TokenTables,
+    TokenTexts,
+    are_uniform,
+    default_min_count,
+    make_tables,
+)
+from vcore_ds.common.errors import UserError
+from vcore_ds.train.token_records import SequenceTokens, TokenRecord
 
 LETTERS = make_tokenizer(merges=[("Ġ", letter) for letter in "abcdexyz"])
 """One token per letter with the space before it."""

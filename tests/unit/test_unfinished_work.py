@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from vcore_ds.errors import UserError
-from vcore_ds.files.locks import LOCK, FileLock
-from vcore_ds.files.unfinished_work import resume_or_begin, unfinished_work
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.locks import LOCK, FileLock, resume_or_begin, unfinished_work
 
 REQUEST = {"seed": 1, "sets": [{"name": "a"}, {"name": "b"}], "lora": None, "betas": (0.9, 0.99)}
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from vcore_ds.cli import parse
+from vcore_ds.commands.cli import parse
 from vcore_ds.commands.evaluate.tasks import read_math
 from vcore_ds.commands.quickstart import wrong_traces
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.files import SHIPPED_RECIPES
 from vcore_ds.config.load import load_recipe
-from vcore_ds.errors import UserError
-from vcore_ds.files.evaluation_folder import Evaluation, SampleResult, TaskResult, write_evaluation, write_samples
+from vcore_ds.train.evaluation_folder import Evaluation, SampleResult, TaskResult, write_evaluation, write_samples
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch_scripts" / "wrong_traces.sh"
 RECIPE = SHIPPED_RECIPES / "wrong_traces.yaml"
@@ -101,9 +101,9 @@ def test_the_script_prints_what_it_runs_and_hands_files_on(tmp_path: Path) -> No
         if "vcore_ds.commands.quickstart.wrong_traces" in words:
             made |= {f"{words[-1]}/{name}.jsonl" for name in wrong_traces.make(seed=0)} if "write" in words else set()
             continue
-        if "vcore-ds" not in words and "vcore_ds.cli" not in words:
+        if "vcore-ds" not in words and "vcore_ds.commands.cli" not in words:
             continue
-        parsed = parse(words[words.index("vcore-ds" if "vcore-ds" in words else "vcore_ds.cli") + 1 :])
+        parsed = parse(words[words.index("vcore-ds" if "vcore-ds" in words else "vcore_ds.commands.cli") + 1 :])
         values = dict(word.split("=", 1) for word in parsed.overrides if "=" in word)
         used = [values[key] for key in ("data.train_path", "data.probe_path", "data.keep.scores") if key in values]
         if parsed.command == "train":

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from vcore_ds.commands.arguments import positive, share, temperature
-from vcore_ds.errors import UserError
-from vcore_ds.files.run_folder import RECIPE
+from vcore_ds.common.errors import UserError
+from vcore_ds.train.run_folder import RECIPE
 
 HELP = "talk to a run's result, or to any model, in the terminal"
 DESCRIPTION = (
@@ -51,10 +51,10 @@ def chat(arguments: argparse.Namespace) -> None:
     from transformers import set_seed
     from transformers.utils import logging
 
-    from vcore_ds.data.rendering import check_tokenizer
+    from vcore_ds.commands.named_model import find_named_model, load_to_answer
+    from vcore_ds.data.answers import code_prompt, math_prompt
+    from vcore_ds.data.conversations import check_tokenizer
     from vcore_ds.data.tokenization import load_tokenizer
-    from vcore_ds.grading.prompts import code_prompt, math_prompt
-    from vcore_ds.models.named_model import find_named_model, load_to_answer
 
     logging.disable_progress_bar()
     named = find_named_model(find_result(arguments.model))
@@ -124,8 +124,8 @@ def print_answer(model: Any, tokenizer: Any, messages: list[dict[str, Any]], arg
     from jinja2 import TemplateError
     from transformers import TextStreamer
 
-    from vcore_ds.data.rendering import render_prompt
-    from vcore_ds.models.named_model import end_token_ids
+    from vcore_ds.commands.named_model import end_token_ids
+    from vcore_ds.data.conversations import render_prompt
 
     try:
         text = render_prompt(messages, tokenizer)

@@ -6,22 +6,27 @@ from pathlib import Path
 from typing import Any
 
 from vcore_ds.commands.arguments import add_recipe, positive
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import is_readable
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.errors import UserError
-from vcore_ds.files.run_folder import check_output_folder
-from vcore_ds.files.user_paths import is_readable
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.gpus import GPUS, Cluster
+from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.known_models import known_model
-from vcore_ds.planning.memory_plan import plan_memory
-from vcore_ds.planning.memory_text import describe_memory
+from vcore_ds.planning.memory_plan import describe_memory, plan_memory
 from vcore_ds.planning.model_shape import is_on_disk, shape_on_disk
-from vcore_ds.planning.plan_text import describe_plan, describe_refusal
-from vcore_ds.planning.run_plan import cheapest_ways, find_model, named_gpu, plan_run, shape_or_assumed
-from vcore_ds.planning.utilization import SIMULATED_MEAN
-from vcore_ds.train.resume import can_resume
+from vcore_ds.planning.run_plan import (
+    cheapest_ways,
+    describe_plan,
+    describe_refusal,
+    find_model,
+    named_gpu,
+    plan_run,
+    shape_or_assumed,
+)
+from vcore_ds.planning.spread import SIMULATED_MEAN
+from vcore_ds.train.run_folder import can_resume, check_output_folder
 
 HELP = "validate a recipe without a GPU"
 DESCRIPTION = (

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pydantic import ValidationError
 
 from vcore_ds.commands.arguments import share
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import refuse_existing, writing
 from vcore_ds.config.problems import RecipeError, field_problems
 from vcore_ds.config.sections import KeepConfig
-from vcore_ds.errors import UserError
-from vcore_ds.files.user_paths import refuse_existing, writing
 
 if TYPE_CHECKING:
     from vcore_ds.train.selection import Selection
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for scores that cannot be used, sources that are not what was scored, or an output that is
     there already or cannot be written."""
-    from vcore_ds.files.aside import written_aside
+    from vcore_ds.common.paths import written_aside
     from vcore_ds.train.selection import read_selection  # here alone: torch takes seconds to import
 
     if arguments.above is not None and arguments.within == "source":
@@ -95,8 +95,8 @@ def kept_lines(selection: "Selection", with_utility: bool) -> Iterator[str]:
         UserError: a source is not there, has changed since it was scored, or is a data set on the hub; or a row cannot
             be written as JSON.
     """
-    from vcore_ds.files.scores_folder import read_traces, utility_columns
-    from vcore_ds.progress import Progress
+    from vcore_ds.common.progress import Progress
+    from vcore_ds.data.scores_folder import read_traces, utility_columns
 
     keep = selection.keep
     assert keep.set is not None  # `read_selection` has found its name

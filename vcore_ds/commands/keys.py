@@ -3,9 +3,9 @@
 import argparse
 import textwrap
 
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.text import markdown_rows
 from vcore_ds.config.problems import Key, did_you_mean, nearest_keys, recipe_keys, section_meaning
-from vcore_ds.errors import UserError
-from vcore_ds.results.presentation import markdown_rows
 
 HELP = "list the keys of a recipe: values, default, meaning"
 DESCRIPTION = "List the keys of a recipe with the values they may have, their defaults and what they mean."

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 from vcore_ds.commands.arguments import add_again, positive, share_or_none
-from vcore_ds.errors import UserError
-from vcore_ds.files.user_paths import writing
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import writing
 
 HELP = "turn raw data into a store of tokens"
 DESCRIPTION = (

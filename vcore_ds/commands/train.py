@@ -3,13 +3,13 @@
 import argparse
 
 from vcore_ds.commands.arguments import add_recipe
+from vcore_ds.common.imports import lasting_imports
 from vcore_ds.config.load import load_recipe
-from vcore_ds.imports import lasting_imports
 
 HELP = "run a recipe"
 DESCRIPTION = (
     "Run a recipe: alone it is one process; under deepspeed, torchrun or srun, one per rank. Several ranks: "
-    "deepspeed --module vcore_ds.cli train RECIPE, or a script of launch_scripts/."
+    "deepspeed --module vcore_ds.commands.cli train RECIPE, or a script of launch_scripts/."
 )
 
 add_arguments = add_recipe

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, section_class
 from vcore_ds.config.sections import LARGEST_COUNT, LARGEST_FLOAT, LARGEST_MINUTES, LARGEST_SEED
-from vcore_ds.errors import UserError
 
 _MAX_SHOWN = 80
 """Characters of a value in a message."""

@@ -5,11 +5,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.files import UnreadableFile, parse_yaml, read_text
 from vcore_ds.config.problems import REMOVED, field_problems
 from vcore_ds.config.schema import SUBSECTIONS, Recipe
 from vcore_ds.config.sections import REMOVED_DEFAULTS
-from vcore_ds.errors import UserError
 
 MAY_DIFFER = frozenset(
     {

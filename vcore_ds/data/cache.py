@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Literal
 from filelock import FileLock, Timeout
 
 from vcore_ds import __version__
-from vcore_ds.data.rendering import check_tokenizer
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.locks import read_request
+from vcore_ds.common.paths import reading, unfinished_path, writing
+from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.store import MANIFEST
-from vcore_ds.errors import UserError
-from vcore_ds.files.aside import unfinished_path
-from vcore_ds.files.unfinished_work import read_request
-from vcore_ds.files.user_paths import reading, writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,7 +2,11 @@
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError, TemplateRuntimeError
+
+from vcore_ds.common.errors import UserError, first_line
 
 Message = dict[str, Any]
 """`role` and `content` are strings; further keys (`reasoning_content`, ..) are there for the chat template."""
@@ -73,3 +77,145 @@ def _kind(value: Any) -> str:
 
 def _shorten(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+# Conversations rendered by the tokenizer's chat template, and the parts of the text that the model would generate.
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TEMPLATE_ARGUMENTS: dict[str, Any] = {"date_string": "26 Jul 2024"}
+"""Some templates (LLaMA 3.2) print today's date unless given one, so prompts would differ from day to day. This is the
+default of LLaMA 3.1's template."""
+
+_PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}"
+
+
+def check_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raises `UserError` for a tokenizer without chat template or without character offsets."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"The tokenizer of {tokenizer.name_or_path} has no chat template, so conversations cannot be rendered. "
+            "Use an instruction-tuned model, or save a chat template with the tokenizer (chat_template.jinja)."
+        )
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"The tokenizer of {tokenizer.name_or_path} ({type(tokenizer).__name__}) gives no character offsets, which "
+            "tell the assistant's tokens. Expected a fast tokenizer: a model folder with tokenizer.json."
+        )
+
+
+def render_prompt(messages: list[Message], tokenizer: "PreTrainedTokenizerBase") -> str:
+    """What the model is given to answer: the same text in training and in evaluation.
+
+    Raises jinja2's `TemplateError` where the chat template refuses the messages.
+    """
+    return _render(messages, tokenizer, add_generation_prompt=True)
+
+
+@dataclass(frozen=True)
+class RenderedConversation:
+    """A conversation as the tokenizer's chat template writes it."""
+
+    conversation: Conversation
+    text: str
+    spans: list[tuple[int, int] | None]
+    """For each assistant turn the range of characters that the model generates; None where there is none."""
+
+
+def render_conversation(conversation: Conversation, tokenizer: "PreTrainedTokenizerBase") -> RenderedConversation:
+    """The whole text and, by rendering its beginnings too, what of it the model generates.
+
+    A span is None where what the model sees and generates turn by turn is no beginning of the whole text: templates
+    may rewrite earlier turns (Qwen3 removes their thinking). The last turn is written behind its generation prompt
+    where the template would write it otherwise; its thinking, inside one `<think>` pair or as `reasoning_content`, is
+    always kept.
+
+    Raises `UserError` for a conversation that the template refuses.
+    """
+    messages = conversation.messages
+    try:
+        text = _render(messages, tokenizer)
+    except TemplateError as error:
+        raise UserError(
+            f"{conversation.location}: the chat template of {tokenizer.name_or_path} refuses this conversation "
+            f"(roles {', '.join(message['role'] for message in messages)}): {error}."
+        ) from None
+    as_generated = _last_turn_as_generated(messages, text, tokenizer)
+    if as_generated is not None:
+        text = "".join(as_generated)
+
+    def span(turn: int) -> tuple[int, int] | None:
+        if as_generated is not None and turn == len(messages) - 1:
+            return len(as_generated[0]), len(text.rstrip())
+        try:
+            prompt = render_prompt(messages[:turn], tokenizer)
+            prompt_and_turn = _render(messages[: turn + 1], tokenizer)
+        except TemplateError:  # fine as a whole, refused in part: no prompt leads to this turn
+            return None
+        if not (text.startswith(prompt_and_turn) and prompt_and_turn.startswith(prompt)):
+            return None
+        # Templates end a turn with its end-of-turn token and a newline that no model ever generates.
+        return len(prompt), len(prompt_and_turn.rstrip())
+
+    # A first turn without any prompt has nothing to be predicted from.
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    return RenderedConversation(conversation, text, [span(turn) if turn > 0 else None for turn in turns])
+
+
+def _render(
+    messages: list[Message], tokenizer: "PreTrainedTokenizerBase", *, add_generation_prompt: bool = False
+) -> str:
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **_TEMPLATE_ARGUMENTS
+        )
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # A template is a program about the keys of a message, which may be of any type.
+        raise TemplateRuntimeError(f"{type(error).__name__}: {first_line(error)}") from None
+    assert isinstance(text, str)  # as a single conversation is rendered and not tokenized
+    return text
+
+
+def _last_turn_as_generated(
+    messages: list[Message], text: str, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[str, str] | None:
+    """(prompt, last turn) where the rendered `text` is not what the model would see and generate; else None.
+
+    The R1 distillations' template drops thinking from every turn, templates without a notion of thinking drop
+    `reasoning_content`, Mistral's moves the system message once an answer follows. Whether the prompt ends in `<think>`
+    already is seen from the prompt.
+    """
+    *before, last = messages
+    if last["role"] != "assistant" or not before:
+        return None
+    thinking, answer = _thinking_and_answer(last)
+    try:
+        prompt = render_prompt(before, tokenizer)
+        if text.startswith(prompt):
+            num_pairs = text.count("<think>") - _render(before, tokenizer).count("<think>") if thinking else 0
+            if not thinking or (num_pairs == 1 and thinking.strip() in text):
+                return None
+        plain = _render([*before, {"role": "assistant", "content": _PLACEHOLDER}], tokenizer)
+    except TemplateError:
+        return None
+    opened_by_prompt = prompt.rstrip().endswith("<think>")
+    header, _, end_of_turn = plain.rpartition(_PLACEHOLDER)
+    if thinking:
+        opening = "" if opened_by_prompt and prompt.endswith("\n") else "\n" if opened_by_prompt else "<think>\n"
+        answer = f"{opening}{thinking}\n</think>\n\n{answer}"
+    elif opened_by_prompt:  # the model would have to think first, and there is nothing to learn that from
+        return None
+    # Some templates put a space between a prompt and its answer.
+    space = header[len(header.rstrip()) :] if prompt.endswith(header.rstrip()[-8:]) else ""
+    return prompt, space + answer + end_of_turn
+
+
+def _thinking_and_answer(message: Message) -> tuple[str, str]:
+    """Thinking is empty where there is none."""
+    if isinstance(message.get("reasoning_content"), str):
+        parts: tuple[str, str] | None = (message["reasoning_content"].strip("\n"), message["content"].lstrip("\n"))
+    else:
+        parts = split_thinking(message["content"])
+    return parts if parts is not None and parts[0].strip() else ("", message["content"])

@@ -1,18 +1,23 @@
 """The datasets that training reads: a token store, one whose sequences are extended as they are read, or some of the
-sequences of either."""
+sequences of either.
+"""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+from zipfile import BadZipFile
 
 import numpy as np
 
-from vcore_ds.data.sequences import TokenizedSequences
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import written_aside
+from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.data.store import TokenStore
-from vcore_ds.data.tokenization import TokenizedSequence
+from vcore_ds.data.tokenization import TokenizedSequence, TokenizedSequences
 from vcore_ds.method.baselines import random_mask
-from vcore_ds.random_streams import Stream, generator
 
 
 class ChangedDataset(TokenizedSequences):
@@ -112,3 +117,132 @@ def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> Change
         return replace(sequence, kept=kept)
 
     return ChangedDataset(dataset, keep)
+
+
+# Which sequences a step sees.
+#
+# Both streams are functions of the step number alone: resuming needs no state, and neither the number of ranks nor
+# the size of a micro-batch changes which sequences form a step. Ids here are positions in the data set.
+
+
+class MainOrder:
+    """The main batches: consecutive slices of one shuffled epoch after the other. A batch may span two epochs."""
+
+    def __init__(self, num_sequences: int, batch_size: int, seed: int) -> None:
+        """`batch_size`: sequences per optimizer step over all ranks and micro-batches."""
+        self.num_sequences, self.batch_size, self.seed = num_sequences, batch_size, seed
+
+    def step(self, k: int) -> list[int]:
+        """Ids [batch_size] of the global batch of optimizer step k, from 0."""
+        ids = []
+        for position in range(k * self.batch_size, (k + 1) * self.batch_size):
+            epoch, index = divmod(position, self.num_sequences)
+            ids.append(int(_epoch_permutation(self.num_sequences, self.seed, epoch)[index]))
+        return ids
+
+
+class RandomDraws:
+    """Batches drawn from all sequences, whatever `MainOrder` does: the probe batches B' (Algorithm 1 of the paper), and
+    the trusted part of the main batches."""
+
+    def __init__(self, num_sequences: int, batch_size: int, seed: int, stream: Stream) -> None:
+        """`batch_size`: sequences per optimizer step over all ranks."""
+        self.num_sequences, self.batch_size, self.seed, self.stream = num_sequences, batch_size, seed, stream
+
+    def step(self, k: int) -> list[int]:
+        """Ids [batch_size] of optimizer step k, from 0; none comes twice before all came once."""
+        drawn = generator(self.stream, self.seed, k)
+        ids: list[int] = []
+        while len(ids) < self.batch_size:
+            size = min(self.batch_size - len(ids), self.num_sequences)
+            ids += drawn.choice(self.num_sequences, size, replace=False).tolist()
+        return ids
+
+
+@lru_cache(maxsize=4)  # a step needs one or two epochs; more data sets may take turns
+def _epoch_permutation(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
+    return generator(Stream.MAIN_ORDER, seed, epoch).permutation(num_sequences)
+
+
+# The traces with the highest utilities, as positions in the token store that holds all of them.
+
+
+def kept_positions(
+    utilities: np.ndarray,
+    sources: np.ndarray,
+    *,
+    top: float | None,
+    above: float | None,
+    within: Literal["all", "source"],
+) -> np.ndarray:
+    """Positions of the traces with the highest utility, int64 [k], ascending.
+
+    Of equal utilities the first come first. One that is not finite is never kept.
+
+    Args:
+        utilities: float [n], of every trace.
+        sources: [n], where each trace came from.
+        top: share that is kept of all traces, or of those of each source, rounded to whole traces; None with `above`.
+        above: utility that the kept traces exceed; None with `top`.
+        within: whether `top` is a share of all traces or of those of each source.
+    """
+    utilities = np.where(np.isfinite(utilities), utilities, -np.inf)
+    if above is not None:
+        return np.flatnonzero(utilities > above)
+    assert top is not None  # one of the two is given
+    groups = np.unique(sources, return_inverse=True)[1] if within == "source" else np.zeros(len(utilities), np.int64)
+    descending = np.argsort(-utilities, kind="stable")
+    found = []
+    for group in range(groups.max(initial=-1) + 1):
+        own = descending[groups[descending] == group]
+        best = own[: round(top * len(own))]
+        found.append(best[np.isfinite(utilities[best])])
+    return np.sort(np.concatenate([np.zeros(0, np.int64), *found]))
+
+
+# Log-probabilities of the training sequences under the frozen reference model, computed once before training (iw-
+# SFT).
+#
+# The importance ratio needs one number per sequence, so no second model is resident during training. The numbers are
+# in a file of their own, not in the store: models that share a tokenizer share a store.
+
+
+def write_reference(path: Path, dataset: Dataset, log_probabilities: Sequence[float], model: str) -> None:
+    """Writes a `.npz`: `log_probability` fp64 [n] in nats, in the order of the data, with the data's digest and the
+    model's name."""
+    # Into an open file: np.savez would add .npz to a name that lacks it.
+    with written_aside(path) as unfinished, unfinished.open("wb") as file:
+        np.savez(
+            file,
+            log_probability=np.array(log_probabilities, dtype=np.float64),
+            digest=np.array(dataset.digest),
+            model=np.array(model),
+        )
+
+
+def with_reference(dataset: Dataset, path: str) -> ChangedDataset:
+    """The dataset with `reference_log_probability` of every sequence.
+
+    Raises:
+        UserError: the file cannot be read, or belongs to other tokens than the dataset's.
+    """
+    remedy = "make it with `vcore-ds reference RECIPE --output FILE`"
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            digest, log_probabilities = str(stored["digest"]), stored["log_probability"]
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
+        raise UserError(
+            f"data.reference_log_probabilities: {path}: found no such reference log-probabilities "
+            f"({type(error).__name__}: {error}); {remedy}"
+        ) from None
+    if digest != dataset.digest:
+        raise UserError(
+            f"data.reference_log_probabilities: {path}: found log-probabilities of {len(log_probabilities):,} other "
+            f"sequences; expected those of the {len(dataset):,} training sequences as they are tokenized now "
+            f"(data, template, tokenizer, cutoff_length and overlong decide); {remedy} again"
+        )
+
+    def with_value(i: int, sequence: TokenizedSequence) -> TokenizedSequence:
+        return replace(sequence, reference_log_probability=float(log_probabilities[i]))
+
+    return ChangedDataset(dataset, with_value)

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vcore_ds.data.rendering import check_tokenizer
-from vcore_ds.data.sequences import TokenizedSequences
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.imports import without_compiler
+from vcore_ds.common.paths import reading, written_aside
+from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.store_checks import (
     COPY_AGAIN,
     FORMAT,
@@ -35,11 +37,7 @@ from vcore_ds.data.store_checks import (
     load_array,
     read_manifest,
 )
-from vcore_ds.data.tokenization import TokenizedSequence
-from vcore_ds.errors import UserError
-from vcore_ds.files.aside import written_aside
-from vcore_ds.files.user_paths import reading
-from vcore_ds.imports import without_compiler
+from vcore_ds.data.tokenization import TokenizedSequence, TokenizedSequences
 
 if TYPE_CHECKING:
     from types import ModuleType

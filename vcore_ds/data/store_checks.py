@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vcore_ds.errors import UserError, first_line
+from vcore_ds.common.errors import UserError, first_line
 
 MANIFEST = "manifest.json"
 FORMAT = "vcore_ds token store, version 1"

@@ -1,15 +1,16 @@
 """Conversations to tokens; those that the assistant would have had to generate are marked as targets."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from vcore_ds.data.rendering import RenderedConversation
-from vcore_ds.errors import UserError, first_line
-from vcore_ds.grading.answers import answer_spans
+from vcore_ds.common.errors import UserError, first_line
+from vcore_ds.data.answers import answer_spans
+from vcore_ds.data.conversations import RenderedConversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,3 +115,25 @@ def _tokens_touching(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> n
     for start, end in spans:
         touching |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
     return touching
+
+
+# Sequences by position: what every data set offers.
+
+
+class TokenizedSequences(Sequence[TokenizedSequence]):
+    """Sequences that are read when they are indexed."""
+
+    @abstractmethod
+    def sequence_at(self, i: int) -> TokenizedSequence:
+        """The sequence at a position, from 0 to less than the number of sequences."""
+
+    @overload
+    def __getitem__(self, index: int) -> TokenizedSequence: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenizedSequence]: ...
+    def __getitem__(self, index: int | slice) -> TokenizedSequence | list[TokenizedSequence]:
+        """The sequence at a position, which may count from the end; a list of them for a slice."""
+        positions = range(len(self))[index]
+        if isinstance(positions, range):
+            return [self.sequence_at(i) for i in positions]
+        return self.sequence_at(positions)

@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from vcore_ds.common.errors import UserError
 from vcore_ds.distributed.device import device
-from vcore_ds.errors import UserError
 
 Axis = Literal["data", "sequence", "tensor", "shards", "expert", "expert_shards", "job"]
 

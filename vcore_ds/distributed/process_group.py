@@ -11,11 +11,10 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from vcore_ds.cpu_products import use_fast_cpu_products
+from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.device import uses_gpu
-from vcore_ds.distributed.launcher import local_rank, num_local_ranks
-from vcore_ds.errors import UserError
+from vcore_ds.distributed.cpu_matmul import use_fast_cpu_products
+from vcore_ds.distributed.device import local_rank, num_local_ranks, uses_gpu
 
 Result = TypeVar("Result")
 

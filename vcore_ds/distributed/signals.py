@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
-from vcore_ds.errors import EXIT_STOPPED
+from vcore_ds.common.errors import EXIT_STOPPED
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 

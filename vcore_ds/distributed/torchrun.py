@@ -1,8 +1,8 @@
 """torchrun, for runs that stop on request: `python -m vcore_ds.distributed.torchrun <torchrun's arguments>`.
 
 torchrun turns every exit code of a rank into 1, and told to end it ends the ranks within 30 seconds, whatever they are
-doing. This one passes on what a job script has to tell apart (2 and 85, see `vcore_ds.errors`), and hands a request to
-stop to the ranks, which end their step, save, and exit by themselves.
+doing. This one passes on what a job script has to tell apart (2 and 85, see `vcore_ds.common.errors`), and hands a
+request to stop to the ranks, which end their step, save, and exit by themselves.
 """
 
 import logging
@@ -16,7 +16,7 @@ from types import FrameType
 
 import psutil
 
-from vcore_ds.errors import EXIT_STOPPED, UserError
+from vcore_ds.common.errors import EXIT_STOPPED, UserError
 
 # torch reads it when it is imported. At the end of every run on several nodes the node that holds the rendezvous leaves
 # first, and the others would print a stack trace of C++ about it. What matters is raised in Python too.

@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from vcore_ds.common.paths import free_space
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import cpu_group
-from vcore_ds.engine.partitioned import PartitionedParameter, is_block_of_experts, shape_of_all
+from vcore_ds.engine.flat_shards import PartitionedParameter, is_block_of_experts, shape_of_all
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.files.aside import free_space
 
 Result = TypeVar("Result")
 

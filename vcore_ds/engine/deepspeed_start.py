@@ -20,8 +20,8 @@ import torch._dynamo
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 
+from vcore_ds.common.imports import without_compiler
 from vcore_ds.distributed import layout
-from vcore_ds.imports import without_compiler
 
 with without_compiler():
     # When an engine starts, DeepSpeed asks whether the optimizer is its Muon, which no recipe has.

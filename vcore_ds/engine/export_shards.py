@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedTokenizerBase
 
+from vcore_ds.common.paths import discard, unfinished_path
 from vcore_ds.distributed import layout
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed, on_all_ranks
-from vcore_ds.engine.partitioned import as_partitioned, is_block_of_experts, shape_of_all
+from vcore_ds.engine.flat_shards import as_partitioned, is_block_of_experts, shape_of_all
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.files import model_folder as files
-from vcore_ds.files.aside import discard, unfinished_path
+from vcore_ds.models import model_folder
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import read_config
-from vcore_ds.models.folder_weights import FolderWeights, described_weights
 from vcore_ds.models.lora import empty_adapted
+from vcore_ds.models.stored_weights import FolderWeights, described_weights
 
 if TYPE_CHECKING:
     from vcore_ds.models.megatron.model import ParallelTokenLossModel
@@ -46,7 +46,7 @@ def save_hugging_face(
     folder: Path,
     *,
     card: str | None = None,
-    max_file_bytes: int = files.MAX_FILE_BYTES,
+    max_file_bytes: int = model_folder.MAX_FILE_BYTES,
 ) -> None:
     """Writes the adapter (LoRA) or the full weights, with configuration and tokenizer; `peft` / `transformers` load it.
 
@@ -76,21 +76,24 @@ def save_hugging_face(
         if isinstance(model, PeftModel):
             adapter = {name: tensor for name, tensor in gathered(_adapter_keepers(model)) if tensor is not None}
             on_all_ranks(
-                unfinished, lambda: files.write_adapter(model, adapter, folder, tokenizer, card) if is_first else None
+                unfinished,
+                lambda: model_folder.write_adapter(model, adapter, folder, tokenizer, card) if is_first else None,
             )
             return
         stored = FolderWeights(model_path, weights)
-        split = files.plan_files(stored.stored, max_file_bytes)
+        split = model_folder.plan_files(stored.stored, max_file_bytes)
         num_bytes = split.metadata["total_size"]
-        on_all_ranks(unfinished, lambda: files.begin(folder, num_bytes) if is_first else None)
+        on_all_ranks(unfinished, lambda: model_folder.begin(folder, num_bytes) if is_first else None)
         owner = _file_owner(split)
-        for file, tensors in files.collect_files(split, _stored(stored, gathered(_keepers(stored, owner)), owner)):
+        for file, tensors in model_folder.collect_files(
+            split, _stored(stored, gathered(_keepers(stored, owner)), owner)
+        ):
             expected = {name: stored.stored[name] for name in split.filename_to_tensors[file]}
             mine = owner[next(iter(expected))] == layout.rank("job")
             # Every rank waits for the writer here: if it fails, all of them learn it instead of hanging in a gather.
             on_all_ranks(
                 unfinished / file,
-                lambda: files.write_file(unfinished / file, tensors, expected) if mine else None,  # noqa: B023
+                lambda: model_folder.write_file(unfinished / file, tensors, expected) if mine else None,  # noqa: B023
             )
         on_all_ranks(
             unfinished,
@@ -114,8 +117,8 @@ def _finish(
     card: str | None,
 ) -> None:
     dtype = next(engine.module.parameters()).dtype
-    files.describe(unfinished_path(folder), stored.path, dtype, is_whole=stored.is_whole)
-    files.finish(folder, tokenizer, card, split)
+    model_folder.describe(unfinished_path(folder), stored.path, dtype, is_whole=stored.is_whole)
+    model_folder.finish(folder, tokenizer, card, split)
 
 
 def _described(engine: Engine) -> dict[str, Tensor]:

@@ -4,17 +4,110 @@ DeepSpeed's `safe_get_local_*` and `safe_set_local_*` handle one parameter at a 
 of the GPU: thousands of waits a step for a large model. Here all gradients, master weights or moments are used at once.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
-from vcore_ds.engine.partitioned import PartitionedParameter, is_block_of_experts
-from vcore_ds.engine.streams import Streams
+
+# What ZeRO-3 adds to a parameter, in types.
+
+
+EXPERT_FAMILY = "autoep_expert"
+"""DeepSpeed's mark of parameters that are a rank's block of the experts."""
+
+
+class PartitionedParameter(nn.Parameter):
+    """A parameter with the attributes that DeepSpeed gives it when it divides it. There are no instances: DeepSpeed
+    changes those of `nn.Parameter`."""
+
+    ds_numel: int
+    """Elements of the whole parameter."""
+    ds_shape: torch.Size
+    """Of the whole parameter."""
+    ds_tensor: Tensor
+    """This rank's shard, flat, with its padding."""
+    ds_secondary_tensor: Tensor | None
+    """The second shard of hierarchical partitioning; None without."""
+
+    ds_zero_placement_family: str
+    """`EXPERT_FAMILY`, or another or none."""
+    ds_zero_partition_group_name: str
+    """By which DeepSpeed finds the groups of experts."""
+    ds_zero_partition_process_group: torch.distributed.ProcessGroup
+    """The ranks that are to have shards of it, where they are not all."""
+
+    def partition(self) -> None:
+        """Releases the whole values, and keeps the shard."""
+
+    def convert_to_zero_parameters(self, param_list: list[nn.Parameter]) -> None:
+        """Divides others as this one was."""
+
+
+def as_partitioned(parameter: nn.Parameter) -> PartitionedParameter:
+    """The same parameter, which ZeRO-3 has divided."""
+    return cast(PartitionedParameter, parameter)
+
+
+def is_block_of_experts(parameter: nn.Parameter) -> bool:
+    """Whether ZeRO-3 shards a parameter over `expert_shards` instead of `shards`."""
+    return getattr(parameter, "ds_zero_placement_family", None) == EXPERT_FAMILY
+
+
+def shape_of_all(parameter: PartitionedParameter) -> torch.Size:
+    """The parameter's shape in the model; of a block of experts, that of all experts."""
+    if not is_block_of_experts(parameter):
+        return parameter.ds_shape
+    num_own, *rest = parameter.ds_shape
+    return torch.Size([num_own * layout.size("expert"), *rest])
+
+
+# Order between the current stream and those on which DeepSpeed gathers parameters and reduces gradients.
+#
+# With `overlap_comm` DeepSpeed has a stream for each of the two. That of the gathers does not wait for what the
+# current stream writes into shards, so a gather could read a shard before, or while, it is written (DeepSpeed issue
+# 5545). All waits here are waits of one stream for another, which hold nothing up on the host, unless they say
+# otherwise. An accelerator without streams, the CPU, executes everything in the order of the calls and needs none.
+
+
+class Streams:
+    """The streams of one engine."""
+
+    def __init__(self, zero: DeepSpeedZeroOptimizer_Stage3):
+        """`zero`: DeepSpeed's optimizer."""
+        self._has_streams: bool = not get_accelerator().resolves_data_dependency()
+        self._gathers: Any = zero.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
+        self._reductions: Any = zero.reduce_and_partition_stream
+
+    def let_gathers_wait(self) -> None:
+        """Gathers that start from now on read what has been written until now."""
+        if self._has_streams:
+            self._gathers.wait_stream(get_accelerator().current_stream())
+
+    def wait_for_gathers(self) -> None:
+        """What is written from now on is not seen by gathers that have started."""
+        if self._has_streams:
+            get_accelerator().current_stream().wait_stream(self._gathers)
+
+    def wait_for_reductions(self) -> None:
+        """What is read from now on are reduced gradients."""
+        if self._has_streams:
+            get_accelerator().current_stream().wait_stream(self._reductions)
+
+    def hold_host_for_reductions(self) -> None:
+        """The host waits until reduced gradients are in its memory, for work on the CPU, which no stream orders."""
+        if self._has_streams:
+            self._reductions.synchronize()
+
 
 CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements that elementwise work processes at a time, so that temporary tensors stay small. A GPU launches kernels for
@@ -168,3 +261,111 @@ def chunks(*vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
     for tensors in zip(*vectors, strict=True):
         size = CHUNK_NUMEL[tensors[0].device.type]
         yield from zip(*(tensor.split(size) for tensor in tensors), strict=True)
+
+
+# The gradients of several micro-batches before their one reduction, summed in fp32.
+#
+# PyTorch adds them up in the parameters' dtype, and bf16 rounds the gradients of late micro-batches away. So each
+# micro-batch's gradient is moved to an fp32 sum, which is rounded once, for the reduction.
+
+
+class GradientSum:
+    """The sum of one accumulation, over gradients that have not been reduced; empty between two accumulations."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        self._parameters = parameters
+        self._sums: dict[nn.Parameter, Tensor] = {}
+
+    def take(self) -> None:
+        """Moves the gradients to the sum. What stays is zero instead of None: ZeRO-3 has replaced the gathered
+        parameters by empty tensors, to which PyTorch would not attach another gradient."""
+        found = self._gradients()
+        if not found:
+            return
+        new = [parameter for parameter in found if parameter not in self._sums]
+        known = [parameter for parameter in found if parameter in self._sums]
+        if known:
+            torch._foreach_add_([self._sums[p] for p in known], [found[p] for p in known])
+        self._sums |= {parameter: found[parameter].float() for parameter in new}
+        torch._foreach_zero_(list(found.values()))
+
+    def give_back(self) -> None:
+        """Adds the sum to the gradients, in fp32, and forgets it."""
+        if not self._sums:
+            return
+        found = self._gradients()  # once there, a gradient stays
+        sums = [self._sums[parameter] for parameter in found if parameter in self._sums]
+        grads = [grad for parameter, grad in found.items() if parameter in self._sums]
+        torch._foreach_add_(sums, grads)
+        torch._foreach_copy_(grads, sums)
+        self._sums = {}
+
+    def _gradients(self) -> dict[nn.Parameter, Tensor]:
+        return {parameter: parameter.grad for parameter in self._parameters if parameter.grad is not None}
+
+
+def unsharded_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """What trained parameters take on each rank until their one reduction: a gradient, and an fp32 sum beside one in
+    16 bits."""
+    size = 0
+    for parameter in parameters:
+        numel = getattr(parameter, "ds_numel", parameter.numel())
+        size += numel * (4 if parameter.dtype == torch.float32 else parameter.element_size() + 4)
+    return size
+
+
+# A graph that refers to parameters instead of keeping what was gathered of them.
+#
+# The backward of a product needs its weight, so autograd saves a view of it, and with that the memory into which
+# ZeRO-3 gathered the layer. Without activation checkpoints every rank would keep the whole model from the forward to
+# the backward. DeepSpeed's `memory_efficient_linear` has a Function of its own against this, which has no forward-
+# mode rule.
+
+
+@dataclass(frozen=True)
+class _View:
+    """A view of a whole parameter."""
+
+    parameter: nn.Parameter
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class SavedParameters:
+    """Keeps gathered parameters of `model` out of graphs. ZeRO-3 gathers them again before a module's backward."""
+
+    def __init__(self, model: nn.Module):
+        """`model` has ZeRO-3's hooks, which gather parameters: this one has to be younger, to find them whole."""
+        self._by_address: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(self._note)
+
+    @contextmanager
+    def as_references(self) -> Iterator[None]:
+        """The context of a forward. Its backward may be anywhere."""
+        self._by_address.clear()  # gathers come to new addresses, so what is noted would grow with every pass
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _note(self, module: nn.Module, _: object) -> None:
+        if not torch.is_grad_enabled():  # nothing is saved
+            return
+        for parameter in module.parameters(recurse=False):
+            self._by_address[parameter.data_ptr()] = parameter
+
+    def _pack(self, tensor: Tensor) -> Tensor | _View:
+        address = tensor.data_ptr()
+        parameter = self._by_address.get(address)
+        # A parameter may have been released since it was noted, and an activation may lie there now: only one that is
+        # still there is what the tensor is a view of.
+        if parameter is None or address != parameter.data_ptr() or tensor.numel() != parameter.numel():
+            return tensor
+        if tensor.dtype != parameter.dtype or tensor.numel() == 0:
+            return tensor
+        return _View(parameter, tensor.size(), tensor.stride())
+
+    def _unpack(self, saved: Tensor | _View) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        return saved.parameter.data.as_strided(saved.size, saved.stride)

@@ -15,13 +15,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+from vcore_ds.common.errors import UserError, first_line
+from vcore_ds.common.progress import Progress
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.engine.deepspeed_start import start_deepspeed
-from vcore_ds.engine.partitioned import PartitionedParameter, as_partitioned
-from vcore_ds.errors import UserError, first_line
-from vcore_ds.files.safetensors_ranges import Wanted, read_ranges
-from vcore_ds.models.language_model import auto_class
+from vcore_ds.engine.flat_shards import PartitionedParameter, as_partitioned
+from vcore_ds.models.causal_lm import auto_class
 from vcore_ds.models.loading import (
     attention_name,
     load_causal_lm,
@@ -29,8 +29,8 @@ from vcore_ds.models.loading import (
     refuse_failing_code,
     training_config,
 )
+from vcore_ds.models.safetensors_ranges import Wanted, read_ranges
 from vcore_ds.models.stored_weights import StoredWeights, find_stored_weights
-from vcore_ds.progress import Progress
 
 
 def load_sharded(

@@ -6,7 +6,7 @@ over micro-batches, and DeepSpeed's division by the world size is undone.
 docs/zero3.md lists the DeepSpeed internals on which this package relies.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,25 +16,95 @@ from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
+from vcore_ds.common.errors import RunFailed, UserError, first_line
+from vcore_ds.common.random_streams import Stream, torch_seed
+from vcore_ds.config.sections import OptimizerConfig
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, to_device
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.engine.deepspeed_start import TensorAxis, start_deepspeed
-from vcore_ds.engine.flat_shards import FlatShards
-from vcore_ds.engine.gradient_sum import GradientSum
-from vcore_ds.engine.non_finite import NonFiniteGradient
-from vcore_ds.engine.optimizer import make_moments
-from vcore_ds.engine.partitioned import PartitionedParameter, as_partitioned
-from vcore_ds.engine.saved_parameters import SavedParameters
-from vcore_ds.engine.streams import Streams
-from vcore_ds.errors import UserError, first_line
+from vcore_ds.engine.flat_shards import (
+    FlatShards,
+    GradientSum,
+    PartitionedParameter,
+    SavedParameters,
+    Streams,
+    as_partitioned,
+)
+from vcore_ds.method.objective import GlobalCounts
+from vcore_ds.models.attention import RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.dropout import TokenDropout, token_keys
-from vcore_ds.models.expert_load import mark_padding
-from vcore_ds.models.experts import are_ours
-from vcore_ds.models.row_layout import RowLayout
+from vcore_ds.models.experts import are_ours, mark_padding
 from vcore_ds.models.sequence_exchange import gather_losses, own_columns
-from vcore_ds.random_streams import Stream, torch_seed
+
+# Errors for losses and gradients that are inf or nan, raised before an update and on all ranks alike.
+
+
+class NonFiniteLoss(RunFailed):
+    """A loss of the batch, or the probe, is inf or nan. The optimizer was not stepped."""
+
+
+class NonFiniteGradient(RunFailed):
+    """The gradient of the batch holds inf or nan. The optimizer was not stepped."""
+
+
+def sequences_by_rank(own_sequence_ids: Sequence[int], sequence_parallel: int) -> str:
+    """Sequence ids by rank, for a message; ranks without any are left out, and of a sequence- or tensor-parallel
+    group all but the first. A collective.
+
+    Args:
+        sequence_parallel: degree of the pass that computed the sequences.
+    """
+    is_first = layout.rank("sequence", sequence_parallel) == layout.rank("tensor") == 0
+    per_rank = layout.gather_objects("job", list(own_sequence_ids) if is_first else [])
+    return "; ".join(f"rank {rank}: sequence ids {ids}" for rank, ids in enumerate(per_rank) if ids)
+
+
+# The optimizer over the trainable parameters, built before DeepSpeed shards them.
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW, or SGD without momentum, over the trainable parameters, with weight decay on matrices only.
+
+    AdamW is fused, one kernel for all tensors: under ZeRO-3 it updates a few large shards.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if _num_axes(parameter) >= 2]
+    vectors = [parameter for parameter in trainable if _num_axes(parameter) < 2]
+    groups = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in ((matrices, config.weight_decay), (vectors, 0.0))
+        if parameters
+    ]
+    if config.weight_decay == 0.0:
+        groups = [{"params": trainable, "weight_decay": 0.0}]  # one group, so fewer flat shards
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+
+
+def make_moments(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> None:
+    """AdamW's moments of zeros and counters at 0, as its first step makes them where there are none.
+
+    Made at the start, so that a run for which they are too large fails there and not after its first backward.
+
+    Args:
+        masters: the fp32 shards that the optimizer will update, each on the device where its moments are to be.
+    """
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return  # SGD without momentum keeps nothing
+    for master in masters:
+        optimizer.state[master] = {
+            "step": torch.zeros((), dtype=torch.float32, device=master.device),
+            "exp_avg": torch.zeros_like(master, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
+        }
+
+
+def _num_axes(parameter: nn.Parameter) -> int:
+    return len(getattr(parameter, "ds_shape", parameter.shape))  # a sharded parameter looks empty
+
 
 if TYPE_CHECKING:  # megatron-core takes seconds
     from vcore_ds.models.megatron.model import ParallelTokenLossModel
@@ -290,3 +360,19 @@ class Engine:
     def close(self) -> None:
         """Releases what DeepSpeed attached to the model; required before a second engine in one process."""
         self.deepspeed.destroy()
+
+
+# The numbers of sequences and tokens of a global batch, by which its losses are divided.
+
+
+def count_globally(batches: Sequence[Batch], *, kept_only: bool = False) -> GlobalCounts:
+    """Counts sequences and supervised tokens over all ranks; needed before the first backward. A collective.
+
+    Args:
+        batches: this rank's micro-batches, at least one, all of one degree of sequence parallelism.
+        kept_only: count only tokens that the batch's mask keeps (`Batch.kept`).
+    """
+    num_tokens = torch.cat([b.num_kept_tokens() if kept_only else b.num_supervised_tokens() for b in batches])
+    own = [float((num_tokens > 0).sum()), float(num_tokens.sum())]
+    sequences, tokens = layout.sum_over("data", own, batches[0].sequence_parallel)
+    return GlobalCounts(num_sequences_global=int(sequences), num_supervised_tokens_global=int(tokens))

@@ -5,22 +5,23 @@ called once. So it is the code that would refuse in a run that refuses here, and
 say the same.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from transformers import PretrainedConfig
 
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import LoraConfig
-from vcore_ds.errors import UserError
-from vcore_ds.models.attention import TRAINING_ATTENTION
-from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.configuration import can_replace_attention, causal_lm_class
+from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
+from vcore_ds.models.causal_lm import TokenLossModel, freeze_towers
+from vcore_ds.models.configuration import can_replace_attention, causal_lm_class, read_config
 from vcore_ds.models.experts import can_be_ours
-from vcore_ds.models.folder_check import empty_model
 from vcore_ds.models.loading import attention_name
 from vcore_ds.models.lora import add_lora
-from vcore_ds.models.row_layout import RowLayout
-from vcore_ds.planning.mixtures import differences_refused, is_mixture
+from vcore_ds.models.model_folder import empty_model
+from vcore_ds.planning.memory import ParameterCounts
+from vcore_ds.planning.model_shape import differences_refused, is_mixture
 
 Estimator = Literal["jvp", "finite_difference"]
 
@@ -117,3 +118,52 @@ def _call_decoder(path: str, model: TokenLossModel) -> None:
                 f"lora: found adapters together with model.path {path} ({type(model.base).__name__}), which changes "
                 "its embeddings in place, so that no gradient reaches them; expected null (lora=null), or another model"
             ) from None
+
+
+# How many parameters a model has, and how many of them are trained.
+
+
+def count_parameters(path: str, lora: LoraConfig | None, tensor: int = 1) -> ParameterCounts:
+    """The model's parameters, or a rank's part with tensor parallelism, from a model without weights; zeros
+    where it cannot be read, which is said elsewhere.
+
+    Args:
+        path: of the model.
+        lora: its adapters, which are then all that is trained.
+        tensor: degree of tensor parallelism.
+    """
+    try:
+        config = read_config(path)
+        model = empty_model(path, config)
+        weights = dict(model.named_parameters())
+        freeze_towers(model)
+        if lora is not None:
+            with torch.device("meta"):
+                adapted = add_lora(model, lora)
+            weights |= {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+        if tensor > 1:
+            return _count_part(path, config, lora, tensor, weights)
+    except (UserError, OSError, ValueError):
+        return ParameterCounts(0, 0)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained))
+
+
+def _count_part(
+    path: str, config: PretrainedConfig, lora: LoraConfig | None, tensor: int, weights: Mapping[str, torch.Tensor]
+) -> ParameterCounts:
+    """What the first rank of a tensor group has, which is as much as any.
+
+    Args:
+        weights: of the model by name, and of its adapters by their names in peft.
+    """
+    from vcore_ds.models.megatron.adapters import adapted_layers, adapter_pieces
+    from vcore_ds.models.megatron.configuration import pieces
+
+    place = dict(rank=0, size=tensor)
+    num_base = sum(piece.of(weights[piece.name]).numel() for piece in pieces(config, **place).values())
+    if lora is None:
+        return ParameterCounts(num_base, num_base)
+    added = adapter_pieces(adapted_layers(path, config, lora), config, lora, **place).values()
+    num_trained = sum(piece.of(weights[piece.name]).numel() for piece in added)
+    return ParameterCounts(num_base + num_trained, num_trained)

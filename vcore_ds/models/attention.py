@@ -12,7 +12,7 @@ Shapes: b rows, A query heads, K key/value heads, t tokens of a rank, T of a row
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,69 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from vcore_ds.errors import UserError
-from vcore_ds.models.block_attention import block_attention
+from vcore_ds.common.errors import UserError
+from vcore_ds.data.batches import to_device
+from vcore_ds.models.attention_kernels import (
+    TAKES_GROUPED_HEADS,
+    CpuFlash,
+    CudaFlash,
+    explicit_attention,
+    flash_attention,
+)
+from vcore_ds.models.block_attention import block_attention, block_attention_tangent
 from vcore_ds.models.dual_numbers import make_dual
-from vcore_ds.models.explicit_attention import explicit_attention
-from vcore_ds.models.flash_attention import TAKES_GROUPED_HEADS, CpuFlash, CudaFlash, flash_attention
-from vcore_ds.models.row_layout import RowLayout
 from vcore_ds.models.sequence_exchange import own_heads, to_heads, to_tokens, values_and_tangents
+
+# Which sequences a batch's rows hold, as attention and other functions of a layer need to know it.
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The sequences in a batch's rows, and the sequence-parallel degree; made once for each pass."""
+
+    lengths: Sequence[Sequence[int]]
+    """Tokens of the sequences in each row, in order; T together. Padding counts as a sequence."""
+    sequence_parallel: int
+    """Sequence-parallel degree: each rank of a group has `t = T / sequence_parallel` columns of its rows."""
+    ends: Tensor
+    """int32 `[num_sequences + 1]`, on the device: 0, and where each sequence ends in the rows put end to end."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[Sequence[int]], sequence_parallel: int, device: torch.device) -> "RowLayout":
+        """The layout with its tensor, made on the host: no layer waits for the device to learn it."""
+        flat = torch.tensor([0, *(n for row in lengths for n in row)], dtype=torch.int32)
+        return cls(lengths, sequence_parallel, to_device(flat.cumsum(0, dtype=torch.int32), device))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(n for row in self.lengths for n in row)
+
+    @property
+    def is_one_sequence_a_row(self) -> bool:
+        """Whether no row is packed."""
+        return all(len(row) == 1 for row in self.lengths)
+
+    def in_chunks(self, num_tokens: int) -> "RowLayout":
+        """That of the sequences cut into chunks of so many tokens, none of which sees another (Llama 4)."""
+        if self.longest <= num_tokens:
+            return self
+        lengths = [
+            [min(num_tokens, n - start) for n in row for start in range(0, n, num_tokens)] for row in self.lengths
+        ]
+        return RowLayout.of(lengths, self.sequence_parallel, self.ends.device)
+
+    def sequences(self) -> Iterator[tuple[slice, slice]]:
+        """Rows and columns of what can be computed together: all rows where each is one sequence, else a sequence."""
+        if self.is_one_sequence_a_row:
+            yield slice(None), slice(None)
+            return
+        for row, lengths in enumerate(self.lengths):
+            start = 0
+            for n in lengths:
+                yield slice(row, row + 1), slice(start, start + n)
+                start += n
+
 
 TRAINING_ATTENTION = "vcore_training"
 """Name under which Hugging Face models find `training_attention`."""
@@ -37,7 +93,7 @@ FORWARD_MODE_ATTENTION = "vcore_forward_mode"
 """Name under which Hugging Face models find `forward_mode_attention`."""
 
 FUSED_ATTENTION = "vcore_fused"
-"""Name under which they find the attention of `vcore_ds.models.fused_attention`."""
+"""Name under which they find the attention of `vcore_ds.models.attention`."""
 
 OUR_ATTENTION = (TRAINING_ATTENTION, FORWARD_MODE_ATTENTION, FUSED_ATTENTION)
 """Those that know the layout of the rows."""
@@ -279,3 +335,46 @@ forward_mode_attention = hugging_face_attention(attend_with_tangents)
 # so Hugging Face makes no mask, and does not look at positions for packed rows, which would wait for the device.
 AttentionInterface.register(TRAINING_ATTENTION, training_attention)
 AttentionInterface.register(FORWARD_MODE_ATTENTION, forward_mode_attention)
+
+
+# Attention of a forward that has both a graph and tangents: the tangent is beside the graph, and none of it in it.
+
+
+def attend_with_graph_beside_tangents(
+    primals: Parts, tangents: Parts, layout: RowLayout, scoring: Scoring
+) -> tuple[Tensor, Tensor | None]:
+    """The output and graph of `attend_with_graph`, and a tangent that has none.
+
+    The value is always that of the training kernel, within activation checkpoints too: the loss of such a forward is
+    that of plain fine-tuning, bit for bit, and what the backward recomputes is what the forward had.
+    """
+    if all(tangent is None for tangent in tangents):
+        return attend_with_graph(primals, tangents, layout, scoring)
+    (query, key, value, sink), (d_query, d_key, d_value, d_sink) = primals, tangents
+    assert query is not None and key is not None and value is not None
+    is_windowed = scoring.sliding_window is not None and layout.longest > scoring.sliding_window
+    if query.device.type != "cpu" or is_windowed or scoring.softcap is not None:
+        output = causal_attention(primals, layout, scoring)
+        with torch.no_grad():
+            detached = [None if x is None else x.detach() for x in primals]
+            _, d_output = attend_with_tangents(detached, tangents, layout, scoring)
+        return output, d_output
+
+    # What `causal_attention` gives on a CPU, and the log-sum-exp that it keeps to itself.
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return flash_attention(query, key, value, sink, CpuFlash(scoring.scale))
+
+    output, log_sum_exp = by_sequence(attend, (query, key, value), layout)
+    sinks = None if sink is None else (sink.detach(), d_sink)
+    with torch.no_grad():
+        d_output = torch.empty_like(output)
+        for rows, columns in layout.sequences():
+            q, k, v, out = (x.detach()[rows, :, columns] for x in (query, key, value, output))
+            d_parts = [None if x is None else x.detach()[rows, :, columns] for x in (d_query, d_key, d_value)]
+            d_output[rows, :, columns] = block_attention_tangent(
+                q, k, v, d_parts, out, log_sum_exp[rows, :, columns], scale=scoring.scale, sinks=sinks
+            )
+    return output, d_output
+
+
+AttentionInterface.register(FUSED_ATTENTION, hugging_face_attention(attend_with_graph_beside_tangents))

@@ -18,10 +18,10 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from vcore_ds.errors import UserError, first_line, last_line
-from vcore_ds.models.language_model import is_vision_language, unpadded_vocabulary
+from vcore_ds.common.errors import UserError, first_line, last_line
+from vcore_ds.models.causal_lm import is_vision_language, unpadded_vocabulary
 from vcore_ds.planning.model_shape import QWEN3_32B, REQUIRED_SIZES, SIZE_NAMES, ModelShape, shape_of_sizes
-from vcore_ds.planning.shared_rows import ATTENTION_LAYERS, OTHER_LAYERS
+from vcore_ds.planning.packing import ATTENTION_LAYERS, OTHER_LAYERS
 
 _EXPECTED = "expected a decoder-only language model (Qwen3, Llama, ...)"
 

@@ -8,7 +8,7 @@ same batch computes the same losses. A recomputed layer draws the same mask agai
 import torch
 from torch import Tensor, nn
 
-from vcore_ds.errors import UserError
+from vcore_ds.common.errors import UserError
 
 _WORD = 1 << 32
 

@@ -6,7 +6,7 @@ product, which has no forward-mode rule, or a fallback that drops tangents witho
 Shapes: n tokens, k experts for each, E experts, H hidden size, F width of an expert, S = n k.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,9 +17,175 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
+from vcore_ds.distributed import layout
 from vcore_ds.models.dual_numbers import LowRank, low_rank_tangent, make_dual, value_and_tangent
-from vcore_ds.models.expert_exchange import are_divided, at_their_experts, row_ends
-from vcore_ds.models.expert_load import count_tokens
+
+# Expert parallelism: rows of tokens go to the ranks that have their experts, and the results come back.
+#
+# Each rank of an expert-parallel group has a block of the experts of every mixture layer, and tokens of its own. A
+# layer takes three exchanges: how many rows, the rows, their results. Values and tangents travel in one, and
+# gradients the same way back. All ranks of a group take part in all of them, whatever tokens they have.
+#
+# Shapes: S rows (a token has one for each of its experts), E experts, N ranks of a group, H hidden size.
+
+
+def mark_divided(experts: nn.Module) -> None:
+    """Says that a module of experts holds those of this rank alone."""
+    experts._are_divided = True  # type: ignore[assignment]
+
+
+def are_divided(experts: nn.Module) -> bool:
+    """Whether a module of experts holds those of this rank alone."""
+    return getattr(experts, "_are_divided", False)
+
+
+def row_ends(chosen: Tensor, num_experts: int) -> Tensor:
+    """Where the rows of each expert end, int32 `[E]`, of rows that are sorted by expert.
+
+    On the device: no host waits to learn how many tokens an expert has.
+    """
+    numbers = torch.arange(num_experts, device=chosen.device)
+    return torch.searchsorted(chosen, numbers, right=True, out_int32=True)
+
+
+def at_their_experts(
+    x: Tensor, chosen: Tensor, num_experts: int, compute: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """What the experts of the whole group make of this rank's rows, `[S, H]`; dual where `x` or a parameter is, on any
+    rank of the group. A collective over `expert`.
+
+    Args:
+        x: `[S, H]`, may be dual; sorted by expert.
+        chosen: `[S]`, the rows' experts, of all E.
+        compute: given rows sorted by expert, their experts numbered from this rank's first, and `row_ends` of those,
+            makes of each row what its expert does.
+    """
+    num_ranks = layout.size("expert")
+    num_own = num_experts // num_ranks
+    counts = row_ends(chosen, num_experts).long().diff(prepend=chosen.new_zeros(1)).view(num_ranks, num_own)
+    # Whether a tangent comes along is agreed on: an idle rank may have none where others have, and would exchange rows
+    # of another length.
+    is_dual = counts.new_full((num_ranks, 1), forward_ad.unpack_dual(x).tangent is not None)
+    theirs, some_dual = layout.all_to_all("expert", torch.cat([counts, is_dual], 1)).split([num_own, 1], 1)
+    # The one place where the host waits for the device.
+    sent, received, dual = torch.stack([counts.sum(1), theirs.sum(1), some_dual[:, 0]]).tolist()
+    x = _exchange(x, sent, received, is_dual=any(dual))
+    numbers = torch.arange(num_own, device=chosen.device).repeat(num_ranks)
+    own_chosen, order = numbers.repeat_interleave(theirs.flatten(), output_size=sum(received)).sort(stable=True)
+    y = compute(x[order], own_chosen, row_ends(own_chosen, num_own))
+    # Where the rows have no tangents, those of the parameters alone decide, on all ranks alike.
+    return _exchange(y[order.argsort()], received, sent, is_dual=forward_ad.unpack_dual(y).tangent is not None)
+
+
+def _exchange(x: Tensor, sent: list[int], received: list[int], *, is_dual: bool) -> Tensor:
+    """Rows to other ranks, as many to each as `sent` says, and theirs here; the value has a graph, the tangent none."""
+    value, tangent = forward_ad.unpack_dual(x)
+    if is_dual and tangent is None:
+        tangent = torch.zeros_like(value)
+    y, d_y = _Exchange.apply(value, None if tangent is None else tangent.detach(), sent, received)
+    return y if d_y is None else make_dual(y, d_y)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows `[x | dx]` to other ranks; the gradient of x comes back the same way. One of a result that nobody has used
+    is zeros, not None: the other ranks wait for it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, d_x: Tensor | None, sent: list[int], received: list[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.numbers = sent, received
+        if d_x is None:
+            return layout.exchange_rows("expert", x, sent, received), None
+        both = layout.exchange_rows("expert", torch.cat([x, d_x], 1), sent, received)
+        y, d_y = (half.contiguous() for half in both.chunk(2, 1))
+        ctx.mark_non_differentiable(d_y)
+        return y, d_y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None]:
+        sent, received = ctx.numbers
+        return layout.exchange_rows("expert", gradient, received, sent), None, None, None
+
+
+# How unevenly tokens go to the experts of an MoE model: counted on the device in every forward, read once a step.
+#
+# All ranks wait for the fullest one in each layer's exchange where experts are divided (`parallel.expert`).
+
+
+_TOKENS_OF: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+"""Of the experts of a layer, `[E]` int64: this rank's tokens that were sent to each, since counting began."""
+
+_IS_TOKEN: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+"""Of the experts of a layer, int64 `[n]`: 1 for each token of the current batch, 0 for padding."""
+
+
+def mark_padding(experts: Iterable[nn.Module], is_token: Tensor) -> None:
+    """Tells layers of experts which of the tokens they get next are padding, which is not counted.
+
+    The marks are kept until the next call: a layer that is recomputed in the backward counts its tokens again.
+
+    Args:
+        is_token: bool `[b, t]`, of this rank's columns, on the device.
+    """
+    marks = is_token.flatten().long()
+    for module in experts:
+        _IS_TOKEN[module] = marks
+
+
+def count_tokens(experts: nn.Module, chosen: Tensor, num_experts: int) -> None:
+    """Adds a forward's tokens without padding. No host waits for the device.
+
+    Args:
+        chosen: `[n, k]`, the experts of this rank's tokens, numbered over all ranks.
+        num_experts: E of the layer, over all ranks.
+    """
+    if experts not in _TOKENS_OF:
+        _TOKENS_OF[experts] = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
+    marks = _IS_TOKEN.get(experts)
+    ones = torch.ones_like(chosen, dtype=torch.int64) if marks is None else marks[:, None].expand_as(chosen)
+    _TOKENS_OF[experts].scatter_add_(0, chosen.flatten().long(), ones.flatten())
+
+
+def forget_tokens(model: nn.Module) -> None:
+    """Begins to count anew."""
+    for tokens in _counted(model):
+        tokens.zero_()
+
+
+def load_of_experts(model: nn.Module, num_sharing: int = 1) -> dict[str, float]:
+    """The load of the fullest expert of a layer over the mean expert's, over all ranks; nothing for a model without
+    experts that count. A collective.
+
+    A layer that a backward has computed again counts twice, in all of its experts alike.
+
+    Args:
+        num_sharing: ranks of an expert-parallel group. If more than one, also the load of the fullest rank in a layer,
+            over the mean rank's.
+    """
+    counted = _counted(model)
+    if not counted:
+        return {}
+    sizes = [len(tokens) for tokens in counted]
+    group, num_groups = layout.rank("shards") // num_sharing, layout.size("shards") // num_sharing
+    # What each rank is sent by its own group; the other groups' places are filled in by the sum.
+    of_ranks = torch.zeros(num_groups, len(counted), num_sharing, dtype=torch.int64, device=counted[0].device)
+    of_ranks[group] = torch.stack([tokens.view(num_sharing, -1).sum(1) for tokens in counted])
+    numbers = torch.cat([*counted, of_ranks.flatten()]).tolist()
+    summed = torch.tensor(layout.sum_over("shards", numbers), dtype=torch.float64)
+    of_experts, of_ranks = summed[: sum(sizes)].split(sizes), summed[sum(sizes) :].view(of_ranks.shape)
+    loads = torch.stack([tokens.max() / tokens.mean() for tokens in of_experts])
+    found = {"expert_load_max": loads.max().item(), "expert_load_mean": loads.mean().item()}
+    if num_sharing > 1:
+        loads = of_ranks.amax((0, 2)) / of_ranks.mean((0, 2))
+        found |= {"expert_rank_load_max": loads.max().item(), "expert_rank_load_mean": loads.mean().item()}
+    return found
+
+
+def _counted(model: nn.Module) -> list[Tensor]:
+    """By layer, in the model's order."""
+    return [_TOKENS_OF[module] for module in model.modules() if module in _TOKENS_OF]
+
 
 OUR_EXPERTS = "vcore_experts"
 """Name under which Hugging Face models find `experts_forward`."""

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 from triton.runtime.driver import driver
 
-from vcore_ds.errors import UserError
+from vcore_ds.common.errors import UserError
 from vcore_ds.models.block_attention import Sinks
 from vcore_ds.models.flash_tangent_kernel import attend
 

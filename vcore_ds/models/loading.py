@@ -10,11 +10,11 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
-from vcore_ds.errors import UserError, first_line
+from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.models.attention import TRAINING_ATTENTION
+from vcore_ds.models.causal_lm import auto_class, freeze_towers
 from vcore_ds.models.configuration import can_replace_attention, causal_lm_class, read_config
 from vcore_ds.models.experts import OUR_EXPERTS
-from vcore_ds.models.language_model import auto_class, freeze_towers
 from vcore_ds.models.stored_weights import check_nothing_is_missing, unreadable_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}

@@ -6,8 +6,10 @@ beyond is idle.
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from itertools import count
+from typing import Any
 
 _LENGTH_MULTIPLE = 8
 """Rows are padded to a multiple of this many tokens, which suits matrix units."""
@@ -168,3 +170,162 @@ def _fill(
         micro_steps.append(rows)
         left = later
     return micro_steps if not left else None
+
+
+# What of a batch's time is padding and waiting.
+
+
+@dataclass(frozen=True)
+class Waste:
+    """The padding of one pass over a batch, or of several together, and the time that ranks wait for each other."""
+
+    num_tokens: int
+    num_computed_tokens: int
+    """With padding."""
+    mean_work: float
+    """Time that the mean rank works, in the time of so many tokens' linear layers; attention is counted."""
+    slowest_work: float
+    """The same of the slowest rank of each micro-step, for which all wait."""
+    num_idle_ranks: int
+    """Ranks that have no sequence in any micro-step; summed over the passes."""
+    num_passes: int = 1
+
+    @property
+    def padding_share(self) -> float:
+        """Share of all computed tokens that is padding."""
+        return 1.0 - self.num_tokens / self.num_computed_tokens
+
+    @property
+    def rank_imbalance(self) -> float:
+        """Time of the slowest rank of each micro-step over the mean rank's, idle ones among them."""
+        return self.slowest_work / self.mean_work
+
+    @property
+    def utilization(self) -> float:
+        """Share of the ranks' time that is useful work: the mean rank's of the slowest one's."""
+        return self.mean_work / self.slowest_work
+
+    @property
+    def mean_idle_ranks(self) -> float:
+        """Idle ranks of a pass."""
+        return self.num_idle_ranks / self.num_passes
+
+    def __add__(self, other: "Waste") -> "Waste":
+        return Waste(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def measure_waste(
+    micro_steps: Sequence[Sequence[Sequence[int]]],
+    lengths: Sequence[int],
+    *,
+    sequence_parallel: int,
+    num_ranks: int,
+    work: Callable[[int], float],
+    is_packed: bool,
+) -> Waste:
+    """The waste of one pass.
+
+    Args:
+        micro_steps: positions in `lengths` by micro-step and group of ranks; groups beyond the last are idle.
+        work: of a sequence of so many tokens, as in `TimeModel.work`.
+        is_packed: what a group has in a micro-step is one row; else each sequence has a row of its own, as long as the
+            longest of them.
+    """
+    num_tokens = num_computed = 0
+    total = slowest = 0.0
+    busy = set()
+    for groups in micro_steps:
+        works = []
+        for group, positions in enumerate(groups):
+            own = [lengths[i] for i in positions]
+            if own:
+                busy.add(group)
+            rows = padded_rows(own, sequence_parallel, is_packed=is_packed)
+            num_tokens += sum(own)
+            num_computed += sum(rows)
+            works.append(sum(work(n) for n in (own if is_packed else rows)))  # attention stays within a sequence
+        total += sum(works)
+        slowest += max(works)
+    num_idle = num_ranks - sequence_parallel * len(busy)
+    return Waste(num_tokens, num_computed, total / num_ranks, slowest / sequence_parallel, num_idle)
+
+
+def most_tokens(
+    micro_steps: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], *, sequence_parallel: int, is_packed: bool
+) -> int:
+    """Tokens of the largest micro-batch on one rank, padding included; arguments as in `measure_waste`."""
+    most = 0
+    for groups in micro_steps:
+        for positions in groups:
+            rows = padded_rows([lengths[i] for i in positions], sequence_parallel, is_packed=is_packed)
+            most = max(most, sum(rows) // sequence_parallel)
+    return most
+
+
+def padded_rows(lengths: Sequence[int], sequence_parallel: int, *, is_packed: bool) -> list[int]:
+    """Lengths of a micro-batch's rows, padding included: of one that holds all sequences, or of a row for each, as long
+    as the longest."""
+    if is_packed:
+        return [padded_length(sum(lengths), sequence_parallel)]
+    return [padded_length(max(lengths), sequence_parallel)] * len(lengths) if lengths else []
+
+
+# What keeps sequences out of one row, or out of one forward, as far as config.json says it.
+#
+# The rules err on the side of rows of their own: right-padded, these are right for everything that is causal.
+
+
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "moe", "dense", "sparse", "mlp"})
+"""Kinds of layers (`layer_types`) in which tokens see each other through attention that can be replaced, and no other
+way; all other kinds may carry a state from one sequence of a row to the next. The last four say what follows the
+attention."""
+
+OTHER_LAYERS = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
+"""Kinds in which they also, or only, do so through code of the model's own: convolutions, recurrences."""
+
+_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
+"""What architectures call the list of their layers' kinds in config.json."""
+
+_WORDS_OF_OTHER_LAYERS = frozenset({"mamba", "ssm", "conv", "conv1d"})
+"""Words in the names of sizes that only convolutions and recurrences have. Jamba, Bamba, Nemotron-H and Falcon-H1 do
+not write down the kinds of their layers, but all of them write down such a size."""
+
+_ROPE_OF_THE_FORWARD = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
+"""Kinds of rotary embedding whose frequencies depend on the largest position in a forward, padding and other rows
+included, and the key of the position up to which they do not."""
+
+
+def row_obstacles(config: Mapping[str, Any]) -> tuple[str | None, str | None, str, int | None]:
+    """`no_sequence_parallelism`, `unpackable`, `rope` and `rope_limit` of a `ModelShape`.
+
+    Args:
+        config: of the language model, as in config.json; what is malformed is passed over.
+    """
+    why = _why_unpackable(config)
+    return why, why, *_rope(config)
+
+
+def _why_unpackable(config: Mapping[str, Any]) -> str | None:
+    """Why a row cannot hold several sequences, as far as the layers go; None where it can."""
+    if any(name.startswith("index_topk") and value for name, value in config.items()):
+        return "whose attention selects keys by their place in the row"
+    for name in _LAYER_LISTS:
+        layers = config.get(name)
+        if isinstance(layers, list | tuple) and layers:
+            others = sorted({str(kind) for kind in layers} - ATTENTION_LAYERS)
+            return f"whose layers ({', '.join(others)}) are not all attention" if others else None
+    sizes = [name for name, value in config.items() if value and _WORDS_OF_OTHER_LAYERS.intersection(name.split("_"))]
+    return f"whose layers are not all attention (it has {min(sizes)})" if sizes else None
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[str, int | None]:
+    # Of the model, or of each kind of layer; under another name before transformers 5.
+    found = [part for part in (config.get("rope_parameters"), config.get("rope_scaling")) if isinstance(part, dict)]
+    found += [part for whole in found for part in whole.values() if isinstance(part, dict)]
+    for part in found:
+        kind = part.get("rope_type", part.get("type"))
+        if isinstance(kind, str) and kind in _ROPE_OF_THE_FORWARD:
+            name = _ROPE_OF_THE_FORWARD[kind]
+            limit = part.get(name, config.get(name, config.get("max_position_embeddings")))
+            return kind, limit if isinstance(limit, int) else 0
+    return "default", None

@@ -4,19 +4,20 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.text import gib
 from vcore_ds.config.problems import RecipeError, did_you_mean, shorten
 from vcore_ds.config.schema import Recipe
-from vcore_ds.errors import UserError
 from vcore_ds.planning.batch_plan import BatchPlan, Part, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.gpus import GPUS, Cluster, Gpu, find_gpu
+from vcore_ds.planning.hardware import GPUS, Cluster, Gpu, find_gpu
 from vcore_ds.planning.known_models import KNOWN_MODELS, known_model
-from vcore_ds.planning.memory_plan import Available, MemoryPlan, plan_memory
-from vcore_ds.planning.memory_settings import MemorySettings, ParameterCounts, parameter_counts
+from vcore_ds.planning.memory import MemorySettings, ParameterCounts, parameter_counts
+from vcore_ds.planning.memory_plan import Available, MemoryPlan, describe_shortage, plan_memory
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, shape_on_disk
-from vcore_ds.planning.passes import StepPasses
+from vcore_ds.planning.spread import SIMULATED_MEAN, Utilization, summarize
 from vcore_ds.planning.step_cost import StepCost, StepModel
-from vcore_ds.planning.utilization import SIMULATED_MEAN, Utilization, summarize
+from vcore_ds.planning.time_model import StepPasses
 
 COALESCING_SHARE = 0.05
 """Share of a rank's memory that unsharded gradients may take with `engine.coalesce_gradient_reduction: auto`."""
@@ -260,3 +261,33 @@ def expert_ways(plan: RunPlan) -> list[Way]:
             continue
         ways.append(Way(f"parallel.expert={degree}", found))
     return ways
+
+
+# A run's plan in words: one line of it, and the message of a run that a cluster cannot hold.
+
+
+def plan_verdict(plan: RunPlan) -> str:
+    """Whether it fits; `tight` where the margin is not left."""
+    return "fits" if plan.fits_with_margin else "tight" if plan.fits else "does not fit"
+
+
+def describe_plan(plan: RunPlan) -> str:
+    """One line, such as `Plan on 64 H100 (8 nodes of 8): 3.98 s a step, 2,066 million tokens a day, ...`."""
+    estimate = plan.memory.estimate
+    return (
+        f"Plan on {plan.cluster.describe()}: {plan_verdict(plan)}, {gib(estimate.peak_bytes, 1)} of "
+        f"{gib(plan.available.device, 0)} GiB; {plan.cost.seconds_step:,.3g} s a step, "
+        f"{plan.tokens_per_day / 1e6:,.0f} million tokens a day, {plan.gpu_hours(100):,.1f} GPU hours of 100 steps "
+        "(assumed speeds: vcore-ds plan)"
+    )
+
+
+def describe_refusal(plan: RunPlan, ways: Sequence[Way]) -> str:
+    """The message of a run that does not fit: bytes by kind, and the changes with which it would, cheapest first."""
+    lines = [
+        f"  {way.change}: {gib(way.plan.memory.estimate.peak_bytes)} GiB, "
+        f"{way.plan.gpu_hours(100):,.1f} GPU hours of 100 steps"
+        for way in ways
+    ]
+    heading = "It fits, with the fewest GPU hours by a prediction, with"
+    return describe_shortage(plan.memory, plan.available, "\n".join([heading, *lines]) if ways else "")

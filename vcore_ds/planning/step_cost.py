@@ -8,20 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vcore_ds.planning.flops import (
-    attention_flops_per_square,
-    flops_of_all_weights,
-    linear_flops_per_token,
-    routed_flops_per_token,
-)
-from vcore_ds.planning.gpus import Cluster
-from vcore_ds.planning.memory import Phase
-from vcore_ds.planning.memory_settings import MemorySettings, ParameterCounts
-from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.passes import FORWARD, PassWork, StepPasses, tangents_beside
-from vcore_ds.planning.spread import Spread
-from vcore_ds.planning.traffic import (
+from vcore_ds.planning.hardware import (
     EXCHANGES_OF_EXPERTS,
+    Cluster,
     Traffic,
     exchanged,
     exchanged_numbers,
@@ -30,7 +19,20 @@ from vcore_ds.planning.traffic import (
     numbers_to_experts,
     of_hidden_states,
 )
-from vcore_ds.planning.waste import padded_rows
+from vcore_ds.planning.memory import MemorySettings, ParameterCounts, Phase
+from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.packing import padded_rows
+from vcore_ds.planning.spread import Spread
+from vcore_ds.planning.time_model import (
+    FORWARD,
+    PassWork,
+    StepPasses,
+    attention_flops_per_square,
+    flops_of_all_weights,
+    linear_flops_per_token,
+    routed_flops_per_token,
+    tangents_beside,
+)
 
 _FP32 = 4
 

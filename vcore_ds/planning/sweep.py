@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.files import ParsedYaml, UnreadableFile, parse_yaml, read_text
 from vcore_ds.config.load import load_recipe, make_override
 from vcore_ds.config.problems import RecipeError, show
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
-from vcore_ds.errors import UserError
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.run_plan import shape_or_assumed

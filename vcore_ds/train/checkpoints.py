@@ -6,9 +6,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import discard, unfinished_path
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
+from vcore_ds.engine import checkpoint_folder
 from vcore_ds.engine.checkpoint_shards import (
     CheckpointFailed,
     files_of_this_rank,
@@ -17,12 +20,9 @@ from vcore_ds.engine.checkpoint_shards import (
     state_bytes,
     write_state,
 )
-from vcore_ds.engine.partitioned import shape_of_all
+from vcore_ds.engine.flat_shards import shape_of_all
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.errors import UserError
-from vcore_ds.files import checkpoint_folder as files
-from vcore_ds.files.aside import discard, unfinished_path
-from vcore_ds.track.console import Console
+from vcore_ds.train.console import Console
 from vcore_ds.train.feed import Feed
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator
@@ -91,10 +91,11 @@ class Checkpoints:
             UserError: there are checkpoints, and none of them verifies.
         """
         unfinished, candidates = on_all_ranks(  # rank 0's view serves all
-            self._folder, lambda: (files.list_unfinished(self._folder), files.list_checkpoints(self._folder))
+            self._folder,
+            lambda: (checkpoint_folder.list_unfinished(self._folder), checkpoint_folder.list_checkpoints(self._folder)),
         )[0]
         skipped = [f"{folder.name}: not finished" for folder in unfinished if folder not in candidates]
-        found, problems = files.newest_usable(candidates, self._problem_of)
+        found, problems = checkpoint_folder.newest_usable(candidates, self._problem_of)
         skipped += problems
         # A run that was killed between renaming and marking its first checkpoint has lost nothing.
         if found is None and not set(candidates) <= set(unfinished):
@@ -112,7 +113,7 @@ class Checkpoints:
         """Sets aside the checkpoints newer than `step`, which a run that resumes there did not verify."""
         is_first = layout.is_first()
         for renamed in on_all_ranks(
-            self._folder, lambda: files.set_aside_newer(self._folder, step) if is_first else []
+            self._folder, lambda: checkpoint_folder.set_aside_newer(self._folder, step) if is_first else []
         )[0]:
             self._console.warn(f"renamed a checkpoint that did not verify: {renamed}")
 
@@ -155,15 +156,15 @@ class Checkpoints:
         """The checkpoint after `step` steps.
 
         Args:
-            digest: that it has to have (`files.read_digest`).
+            digest: that it has to have (`checkpoint_folder.read_digest`).
 
         Raises:
             UserError: its files do not match its manifest, or it is another checkpoint.
         """
-        folder = files.step_folder(self._folder, step)
+        folder = checkpoint_folder.step_folder(self._folder, step)
         problem = self._problem_of(folder)
         if problem is None:
-            digests = on_all_ranks(folder, lambda: {digest, files.read_digest(folder)})
+            digests = on_all_ranks(folder, lambda: {digest, checkpoint_folder.read_digest(folder)})
             if len(set().union(*digests)) > 1:
                 problem = "it was written anew after this command had begun"
         if problem is not None:
@@ -187,7 +188,7 @@ class Checkpoints:
                     f"model.path: {self._recipe.model.path}: parameter {name} has shape {shapes.get(name)}; the "
                     f"checkpoint {folder} has {state.shapes.get(name)}; expected the model that the run began with"
                 )
-        read_state(engine, direction, folder / files.STATE, state.num_updates)
+        read_state(engine, direction, folder / checkpoint_folder.STATE, state.num_updates)
 
     def due(self, step: int, num_steps: int) -> bool:
         """Whether to save after `step` steps."""
@@ -222,14 +223,17 @@ class Checkpoints:
         )
         needed = self._direction_of_next_step(step, estimator)
         num_bytes = state_bytes(engine, needed) + MARGIN_BYTES
-        unfinished = unfinished_path(files.step_folder(self._folder, step))
+        unfinished = unfinished_path(checkpoint_folder.step_folder(self._folder, step))
         try:
-            on_all_ranks(unfinished, lambda: files.begin(self._folder, step, num_bytes) if is_first else None)
-            write_state(engine, needed, unfinished / files.STATE)
+            on_all_ranks(
+                unfinished, lambda: checkpoint_folder.begin(self._folder, step, num_bytes) if is_first else None
+            )
+            write_state(engine, needed, unfinished / checkpoint_folder.STATE)
             written = on_all_ranks(unfinished, lambda: self._write_rest(unfinished, state))
             records = {name: record for of_rank in written for name, record in of_rank.items()}
             folder = on_all_ranks(
-                unfinished, lambda: files.finish(self._folder, step, state.world_size, records) if is_first else None
+                unfinished,
+                lambda: checkpoint_folder.finish(self._folder, step, state.world_size, records) if is_first else None,
             )[0]
         except CheckpointFailed as error:
             if is_first:
@@ -249,7 +253,9 @@ class Checkpoints:
         that an export has open on a network file system, the run continues with a warning."""
         settings = self._recipe.checkpoint
         try:
-            files.remove_old(self._folder, keep_last=settings.keep_last, keep_every_steps=settings.keep_every_steps)
+            checkpoint_folder.remove_old(
+                self._folder, keep_last=settings.keep_last, keep_every_steps=settings.keep_every_steps
+            )
         except OSError as error:
             self._console.warn(f"an old checkpoint cannot be deleted: {error}. Delete it where room is short")
 
@@ -257,24 +263,28 @@ class Checkpoints:
         """The direction, where the step after `num_done` steps needs that of earlier ones; else None."""
         return estimator.direction if num_done % self._recipe.probe.every != 0 else None
 
-    def _write_rest(self, unfinished: Path, state: RunState) -> dict[str, files.FileRecord]:
+    def _write_rest(self, unfinished: Path, state: RunState) -> dict[str, checkpoint_folder.FileRecord]:
         """Writes the small files, on rank 0; reads this rank's files back and returns their records."""
-        own = files_of_this_rank(unfinished / files.STATE)
+        own = files_of_this_rank(unfinished / checkpoint_folder.STATE)
         if layout.is_first():
-            (unfinished / files.RUN_STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
-            (unfinished / files.RECIPE).write_text(dump_recipe(self._recipe), encoding="utf-8")
-            own += [unfinished / files.RUN_STATE, unfinished / files.RECIPE]
-        return {path.relative_to(unfinished).as_posix(): files.record_of(path) for path in own}
+            (unfinished / checkpoint_folder.RUN_STATE).write_text(
+                json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8"
+            )
+            (unfinished / checkpoint_folder.RECIPE).write_text(dump_recipe(self._recipe), encoding="utf-8")
+            own += [unfinished / checkpoint_folder.RUN_STATE, unfinished / checkpoint_folder.RECIPE]
+        return {path.relative_to(unfinished).as_posix(): checkpoint_folder.record_of(path) for path in own}
 
     def _problem_of(self, folder: Path) -> str | None:
-        """`files.problem_of`, each rank reading every so many of the files. A collective."""
+        """`checkpoint_folder.problem_of`, each rank reading every so many of the files. A collective."""
         part, num_parts = layout.rank("job"), layout.size("job")
-        problem = files.problem_of(folder, self._console.say, part=part, num_parts=num_parts)
+        problem = checkpoint_folder.problem_of(folder, self._console.say, part=part, num_parts=num_parts)
         found = [of_rank for of_rank in layout.gather_objects("job", problem) if of_rank is not None]
         return "; ".join(dict.fromkeys(found)) or None
 
     def _read_run_state(self, folder: Path) -> RunState:
-        values: dict[str, Any] = on_all_ranks(folder, lambda: files.read_run_state(folder))[layout.rank("job")]
+        values: dict[str, Any] = on_all_ranks(folder, lambda: checkpoint_folder.read_run_state(folder))[
+            layout.rank("job")
+        ]
         return RunState(**{field.name: values[field.name] for field in fields(RunState)})
 
 

@@ -7,27 +7,31 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import reading
+from vcore_ds.common.random_streams import Stream
 from vcore_ds.config.schema import Recipe
-from vcore_ds.data.batches import Batch, collate, idle_batch, pack
+from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, pack
 from vcore_ds.data.cache import cache_root, store_of
-from vcore_ds.data.dataset import Dataset, JoinedDataset, KeptDataset, keep_random_tokens
-from vcore_ds.data.order import MainOrder, RandomDraws
-from vcore_ds.data.sequence_log_probabilities import with_reference
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.dataset import (
+    Dataset,
+    JoinedDataset,
+    KeptDataset,
+    MainOrder,
+    RandomDraws,
+    keep_random_tokens,
+    with_reference,
+)
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.store_checks import check_contents
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.launcher import local_rank
+from vcore_ds.distributed.device import local_rank
 from vcore_ds.distributed.process_group import first_rank_first
-from vcore_ds.errors import UserError
-from vcore_ds.files.user_paths import reading
 from vcore_ds.models.configuration import vocabulary_size
 from vcore_ds.planning.batch_plan import BatchPlan, Part
-from vcore_ds.planning.spread import Spread
-from vcore_ds.planning.utilization import Utilization, summarize
-from vcore_ds.random_streams import Stream
-from vcore_ds.track.console import Console
+from vcore_ds.planning.spread import Spread, Utilization, summarize
+from vcore_ds.train.console import Console
 from vcore_ds.train.selection import selection_for
 
 
@@ -200,7 +204,7 @@ def read_dataset(recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBase, 
 
 
 def count_data(recipe: Recipe, feed: Feed, validation: dict[str, Dataset]) -> list[dict[str, Any]]:
-    """How much data the run reads, an entry for each set: see `vcore_ds.files.run_folder.read_data_counts`."""
+    """How much data the run reads, an entry for each set: see `vcore_ds.train.run_folder.read_data_counts`."""
     parts = [("training", recipe.data.train_path, feed.dataset)]
     if feed.probe_dataset is not feed.dataset and recipe.data.probe_path is not None:
         parts.append(("trusted pool", recipe.data.probe_path, feed.probe_dataset))

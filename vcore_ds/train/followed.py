@@ -11,20 +11,20 @@ from pathlib import Path
 
 import torch
 
+from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import Batch
 from vcore_ds.data.dataset import Dataset, keep_random_tokens
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.positions import mark
+from vcore_ds.distributed.watchdog import mark
 from vcore_ds.engine.log_probabilities import with_reference_of_adapters
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.random_streams import Stream, generator
-from vcore_ds.track.console import Console
-from vcore_ds.track.followed_records import FollowedRecord, Origin, TraceTokens, most_tokens_of_trace, write_followed
-from vcore_ds.track.step_metrics import StepRecorder
+from vcore_ds.train.console import Console
 from vcore_ds.train.feed import Feed, batches_of_rank
 from vcore_ds.train.settings import StepSettings
+from vcore_ds.train.step_metrics import StepRecorder
+from vcore_ds.train.token_records import FollowedRecord, Origin, TraceTokens, most_tokens_of_trace, write_followed
 from vcore_ds.train.weighting import token_weights
 from vcore_ds.utility.estimators import Estimator
 

@@ -1,35 +1,139 @@
 """The loop over optimizer steps: batches, a step, a line of metrics, and where the run validates, saves or stops."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
+from vcore_ds.common.errors import RunStopped
+from vcore_ds.common.progress import Progress, duration
 from vcore_ds.config.schema import Recipe
-from vcore_ds.data.batches import Batch
+from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.data.dataset import Dataset
-from vcore_ds.data.step_batches import StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.positions import mark
+from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.distributed.stops import Stops
-from vcore_ds.engine.zero3 import Engine
-from vcore_ds.errors import RunStopped
+from vcore_ds.distributed.watchdog import mark
+from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss, sequences_by_rank
 from vcore_ds.models.architecture_check import advice_on_noise
-from vcore_ds.progress import Progress, duration
-from vcore_ds.track.console import Console
-from vcore_ds.track.metrics_log import MetricsLog
-from vcore_ds.track.run_notes import RELIABLE_SIGNAL_TO_NOISE
-from vcore_ds.track.step_metrics import StepMetrics
-from vcore_ds.track.token_gather import record_tokens
-from vcore_ds.track.token_records import record_steps
+from vcore_ds.models.configuration import model_shape
+from vcore_ds.planning.hardware import peak_flops
+from vcore_ds.planning.memory_plan import MemoryPlan
+from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.run_plan import needed_passes
+from vcore_ds.planning.time_model import StepPasses
 from vcore_ds.train.checkpoints import Checkpoints, Saved
+from vcore_ds.train.console import Console
 from vcore_ds.train.feed import Feed
 from vcore_ds.train.followed import FollowedTraces, record_followed
-from vcore_ds.train.throughput import Throughput
-from vcore_ds.train.trainer import Trainer
+from vcore_ds.train.metrics_log import RELIABLE_SIGNAL_TO_NOISE, MetricsLog
+from vcore_ds.train.settings import Schedule, StepSettings
+from vcore_ds.train.step import train_step
+from vcore_ds.train.step_metrics import StepMetrics, StepRecorder, record_tokens
+from vcore_ds.train.token_records import record_steps
+from vcore_ds.utility.estimators import Estimator
+
+# Tokens a second, and the share of the devices' peak that a step uses (MFU).
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What turns the seconds of a step into rates."""
+
+    shape: ModelShape
+    """Shape of the whole model, also with tensor parallelism."""
+    passes: StepPasses | None
+    """Those that a step needs; None for a model whose sizes are unknown."""
+    peak_flops: float | None
+    """Dense bf16 FLOP a second of all ranks together; None where that of a device is unknown, as on CPUs."""
+
+    def of_step(
+        self, main_lengths: Sequence[int], probe_lengths: Sequence[int], seconds: float
+    ) -> dict[str, float | int | None]:
+        """Tokens, FLOP and rates of a step, by their names in the metrics; docs/planning.md has the formulas.
+
+        Args:
+            main_lengths, probe_lengths: tokens of each sequence of the global batches, without padding; no probe in a
+                step that takes none.
+        """
+        num_tokens = sum(main_lengths)
+        values: dict[str, float | int | None] = {"tokens": num_tokens, "tokens_per_second": num_tokens / seconds}
+        flops = None if self.passes is None else self.passes.flops(self.shape, main_lengths, probe_lengths)
+        values |= {
+            "flops_training": None if flops is None else flops.training,
+            "flops_extra": None if flops is None else flops.extra,
+        }
+        peak = None if flops is None or self.peak_flops is None else self.peak_flops * seconds
+        values |= {
+            "utilization": None if flops is None or peak is None else flops.total / peak,
+            "utilization_training": None if flops is None or peak is None else flops.training / peak,
+        }
+        return values
+
+
+def throughput_of(recipe: Recipe, memory: MemoryPlan | None) -> Throughput:
+    """For a recipe on the ranks of this job. A collective.
+
+    Args:
+        memory: None for a model whose sizes are unknown.
+    """
+    here = device()
+    own = peak_flops(torch.cuda.get_device_name(here)) if here.type == "cuda" else None
+    peaks = [peak for peak in layout.gather_objects("job", own) if peak is not None]
+    return Throughput(
+        model_shape(recipe.model.path),
+        None if memory is None else needed_passes(recipe, memory.settings),
+        sum(peaks) if len(peaks) == layout.size("job") else None,
+    )
+
+
+# What takes the steps of a run; `vcore-ds fidelity` takes those before it measures with it too.
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """An engine, and how it is trained."""
+
+    engine: Engine
+    estimator: Estimator
+    settings: StepSettings
+    schedule: Schedule
+
+    def step(self, k: int, batches: StepBatches, *, keep_tokens: bool = False) -> StepMetrics:
+        """Optimizer step k, from 0. A collective.
+
+        Args:
+            keep_tokens: the result has this rank's single tokens.
+
+        Raises:
+            NonFiniteLoss, NonFiniteGradient: with step, rank and sequence ids, on all ranks alike.
+        """
+        try:
+            return train_step(
+                self.engine,
+                self.settings,
+                batches,
+                self.estimator,
+                StepRecorder(self.engine.device, keep_tokens=keep_tokens),
+                learning_rate=self.schedule.learning_rate(k),
+                measure_noise=self.schedule.measures_noise(k),
+                seed=self.schedule.step_seed(k),
+            )
+        except (NonFiniteLoss, NonFiniteGradient) as error:
+            raise type(error)(f"step {k + 1}: {describe_fault(error, batches)}") from None
+
+
+def describe_fault(error: Exception, batches: StepBatches) -> str:
+    """The message of a non-finite loss or gradient, with the sequences of this step where the error names none."""
+    if isinstance(error, NonFiniteLoss):
+        return f"{error}. The parameters were not updated."
+    ids = [i for batch in batches.main for i in batch.sequence_ids]
+    sequences = sequences_by_rank(ids, batches.main[0].sequence_parallel)
+    return f"{error}; it is summed over {sequences}. The parameters were not updated."
 
 
 @dataclass(frozen=True)

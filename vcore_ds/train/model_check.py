@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.schema import Recipe
-from vcore_ds.errors import UserError
 from vcore_ds.models.architecture_check import check_architecture
 from vcore_ds.models.configuration import causal_lm_class, read_config
-from vcore_ds.models.folder_check import check_model_folder
 from vcore_ds.models.loading import DTYPES
+from vcore_ds.models.model_folder import check_model_folder
 from vcore_ds.planning.model_shape import is_on_disk
 
 

@@ -6,48 +6,41 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.locks import RunLock
+from vcore_ds.common.paths import writing
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
-from vcore_ds.cpu_products import describe_cpu_products
 from vcore_ds.data.dataset import Dataset, KeptDataset
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
+from vcore_ds.distributed.cpu_matmul import describe_cpu_products
 from vcore_ds.distributed.device import device
-from vcore_ds.distributed.positions import mark
 from vcore_ds.distributed.process_group import first_rank_first, on_first_rank
 from vcore_ds.distributed.signals import stop_signals
-from vcore_ds.distributed.watchdog import watching
+from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.export_shards import save_hugging_face
-from vcore_ds.errors import UserError
-from vcore_ds.files import run_folder
-from vcore_ds.files.locks import RunLock
-from vcore_ds.files.user_paths import writing
-from vcore_ds.models.parameter_counts import count_parameters
+from vcore_ds.models.architecture_check import count_parameters
 from vcore_ds.planning.batch_plan import BatchPlan
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.memory_plan import plan_memory
-from vcore_ds.results.model_card import CardRequest, Kind, model_card
-from vcore_ds.track.console import Console, describe_example
-from vcore_ds.track.metrics_log import MetricsLog
-from vcore_ds.track.sinks import BackgroundSink
-from vcore_ds.track.step_metrics import StepMetrics
-from vcore_ds.track.trackers import start_trackers
-from vcore_ds.track.wandb_log import FINISH_SECONDS, WandbLog
+from vcore_ds.train import run_folder
 from vcore_ds.train.checkpoints import Checkpoints
-from vcore_ds.train.derivative_check import check_derivatives
+from vcore_ds.train.console import Console, describe_example
 from vcore_ds.train.feed import Feed, build_feed, count_data, read_dataset, read_training_data
 from vcore_ds.train.followed import choose_followed
-from vcore_ds.train.loop import Run, RunData, RunLog, run_steps, validate
-from vcore_ds.train.memory_check import check_memory
+from vcore_ds.train.loop import Run, RunData, RunLog, Trainer, run_steps, throughput_of, validate
+from vcore_ds.train.metrics_log import BackgroundSink, MetricsLog
+from vcore_ds.train.model_card import CardRequest, Kind, model_card
 from vcore_ds.train.model_check import check_model
-from vcore_ds.train.resume import can_resume
+from vcore_ds.train.run_folder import can_resume
 from vcore_ds.train.settings import schedule_of, step_settings
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
-from vcore_ds.train.start_check import check_start
+from vcore_ds.train.start_checks import check_derivatives, check_memory, check_start
 from vcore_ds.train.start_screen import describe_engine, describe_run, describe_use_of_ranks
-from vcore_ds.train.throughput import throughput_of
-from vcore_ds.train.trainer import Trainer
+from vcore_ds.train.step_metrics import StepMetrics
+from vcore_ds.train.trackers import FINISH_SECONDS, WandbLog, start_trackers
 
 
 @dataclass(frozen=True)

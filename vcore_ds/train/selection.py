@@ -10,17 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import is_readable, reading, unfinished_path
 from vcore_ds.config.problems import did_you_mean
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import KeepConfig
-from vcore_ds.data.kept import kept_positions
+from vcore_ds.data import scores_folder
+from vcore_ds.data.dataset import kept_positions
+from vcore_ds.data.scores_folder import Scores
 from vcore_ds.data.store import TokenStore
-from vcore_ds.errors import UserError
-from vcore_ds.files import scores_folder
-from vcore_ds.files.aside import unfinished_path
-from vcore_ds.files.model_digest import RULE, digest_of_model
-from vcore_ds.files.scores_folder import Scores
-from vcore_ds.files.user_paths import is_readable, reading
+from vcore_ds.models.model_digest import RULE, digest_of_model
 from vcore_ds.train.settings import schedule_of
 
 

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import MethodConfig, ProbeConfig
 from vcore_ds.planning.batch_plan import num_trusted
-from vcore_ds.random_streams import Stream, torch_seed
 
 MEASURE_NOISE_EVERY = 100
 """Optimizer steps between two measurements of a finite difference's noise (and searches for `epsilon: auto`)."""

@@ -7,14 +7,12 @@ import torch
 
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.device import device, total_memory_bytes
-from vcore_ds.distributed.launcher import num_local_ranks
+from vcore_ds.distributed.device import device, num_local_ranks, total_memory_bytes
 from vcore_ds.distributed.process_group import first_rank_first, start_process_group
-from vcore_ds.engine.expert_shards import divide_experts
-from vcore_ds.engine.gradient_sum import unsharded_gradient_bytes
+from vcore_ds.engine.flat_shards import unsharded_gradient_bytes
 from vcore_ds.engine.loading import load_sharded
-from vcore_ds.engine.optimizer import build_optimizer
-from vcore_ds.engine.zero3 import Engine
+from vcore_ds.engine.parallel_weights import divide_experts
+from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import model_shape
 from vcore_ds.models.loading import DTYPES

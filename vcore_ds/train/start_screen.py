@@ -9,16 +9,14 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.data.dataset import Dataset, KeptDataset
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
-from vcore_ds.engine.gradient_sum import unsharded_gradient_bytes
+from vcore_ds.engine.flat_shards import unsharded_gradient_bytes
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.models.parameter_counts import count_parameters
+from vcore_ds.models.architecture_check import count_parameters
 from vcore_ds.planning.batch_plan import BatchPlan, Part
-from vcore_ds.planning.memory_plan import MemoryPlan
-from vcore_ds.planning.memory_settings import ParameterCounts
-from vcore_ds.planning.memory_text import describe_memory
-from vcore_ds.planning.rank_text import count
+from vcore_ds.planning.memory import ParameterCounts
+from vcore_ds.planning.memory_plan import MemoryPlan, describe_memory
 from vcore_ds.planning.run_plan import COALESCING_SHARE
-from vcore_ds.planning.utilization import Utilization
+from vcore_ds.planning.spread import Utilization, count
 from vcore_ds.train.feed import Feed, num_tokens_of, store_behind
 from vcore_ds.train.setup import why_separate
 from vcore_ds.utility.direction import Direction

@@ -5,21 +5,17 @@ What follows what stands here. Everything sharded happens in `engine/` and `util
 
 from collections.abc import Sequence
 
-from vcore_ds.data.batches import Batch
-from vcore_ds.data.step_batches import StepBatches
+from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.engine.counts import count_globally
 from vcore_ds.engine.log_probabilities import with_reference_of_adapters
-from vcore_ds.engine.non_finite import NonFiniteLoss, sequences_by_rank
-from vcore_ds.engine.zero3 import Engine
+from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, sequences_by_rank
 from vcore_ds.method.objective import sequence_shares, token_coefficients
 from vcore_ds.method.weights import segment_sum
-from vcore_ds.models.expert_load import forget_tokens, load_of_experts
-from vcore_ds.track.step_metrics import MicroBatchResult, StepMetrics, StepRecorder, StepTotals
-from vcore_ds.train.batch_scope import sequence_factors
+from vcore_ds.models.experts import forget_tokens, load_of_experts
 from vcore_ds.train.followed import measure_followed
 from vcore_ds.train.settings import StepSettings
-from vcore_ds.train.weighting import alpha_of_global_batch, alpha_of_micro_batch, token_weights
+from vcore_ds.train.step_metrics import MicroBatchResult, StepMetrics, StepRecorder, StepTotals
+from vcore_ds.train.weighting import alpha_of_global_batch, alpha_of_micro_batch, sequence_factors, token_weights
 from vcore_ds.utility.direction import Direction, Probe
 from vcore_ds.utility.estimators import Estimator
 

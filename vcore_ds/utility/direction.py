@@ -10,11 +10,8 @@ from torch import Tensor, nn
 
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine.counts import count_globally
-from vcore_ds.engine.flat_shards import chunks
-from vcore_ds.engine.non_finite import NonFiniteLoss, sequences_by_rank
-from vcore_ds.engine.partitioned import PartitionedParameter, is_block_of_experts
-from vcore_ds.engine.zero3 import Engine
+from vcore_ds.engine.flat_shards import PartitionedParameter, chunks, is_block_of_experts
+from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, sequences_by_rank
 from vcore_ds.method.adam import adam_direction
 from vcore_ds.method.baselines import dft_weights
 from vcore_ds.method.objective import Normalization, sequence_shares, token_coefficients

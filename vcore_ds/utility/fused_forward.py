@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vcore_ds.engine.zero3 import Engine
+from vcore_ds.models.attention import FUSED_ATTENTION  # from there, since that import registers it
 from vcore_ds.models.dual_numbers import make_dual
-from vcore_ds.models.fused_attention import FUSED_ATTENTION  # from there, since that import registers it
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.dual_checkpoint import checkpoint_with_tangent
-from vcore_ds.utility.forward_mode import dual_parameters
+from vcore_ds.utility.forward_mode import checkpoint_with_tangent, dual_parameters
 
 
 @contextmanager

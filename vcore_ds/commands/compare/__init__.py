@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vcore_ds.commands.arguments import positive_number
-from vcore_ds.errors import UserError
+from vcore_ds.common.errors import UserError
 
 HELP = "whether one evaluation is better than another, beyond chance"
 DESCRIPTION = (

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vcore_ds.commands.arguments import positive, share, temperature
-from vcore_ds.errors import UserError
-from vcore_ds.files.evaluation_folder import OF_A_RUN
+from vcore_ds.common.errors import UserError
+from vcore_ds.train.evaluation_folder import OF_A_RUN
 
 HELP = "accuracy on benchmarks, or on two small tasks that need no download"
 DESCRIPTION = (
@@ -80,7 +80,7 @@ def main(arguments: argparse.Namespace) -> None:
     from vcore_ds.commands.evaluate.generation import choose_sampling
     from vcore_ds.commands.evaluate.session import Settings, evaluate
     from vcore_ds.commands.evaluate.tasks import choose_tasks
-    from vcore_ds.models.named_model import find_named_model
+    from vcore_ds.commands.named_model import find_named_model
 
     model = find_named_model(arguments.model, arguments.base, remedy="Name another one with --base MODEL")
     changes = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k", "seed")}
@@ -123,5 +123,5 @@ def after_training(recipe: str, overrides: Sequence[str]) -> None:
     words = ["eval", str(run), "--output", str(run / OF_A_RUN)]
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # a script may have added to it
-    if subprocess.run([sys.executable, "-m", "vcore_ds.cli", *words], env=environment).returncode != 0:
+    if subprocess.run([sys.executable, "-m", "vcore_ds.commands.cli", *words], env=environment).returncode != 0:
         print(f"warning: no evaluation; repeat it: {shlex.join(['vcore-ds', *words])}", flush=True)

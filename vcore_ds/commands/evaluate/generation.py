@@ -13,11 +13,10 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from vcore_ds.data.rendering import render_prompt
-from vcore_ds.errors import UserError
-from vcore_ds.models.generation import generate_answers, longest_sequence
+from vcore_ds.commands.named_model import NamedModel, end_token_ids, generate_answers, load_to_answer, longest_sequence
+from vcore_ds.common.errors import UserError
+from vcore_ds.data.conversations import render_prompt
 from vcore_ds.models.loading import DTYPES
-from vcore_ds.models.named_model import NamedModel, end_token_ids, load_to_answer
 
 
 @dataclass(frozen=True)

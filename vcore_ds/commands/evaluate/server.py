@@ -13,8 +13,8 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from vcore_ds.commands.evaluate.generation import Sampling, encode_prompt
-from vcore_ds.errors import UserError, first_line
-from vcore_ds.models.named_model import NamedModel, end_token_ids
+from vcore_ds.commands.named_model import NamedModel, end_token_ids
+from vcore_ds.common.errors import UserError, first_line
 
 REQUEST_SECONDS = 3_600.0
 """Longest time for one answer: tens of thousands of tokens on a busy GPU take many minutes."""

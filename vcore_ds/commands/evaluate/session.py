@@ -26,11 +26,18 @@ from vcore_ds import __version__
 from vcore_ds.commands.evaluate.generation import InProcessAPI, Request, Sampling
 from vcore_ds.commands.evaluate.server import ServerAPI
 from vcore_ds.commands.evaluate.tasks import ChosenTask
-from vcore_ds.data.rendering import check_tokenizer
+from vcore_ds.commands.named_model import NamedModel
+from vcore_ds.common.errors import RunStopped, UserError, first_line
+from vcore_ds.common.locks import LOCK, alone_in
+from vcore_ds.common.paths import writing, written_aside
+from vcore_ds.common.random_streams import Stream, torch_seed
+from vcore_ds.common.text import aligned
+from vcore_ds.data.answers import Kind, final_answer, is_right, last_code_block
+from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.errors import RunStopped, UserError, first_line
-from vcore_ds.files.aside import written_aside
-from vcore_ds.files.evaluation_folder import (
+from vcore_ds.data.verification import AnswerChecker
+from vcore_ds.models.model_folder import digest_of_model
+from vcore_ds.train.evaluation_folder import (
     EVALUATION,
     Evaluation,
     SampleResult,
@@ -39,14 +46,6 @@ from vcore_ds.files.evaluation_folder import (
     write_evaluation,
     write_samples,
 )
-from vcore_ds.files.locks import LOCK, alone_in
-from vcore_ds.files.model_folder import digest_of_model
-from vcore_ds.files.user_paths import writing
-from vcore_ds.grading.answers import Kind, final_answer, is_right, last_code_block
-from vcore_ds.grading.verification import AnswerChecker
-from vcore_ds.models.named_model import NamedModel
-from vcore_ds.random_streams import Stream, torch_seed
-from vcore_ds.results.presentation import aligned
 
 LOGS = "inspect_logs"
 """Folder, in the evaluation's, of inspect's logs, from which it resumes."""

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 
 from inspect_ai.dataset import Sample
 
-from vcore_ds.commands.champ import HELD_OUT, champ_problems
-from vcore_ds.data.prepare.sources import Broken
-from vcore_ds.data.problem_rows import problem_rows, text_of
-from vcore_ds.errors import UserError, first_line
-from vcore_ds.grading.answers import Kind
-from vcore_ds.grading.prompts import CHAMP, choice_prompt, code_prompt, math_prompt
+from vcore_ds.commands.quickstart.traces import HELD_OUT, champ_problems
+from vcore_ds.common.errors import UserError, first_line
+from vcore_ds.data.answers import CHAMP, Kind, choice_prompt, code_prompt, math_prompt
+from vcore_ds.data.prepare.sources import Broken, problem_rows, text_of
 
 SUBSET_SEED = 42
 SUBSET_SIZE = 1_000

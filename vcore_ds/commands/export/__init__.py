@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from vcore_ds.errors import UserError
+from vcore_ds.common.errors import UserError
 
 HELP = "write a Hugging Face folder from a run's checkpoint"
 DESCRIPTION = (
@@ -49,8 +49,8 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.push is None and (arguments.public or arguments.update):
         raise UserError("export: found --public or --update without --push; expected --push OWNER/NAME too")
     from vcore_ds.commands.export.write import export_run
-    from vcore_ds.files.base_model import base_model_of, is_hub_id
-    from vcore_ds.results.run_reader import read_recipe_of
+    from vcore_ds.models.base_model import base_model_of, is_hub_id
+    from vcore_ds.train.run_reader import read_recipe_of
 
     if arguments.base_model is not None and not is_hub_id(arguments.base_model):
         raise UserError(f"--base-model: found {arguments.base_model}; expected OWNER/NAME, its id on the hub")

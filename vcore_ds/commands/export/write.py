@@ -11,23 +11,32 @@ from peft.utils import CONFIG_NAME
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import (
+    check_folder,
+    discard,
+    reading,
+    refuse_existing,
+    unfinished_path,
+    writing,
+    written_aside,
+)
 from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.tokenization import load_tokenizer
+from vcore_ds.engine import checkpoint_folder
+from vcore_ds.engine.checkpoint_shards import stored_name
 from vcore_ds.engine.export_shards import PREFIX, CheckpointTensors
-from vcore_ds.errors import UserError
-from vcore_ds.files import checkpoint_folder
-from vcore_ds.files import model_folder as files
-from vcore_ds.files.aside import discard, unfinished_path, written_aside
-from vcore_ds.files.base_model import CARD, OWN_TAG, BaseModel, base_model_of, card_metadata
-from vcore_ds.files.user_paths import check_folder, reading, refuse_existing, writing
+from vcore_ds.models import model_folder
+from vcore_ds.models.base_model import CARD, OWN_TAG, BaseModel, base_model_of, card_metadata
 from vcore_ds.models.configuration import read_config
-from vcore_ds.models.folder_check import check_model_folder
-from vcore_ds.models.folder_weights import FolderWeights, described_weights
 from vcore_ds.models.loading import DTYPES
-from vcore_ds.models.lora import empty_adapted
-from vcore_ds.models.lora_change import adapters_of
-from vcore_ds.results.model_card import CardRequest, Kind, model_card
+from vcore_ds.models.lora import adapters_of, empty_adapted
+from vcore_ds.models.megatron.adapters import adapted_layers, adapter_pieces
+from vcore_ds.models.megatron.configuration import Piece, pieces, put_together
+from vcore_ds.models.model_folder import check_model_folder
+from vcore_ds.models.stored_weights import FolderWeights, described_weights
+from vcore_ds.train.model_card import CardRequest, Kind, model_card
 
 NEW_FOLDER = "a new folder that can be written, with room for the weights"
 """What `--output` has to be, for messages."""
@@ -64,7 +73,7 @@ class AdapterWeights:
 
     def __init__(self, folder: Path):
         self.name = folder.name
-        self._weights = files.WeightFiles(str(folder), file="adapter_model.safetensors")
+        self._weights = model_folder.WeightFiles(str(folder), file="adapter_model.safetensors")
         self._stored = {name.removesuffix(".weight") + ".default.weight": name for name in self._weights.names}
         self.shapes = {name: self.read(name).shape for name in self._stored}
 
@@ -82,7 +91,7 @@ def export_run(
     base: BaseModel | None = None,
     evaluations: Sequence[Path] = (),
     reuse: bool = False,
-    max_file_bytes: int = files.MAX_FILE_BYTES,
+    max_file_bytes: int = model_folder.MAX_FILE_BYTES,
 ) -> Path:
     """Writes full weights, or the adapter of a LoRA run, or (`merge`) the model with its adapter merged in, and returns
     the folder.
@@ -184,7 +193,7 @@ def find_trained_weights(run: Path, name: str | None, recipe: Recipe) -> Trained
         for skipped in problems:
             say(f"skipped checkpoint {skipped}")
         if recipe.model.provider == "megatron":
-            from vcore_ds.commands.export.parallel import ParallelCheckpointWeights  # it takes seconds to import
+            from vcore_ds.commands.export.write import ParallelCheckpointWeights  # it takes seconds to import
 
             return ParallelCheckpointWeights(usable, recipe)
         return CheckpointWeights(usable)
@@ -208,14 +217,14 @@ def write_model(
     """Writes all weights, with adapters merged in; returns their bytes."""
     stored = FolderWeights(recipe.model.path, described_weights(recipe.model.path, dtype))
     stream = whole_weights(recipe, trained, stored)
-    split = files.plan_files(stored.stored, max_file_bytes)
+    split = model_folder.plan_files(stored.stored, max_file_bytes)
     num_bytes = split.metadata["total_size"]
-    unfinished = files.begin(folder, num_bytes)
-    for file, tensors in files.collect_files(split, stream):
+    unfinished = model_folder.begin(folder, num_bytes)
+    for file, tensors in model_folder.collect_files(split, stream):
         expected = {name: stored.stored[name] for name in split.filename_to_tensors[file]}
-        files.write_file(unfinished / file, tensors, expected)
-    files.describe(unfinished, recipe.model.path, dtype, is_whole=stored.is_whole)
-    files.finish(folder, tokenizer, card, split)
+        model_folder.write_file(unfinished / file, tensors, expected)
+    model_folder.describe(unfinished, recipe.model.path, dtype, is_whole=stored.is_whole)
+    model_folder.finish(folder, tokenizer, card, split)
     return num_bytes
 
 
@@ -236,7 +245,7 @@ def whole_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights
     if adapted is not None and (others := sorted(trained.shapes.keys() - covered)):
         raise UserError(f"--merge: found {others[0]}; expected adapters of linear layers and experts only")
     untrained = adapted is not None or any(set(part.names) - trained.shapes.keys() for part in stored.parts)
-    base = files.WeightFiles(recipe.model.path) if untrained else None
+    base = model_folder.WeightFiles(recipe.model.path) if untrained else None
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         for part in stored.parts:
@@ -291,4 +300,43 @@ def write_adapter(
     expected = {name: parameter.shape for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     check_fit(recipe, trained, expected)
     adapter = {name: trained.read(name).to(dtype) for name in expected}
-    return files.write_adapter(adapted, adapter, folder, tokenizer, card)
+    return model_folder.write_adapter(adapted, adapter, folder, tokenizer, card)
+
+
+# What a checkpoint of parallel layers holds, as weights of the Hugging Face model.
+
+
+class ParallelCheckpointWeights:
+    """The fp32 parameters that a checkpoint's optimizer state holds, a part of every layer under each name: see
+    `vcore_ds.commands.export.write.TrainedWeights`."""
+
+    def __init__(self, folder: Path, recipe: Recipe):
+        """Args:
+        folder: of the checkpoint.
+        recipe: of its run.
+        """
+        self.name = folder.name
+        path, lora, config = recipe.model.path, recipe.lora, read_config(recipe.model.path)
+        if lora is None:
+            described, of_rank = described_weights(path, torch.float32), partial(pieces, config)
+        else:
+            adapted = empty_adapted(path, config, lora)
+            described = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+            of_rank = partial(adapter_pieces, adapted_layers(path, config, lora), config, lora)
+        self.shapes = {name: like.shape for name, like in described.items()}
+        self._tensors = CheckpointTensors(folder / checkpoint_folder.STATE)
+        self._own_shapes: dict[str, list[int]] = checkpoint_folder.read_run_state(folder)["shapes"]
+        self._parameters: dict[str, list[tuple[str, str, Piece]]] = {}
+        size = recipe.parallel.tensor
+        for rank in range(size):
+            for name, piece in of_rank(rank=rank, size=size).items():
+                found = self._parameters.setdefault(piece.name, [])
+                found.append((name, f"master.{stored_name(name, rank, size)}", piece))
+
+    def read(self, name: str) -> Tensor:
+        """The whole weight, fp32, on the CPU."""
+        whole = torch.empty(self.shapes[name])
+        for parameter, stored, piece in self._parameters[name]:
+            values = self._tensors.read(stored).view(self._own_shapes[parameter])
+            put_together({name: whole}, values, piece)
+        return whole

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from vcore_ds.commands.arguments import add_recipe, take_numbers
+from vcore_ds.common.imports import lasting_imports
 from vcore_ds.config.load import load_recipe
-from vcore_ds.imports import lasting_imports
 
 HELP = "measure how right the utilities are"
 DESCRIPTION = (

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vcore_ds.errors import UserError
-from vcore_ds.files.user_paths import check_folder, writing
-from vcore_ds.random_streams import Stream, generator
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import check_folder, writing
+from vcore_ds.common.random_streams import Stream, generator
 
 JSON_NAME = "fidelity.json"
 MAX_DRAWS = 4

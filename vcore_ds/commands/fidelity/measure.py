@@ -29,35 +29,34 @@ from vcore_ds.commands.fidelity.report import (
     show,
     write_report,
 )
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.progress import duration
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import MethodConfig
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.errors import UserError
-from vcore_ds.files.run_folder import environment
 from vcore_ds.method.tokens import Tokens
 from vcore_ds.models.configuration import can_replace_attention, read_config
-from vcore_ds.models.folder_check import check_model_folder
 from vcore_ds.models.loading import DTYPES
+from vcore_ds.models.model_folder import check_model_folder
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import is_on_disk
-from vcore_ds.progress import duration
-from vcore_ds.track.console import Console
+from vcore_ds.train.console import Console
 from vcore_ds.train.feed import Feed, build_feed, read_dataset, read_training_data
+from vcore_ds.train.loop import Trainer
+from vcore_ds.train.run_folder import environment
 from vcore_ds.train.settings import Schedule, schedule_of, step_settings
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
-from vcore_ds.train.start_check import check_start
+from vcore_ds.train.start_checks import check_start
 from vcore_ds.train.start_screen import describe_data, describe_method, describe_model
 from vcore_ds.train.step import take_direction
-from vcore_ds.train.trainer import Trainer
 from vcore_ds.train.weighting import token_weights
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import jvp_utilities
+from vcore_ds.utility.estimators import jvp_utilities, measured_losses
 from vcore_ds.utility.finite_difference import choose_epsilon, perturbed_losses, signal_to_noise
 from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
-from vcore_ds.utility.passes import measured_losses
 
 DEFAULT_KL_BUDGET = 0.05
 """Nats; makes the weights of a recipe whose method has none."""

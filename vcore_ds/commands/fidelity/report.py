@@ -11,11 +11,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from vcore_ds.commands.fidelity.choice import JSON_NAME
-from vcore_ds.files.aside import written_aside
-from vcore_ds.files.user_paths import writing
+from vcore_ds.commands.statistics import rank_correlation
+from vcore_ds.common.paths import writing, written_aside
+from vcore_ds.common.text import aligned
 from vcore_ds.method.weights import segment_sum
-from vcore_ds.results.presentation import aligned
-from vcore_ds.results.statistics import rank_correlation
 
 RELIABLE_SPEARMAN = 0.9
 """Rank correlation from which on utilities order the tokens well enough to train with."""

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 from vcore_ds.commands.arguments import add_recipe, positive, positive_number
-from vcore_ds.planning.gpus import GPUS
-from vcore_ds.planning.utilization import SIMULATED_MEAN
+from vcore_ds.planning.hardware import GPUS
+from vcore_ds.planning.spread import SIMULATED_MEAN
 
 HELP = "memory, traffic, time and GPU hours of a recipe on a cluster"
 DESCRIPTION = (
@@ -58,10 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for what the user gave: recipe, GPU, model, run or picture."""
-    from vcore_ds.commands.plan.columns import build_columns
-    from vcore_ds.commands.plan.picture import draw
+    from vcore_ds.commands.plan.columns import build_columns, draw
     from vcore_ds.commands.plan.table import as_dict, describe
-    from vcore_ds.results.presentation import check_picture
+    from vcore_ds.common.text import check_picture
 
     picture = None if arguments.picture is None else Path(arguments.picture)
     if picture is not None:

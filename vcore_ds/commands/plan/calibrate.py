@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vcore_ds.errors import UserError
-from vcore_ds.files.run_folder import ENVIRONMENT, METRICS, read_environment
-from vcore_ds.planning.gpus import Achieved, Cluster, find_gpu
+from vcore_ds.common.errors import UserError
+from vcore_ds.planning.hardware import Achieved, Cluster, find_gpu
 from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.run_plan import find_model, plan_run
 from vcore_ds.planning.step_cost import StepCost
+from vcore_ds.train.run_folder import ENVIRONMENT, METRICS, read_environment
 
 NUM_WARM_UP = 2
 """First steps of a run, in which kernels are compiled and connections made; they are left out."""
@@ -48,7 +48,7 @@ def calibrate(run: str) -> Calibration:
 
     Raises UserError for a folder without a run, a run that is too short, or one on devices without a data sheet here.
     """
-    from vcore_ds.results.run_reader import read_metrics_of, read_recipe_of  # imports numpy, and only this needs it
+    from vcore_ds.train.run_reader import read_metrics_of, read_recipe_of  # imports numpy, and only this needs it
 
     folder = Path(run)
     try:

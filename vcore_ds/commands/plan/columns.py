@@ -2,14 +2,19 @@
 
 import argparse
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from vcore_ds.commands.plan.calibrate import Calibration, calibrate
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import writing
+from vcore_ds.common.text import GIB, new_figure
 from vcore_ds.config.load import load_recipe
+from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
-from vcore_ds.errors import UserError
-from vcore_ds.planning.gpus import Achieved, Cluster, Gpu
+from vcore_ds.planning.hardware import Achieved, Cluster, Gpu
 from vcore_ds.planning.model_shape import is_on_disk
 from vcore_ds.planning.run_plan import (
     RunPlan,
@@ -22,7 +27,6 @@ from vcore_ds.planning.run_plan import (
     plan_run,
     smallest_cluster,
 )
-from vcore_ds.units import GIB
 
 _KL_BUDGET = 0.005
 """Nats, of `vcore` beside a recipe of another method; what a step costs does not depend on it."""
@@ -149,3 +153,48 @@ def choose_gpu(arguments: argparse.Namespace) -> Gpu:
     if "memory_bytes" in changed:
         changed["memory_bytes"] = int(changed["memory_bytes"])
     return replace(gpu, name=f"{gpu.name} (changed)", **changed)
+
+
+# Memory and seconds of a step against the number of GPUs, as a picture.
+
+
+def draw(found: Columns, path: Path) -> None:
+    """Draws every column on 1 GPU up to four times as many as were asked for, at least 64.
+
+    Raises UserError where the file cannot be written.
+    """
+    from matplotlib import ticker  # takes a second to import, and only this needs it
+
+    figure = new_figure(10.0, 4.0)
+    memory, seconds = figure.subplots(1, 2)
+    most = max(64, 4 * found.cluster.num_gpus)
+    for column in found.columns:
+        plans = list(plans_by_size(column.plan, most))
+        sizes = [plan.cluster.num_gpus for plan in plans]
+        memory.plot(sizes, [plan.memory.estimate.peak_bytes / GIB for plan in plans], marker="o", label=column.title)
+        fitting = [plan for plan in plans if plan.fits]
+        times = [plan.cost.seconds_step for plan in fitting]
+        seconds.plot([plan.cluster.num_gpus for plan in fitting], times, marker="o", label=column.title)
+    gpu = found.cluster.gpu
+    memory.axhline(gpu.memory_bytes / GIB, color="black", linestyle="--", label=gpu.name)
+    memory.set(title="Memory of a GPU at the peak", ylabel="GiB")
+    seconds.set(title="Step, where it fits (assumed speeds)", ylabel="seconds")
+    for axes in (memory, seconds):
+        axes.set(xlabel=f"{gpu.name} GPUs")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.grid(alpha=0.3)
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    with writing("--picture", path):
+        figure.savefig(path, dpi=150)
+
+
+def plans_by_size(plan: RunPlan, most: int) -> Iterator[RunPlan]:
+    """The plan on 1, 2, 4, ... GPUs, without sizes on which the recipe's rows are not possible."""
+    size = 1
+    while size <= most:
+        with suppress(RecipeError):
+            yield plan.on(size)
+        size *= 2

@@ -4,14 +4,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vcore_ds.commands.plan.columns import Column, Columns
+from vcore_ds.common.text import aligned, gib
 from vcore_ds.planning.batch_plan import Part
-from vcore_ds.planning.gpus import GPUS, Achieved, Cluster
-from vcore_ds.planning.memory import Phase
-from vcore_ds.planning.memory_settings import active_parameters
-from vcore_ds.planning.plan_text import plan_verdict
-from vcore_ds.planning.run_plan import RunPlan, Way
-from vcore_ds.results.presentation import aligned
-from vcore_ds.units import gib
+from vcore_ds.planning.hardware import GPUS, Achieved, Cluster
+from vcore_ds.planning.memory import Phase, active_parameters
+from vcore_ds.planning.run_plan import RunPlan, Way, plan_verdict
 
 _PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "main", "step": "update"}
 """What the phases of a step are called in the table."""

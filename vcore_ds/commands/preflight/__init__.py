@@ -3,8 +3,8 @@
 import argparse
 
 from vcore_ds.commands.arguments import add_recipe
+from vcore_ds.common.imports import lasting_imports
 from vcore_ds.config.load import load_recipe
-from vcore_ds.imports import lasting_imports
 
 HELP = "compare the nodes of a run before it starts"
 DESCRIPTION = (

@@ -20,8 +20,8 @@ import torch.distributed as dist
 # Not later: the defaults of its functions would hold the group that is there then, and so keep its threads.
 import torch.distributed.nn.functional
 
+from vcore_ds.common.errors import first_line
 from vcore_ds.distributed.device import uses_gpu
-from vcore_ds.errors import first_line
 
 NUM_TIMED = 5
 """All-reduces that are timed, after one that is not: it builds the connections."""

@@ -1,19 +1,23 @@
 """The quickstart: a pretrained model learns from real reasoning traces, with everything prepared on the way."""
 
+import importlib.metadata
 import itertools
+import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.files import SHIPPED_RECIPES
 from vcore_ds.config.load import load_recipe, make_override
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import on_first_rank
-from vcore_ds.errors import UserError
 from vcore_ds.train.setup import start_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -75,3 +79,27 @@ def say_what_next() -> None:
     """Prints one command to continue with, on rank 0."""
     if layout.is_first():
         print(f"Next: bash {SCRIPT} schedule.num_steps=100  # trains longer; more in README.md")
+
+
+# Exits with 0 where PyTorch can use a GPU, else with 1; says why where nvidia-smi lists GPUs that it cannot use.
+
+
+def main() -> int:
+    version, built_for = importlib.metadata.version("torch"), None
+    if not version.endswith("+cpu"):  # whose import takes seconds and can say nothing else
+        import torch
+
+        if torch.cuda.is_available():
+            return 0
+        built_for = torch.version.cuda
+    command = shutil.which("nvidia-smi")
+    if command is not None and b"GPU " in subprocess.run([command, "-L"], capture_output=True).stdout:
+        reason = f"is a build for CUDA {built_for} that can use none of them; expected a driver that is new enough"
+        if built_for is None:
+            reason = "is a build without CUDA; expected the build that fits the driver, as README.md says"
+        print(f"On the CPU: nvidia-smi lists GPUs, but PyTorch {version} {reason}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,6 +15,7 @@ for a good model.
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import json
 import re
@@ -26,13 +27,44 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
-from vcore_ds.commands.champ import champ_problems, package_folder
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import writing, written_aside
+from vcore_ds.data.answers import CHAMP
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.errors import UserError
-from vcore_ds.files.aside import written_aside
-from vcore_ds.files.base_model import CARD, OWN_TAG
-from vcore_ds.files.user_paths import writing
-from vcore_ds.grading.prompts import CHAMP
+from vcore_ds.models.base_model import CARD, OWN_TAG
+
+# The problems of the package `champ-dataset`: competition mathematics with recorded solutions.
+
+
+HELD_OUT = tuple(
+    f"P_{name}"
+    for name in (
+        "Combinatorics_1 Combinatorics_18 Combinatorics_21 Combinatorics_30 Inequality_3 Inequality_8 Inequality_10 "
+        "Inequality_13 Inequality_15 Inequality_16 Inequality_43 Inequality_47 Inequality_50 Number-Theory_5 "
+        "Number-Theory_12 Number-Theory_22 Number-Theory_37 Number-Theory_69 Number-Theory_71 Number-Theory_79 "
+        "Polynomial_11 Polynomial_17 Polynomial_34 Polynomial_35 Polynomial_36 Polynomial_47 Sequence_11 Sequence_20 "
+        "Sequence_33 Sequence_40"
+    ).split()
+)
+"""Problems whose answer is a number and of which the quickstart trains on no trace, `trusted` ones included."""
+
+
+def champ_problems() -> dict[str, Any]:
+    """The problems by name, with their answers and recorded conversations. Raises UserError without the package."""
+    path = package_folder("champ_dataset", "champ-dataset") / "dataset_files" / "v0.json"
+    problems: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["problems"]
+    return problems
+
+
+def package_folder(module: str, package: str) -> Path:
+    """Folder of an installed package, found without running any of its code. Raises UserError where there is none."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(
+            f"The package `{package}` is needed, and {sys.executable} does not find it. Run `make .venv` to install it."
+        )
+    return Path(next(iter(spec.submodule_search_locations)))
+
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 MODEL_CARD = f"""---

@@ -20,11 +20,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.errors import UserError
-from vcore_ds.files.aside import written_aside
-from vcore_ds.files.evaluation_folder import read_evaluation, read_samples
-from vcore_ds.files.user_paths import writing
-from vcore_ds.grading.prompts import math_prompt
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import writing, written_aside
+from vcore_ds.data.answers import math_prompt
+from vcore_ds.train.evaluation_folder import read_evaluation, read_samples
 
 NUM_TRAIN, NUM_WRONG, NUM_TRUSTED, NUM_PROBLEMS = 96, 58, 8, 64
 TASK = "math500"

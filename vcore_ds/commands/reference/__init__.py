@@ -5,8 +5,8 @@ from pathlib import Path
 
 from vcore_ds.commands.arguments import add_recipe
 from vcore_ds.commands.reference.request import check_request
+from vcore_ds.common.imports import lasting_imports
 from vcore_ds.config.load import load_recipe
-from vcore_ds.imports import lasting_imports
 
 HELP = "compute the log-probabilities that iw_sft needs"
 DESCRIPTION = (

@@ -8,9 +8,10 @@ import shlex
 from pathlib import Path
 
 from vcore_ds.commands.reference.request import NEW_FILE
+from vcore_ds.common.paths import check_folder, writing
 from vcore_ds.config.load import make_override
 from vcore_ds.config.schema import Recipe
-from vcore_ds.data.sequence_log_probabilities import write_reference
+from vcore_ds.data.dataset import write_reference
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
@@ -18,13 +19,12 @@ from vcore_ds.distributed.process_group import on_first_rank
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.log_probabilities import log_probabilities
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.files.user_paths import check_folder, writing
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.track.console import Console
+from vcore_ds.train.console import Console
 from vcore_ds.train.feed import Feed, build_feed, read_dataset
 from vcore_ds.train.model_check import check_model
 from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
-from vcore_ds.train.start_check import check_start
+from vcore_ds.train.start_checks import check_start
 from vcore_ds.train.start_screen import describe_data
 
 

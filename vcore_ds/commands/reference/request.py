@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import refuse_existing
 from vcore_ds.config.schema import Recipe
-from vcore_ds.errors import UserError
-from vcore_ds.files.user_paths import refuse_existing
 
 NEW_FILE = "a new file in a folder that can be written"
 """What `--output` has to be, for messages."""

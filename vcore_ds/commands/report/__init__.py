@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vcore_ds.commands.arguments import positive
-from vcore_ds.errors import UserError
-from vcore_ds.files.run_folder import REPORT
-from vcore_ds.results.sweep_folder import is_sweep
+from vcore_ds.commands.sweep.folder import is_sweep
+from vcore_ds.common.errors import UserError
+from vcore_ds.train.run_folder import REPORT
 
 if TYPE_CHECKING:
     from vcore_ds.commands.report.read import ReportedRun
-    from vcore_ds.commands.report.sweep import SweepTables
+    from vcore_ds.commands.report.scaling import SweepTables
 
 HELP = "what was learnt, tokens by their weight, curves, costs: one HTML file, or text"
 DESCRIPTION = (
@@ -92,11 +92,10 @@ def write_report(
     Raises:
         UserError: a folder holds no run or a damaged one, or something cannot be written.
     """
+    from vcore_ds.commands.report.curves import write_pictures
     from vcore_ds.commands.report.page import write_page
-    from vcore_ds.commands.report.pictures import write_pictures
     from vcore_ds.commands.report.text import describe
-    from vcore_ds.files.aside import written_aside
-    from vcore_ds.files.user_paths import writing
+    from vcore_ds.common.paths import writing, written_aside
 
     runs, tables = _read(folders, top=top, min_count=min_count, step=step, tokenizer_path=tokenizer_path)
     if tables is not None:
@@ -119,7 +118,7 @@ def _read(
 ) -> "tuple[list[ReportedRun], SweepTables | None]":
     """The runs, and the tables of the sweep that they are of."""
     from vcore_ds.commands.report.read import read_runs
-    from vcore_ds.commands.report.sweep import finished_runs, sweep_tables
+    from vcore_ds.commands.report.scaling import finished_runs, sweep_tables
 
     sweeps = [folder for folder in folders if is_sweep(folder)]
     read = partial(read_runs, top=top, min_count=min_count, step=step, tokenizer_path=tokenizer_path)

@@ -10,13 +10,14 @@ import numpy as np
 from vcore_ds.commands import html_page
 from vcore_ds.commands.report.curves import make_charts
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs
-from vcore_ds.commands.report.results import results_table, summary
-from vcore_ds.commands.report.sweep import SweepTables
+from vcore_ds.commands.report.scaling import SweepTables
 from vcore_ds.commands.report.tables import (
     compare_tables,
     difference_table,
     environment_table,
     phases_of,
+    results_table,
+    summary,
     tables_of,
 )
 from vcore_ds.commands.report.traces import (
@@ -27,10 +28,9 @@ from vcore_ds.commands.report.traces import (
     part_of_run,
     utilities_of,
 )
+from vcore_ds.commands.statistics import rank_correlation
+from vcore_ds.common.paths import writing, written_aside
 from vcore_ds.config.load import dump_recipe
-from vcore_ds.files.aside import written_aside
-from vcore_ds.files.user_paths import writing
-from vcore_ds.results.statistics import rank_correlation
 
 SOURCES = Path(__file__).parent / "page"
 SCRIPTS = ("charts.js", "traces.js", "followed.js", "density.js", "main.js")

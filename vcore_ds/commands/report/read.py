@@ -6,23 +6,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vcore_ds.commands.report.tokens import TokenTables, TokenTexts, are_uniform, make_tables
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
-from vcore_ds.errors import UserError
-from vcore_ds.files.evaluation_folder import EVALUATION, OF_A_RUN, TaskResult, read_evaluation
-from vcore_ds.files.run_folder import TOKENS, export_folder, read_environment
-from vcore_ds.results.run_reader import (
+from vcore_ds.train.evaluation_folder import EVALUATION, OF_A_RUN, TaskResult, read_evaluation
+from vcore_ds.train.metrics_log import notes_on
+from vcore_ds.train.run_folder import TOKENS, export_folder, read_environment
+from vcore_ds.train.run_reader import (
     HeldOutLosses,
     read_held_out_losses,
     read_metrics_of,
     read_recipe_of,
     tokenizer_of,
 )
-from vcore_ds.results.token_tables import TokenTables, are_uniform, make_tables
-from vcore_ds.results.token_texts import TokenTexts
-from vcore_ds.track.followed_records import FollowedRecord, read_all_followed
-from vcore_ds.track.run_notes import notes_on
-from vcore_ds.track.token_records import TokenRecord, read_records
+from vcore_ds.train.token_records import FollowedRecord, TokenRecord, read_all_followed, read_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

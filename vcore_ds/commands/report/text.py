@@ -3,8 +3,15 @@
 from collections.abc import Iterator, Sequence
 
 from vcore_ds.commands.report.read import ReportedRun
-from vcore_ds.commands.report.results import results_table, summary
-from vcore_ds.commands.report.tables import Table, compare_tables, difference_table, phases_of, tables_of
+from vcore_ds.commands.report.tables import (
+    Table,
+    compare_tables,
+    difference_table,
+    phases_of,
+    results_table,
+    summary,
+    tables_of,
+)
 
 
 def describe(runs: Sequence[ReportedRun]) -> str:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from vcore_ds.commands.arguments import add_again, add_overrides
-from vcore_ds.imports import lasting_imports
+from vcore_ds.common.imports import lasting_imports
 
 HELP = "score training data by what it is worth to trusted traces"
 DESCRIPTION = (

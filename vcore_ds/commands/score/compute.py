@@ -7,7 +7,7 @@ is close to what LESS computes from projected gradients (Xia et al. 2024, arXiv:
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
@@ -17,35 +17,71 @@ from typing import Any
 import numpy as np
 
 from vcore_ds import __version__
-from vcore_ds.commands.score.identity import describe_request
-from vcore_ds.commands.score.memory import plan_scoring_memory
-from vcore_ds.commands.score.passes import PassFiles, ScoredSequence
-from vcore_ds.commands.score.request import NEW_FOLDER, ScoreRequest
-from vcore_ds.commands.score.result import SetInputs, describe, write_result
+from vcore_ds.commands.score.request import NEW_FOLDER, ScoreRequest, describe_request
+from vcore_ds.commands.score.result import PassFiles, ScoredSequence, SetInputs, describe, write_result
+from vcore_ds.common.locks import resume_or_begin, unfinished_work
+from vcore_ds.common.paths import check_folder, refuse_existing, unfinished_path, writing
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.scores_folder import ScoredCheckpoint, ScoredData, Scores
+from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.positions import mark
 from vcore_ds.distributed.process_group import on_first_rank
-from vcore_ds.distributed.watchdog import watching
-from vcore_ds.engine.non_finite import NonFiniteLoss
-from vcore_ds.engine.zero3 import Engine
-from vcore_ds.files.aside import unfinished_path
-from vcore_ds.files.model_folder import digest_of_model
-from vcore_ds.files.scores_folder import ScoredCheckpoint, ScoredData, Scores
-from vcore_ds.files.unfinished_work import resume_or_begin, unfinished_work
-from vcore_ds.files.user_paths import check_folder, refuse_existing, writing
+from vcore_ds.distributed.watchdog import mark, watching
+from vcore_ds.engine.zero3 import Engine, NonFiniteLoss
+from vcore_ds.models.architecture_check import count_parameters
+from vcore_ds.models.model_folder import digest_of_model
+from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.track.console import Console
+from vcore_ds.planning.memory_plan import MemoryPlan, plan_memory
+from vcore_ds.planning.spread import Utilization, summarize
 from vcore_ds.train.checkpoints import Checkpoints
-from vcore_ds.train.derivative_check import check_derivatives
+from vcore_ds.train.console import Console
 from vcore_ds.train.feed import build_feed, read_dataset
-from vcore_ds.train.memory_check import check_memory
 from vcore_ds.train.model_check import check_model
 from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
-from vcore_ds.train.start_check import check_start
+from vcore_ds.train.start_checks import check_derivatives, check_memory, check_start
 from vcore_ds.train.start_screen import describe_data
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import ForwardMode, jvp_losses_and_utilities
+
+# What a scoring takes of the memory of its ranks: a backward over trusted sets, a forward with tangents over data.
+
+
+def plan_scoring_memory(
+    recipe: Recipe,
+    plan: BatchPlan,
+    deepspeed_config: Mapping[str, Any],
+    store: TokenStore,
+    longest: Sequence[int],
+    trusted: Sequence[TokenStore],
+) -> MemoryPlan | None:
+    """None for a model whose sizes are unknown.
+
+    Args:
+        recipe: as `request` makes it of the user's.
+        deepspeed_config: complete.
+        store: the data.
+        longest: positions in it of the sequences that are scored first, which have the longest rows.
+        trusted: the trusted sets.
+    """
+    main = plan.spread_main(longest, store.lengths[list(longest)].tolist(), plan.utility_micro_batch_size_per_rank)
+    probes = [plan.spread_probe(range(len(one)), one.lengths.tolist()) for one in trusted]
+    passes: dict[Part, Utilization] = {"main": summarize([main]), "probe": summarize(probes)}
+    counts = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
+    found = plan_memory(recipe, plan, deepspeed_config, passes, counts)
+    if found is None:
+        return None
+    in_training = found.settings
+    # Nothing is learnt from the data: their pass has no graph, and the one with a graph is that over a trusted set.
+    settings = replace(
+        in_training,
+        is_fused=False,
+        main_tokens=in_training.probe_tokens,
+        utility_tokens=in_training.main_tokens,
+    )
+    return replace(found, settings=settings)
+
 
 CHUNK_TOKENS_PER_RANK = 16_384
 """Tokens that are scored between two files: a second of a GPU, and enough to keep all ranks equally busy."""

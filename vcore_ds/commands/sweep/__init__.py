@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from vcore_ds.commands.arguments import positive
-from vcore_ds.errors import UserError
+from vcore_ds.common.errors import UserError
 
 HELP = "run a grid or list of recipes over seeds, here or as a SLURM job array"
 DESCRIPTION = (
@@ -35,11 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for whatever the user can fix, RunFailed where runs have failed, RunStopped where some are left
     after a stop request."""
-    from vcore_ds.commands.sweep.local import run_here
-    from vcore_ds.commands.sweep.slurm import submit
-    from vcore_ds.commands.sweep.status import describe
+    from vcore_ds.commands.sweep.folder import begin_sweep, read_sweep_folder
+    from vcore_ds.commands.sweep.run import describe, run_here, submit
     from vcore_ds.planning.sweep import load_sweep
-    from vcore_ds.results.sweep_folder import begin_sweep, read_sweep_folder
 
     if arguments.overrides:
         raise UserError(

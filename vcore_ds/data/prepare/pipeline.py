@@ -9,32 +9,94 @@ consists of the rows with the smallest keys, and a row's key is a hash of the se
 """
 
 import importlib.util
+import multiprocessing
+import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, as_completed, wait
 from dataclasses import asdict
 from functools import partial
 from heapq import nsmallest
 from itertools import islice
+from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
 
 from vcore_ds import __version__
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.locks import resume_or_begin, unfinished_work
+from vcore_ds.common.paths import check_folder, flush, refuse_existing
+from vcore_ds.common.progress import Progress
+from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare import shards as work
-from vcore_ds.data.prepare.pool import Pool
-from vcore_ds.data.prepare.report import LengthSummary, PrepareReport
 from vcore_ds.data.prepare.request import PrepareRequest, check_finished, describe_origin
-from vcore_ds.data.prepare.selection import SPARE, choose, read_block, read_sequences, select
+from vcore_ds.data.prepare.selection import (
+    SPARE,
+    LengthSummary,
+    PrepareReport,
+    choose,
+    read_block,
+    read_sequences,
+    select,
+)
 from vcore_ds.data.prepare.shards import Curated, FirstRow, ShardReport
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
-from vcore_ds.data.rendering import check_tokenizer
 from vcore_ds.data.store import write_store
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.errors import UserError
-from vcore_ds.files.aside import flush
-from vcore_ds.files.unfinished_work import resume_or_begin, unfinished_work
-from vcore_ds.files.user_paths import check_folder, refuse_existing
-from vcore_ds.progress import Progress
+
+# Processes that share work, and end with the one that started them.
+
+
+class Pool:
+    """Processes that end with this one; none for a single one."""
+
+    def __init__(self, processes: int, preload: list[str]) -> None:
+        """`preload`: modules that each process would import."""
+        self.processes = processes
+        self._executor = None
+        if processes > 1:
+            context = multiprocessing.get_context("forkserver")
+            # Forked from a server that has imported everything and started no thread.
+            context.set_forkserver_preload(preload)
+            self._executor = ProcessPoolExecutor(processes, context, initializer=_end_with_parent)
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+    def run(self, calls: Iterable[Callable[[], Any]]) -> Iterator[Any]:
+        """Results in the order of completion. Calls are taken one by one, when a process is about to be free."""
+        if self._executor is None:
+            yield from (call() for call in calls)
+            return
+        running = set()
+        for call in calls:
+            running.add(self._executor.submit(call))
+            if len(running) >= 2 * self.processes:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        yield from (future.result() for future in as_completed(running))
+
+
+def _end_with_parent() -> None:
+    """A process of a pool otherwise outlives a parent that was killed."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism here
+    parent = parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def watch() -> None:
+        connection.wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
 
 _BLOCK = 128
 """Conversations tokenized as one piece of work."""

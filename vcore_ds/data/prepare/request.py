@@ -8,11 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from vcore_ds.common.errors import UserError
+from vcore_ds.data.answers import code_prompt, math_prompt
 from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare.sources import Shard, describe_source
 from vcore_ds.data.store import MANIFEST, describe_tokenizer
-from vcore_ds.errors import UserError
-from vcore_ds.grading.prompts import code_prompt, math_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,19 +2,123 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import nsmallest
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from vcore_ds.data.prepare import shards as work
-from vcore_ds.data.prepare.report import NOTICED, PrepareReport
-from vcore_ds.data.prepare.request import PrepareRequest
+from vcore_ds.data.prepare.curation import RULES
+from vcore_ds.data.prepare.request import Kind, PrepareRequest
 from vcore_ds.data.prepare.shards import Curated, ShardReport
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
 from vcore_ds.data.tokenization import TokenizedSequence
+
+# The table at the end of `vcore-ds prepare`.
+
+
+PAPER_MEAN_LENGTHS = {"math": 3155.01, "code": 2861.25}
+"""Average CoT length of the 3,200 examples for Qwen3 (paper, section "Experiments"), in tokens."""
+
+NOTICED = {
+    "truncated": "kept only to the cutoff: their ends, with the answer and the end of the turn, are not learned",
+    "unsupervised_turns": "turns of the assistant are not supervised: with the turns that follow, the chat template "
+    "renders them differently from what the model would have generated",
+    "empty_thinking": "have no thinking, and the chat template adds an empty <think> block to them: the model learns "
+    "from these not to think",
+}
+"""What a user should know about kept sequences: array in a block of tokens, one number a sequence -> its line."""
+
+
+@dataclass(frozen=True)
+class LengthSummary:
+    """Summary of the sequences' lengths, in tokens."""
+
+    mean: float
+    p50: int
+    p95: int
+    max: int
+
+    @classmethod
+    def of(cls, sorted_lengths: Sequence[int]) -> Self:
+        """Percentiles are lengths that occur: the smallest that at least 50% (95%) do not exceed."""
+        n = len(sorted_lengths)
+        p50, p95 = (sorted_lengths[-(-n * percent // 100) - 1] for percent in (50, 95))
+        return cls(round(sum(sorted_lengths) / n, 2), p50, p95, sorted_lengths[-1])
+
+
+@dataclass
+class PrepareReport:
+    """Where all rows went: `num_rows` is `num_malformed`, all `dropped` and `num_kept` together."""
+
+    kind: Kind
+    sample: int | None
+    """requested number of sequences; None for all"""
+    cutoff_length: int
+    overlong: str
+    num_rows: int = 0
+    num_malformed: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """rows by rule, in the order of the rules"""
+    shapes: dict[str, int] = field(default_factory=dict)
+    num_curated: int = 0
+    """rows that passed all rules"""
+    num_kept: int = 0
+    noticed: dict[str, int] = field(default_factory=dict)
+    """kept sequences by observation, see `NOTICED`"""
+    lengths: LengthSummary | None = None
+
+    def count_shards(self, reports: Sequence[ShardReport]) -> None:
+        dropped: Counter[str] = Counter()
+        shapes: Counter[str] = Counter()
+        for report in reports:
+            self.num_rows += report.num_rows
+            self.num_malformed += report.num_malformed
+            self.num_curated += report.num_curated
+            dropped.update(report.dropped)
+            shapes.update(report.shapes)
+        self.dropped = {rule: dropped[rule] for rule in RULES if rule in dropped}
+        self.shapes = dict(sorted(shapes.items()))
+
+    def count_outcomes(self, outcomes: Counter[int], *, num_kept: int, num_not_sampled: int) -> None:
+        """`outcomes`: number of tokenized conversations by outcome."""
+        for outcome, rule in (
+            (work.REFUSED, "refused by the chat template"),
+            (work.LONG_PROMPT, "prompt alone longer than the cutoff"),
+            (work.UNSUPERVISED, "no turn that the model would generate"),
+            (work.OVERLONG, f"longer than {self.cutoff_length:,} tokens"),
+        ):
+            if outcomes[outcome]:
+                self.dropped[rule] = outcomes[outcome]
+        if num_not_sampled:
+            self.dropped["not in the sample"] = num_not_sampled
+        self.num_kept = num_kept
+
+    def describe(self) -> str:
+        """The table."""
+        rows = [("rows read", f"{self.num_rows:,}"), ("  malformed", f"{self.num_malformed:,}")]
+        rows += [(f"  {rule}", f"{number:,}") for rule, number in self.dropped.items()]
+        rows.append(("kept", f"{self.num_kept:,}"))
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {value:>12}" for name, value in rows]
+        if self.shapes:
+            lines.append("formats: " + ", ".join(f"{shape} {number:,}" for shape, number in self.shapes.items()))
+        if self.lengths is not None:
+            lines += ["", f"{'tokens per sequence':<{width}}  {'mean':>12}{'p50':>8}{'p95':>8}{'max':>8}"]
+            values = self.lengths
+            lines.append(
+                f"{'  this store':<{width}}  {values.mean:>12,.2f}{values.p50:>8,}{values.p95:>8,}{values.max:>8,}"
+            )
+            if self.kind in PAPER_MEAN_LENGTHS:
+                lines.append(f"{'  the paper (CoT, Qwen3)':<{width}}  {PAPER_MEAN_LENGTHS[self.kind]:>12,.2f}")
+            if self.noticed:
+                lines += ["", *(f"{number:,} {what}" for what, number in self.noticed.items())]
+            if self.sample is not None and self.num_kept < self.sample:
+                lines += ["", f"Fewer than the {self.sample:,} that were asked for: no more rows passed."]
+        return "\n".join(lines)
+
 
 SPARE = 2
 """curated rows kept for each one of the sample, since some turn out too long"""

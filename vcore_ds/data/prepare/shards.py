@@ -12,18 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from vcore_ds.data.conversations import Conversation, Message
+from vcore_ds.common.errors import UserError, first_line
+from vcore_ds.common.paths import write_json, written_aside
+from vcore_ds.data.conversations import Conversation, Message, RenderedConversation, render_conversation
 from vcore_ds.data.prepare import curation
+from vcore_ds.data.prepare.curation import find_statement
 from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard
-from vcore_ds.data.prepare.statements import find_statement
-from vcore_ds.data.rendering import RenderedConversation, render_conversation
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
-from vcore_ds.errors import UserError, first_line
-from vcore_ds.files.aside import written_aside
-from vcore_ds.files.json_files import write_json
-from vcore_ds.grading.verification import AnswerChecker
+from vcore_ds.data.verification import AnswerChecker
 
 NUM_EXAMPLES_OF_FAULTS = 20
 """Malformed rows of a shard that are reported with their reason."""

@@ -9,11 +9,12 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vcore_ds.errors import UserError, first_line
-from vcore_ds.files.user_paths import DATA_SUFFIXES, can_be_hub_id, reading
+from vcore_ds.common.errors import UserError, first_line
+from vcore_ds.common.paths import DATA_SUFFIXES, can_be_hub_id, reading
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -266,3 +267,44 @@ def _hub(shard: Shard) -> Iterator[tuple[int, Any]]:
             "folder and start again"
         )
     yield from enumerate(dataset.shard(num_shards=shard.stop, index=shard.start))
+
+
+# Rows of problems with their answers, from files or the hub, as evaluation and reinforcement learning read them.
+
+
+def problem_rows(source: str, split: str) -> Iterator[tuple[str, dict[str, Any] | Broken]]:
+    """(place of a row, for messages; its columns, or what is wrong with it) for each row that is not blank.
+
+    Args:
+        source: a file, folder or pattern (.jsonl, .json, .parquet), or a hub id.
+        split: of a data set on the hub, see `find_shards`.
+
+    Raises:
+        UserError: the source cannot be read, or is empty.
+    """
+    for path, shards in groupby(find_shards([source], split), key=lambda shard: shard.source):
+        rows = chain.from_iterable(shard.rows() for shard in shards)
+        for number, (_, row) in enumerate(rows, start=1):
+            if row is BLANK:
+                continue
+            if not isinstance(row, dict | Broken):
+                row = Broken(f"found {type(row).__name__}, expected an object")
+            yield f"{path}: row {number}", row
+
+
+def find_text(row: dict[str, Any], *names: str) -> str | None:
+    """The first of the columns with a text or a number in it, as text without white space around it; None without."""
+    for name in names:
+        value = row.get(name)
+        if isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip():
+            return str(value).strip()
+    return None
+
+
+def text_of(row: dict[str, Any], *names: str) -> str:
+    """The same for columns of which a row must have one. Raises ValueError where it has none, or nothing in them."""
+    text = find_text(row, *names)
+    if text is None:
+        found = ", ".join(map(str, row)) or "none"
+        raise ValueError(f"found no {' or '.join(f'`{name}`' for name in names)} (its columns: {found:.200})")
+    return text

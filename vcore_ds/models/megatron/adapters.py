@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.distributed import layout
-from vcore_ds.errors import UserError
 from vcore_ds.models.dropout import TokenDropout
 from vcore_ds.models.dual_numbers import value_and_tangent
 from vcore_ds.models.lora import empty_adapted
 from vcore_ds.models.lora_linear import linear_tangent
+from vcore_ds.models.megatron.configuration import COLUMN_LAYERS, Piece, divided
 from vcore_ds.models.megatron.token_exchange import gather_tokens
-from vcore_ds.models.megatron.weights import COLUMN_LAYERS, Piece, divided
 
 PEFT_PREFIX = "base_model.model."
 

@@ -11,11 +11,11 @@ from torch.autograd.graph import save_on_cpu
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.distributed import layout
-from vcore_ds.errors import UserError
-from vcore_ds.models.attention import TRAINING_ATTENTION
+from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.megatron.adapters import (
     Adapted,
     adapted_layers,
@@ -24,13 +24,10 @@ from vcore_ds.models.megatron.adapters import (
     mark_divided,
     without_adapters,
 )
-from vcore_ds.models.megatron.configuration import padded_vocabulary, transformer_config
-from vcore_ds.models.megatron.decoder import DecoderLayer
-from vcore_ds.models.megatron.norms import norm
+from vcore_ds.models.megatron.configuration import Piece, padded_vocabulary, pieces, transformer_config
+from vcore_ds.models.megatron.decoder import DecoderLayer, norm
 from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear, TokenEmbedding
 from vcore_ds.models.megatron.token_exchange import gather_tokens
-from vcore_ds.models.megatron.weights import Piece, pieces
-from vcore_ds.models.row_layout import RowLayout
 from vcore_ds.models.token_loss import VocabularyPart, token_entropy, token_loss
 
 

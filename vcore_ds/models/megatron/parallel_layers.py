@@ -17,8 +17,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from vcore_ds.common.imports import without_compiler
 from vcore_ds.distributed import layout
-from vcore_ds.imports import without_compiler
 from vcore_ds.models.dual_numbers import value_and_tangent
 from vcore_ds.models.lora_linear import linear_sum, linear_tangent
 from vcore_ds.models.megatron.adapters import (

@@ -1,0 +1,226 @@
+"""A model as a user names it, a run's result, an adapter or a whole model: found, and loaded to answer prompts."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, cast
+
+import torch
+from peft.utils import CONFIG_NAME
+from torch import nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import reading
+from vcore_ds.config.resume import read_resolved_recipe
+from vcore_ds.distributed.cpu_matmul import use_fast_cpu_products
+from vcore_ds.distributed.device import uses_gpu
+from vcore_ds.models.loading import load_causal_lm
+from vcore_ds.models.lora import add_trained_adapter
+from vcore_ds.models.model_folder import check_model_folder
+from vcore_ds.train.run_folder import RECIPE, export_folder
+
+_EXPECTED = "expected a run's folder, the folder of an adapter or a model, or a hub id (OWNER/NAME)"
+_RELATIVE = "A relative path is taken from the working directory, as in training"
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model, and where its parts are."""
+
+    path: str
+    """As it was given."""
+    weights: str
+    """Folder or hub id of the whole model, which an adapter is added to."""
+    adapter: str | None = None
+    """Folder of the adapter."""
+    base: str | None = None
+    """Folder or hub id of the model before training; None where it is not known."""
+
+    @property
+    def tokenizer(self) -> str:
+        """Folder or hub id of the tokenizer: an adapter may have one of its own."""
+        if self.adapter is not None and (Path(self.adapter) / "tokenizer_config.json").is_file():
+            return self.adapter
+        return self.weights
+
+    @property
+    def name(self) -> str:
+        """A name to serve it under."""
+        last = Path(self.path).resolve().name if Path(self.path).exists() else self.path.rpartition("/")[2]
+        return Path(self.path).resolve().parent.name if last in ("adapter", "model") else last
+
+
+def find_named_model(path: str, base: str | None = None, *, remedy: str = _RELATIVE) -> NamedModel:
+    """Looks for a run, an adapter or a model, in this order; loads nothing.
+
+    Args:
+        path: folder of a run, an adapter or a model, or a model's hub id.
+        base: the base model to use instead of the one that an adapter names.
+        remedy: what to do where an adapter's base model cannot be used, for messages.
+
+    Raises:
+        UserError: there is no such model, or no result in the run, or a base for something that has none.
+    """
+    path = os.path.expanduser(path)
+    with reading("RUN|MODEL", Path(path), "a run, an adapter or a model"):
+        found = _find(path, base, remedy)
+    if base is not None and found.adapter is None:
+        raise UserError(f"--base: {path} is a whole model; expected an adapter with it. Leave --base out")
+    try:
+        check_model_folder(found.weights)
+    except UserError as error:
+        hint = "" if Path(found.weights).exists() else f"; {_EXPECTED}. {_RELATIVE}"
+        if found.adapter is not None:
+            hint = f". It is the base model of {path}. {remedy}"
+        raise UserError(f"RUN|MODEL: {str(error).removeprefix('model.path: ')}{hint}") from None
+    return found
+
+
+def _find(path: str, base: str | None, remedy: str) -> NamedModel:
+    folder = Path(path)
+    if (folder / RECIPE).is_file():
+        recipe = read_resolved_recipe(folder / RECIPE, accept_retired=True)
+        result = export_folder(folder, is_adapter=recipe.lora is not None)
+        if not result.is_dir():
+            raise UserError(
+                f"RUN|MODEL: {folder}: the run has no result yet ({result.name}/); expected a finished one. Export a "
+                f"checkpoint (vcore-ds export {folder}) and name the folder that this writes"
+            )
+        if recipe.lora is None:
+            return NamedModel(path, str(result), None, recipe.model.path)
+        base = base or recipe.model.path
+        return NamedModel(path, base, str(result), base)
+    if (folder / CONFIG_NAME).is_file():
+        base = base or read_adapter_config(path).get("base_model_name_or_path")
+        if not isinstance(base, str) or not base:
+            raise UserError(
+                f"RUN|MODEL: {folder / CONFIG_NAME}: found no base_model_name_or_path; expected the base model. "
+                f"{remedy}"
+            )
+        return NamedModel(path, base, path, base)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UserError(f"RUN|MODEL: {folder}: found no run, adapter or model there; {_EXPECTED}")
+    return NamedModel(path, path)
+
+
+def read_adapter_config(adapter: str) -> dict:
+    """peft's description of the adapter in a folder. Raises UserError where it is damaged."""
+    file = Path(adapter) / CONFIG_NAME
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(values, dict):
+            return values
+    except (ValueError, RecursionError):
+        pass
+    raise UserError(f"RUN|MODEL: {file}: is damaged; expected peft's description of an adapter")
+
+
+class AnsweringModel(Protocol):
+    """What generates: a model of Hugging Face, or peft's around one."""
+
+    config: PretrainedConfig
+    generation_config: GenerationConfig
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def generate(self, **options: Any) -> torch.Tensor:
+        """int64 `[b, t]`, prompts with their answers, padded; options as of `transformers.GenerationMixin`."""
+        ...
+
+
+def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> AnsweringModel:
+    """The model with its adapter, where it has one, and the forward of training; on the GPU where there is one.
+
+    Args:
+        dtype: of the weights in memory; "auto" for the one that they are stored in.
+
+    Raises:
+        UserError: the model or its adapter cannot be loaded, or they do not fit together.
+    """
+    try:
+        base = load_causal_lm(model.weights, dtype=dtype, attention="sdpa", gradient_checkpointing=False)
+    except UserError as error:
+        raise UserError(f"RUN|MODEL: {str(error).removeprefix('model.path: ')}") from None
+    if not uses_gpu():
+        use_fast_cpu_products()
+    base.config.use_cache = True
+    causal_lm: nn.Module = base
+    if model.adapter is not None:
+        causal_lm = add_trained_adapter(base, Path(model.adapter), model.weights)
+    return cast(AnsweringModel, causal_lm.to("cuda" if uses_gpu() else "cpu").eval())
+
+
+def end_token_ids(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end an answer: the model's own, and the end of a turn, which a base model may not have.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ids = {token for token in (*found, tokenizer.eos_token_id) if token is not None}
+    if not ids:
+        raise UserError(f"{tokenizer.name_or_path}: found no end-of-sequence token; expected one in the tokenizer")
+    return sorted(ids)
+
+
+# Answers of a model in this process: a batch of prompts in, the answers' tokens out, each with why it ended.
+
+
+StopReason = Literal["stop", "max_tokens", "model_length"]
+"""The model's own end token, the limit on new tokens, or the model's longest sequence."""
+
+
+class AnswerTokens(NamedTuple):
+    """What a model answered."""
+
+    ids: list[int]
+    """The end token included."""
+    stop_reason: StopReason
+
+
+def longest_sequence(model: AnsweringModel) -> int:
+    """Tokens of a prompt and its answer that the model takes, as far as its configuration says."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+@torch.inference_mode()
+def generate_answers(
+    model: AnsweringModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: Sequence[int],
+    settings: GenerationConfig,
+    **options: Any,
+) -> list[AnswerTokens]:
+    """An answer to each prompt, all in one batch.
+
+    Args:
+        prompts: token ids, of each prompt fewer than `longest_sequence`.
+        max_new_tokens: limit of each answer.
+        settings: how tokens are drawn, which ones end an answer (a list), and which one pads. What it leaves open is as
+            in the model's own settings. Its limit on new tokens is set here.
+        options: others of `transformers.GenerationMixin.generate`, such as a streamer.
+    """
+    longest = longest_sequence(model)
+    limits = [min(limit, longest - len(prompt)) for limit, prompt in zip(max_new_tokens, prompts, strict=True)]
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), settings.pad_token_id)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    settings.max_new_tokens = max(limits)
+    whole = model.generate(
+        input_ids=ids.to(model.device), attention_mask=mask.to(model.device), generation_config=settings, **options
+    )
+    answers = []
+    for row, limit, wanted in zip(whole[:, width:].tolist(), limits, max_new_tokens, strict=True):
+        at_limit: StopReason = "max_tokens" if limit == wanted else "model_length"
+        # Rows that end early are padded to the length of the others.
+        end = next((i for i, token in enumerate(row[:limit], start=1) if token in settings.eos_token_id), None)
+        answers.append(AnswerTokens(row[:limit], at_limit) if end is None else AnswerTokens(row[:end], "stop"))
+    return answers

@@ -1,0 +1,322 @@
+"""A sweep's folder: which runs it has, their recipes, logs and states, and that no others get mixed in.
+
+sweep.yaml                   cells with the cell that each is compared with, all runs in their order, digests of inputs
+runs.txt                     the runs, a line each: task N of a job array is line N, from 0
+recipes/CELL/seed_1.yaml     resolved
+logs/CELL/seed_1.log         output of all attempts; locked while one is at work
+logs/CELL/seed_1.exit        exit code of the last attempt that ended
+runs/CELL/seed_1/            the run's own folder
+"""
+
+import fcntl
+import hashlib
+import json
+import signal
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import BinaryIO
+
+from vcore_ds.common.errors import EXIT_STOPPED, UserError
+from vcore_ds.common.paths import is_readable, reading, writing, written_aside
+from vcore_ds.config.files import UnreadableFile, dump_yaml, parse_yaml, read_text
+from vcore_ds.config.load import dump_recipe
+from vcore_ds.config.resume import differing_keys, flat_values, read_resolved_recipe
+from vcore_ds.config.schema import Recipe
+from vcore_ds.data.scores_folder import TRACES
+from vcore_ds.planning.sweep import Sweep
+from vcore_ds.train.run_folder import METRICS
+
+# Digests of what the runs of a sweep read: the cells of a table must not differ in what stands under a path.
+
+
+DATA_KEYS = ("data.train_path", "data.probe_path", "data.validation_path")
+FILE_KEYS = ("data.keep.scores", "data.reference_log_probabilities")
+MODEL_KEY = "model.path"
+
+Digests = Mapping[str, Mapping[str, str]]
+"""Key of a recipe -> path -> digest of what is there."""
+
+
+def digest_inputs(recipes: Iterable[Recipe]) -> dict[str, dict[str, str]]:
+    """Digests of all inputs of these recipes that are on this machine.
+
+    Raises:
+        UserError: data are there and are none.
+    """
+    digests: dict[str, dict[str, str]] = {}
+    for key, path in sorted({(key, path) for recipe in recipes for key, path in _paths(recipe)}):
+        digest = _digest(key, path)
+        if digest is not None:
+            digests.setdefault(key, {})[path] = digest
+    return digests
+
+
+def changed_inputs(digests: Digests) -> Iterator[str]:
+    """A line for each input that has other contents now. Those that are no longer here are left to the runs.
+
+    Raises UserError as `digest_inputs`.
+    """
+    for key, by_path in digests.items():
+        for path, digest in by_path.items():
+            if _digest(key, path) not in (None, digest):
+                yield f"{key}: {path}: other contents than when the sweep first read it"
+
+
+def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    values = flat_values(recipe) | {"data.validation_path": None}
+    for key in (*DATA_KEYS, *FILE_KEYS, MODEL_KEY):
+        if (path := values.get(key)) is not None:
+            yield key, path
+    for path in recipe.data.validation_paths().values():
+        yield "data.validation_path", path
+
+
+def _digest(key: str, path: str) -> str | None:
+    """None for what is not on this machine, as where a sweep is submitted from."""
+    # Here: the first takes seconds to import, and `vcore-ds sweep --status` needs neither.
+    from vcore_ds.data.prepare.sources import describe_source, find_shards
+    from vcore_ds.data.store_checks import MANIFEST, read_manifest
+    from vcore_ds.models.model_digest import digest_of_model
+
+    if key == MODEL_KEY:
+        try:
+            return digest_of_model(path)
+        except UserError:
+            return None
+    if not is_readable(path):
+        return None
+    if key in FILE_KEYS:
+        file = Path(path) / TRACES if key == "data.keep.scores" else Path(path)
+        if not file.is_file():
+            return None
+        with reading(key, file, "a file that can be read"), file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    if (Path(path) / MANIFEST).is_file():
+        return read_manifest(Path(path))["digest"]
+    entries = describe_source(find_shards([path], "train"))
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+
+
+SWEEP, RUN_NAMES = "sweep.yaml", "runs.txt"
+MOST_DIFFERENCES = 20
+"""Lines of a message on recipes that differ."""
+FIXED = ("data.train_path", "data.probe_path", "data.validation_path", "data.keep.scores", "run.validate_every")
+"""Keys that a resumed run may change and a sweep may not: its runs are to be compared."""
+_CANCELLED = 128 + signal.SIGTERM
+"""Exit code of a job script that SLURM has ended, to cancel or to requeue it."""
+ATTEMPT = "== attempt"
+"""Beginning of the line in a log that begins an attempt."""
+
+
+class State(StrEnum):
+    """How far a run of a sweep is."""
+
+    DONE = "done"
+    RUNNING = "running"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    """Begun and not finished: it resumes."""
+    WAITING = "waiting"
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """What sweep.yaml says of a folder."""
+
+    folder: Path
+    references: dict[str, str | None]
+    """Cell -> the cell that it is compared with."""
+    runs: list[str]
+    """`CELL/seed_N`, in the order of their task numbers."""
+    inputs: Digests = field(default_factory=dict)
+    """Of data, scores and models, as they were when the sweep first read them."""
+
+    def recipe_path(self, run: str) -> Path:
+        """The resolved recipe of a run."""
+        return self.folder / "recipes" / f"{run}.yaml"
+
+    def log_path(self, run: str) -> Path:
+        """What all attempts of a run have printed; locked while one runs."""
+        return self.folder / "logs" / f"{run}.log"
+
+    def exit_path(self, run: str) -> Path:
+        """The exit code of a run's last attempt."""
+        return self.folder / "logs" / f"{run}.exit"
+
+    def run_folder(self, run: str) -> Path:
+        return self.folder / "runs" / run
+
+    def state(self, run: str) -> State:
+        """A run is done where its result is there, whoever trained it."""
+        folder = self.run_folder(run)
+        if (folder / "adapter").exists() or (folder / "model").exists():
+            return State.DONE
+        if self._is_locked(run):
+            return State.RUNNING
+        code = self.exit_code(run)
+        if code not in (None, 0, EXIT_STOPPED, _CANCELLED):
+            return State.FAILED
+        return State.STOPPED if self.log_path(run).exists() else State.WAITING
+
+    def exit_code(self, run: str) -> int | None:
+        """The exit code of the last attempt; None where it did not get to write one."""
+        try:
+            return int(self.exit_path(run).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def num_steps(self, run: str) -> int:
+        """Optimizer steps in the run's metrics."""
+        try:
+            return (self.run_folder(run) / METRICS).read_bytes().count(b"\n")
+        except OSError:
+            return 0
+
+    def last_words(self, run: str) -> str:
+        """The last message of the last attempt: our own last line, else the last line with a word in it."""
+        try:
+            text = self.log_path(run).read_text(errors="replace")
+        except OSError:
+            return "nothing"
+        lines = [line.strip() for line in text.rpartition(ATTEMPT)[2].splitlines()[1:]]
+        lines = [line for line in lines if any(char.isalnum() for char in line)]
+        own = [line for line in lines if line.startswith("vcore-ds: ")]
+        return (own or lines or ["nothing"])[-1]
+
+    @contextmanager
+    def held(self, run: str) -> Iterator[BinaryIO | None]:
+        """The run's log, open and locked for this process and those that inherit it; None where another has it."""
+        path = self.log_path(run)
+        with writing("output_dir", self.folder):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("ab")
+        with file:
+            yield file if _lock(file, wait_seconds=1.0) else None  # `state` holds it for a moment
+
+    def _is_locked(self, run: str) -> bool:
+        try:
+            with self.log_path(run).open("rb") as file:
+                return not _lock(file)
+        except OSError:
+            return False
+
+
+def _lock(file: BinaryIO, wait_seconds: float = 0.0) -> bool:
+    """False where another process has it; a file system without locks lets everybody."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.05)
+        except OSError:
+            return True
+        else:
+            return True
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a sweep has been begun there."""
+    return (folder / SWEEP).is_file()
+
+
+def read_sweep_folder(folder: Path) -> SweepFolder:
+    """What a sweep has written.
+
+    Raises:
+        UserError: sweep.yaml is missing or damaged.
+    """
+    path = folder / SWEEP
+    try:
+        values = parse_yaml(read_text(path)).value
+        references, runs = values["cells"], values["runs"]
+        inputs = values.get("inputs", {})  # sweeps of vcore_ds 0.7 and before have none
+        if (
+            not isinstance(references, dict)
+            or not isinstance(inputs, dict)
+            or not all(run.rpartition("/")[0] in references for run in runs)
+        ):
+            raise TypeError
+        return SweepFolder(folder, references, list(runs), inputs)
+    except FileNotFoundError:
+        raise UserError(f"{folder}: found no {SWEEP} there; expected the folder of a sweep (output_dir)") from None
+    except (UnreadableFile, TypeError, KeyError, AttributeError):
+        raise UserError(f"{path}: is damaged; expected what vcore-ds sweep writes there") from None
+
+
+def begin_sweep(sweep: Sweep) -> SweepFolder:
+    """Makes the folder, or takes one in which this sweep has begun; cells and seeds may be new there.
+
+    Raises:
+        UserError: the folder holds something else, runs of other recipes, or runs that the sweep no longer has; or it
+            cannot be written.
+    """
+    folder = sweep.folder
+    wanted = {run.name: run.recipe for run in sweep.runs}
+    before = SweepFolder(folder, {}, [])
+    with writing("output_dir", folder):
+        if is_sweep(folder):
+            before = read_sweep_folder(folder)
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(
+                f"output_dir: {folder}: is no folder of a sweep, and not empty; expected a new folder. Set output_dir"
+            )
+        _check_recipes(sweep, before, wanted)
+        here = digest_inputs(wanted.values())
+        begun = replace(
+            before,
+            references=dict(sweep.references),
+            runs=[*before.runs, *(name for name in wanted if name not in before.runs)],
+            inputs={key: {**here.get(key, {}), **before.inputs.get(key, {})} for key in {**before.inputs, **here}},
+        )
+        for name in begun.runs[len(before.runs) :]:
+            with written_aside(begun.recipe_path(name)) as unfinished:
+                unfinished.write_text(dump_recipe(wanted[name]), encoding="utf-8")
+        values = {"file": str(sweep.file), "cells": begun.references, "runs": begun.runs, "inputs": begun.inputs}
+        for name, text in (
+            (RUN_NAMES, "".join(f"{run}\n" for run in begun.runs)),
+            (SWEEP, dump_yaml(values)),
+        ):
+            with written_aside(folder / name) as unfinished:
+                unfinished.write_text(text, encoding="utf-8")
+    return begun
+
+
+def check_inputs(sweep: SweepFolder) -> None:
+    """Raises UserError where the contents of data, scores or models are others than when the sweep first read them."""
+    _refuse(sweep.folder, [*changed_inputs(sweep.inputs)])
+
+
+def _check_recipes(sweep: Sweep, before: SweepFolder, wanted: Mapping[str, Recipe]) -> None:
+    lines = []
+    for name in before.runs:
+        if name not in wanted:
+            lines.append(f"{name}: found there, not in {sweep.file}")
+            continue
+        there = read_resolved_recipe(before.recipe_path(name))
+        lines += [f"{name}: {key}: {old!r} there, {new!r} here" for key, (old, new) in _differing(there, wanted[name])]
+    _refuse(before.folder, [*lines, *changed_inputs(before.inputs)])
+
+
+def _refuse(folder: Path, lines: list[str]) -> None:
+    """Raises UserError with these differences, where there are any."""
+    if lines:
+        more = [f"and {len(lines) - MOST_DIFFERENCES:,} more"] if len(lines) > MOST_DIFFERENCES else []
+        listed = "\n".join(f"  {line}" for line in [*lines[:MOST_DIFFERENCES], *more])
+        raise UserError(
+            f"output_dir: {folder}: holds a sweep with other runs:\n{listed}\n"
+            "expected the same ones, to finish it (cells and seeds may be added), or a new folder. Undo the change, or "
+            "set output_dir"
+        )
+
+
+def _differing(there: Recipe, here: Recipe) -> Iterator[tuple[str, tuple[object, object]]]:
+    yield from differing_keys(there, here).items()
+    old, new = flat_values(there), flat_values(here)
+    yield from ((key, (old.get(key), new.get(key))) for key in FIXED if old.get(key) != new.get(key))

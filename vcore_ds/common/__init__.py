@@ -1,0 +1,1 @@
+"""What all rooms share: errors, progress, paths, locks, text, random streams."""

@@ -1,1 +1,0 @@
-"""Prompts, answers, and whether an answer is right: one place for training data and evaluation."""

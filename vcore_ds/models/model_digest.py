@@ -1,0 +1,111 @@
+"""A digest of a model's weights and configuration, which tells models apart and does not read 100 GB."""
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import reading
+from vcore_ds.models.safetensors_ranges import BadSafetensors, read_header
+
+RULE = "2:"
+"""What a digest begins with. Those of vcore_ds 0.7 and before have no such prefix: they were of the first and the last
+MiB of each safetensors file."""
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""The weights in one file, in the order in which transformers looks, unless config.json names another; NAME.index.json
+names the files of several."""
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+"""What transformers also loads, where it is there."""
+_WHOLE_BYTES = 512 * 2**20
+"""Weights up to this size are hashed whole, which takes a second (SHA-256: 520 MB/s on one core)."""
+_STEP_BYTES = 4 * 2**20
+"""Distance between two samples: every matrix of a layer, and every expert of a fused tensor, is larger."""
+_SAMPLE_BYTES = 4096
+
+
+def local_folder(path: str) -> Path:
+    """Where the files of a model are, which `path` names by its folder or its hub id. Raises UserError where they are
+    not on this machine."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: neither a folder nor a model of the local hub cache: {error}") from None
+
+
+def digest_of_model(path: str) -> str:
+    """`RULE` and a SHA-256 of a model's configuration, and of names, sizes and contents of the files of its weights.
+
+    Weights beyond `_WHOLE_BYTES` are sampled: the beginning of each tensor, then every `_STEP_BYTES`. A change of a
+    whole matrix, as by a merged adapter, shows wherever it is; one of a few numbers between two samples does not.
+
+    Raises:
+        UserError: the weights are not, or not all, on this machine.
+    """
+    folder, digest = local_folder(path), hashlib.sha256()
+    with reading("model.path", folder, "a model's folder that can be read"):
+        files = [(file, file.stat().st_size) for file in _loaded_files(path, folder)]
+        reads_all = sum(size for _, size in files) <= _WHOLE_BYTES
+        for file, size in files:
+            digest.update(f"\n{file.name} {size}\n".encode())
+            if reads_all or file.suffix == ".json":
+                with file.open("rb") as opened:
+                    digest.update(hashlib.file_digest(opened, "sha256").digest())
+            else:
+                for part in _samples(file, size):
+                    digest.update(part)
+    return RULE + digest.hexdigest()
+
+
+def _loaded_files(path: str, folder: Path) -> list[Path]:
+    """Those that transformers loads. Others may come and go: a cache of the hub holds what was asked for so far."""
+    beside = [folder / name for name in ("config.json", *_ADAPTER) if (folder / name).is_file()]
+    for name in _names_of_weights(folder):
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return [*beside, folder / name]
+        if index.is_file():
+            try:
+                names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise UserError(f"{index}: found no weight_map of names to files; download the model again") from None
+            missing = [file for file in names if not (folder / file).is_file()]
+            if missing:
+                raise UserError(f"{path}: found no {missing[0]}, which {index.name} names; download the model first")
+            return [*beside, index, *(folder / file for file in names)]
+    raise UserError(f"{path}: found no {' or '.join(_WEIGHTS)} in {folder}; download the model first")
+
+
+def _names_of_weights(folder: Path) -> tuple[str, ...]:
+    try:
+        named = json.loads((folder / "config.json").read_bytes())["transformers_weights"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return _WEIGHTS
+    return (str(named).removesuffix(".index.json"),) if named else _WEIGHTS
+
+
+def _samples(file: Path, size: int) -> Iterator[bytes]:
+    """What stands for the contents of a file: its list of tensors, and parts at positions that follow from that."""
+    starts = {0}
+    if file.suffix == ".safetensors":
+        try:
+            tensors = read_header(file)
+        except BadSafetensors:
+            tensors = {}  # it cannot be loaded; whoever tries says why
+        starts |= {tensor.offset for tensor in tensors.values()}
+        yield repr([(name, *tensor[1:]) for name, tensor in tensors.items()]).encode()
+    elif zipfile.is_zipfile(file):  # torch.save writes one with a checksum of each tensor
+        with zipfile.ZipFile(file) as archive:
+            yield repr([(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]).encode()
+    ordered = sorted(starts)
+    with file.open("rb", buffering=0) as opened:
+        for start, end in zip(ordered, [*ordered[1:], size], strict=True):
+            for offset in range(start, end, _STEP_BYTES):
+                opened.seek(offset)
+                yield opened.read(_SAMPLE_BYTES)

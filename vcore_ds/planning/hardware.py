@@ -1,0 +1,249 @@
+"""GPUs by name: what their data sheets promise, and which part of it a step is assumed to achieve."""
+
+import math
+from dataclasses import dataclass
+
+from vcore_ds.common.text import GIB
+from vcore_ds.planning.model_shape import ModelShape
+
+# Bytes that ranks send each other, inside a node and between nodes, and how long they take.
+
+
+EXCHANGES_OF_EXPERTS = 3
+"""Exchanges of an expert-parallel group in a layer's forward: how many tokens go where, the tokens, what experts made
+of them. A backward has two of them."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Sustained speeds of one device, the part of the peak that large passes reach."""
+
+    flops: float
+    """FLOP a second of matrix products."""
+    node_bandwidth: float
+    """Bytes a second that a device sends to others of its node."""
+    network_bandwidth: float
+    """Bytes a second that a device sends to other nodes."""
+    exchange_latency: float
+    """Seconds of an exchange without contents."""
+    half_speed_tokens: float
+    """Tokens at which matrix products reach half of `flops`: what a pass of no tokens costs, in tokens."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank receives."""
+
+    inside: float = 0.0
+    """From ranks of its own node."""
+    between: float = 0.0
+    """From other nodes, through its share of the node's adapters."""
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.inside + other.inside, self.between + other.between)
+
+    def __mul__(self, factor: float) -> "Traffic":
+        return Traffic(self.inside * factor, self.between * factor)
+
+    def seconds(self, machine: Machine) -> float:
+        """Both ways are used at the same time."""
+        return max(self.inside / machine.node_bandwidth, self.between / machine.network_bandwidth)
+
+
+def gathered(num_bytes: float, num_ranks: int, ranks_per_node: int) -> Traffic:
+    """A rank's traffic when `num_bytes` of shards are gathered on all ranks, or reduced to shards.
+
+    Inside a node all but the rank's own share comes over its link. From other nodes all that the node does not hold
+    arrives once, divided among the node's adapters: no other division of the weights within a node changes that.
+    """
+    r = ranks_per_node
+    return Traffic(num_bytes * (r - 1) / r, num_bytes * (1 - r / num_ranks) / r)
+
+
+def gathered_weights(
+    num_bytes: float, num_bytes_experts: float, num_ranks: int, ranks_per_node: int, expert: int = 1
+) -> Traffic:
+    """A rank's traffic when a model's weights are gathered, or their gradients reduced.
+
+    Args:
+        num_bytes: of all but the experts.
+        num_bytes_experts: of all routed experts.
+        expert: ranks of an expert-parallel group, neighbours that divide the experts among them. A rank's own are
+            gathered from those ranks that have the same place in their groups; where there is one group, they are
+            whole on the rank.
+    """
+    of_place, in_node = num_ranks // expert, max(1, ranks_per_node // expert)
+    return gathered(num_bytes, num_ranks, ranks_per_node) + gathered(num_bytes_experts / expert, of_place, in_node)
+
+
+def exchanged(num_bytes: float, num_sharing: int, ranks_per_node: int) -> Traffic:
+    """A rank's traffic when it hands over `num_bytes` in all-to-alls of its sequence-parallel group, or of its
+    expert-parallel group, whose tokens go to all experts evenly.
+
+    A k-th stays with the rank. Of its group at least `gcd(k, ranks per node)` ranks are in its own node.
+    """
+    k = num_sharing
+    neighbours = math.gcd(k, ranks_per_node)
+    return Traffic(num_bytes * (neighbours - 1) / k, num_bytes * (k - neighbours) / k)
+
+
+def exchanged_numbers(shape: ModelShape, sequence_parallel: int) -> int:
+    """Numbers that a rank hands over in one layer's forward for each of its tokens: queries, keys, values, and the
+    output. Key and value heads are repeated until k divides their number."""
+    return shape.head_dim * (2 * shape.num_heads + 2 * math.lcm(shape.num_kv_heads, sequence_parallel))
+
+
+def numbers_to_experts(shape: ModelShape) -> int:
+    """Numbers that a rank hands over in a forward for each of its tokens with expert parallelism: its hidden states,
+    to each of its experts in each layer, and back."""
+    experts = shape.experts
+    return 0 if experts is None else 2 * experts.num_layers * experts.per_token * shape.hidden_size
+
+
+def of_hidden_states(num_bytes: float, tensor: int) -> Traffic:
+    """A rank's traffic when hidden states of `num_bytes` are gathered on its tensor-parallel group, or summed over
+    it and scattered: all but its own part. They are in one node."""
+    return Traffic(inside=num_bytes * (tensor - 1) / tensor)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peak numbers of one device in its usual server."""
+
+    name: str
+    memory_bytes: int
+    """What the driver leaves to processes, in whole GiB."""
+    flops: float
+    """FLOP a second of dense bf16 matrix products."""
+    memory_bandwidth: float
+    """Bytes a second."""
+    node_bandwidth: float
+    """Bytes a second in one direction to the other devices of the node."""
+    network_bandwidth: float
+    """Bytes a second in one direction through the device's share of the node's network adapters."""
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        # NVIDIA A100 data sheet, SXM 80 GB; DGX A100: eight 200 Gb/s adapters.
+        Gpu("A100", 79 * GIB, 312e12, 2.039e12, 300e9, 25e9),
+        # NVIDIA H100 data sheet, SXM 80 GB; DGX H100: eight 400 Gb/s adapters.
+        Gpu("H100", 79 * GIB, 989e12, 3.35e12, 450e9, 50e9),
+        # NVIDIA H100 PCIe product brief, 80 GB; NVIDIA H100 data sheet, NVL, half of its sparse peak, 94 GB. PCIe 5.0
+        # x16 in one direction, as NVLink joins pairs at most; 400 Gb/s a GPU assumed.
+        Gpu("H100 PCIe", 79 * GIB, 756e12, 2.0e12, 64e9, 50e9),
+        Gpu("H100 NVL", 92 * GIB, 835e12, 3.9e12, 64e9, 50e9),
+        # NVIDIA H200 data sheet, SXM 141 GB; DGX H200: eight 400 Gb/s adapters.
+        Gpu("H200", 139 * GIB, 989e12, 4.8e12, 450e9, 50e9),
+        # The same, NVL: 141 GB, on PCIe as above; its NVLink joins four at most.
+        Gpu("H200 NVL", 139 * GIB, 835e12, 4.8e12, 64e9, 50e9),
+        # NVIDIA HGX B200: 36 PFLOP/s sparse bf16, 1.4 TB and 14.4 TB/s of NVLink in both directions over 8; DGX B200:
+        # 64 TB/s of memory over 8, eight 400 Gb/s adapters. 183,359 MiB by nvidia-smi.
+        Gpu("B200", 178 * GIB, 2250e12, 8e12, 900e9, 50e9),
+        # NVIDIA HGX B300: 36 PFLOP/s sparse bf16 over 8, 8 TB/s of memory, eight 800 Gb/s adapters. 288 GB, which is
+        # 268 GiB.
+        Gpu("B300", 267 * GIB, 2250e12, 8e12, 900e9, 100e9),
+        # NVIDIA GB200 NVL72: 360 PFLOP/s sparse bf16, 13.4 TB, 576 TB/s and 130 TB/s of NVLink in both directions over
+        # 72; a 400 Gb/s adapter a GPU. Its NVLink joins the nodes of a rack (--gpus-per-node 72).
+        Gpu("GB200", 184 * GIB, 2500e12, 8e12, 900e9, 50e9),
+        # NVIDIA RTX Blackwell PRO architecture paper, Workstation Edition: 503.8 TFLOP/s with fp32 sums, 96 GB of GDDR7
+        # at 1,792 GB/s; PCIe 5.0 x16 instead of NVLink. 400 Gb/s a GPU as in NVIDIA's RTX PRO servers.
+        Gpu("RTX PRO 6000", 94 * GIB, 503.8e12, 1.792e12, 64e9, 50e9),
+    )
+}
+"""By the name that `--gpu` takes. Memory is what nvidia-smi shows for such devices, less what its context takes."""
+
+_OTHER_PEAKS = {"GH200": 989e12, "L40S": 362e12, "L4": 121e12}
+"""Dense bf16 FLOP a second of devices on which single runs are timed, but no clusters planned."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP a second of a device by its driver's name; None for one that is not in the table."""
+    gpu = find_gpu(device_name)
+    if gpu is not None:
+        return gpu.flops
+    words = f" {device_name.upper().replace('-', ' ')} "
+    return next((flops for name, flops in _OTHER_PEAKS.items() if f" {name} " in words), None)
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """The device of that name, in any case and with any separators, also as a driver writes it."""
+    words = " ".join(name.upper().replace("-", " ").replace("_", " ").split())
+    found = []
+    for gpu in GPUS.values():
+        known = gpu.name.upper().split()
+        if set(known) <= set(words.split()) or "".join(known) == words:
+            found.append((len(known), gpu))
+    # An H100 PCIe is an H100 too: the longest name says most.
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+@dataclass(frozen=True)
+class Achieved:
+    """Shares of a device's peak that a step achieves. The defaults are usual values, fitted to no run."""
+
+    compute: float = 0.40
+    """Share of the peak that matrix products in large passes achieve."""
+    attention: float = 1 / 1.6
+    """Speed of fused attention over that of other matrix products."""
+    memory: float = 0.80
+    node: float = 0.80
+    network: float = 0.84
+    hidden: float = 0.70
+    """Share of the computation behind which gathers and reductions can hide."""
+    exchange_latency: float = 40e-6
+    """Seconds of an all-to-all without contents."""
+    layer_overhead: float = 0.8e-3
+    """Seconds of hooks, Python and kernel tails for each layer of a run through the model."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The devices of a job, and how much of their peak it achieves."""
+
+    gpu: Gpu
+    num_gpus: int
+    gpus_per_node: int = 8
+    achieved: Achieved = Achieved()
+    host_bytes_per_node: int = 2048 * GIB
+    """Host memory, for what is offloaded."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """A rank for each GPU."""
+        return min(self.gpus_per_node, self.num_gpus)
+
+    @property
+    def num_nodes(self) -> int:
+        """The last one may be used in part."""
+        return -(-self.num_gpus // self.gpus_per_node)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of each rank."""
+        return self.host_bytes_per_node // self.ranks_per_node
+
+    @property
+    def machine(self) -> Machine:
+        """Sustained speeds of one device."""
+        gpu, achieved = self.gpu, self.achieved
+        flops, bandwidth = achieved.compute * gpu.flops, achieved.memory * gpu.memory_bandwidth
+        return Machine(
+            flops=flops,
+            node_bandwidth=achieved.node * gpu.node_bandwidth,
+            network_bandwidth=achieved.network * gpu.network_bandwidth,
+            exchange_latency=achieved.exchange_latency,
+            # Tokens whose products take as long as reading the bf16 weights once, and as much again for tails.
+            half_speed_tokens=2 * flops / bandwidth,
+        )
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Sustained bytes a second of one device's memory."""
+        return self.achieved.memory * self.gpu.memory_bandwidth
+
+    def describe(self) -> str:
+        """Such as `32 B200 (4 nodes of 8)`."""
+        nodes = f" ({self.num_nodes} nodes of {self.gpus_per_node})" if self.num_nodes > 1 else ""
+        return f"{self.num_gpus:,} {self.gpu.name}{nodes}"

@@ -1,1 +1,0 @@
-"""What is made of finished runs: reading them, tables, statistics, model cards."""

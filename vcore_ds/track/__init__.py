@@ -1,1 +1,0 @@
-"""What is written down and printed about a run."""

@@ -1,0 +1,105 @@
+"""What a person sees: a progress bar on a terminal, plain lines in a log file; rank 0 only."""
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from vcore_ds.common.progress import Progress, duration
+from vcore_ds.common.text import gib
+from vcore_ds.train.token_records import SequenceTokens
+
+_NUM_SHOWN = 3
+"""Tokens of the example trace that are printed at either end."""
+
+
+class Console:
+    """Prints on the rank that is told to, and nothing on the others."""
+
+    def __init__(self, enabled: bool):
+        self.enabled = enabled
+        self.notes: list[str] = []
+        """What was not worth a place on the screen, in order."""
+        self._bar: tqdm | None = None
+
+    def say(self, text: str = "") -> None:
+        if not self.enabled:
+            return
+        if self._bar is not None:
+            self._bar.write(text)
+        else:
+            print(text, flush=True)
+
+    def note(self, text: str) -> None:
+        """Keeps a detail for start.txt in the run's folder, without a word on the screen."""
+        if self.enabled:
+            self.notes.append(text)
+
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
+
+    def progress(self, title: str, total: float) -> Progress:
+        """For work of `total` parts, in any unit, that may take a while."""
+        return Progress(title, total, enabled=self.enabled, say=self.say)
+
+    def start_steps(self, num_steps: int, num_done: int = 0) -> None:
+        if self.enabled and sys.stdout.isatty():
+            self._bar = tqdm(total=num_steps, initial=num_done, unit="step", file=sys.stdout, dynamic_ncols=True)
+
+    def step(self, number: int, num_steps: int, values: dict[str, Any], seconds_left: float, log: bool) -> None:
+        """`number` counts from 1; `log` says whether this step gets a line in a log file."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(_short(values))
+            self._bar.update()
+        elif log:
+            self.say(f"step {number}/{num_steps}  {_short(values)}  {duration(seconds_left)} left")
+
+    def end_steps(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _short(values: dict[str, Any]) -> str:
+    parts = [f"loss {values['loss']:.4f}"]
+    if values["tau"] is None:
+        parts.append(f"weighted {values['weighted_loss']:.4f}")
+    else:
+        parts += [
+            f"alpha {values['alpha']:.3f}",
+            f"tau {values['tau']:.3g}",
+            f"kl {values['kl']:.3f}",
+            f"s {values['utility_mean']:.2g}±{values['utility_std']:.2g}",
+        ]
+    parts += [
+        f"|g| {values['grad_norm']:.3g}",
+        f"lr {values['learning_rate']:.2e}",
+        f"{values['supervised_tokens_per_second']:.0f} tok/s",
+        f"{gib(values['peak_memory_bytes'], 1)} GiB",
+    ]
+    if values["utilization"] is not None:
+        parts.append(f"MFU {values['utilization']:.1%}")
+    if "expert_load_mean" in values:
+        parts.append(f"fullest expert {values['expert_load_mean']:.1f}x")
+    return "  ".join(parts)
+
+
+def describe_example(example: SequenceTokens, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The most and the least weighted tokens of one trace, each with the words before it."""
+    weights = example.weights * len(example)
+    order = (-weights).argsort(kind="stable").tolist()
+    lines = [
+        f"Token weights in trace {example.sequence_id}, {len(order)} supervised tokens (1.00 is the uniform weight):"
+    ]
+    for title, positions in (("most", order[:_NUM_SHOWN]), ("least", order[::-1][:_NUM_SHOWN])):
+        lines.append(f"  {title} weighted    weight   utility      loss   token, after")
+        for t in positions:
+            before = tokenizer.decode(example.token_ids[max(0, t - 8) : t].tolist())[-40:]
+            token = tokenizer.decode(example.token_ids[t].item())
+            utility = f"{float(example.utilities[t]):9.3g}" if example.utilities is not None else "        -"
+            lines.append(
+                f"{'':16}{float(weights[t]):9.2f} {utility} {float(example.losses[t]):9.3f}"
+                f"   {token!r}, after {before!r}"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,150 @@
+"""An evaluation's folder: evaluation.json with what was measured, NAME.jsonl with every sample of a task.
+
+evaluation.json is written last: an evaluation whose evaluation.json is there has finished.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import parse_json, read_json, reading, written_aside
+
+EVALUATION = "evaluation.json"
+OF_A_RUN = "evaluation"
+"""Folder, in a run's, of the evaluation of its result that training with --eval ends with."""
+_EXPECTED = "the folder of a finished evaluation (vcore-ds eval --output)"
+_REMEDY = "Evaluate again, with this version"
+_EXACT = ConfigDict(strict=True, extra="forbid")
+
+
+@dataclass(frozen=True, config=_EXACT)
+class SampleResult:
+    """A line of NAME.jsonl: one answer of the model to one problem."""
+
+    problem_id: str
+    sample: int
+    """Number among the answers to this problem, from 0."""
+    correct: bool
+    answered: bool
+    """Whether the output has an answer that could be graded."""
+    truncated: bool
+    """Whether the output ended at the limit on new tokens or at the model's longest sequence."""
+    num_tokens: int
+    """Tokens generated, the end-of-turn token included."""
+    answer: str | None
+    """What was graded; None where there is none."""
+    output: str
+
+
+@dataclass(frozen=True, config=_EXACT)
+class TaskResult:
+    """An entry of `tasks` in evaluation.json. Shares are of all samples, from 0 to 1."""
+
+    num_problems: int
+    num_samples_per_problem: int
+    accuracy: float
+    truncated_share: float
+    unanswered_share: float
+    mean_tokens: float
+
+
+@dataclass(frozen=True, config=_EXACT)
+class Evaluation:
+    """What evaluation.json holds."""
+
+    model: dict[str, Any]
+    """`path` as it was given; `base` and `adapter` or None; `served_name` and `url` where a server was asked."""
+    preset: str | None
+    sampling: dict[str, Any]
+    """Every field that was in effect; `max_new_tokens` is by task where the tasks differ, and `prompts` has a digest of
+    each task's questions."""
+    versions: dict[str, str]
+    tasks: dict[str, TaskResult]
+    generations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Tasks that other programs grade (code): their file and the same numbers as `tasks`, without `accuracy`. They have
+    no NAME.jsonl."""
+    format: Literal[1] = 1
+    """Number of the format described here."""
+
+
+_EVALUATION, _SAMPLE = TypeAdapter(Evaluation), TypeAdapter(SampleResult)
+
+
+def samples_path(folder: Path, task: str) -> Path:
+    """Of the samples of a task, a line of JSON each."""
+    return folder / f"{task}.jsonl"
+
+
+def summarize(samples: Sequence[SampleResult]) -> TaskResult:
+    """Counts and shares of a task's samples, of which there is at least one; every problem has as many."""
+    num_problems = len({sample.problem_id for sample in samples})
+    total = len(samples)
+    return TaskResult(
+        num_problems=num_problems,
+        num_samples_per_problem=total // num_problems,
+        accuracy=sum(sample.correct for sample in samples) / total,
+        truncated_share=sum(sample.truncated for sample in samples) / total,
+        unanswered_share=sum(not sample.answered for sample in samples) / total,
+        mean_tokens=sum(sample.num_tokens for sample in samples) / total,
+    )
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+
+def write_samples(folder: Path, task: str, samples: Iterable[SampleResult]) -> None:
+    """Writes NAME.jsonl, sorted by problem, then sample. Raises OSError."""
+    ordered = sorted(samples, key=lambda sample: (sample.problem_id, sample.sample))
+    lines = "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in ordered)
+    with written_aside(samples_path(folder, task)) as unfinished:
+        unfinished.write_text(lines, encoding="utf-8")
+
+
+def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
+    """Writes evaluation.json, when all NAME.jsonl are there. Raises OSError."""
+    contents = {"format": evaluation.format, **asdict(evaluation)}  # first in the file
+    text = json.dumps(contents, indent=2, ensure_ascii=False) + "\n"
+    with written_aside(folder / EVALUATION) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def read_evaluation(folder: Path, option: str = "") -> Evaluation:
+    """What evaluation.json says.
+
+    Args:
+        option: of the command line, which names the folder; empty where messages begin with the folder.
+
+    Raises:
+        UserError: it is missing, damaged or of another format.
+    """
+    path = folder / EVALUATION
+    with reading(option, folder, _EXPECTED):
+        if not path.is_file():
+            place = f"{option}: {folder}" if option else str(folder)
+            raise UserError(f"{place}: found no {EVALUATION}; expected {_EXPECTED}. Finish it, or name another folder")
+    return read_json(path, _EVALUATION, "what vcore-ds eval writes there", _REMEDY)
+
+
+def read_samples(folder: Path, task: str) -> list[SampleResult]:
+    """The samples of a task, in the order of the file.
+
+    Raises:
+        UserError: the file is missing or damaged; with its line.
+    """
+    path = samples_path(folder, task)
+    with reading("", path, _EXPECTED):
+        lines = path.read_bytes().split(b"\n")
+    return [
+        parse_json(line, _SAMPLE, f"{path}:{number}", "a line of vcore-ds eval", _REMEDY)
+        for number, line in enumerate(lines, start=1)
+        if line
+    ]

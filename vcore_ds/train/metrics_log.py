@@ -1,0 +1,238 @@
+"""Where a run's lines go: metrics.jsonl, and the sinks beside it."""
+
+import atexit
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from typing import Any, Protocol
+
+from vcore_ds.common.errors import UserError, first_line
+from vcore_ds.common.paths import writing
+from vcore_ds.train.console import Console
+from vcore_ds.train.run_folder import LOST_METRICS, METRICS
+
+# What gets the lines of metrics.jsonl beside that file, each on a thread of its own: never a reason for a run to
+# fail, and none of its time.
+
+
+MOST_WAITING = 1000
+"""Lines that may wait for a sink; what comes while there are so many is not sent."""
+
+CLOSE_SECONDS = 20.0
+"""Time to send what is left at the end of a run."""
+
+DRAIN_SECONDS = 5.0
+"""The same where a run ends early: another attempt may be waiting for its turn."""
+
+
+class Sink(Protocol):
+    """A place that keeps the numbers of a run. Every method may raise anything, and may take any time."""
+
+    def write(self, values: Mapping[str, float | int]) -> None:
+        """A step's numbers, `step` among them."""
+
+    def close(self) -> None:
+        """Sends what is left; the run has ended as it should."""
+
+
+class BackgroundSink:
+    """A sink that cannot stop or slow the run: it works on a thread, and its errors become one warning.
+
+    The warning is printed by the caller's thread, with the next line or at the end.
+    """
+
+    def __init__(
+        self, name: str, open_sink: Callable[[], Sink], console: Console, *, close_seconds: float = CLOSE_SECONDS
+    ):
+        """Args:
+        name: for messages.
+        open_sink: makes the sink, on its thread.
+        """
+        self._name, self._open, self._console, self._close_seconds = name, open_sink, console, close_seconds
+        self._lines: Queue[Mapping[str, float | int] | None] = Queue()
+        self._problem: str | None = None
+        self._has_warned = False
+        self._thread = Thread(target=self._work, name=f"sink {name}", daemon=True)
+        self._thread.start()
+        atexit.register(self._drain, DRAIN_SECONDS)
+
+    def write(self, values: Mapping[str, float | int]) -> None:
+        """Hands a step's numbers over, and returns at once."""
+        if self._lines.qsize() < MOST_WAITING:
+            self._lines.put(values)
+        elif self._problem is None:
+            self._problem = f"{MOST_WAITING:,} lines wait to be taken, and what comes meanwhile is not sent"
+        self._warn()
+
+    def close(self) -> None:
+        """Waits until everything is sent, `close_seconds` at most."""
+        atexit.unregister(self._drain)
+        self._lines.put(None)
+        self._thread.join(self._close_seconds)
+        if self._thread.is_alive() and self._problem is None:
+            self._problem = f"has not taken everything within {self._close_seconds:g} s after the end of the run"
+        self._warn()
+
+    def _work(self) -> None:
+        """The thread. Whatever a tracker raises is its own affair, SystemExit too."""
+        try:
+            sink = self._open()
+        except (Exception, SystemExit) as error:
+            self._note(error)
+            self._forget_lines()
+            return
+        while (values := self._lines.get()) is not None:
+            try:
+                sink.write(values)
+            except (Exception, SystemExit) as error:
+                self._note(error)
+            self._lines.task_done()
+        try:
+            sink.close()
+        except (Exception, SystemExit) as error:
+            self._note(error)
+        self._lines.task_done()
+
+    def _forget_lines(self) -> None:
+        """Nobody will take them; the queue must not grow, or be waited for."""
+        while self._lines.get() is not None:
+            self._lines.task_done()
+        self._lines.task_done()
+
+    def _note(self, error: BaseException) -> None:
+        if self._problem is None:
+            self._problem = f"{type(error).__name__}: {first_line(error)}".rstrip(".")
+
+    def _warn(self) -> None:
+        if self._problem is not None and not self._has_warned:
+            self._has_warned = True
+            self._console.warn(f"{self._name}: {self._problem}. The run continues; metrics.jsonl has everything")
+
+    def _drain(self, seconds: float) -> None:
+        """Waits until the lines that were handed over are sent, without an end for the sink."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: self._lines.unfinished_tasks == 0, seconds)
+
+
+class MetricsLog:
+    """Written by rank 0 only.
+
+    A disk that fills must not end rank 0 alone while the others wait for it, so lines that cannot be written wait in
+    memory until `flush`, whose failure the caller shares with all ranks. The file holds whole lines at all times.
+    """
+
+    def __init__(self, folder: Path, console: Console, sinks: Sequence[BackgroundSink] = ()):
+        """Args:
+        folder: the run's; new lines follow those that are there.
+        sinks: get the lines too.
+        """
+        self._path, self._console, self._sinks = folder / METRICS, console, sinks
+        # Unbuffered: what a killed run had measured is in the file.
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+        self._waiting = b""
+
+    def write(self, values: dict[str, Any]) -> None:
+        """One line; null for a number that is not finite, which JSON cannot hold. Warns where it cannot be written."""
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        is_first_to_wait = not self._waiting
+        self._waiting += json.dumps(clean).encode() + b"\n"
+        try:
+            self._write_waiting()
+        except OSError as error:
+            if is_first_to_wait:
+                self._console.warn(
+                    f"{self._path} cannot be written ({error.strerror}): its lines are kept in memory, and the run "
+                    "ends at the next checkpoint unless they can be written by then"
+                )
+        numbers = {key: value for key, value in clean.items() if value is not None}
+        for sink in self._sinks:
+            sink.write(numbers)
+
+    def flush(self) -> None:
+        """Puts all lines on the disk: a checkpoint may not outlive them.
+
+        Raises:
+            UserError: they cannot be written.
+        """
+        try:
+            with writing("run.output_dir", self._path, "room for the metrics of the steps"):
+                self._write_waiting()
+                os.fsync(self._file.fileno())
+        except UserError as error:
+            raise UserError(f"{error}. Once it can be written, the same command resumes the run") from None
+
+    def close(self) -> None:
+        """Closes the file and all sinks, which wait for what they have not sent yet."""
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def _write_waiting(self) -> None:
+        """Appends all waiting lines, or none of them (OSError)."""
+        descriptor, rest = self._file.fileno(), self._waiting
+        end = os.fstat(descriptor).st_size
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            os.ftruncate(descriptor, end)  # a disk with some room has taken the beginning of a line
+            raise
+        self._waiting = b""
+
+
+# What a reader of a run has to know before believing its numbers, from what the run left in its folder.
+
+
+RELIABLE_SIGNAL_TO_NOISE = 3.0
+"""Below this, a finite difference orders tokens by rounding as much as by utility (Spearman under about 0.9)."""
+
+
+def notes_on(
+    folder: Path, has_result: bool, environment: Mapping[str, Any], metrics: Sequence[Mapping[str, float | None]]
+) -> list[str]:
+    """One sentence each; none of a run that ended as it should, at once and with numbers that can be believed."""
+    notes = []
+    if not has_result:
+        last = int(metrics[-1]["step"] or 0)
+        notes.append(f"No result is in its folder: it has not finished, or its result was moved. Last step: {last:,}.")
+    resumed = environment.get("resumed")
+    if isinstance(resumed, list) and resumed:
+        steps = ", ".join(str(one.get("step")) for one in resumed if isinstance(one, dict))
+        notes.append(f"Resumed {_times(len(resumed))}, from step {steps}.")
+    if (folder / LOST_METRICS).is_file():
+        notes.append(f"Steps after a checkpoint were taken again; what they measured first is in {LOST_METRICS}.")
+    not_finite = [int(line["step"] or 0) for line in metrics if line.get("loss") is None]
+    if not_finite:
+        notes.append(f"The loss was not finite in {_steps(not_finite)}.")
+    noisy = [
+        int(line["step"] or 0)
+        for line in metrics
+        if (ratio := line.get("signal_to_noise")) is not None and ratio < RELIABLE_SIGNAL_TO_NOISE
+    ]
+    if noisy:
+        notes.append(
+            f"Utilities are mostly rounding noise in {_steps(noisy)}: the loss change of the finite difference is less "
+            f"than {RELIABLE_SIGNAL_TO_NOISE:g} times its error."
+        )
+    saturated = sum(int(line.get("num_saturated") or 0) for line in metrics)
+    if saturated:
+        notes.append(
+            f"The KL budget was out of reach in {saturated:,} sequences, whose weight is on as few tokens as it can be."
+        )
+    commit = environment.get("git_commit")
+    if isinstance(commit, str) and commit.endswith("-dirty"):
+        notes.append("The code differed from its git commit when the run started.")
+    return notes
+
+
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number} times")
+
+
+def _steps(steps: Sequence[int]) -> str:
+    shown = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
+    return f"{len(steps):,} steps ({shown})" if len(steps) > 1 else f"step {shown}"

@@ -1,0 +1,306 @@
+"""A run's folder: recipe.yaml, environment.json, metrics.jsonl, tokens/, and the result; either new or resumed."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from vcore_ds import __version__
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.locks import LOCK
+from vcore_ds.common.paths import check_folder, read_json, unfinished_path, writing, written_aside
+from vcore_ds.config.resume import differing_keys, read_resolved_recipe
+from vcore_ds.config.schema import Recipe
+
+PACKAGES = ("torch", "deepspeed", "transformers", "peft", "megatron-core")
+OPTIONAL_PACKAGES = ("triton", "transformer_engine")
+"""Packages whose versions environment.json records: kernels of the optional ones are used where they are installed."""
+
+RECIPE, ENVIRONMENT, METRICS, LOST_METRICS = "recipe.yaml", "environment.json", "metrics.jsonl", "metrics_lost.jsonl"
+HELD_OUT = "held_out.json"
+"""Held-out losses before and after training, by name of the set; written just before the result."""
+DATA = "data.json"
+"""How much data the run reads: for the model card, whose result may be exported where the data are not."""
+START = "start.txt"
+"""The first lines on the screen, and details on data, balance, memory and passes, of each start."""
+REPORT = "report.html"
+TOKENS, LOST_TOKENS = "tokens", "tokens_lost"
+"""Folders with the files of each optimizer step whose tokens are recorded, see `token_record_path` and
+`followed_path`."""
+TRACKERS = "trackers"
+"""Folder with the run's id at each tracker that has given it one."""
+_TOKEN_RECORD = re.compile(r"(?:step|followed)_(\d{8,})\.npz")
+
+
+def export_folder(folder: Path, *, is_adapter: bool) -> Path:
+    """Where the result goes. A run writes it last: a run whose result is there has finished."""
+    return folder / ("adapter" if is_adapter else "model")
+
+
+def check_output_folder(folder: Path) -> None:
+    """Raises UserError where the run could not write into its folder; leaves nothing there. By rank 0 only."""
+    with writing("run.output_dir", folder):
+        check_folder(folder)
+
+
+def begin(folder: Path, recipe_yaml: str, world_size: int, num_done: int, kept: Mapping[str, Any] | None = None) -> int:
+    """Writes recipe.yaml and environment.json, and keeps the lines of the first `num_done` steps in metrics.jsonl and
+    their records in tokens/.
+
+    On rank 0 only. Returns the number of lines moved to metrics_lost.jsonl.
+
+    Args:
+        recipe_yaml: the text of recipe.yaml.
+        num_done: optimizer steps done; more than 0 in a run that is resumed from a checkpoint.
+        kept: for environment.json, where the selection comes from that the run trains on; None where it trains on all.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    with writing("run.output_dir", folder):
+        # First: a folder with a recipe counts as a run, so a run that is killed after this line can be resumed.
+        _replace(folder / RECIPE, recipe_yaml)
+        _record_environment(folder, world_size, num_done, kept)
+        move_lost_tokens(folder, num_done)
+        return move_lost_metrics(folder, num_done)
+
+
+def add_start(folder: Path, num_done: int, text: str) -> None:
+    """Adds what the run says of itself at this start to start.txt. On rank 0 only.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    path = folder / START
+    with writing("run.output_dir", path):
+        earlier = path.read_text(encoding="utf-8") + "\n" if path.is_file() else ""
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        _replace(path, f"{earlier}==== {now}, after step {num_done} ====\n{text}\n")
+
+
+def write_held_out(folder: Path, before: dict[str, float], after: dict[str, float]) -> None:
+    """Writes the held-out losses, in nats by name of the set, to held_out.json. On rank 0 only.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    with writing("run.output_dir", folder):
+        _replace(folder / HELD_OUT, json.dumps({"before": before, "after": after}) + "\n")
+
+
+def write_data_counts(folder: Path, counts: list[dict[str, Any]]) -> None:
+    """Writes what `read_data_counts` reads. On rank 0 only.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    with writing("run.output_dir", folder):
+        _replace(folder / DATA, json.dumps(counts, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class DataCounts:
+    """An entry of data.json: how much of one set of data the run reads."""
+
+    part: str
+    """What the run reads it for."""
+    path: str
+    hub_ids: list[str]
+    sequences: int
+    tokens: int
+    supervised_tokens: int
+
+
+_DATA_COUNTS, _ENVIRONMENT = TypeAdapter(list[DataCounts]), TypeAdapter(dict[str, Any])
+
+
+def read_data_counts(folder: Path) -> list[DataCounts]:
+    """What data.json says of each set of data; empty where the run wrote none.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = folder / DATA
+    return read_json(path, _DATA_COUNTS, "the counts of data that a run writes there") if path.is_file() else []
+
+
+def read_environment(folder: Path) -> dict[str, Any]:
+    """environment.json; empty where the folder has none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = folder / ENVIRONMENT
+    return read_json(path, _ENVIRONMENT, "the JSON object that a run writes there") if path.is_file() else {}
+
+
+def _record_environment(folder: Path, world_size: int, num_done: int, kept: Mapping[str, Any] | None) -> None:
+    now = {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **environment(world_size)}
+    if kept is not None:
+        now |= {"kept": kept}
+    first = read_environment(folder)
+    if first and num_done:  # of a start whose steps are all taken again, start.txt alone keeps a record
+        now = first | {"resumed": [*first.get("resumed", []), {"step": num_done, **now}]}
+    _replace(folder / ENVIRONMENT, json.dumps(now, indent=2) + "\n")
+
+
+def move_lost_metrics(folder: Path, step: int) -> int:
+    """Keeps the lines of the first `step` steps in metrics.jsonl, and returns how many others there were.
+
+    The others move to metrics_lost.jsonl: later steps, which are taken again, and a line that was cut off.
+    """
+    path = folder / METRICS
+    if not path.exists():
+        return 0
+    kept: list[str] = []
+    lost: list[str] = []
+    for line in path.read_text(errors="replace").splitlines():
+        (kept if _step_of(line) in range(1, step + 1) else lost).append(line + "\n")
+    if lost:
+        with (folder / LOST_METRICS).open("a") as file:
+            file.writelines(lost)
+            file.flush()
+            os.fsync(file.fileno())
+        _replace(path, "".join(kept))
+    return len(lost)
+
+
+def token_record_path(folder: Path, step: int) -> Path:
+    """Where a run writes the record of the tokens of an optimizer step, from 1."""
+    return folder / TOKENS / f"step_{step:08d}.npz"
+
+
+def followed_path(folder: Path, step: int) -> Path:
+    """Where a run writes the followed traces of an optimizer step, from 1."""
+    return folder / TOKENS / f"followed_{step:08d}.npz"
+
+
+def move_lost_tokens(folder: Path, step: int) -> None:
+    """Moves the files of later steps than `step` from tokens/ to tokens_lost/, which keeps the newest of each."""
+    for path in (folder / TOKENS).glob("*.npz"):
+        found = _TOKEN_RECORD.fullmatch(path.name)
+        if found is not None and int(found[1]) > step:
+            (folder / LOST_TOKENS).mkdir(exist_ok=True)
+            path.replace(folder / LOST_TOKENS / path.name)
+
+
+def _replace(path: Path, text: str) -> None:
+    with written_aside(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def environment(world_size: int) -> dict[str, Any]:
+    """Command, versions, commit and devices: what it takes to repeat a run."""
+    import torch  # here, because `vcore-ds check` asks for the folder alone and torch takes seconds to import
+
+    from vcore_ds.distributed.cpu_matmul import cpu_products
+
+    # As `distributed.device.uses_gpu` has it, which this level does without.
+    num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "packages": _packages(),
+        "git_commit": _git_commit(),
+        "host": platform.node(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(num_gpus)] or [platform.machine()],
+        "cpu": {"instructions": torch.backends.cpu.get_cpu_capability(), "bf16_products": cpu_products()},
+        "world_size": world_size,
+    }
+
+
+def _packages() -> dict[str, str]:
+    found = {"vcore_ds": __version__, **{name: version(name) for name in PACKAGES}}
+    for name in OPTIONAL_PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _git_commit() -> str | None:
+    """Commit of the package's own checkout; None where the package is installed otherwise."""
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+# Whether the folder of a recipe's run holds that very run, which is then resumed.
+
+
+_OTHER_LAYERS = (
+    ". A checkpoint is resumed with the model.provider and parallel.tensor that it was saved with: to change them, "
+    "export it (vcore-ds export) and give the result to a new run as its model.path"
+)
+
+
+def can_resume(recipe: Recipe) -> bool:
+    """Whether run.output_dir holds this very run, not finished; False where it is new or empty.
+
+    Raises:
+        UserError: it holds something else, which a run never overwrites, or cannot be looked into.
+    """
+    with writing("run.output_dir", Path(recipe.run.output_dir)):
+        return _holds_this_run(recipe)
+
+
+def _holds_this_run(recipe: Recipe) -> bool:
+    folder = Path(recipe.run.output_dir)
+    with suppress(FileNotFoundError):
+        folder.stat()  # `is_file` is silent about a path that no folder can have: below a file, through a circular link
+    is_run = (folder / RECIPE).is_file()
+    if recipe.checkpoint.resume == "never" or not is_run:
+        if folder.exists() and (
+            not folder.is_dir() or {path.name for path in folder.iterdir()} - {unfinished_path(Path(RECIPE)).name, LOCK}
+        ):
+            what = "holds another run" if is_run else "is not an empty folder"
+            raise UserError(
+                f"run.output_dir: {folder}: {what}; expected a new or empty one. Set run.output_dir, or remove it"
+            )
+        return False
+    result = export_folder(folder, is_adapter=recipe.lora is not None)
+    if result.exists():
+        raise UserError(
+            f"run.output_dir: {folder}: holds a run that has finished, with its result in "
+            f"{result.name}/; expected a new folder, or a run that was stopped. Set run.output_dir"
+        )
+    try:
+        there = read_resolved_recipe(folder / RECIPE)
+    except UserError as error:
+        raise UserError(
+            f"run.output_dir: {folder}: holds another run, with a recipe that this version does not know: {error}; "
+            "expected a new folder, or a run of this recipe. Set run.output_dir"
+        ) from None
+    differing = differing_keys(there, recipe)
+    if differing:
+        lines = "\n".join(f"  {key}: {value!r} there, {wanted!r} here" for key, (value, wanted) in differing.items())
+        raise UserError(
+            f"run.output_dir: {folder}: holds a run of another recipe:\n{lines}\n"
+            "expected the same values, to resume it, or a new folder. Set these keys as they are there, or set "
+            "run.output_dir" + (_OTHER_LAYERS if differing.keys() & {"model.provider", "parallel.tensor"} else "")
+        )
+    return True

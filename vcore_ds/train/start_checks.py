@@ -1,0 +1,308 @@
+"""Whether losses are what they have to be, asked of the loaded model itself before a run's first step.
+
+Architectures differ in ways that no configuration tells: logits that are scaled or capped after the output embedding,
+states that one sequence of a row leaves to the next, dropout that is a function and draws from the process's own
+generator. Each would train without an error, on wrong losses. So four forwards of short sequences compare losses that
+have to be equal, on every rank, in the mode in which the run trains.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vcore_ds.common.errors import UserError, first_line
+from vcore_ds.config.sections import EngineConfig
+from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate, pack
+from vcore_ds.data.tokenization import TokenizedSequence
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import available_host_bytes, available_memory_bytes, device
+from vcore_ds.distributed.watchdog import mark
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.models.architecture_check import instead_of_forward_mode
+from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.loading import refuse_failing_code
+from vcore_ds.planning.memory_plan import Available, MemoryPlan, describe_shortage, describe_tightness
+from vcore_ds.train.console import Console
+from vcore_ds.train.feed import Feed
+from vcore_ds.utility.direction import Direction
+from vcore_ds.utility.estimators import Estimator, ForwardMode
+
+NUM_TOKENS = (32, 24)
+"""Of two training sequences, their last ones: conversations often begin with the same system prompt. Not the same
+number: in rows of their own the second has padding behind it, which must not change its losses."""
+
+SAME_PRODUCTS = {torch.bfloat16: 1e-3, torch.float32: 1e-5, torch.float64: 1e-9}
+"""Largest mean difference, nats, of losses that the same kernels compute of the same numbers; by the least precise of
+the parameters' dtypes. It leaves room for sums whose order a GPU does not fix."""
+
+OTHER_PRODUCTS = {torch.bfloat16: 0.1, torch.float32: 1e-4, torch.float64: 1e-8}
+"""The same where products have other shapes or another order, and are rounded differently."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Losses that have to be equal."""
+
+    problem: str
+    """What is wrong where they are not, and what to do about it."""
+    difference: float
+    """Mean absolute difference, nats."""
+    tolerances: Mapping[torch.dtype, float]
+    """Largest difference that rounding explains, by the parameters' dtype."""
+
+
+def check_start(engine: Engine, feed: Feed, console: Console) -> None:
+    """Compares losses of two short sequences before the first step. A collective.
+
+    Nothing of a run depends on it: no gradient is taken, and the process's random numbers go on where they were.
+
+    Raises:
+        UserError: on all ranks alike, where two losses differ that have to be equal, or the architecture's own code
+            fails.
+    """
+    mark("checking losses")
+    started = time.perf_counter()
+    devices = [engine.device] if engine.device.type == "cuda" else []
+    model_type = engine.module.base.config.model_type
+    with torch.no_grad(), torch.random.fork_rng(devices), refuse_failing_code(model_type):
+        comparisons = compare_losses(engine, feed)
+    dtypes = {parameter.dtype for parameter in engine.module.parameters()}
+    # Kernels may differ between ranks, and all ranks must come to the same end.
+    of_ranks = layout.gather_objects("job", [comparison.difference for comparison in comparisons])
+    for comparison, differences in zip(comparisons, zip(*of_ranks, strict=True), strict=True):
+        tolerance = max(comparison.tolerances[dtype] for dtype in dtypes)  # adapters may be in fp32 on a model in bf16
+        wrong = [number for number in differences if not number <= tolerance]  # nan, where only one of two is, too
+        if wrong:
+            raise UserError(
+                f"model.path: {model_type}: {comparison.problem} (on two short sequences the "
+                f"losses of a token differ by {wrong[0]:.2g} nats in the mean, expected at most {tolerance:g})"
+            )
+    largest = max(max(differences) for differences in of_ranks)
+    console.note(
+        f"Checks of the model's losses: {len(comparisons)} passed, largest mean difference {largest:.1g} nats, in "
+        f"{time.perf_counter() - started:.1f} s"
+    )
+
+
+def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
+    """The losses of this rank, each comparison after those that would explain it. A collective."""
+    first, second = (ending(feed, number, num_tokens) for number, num_tokens in enumerate(NUM_TOKENS))
+    backwards = replace(first, input_ids=first.input_ids[::-1].copy())
+    # Where sequences are packed, the second one behind two others; where they are not, the two in rows of their own.
+    rows = [[first, second], [backwards, second]] if feed.plan.is_packed else [[first], [second]]
+    together, alone = pack(rows, feed.pad_token_id), collate([second], feed.pad_token_id)
+    engine.seed_dropout(0)
+    with refuse_repeated_layers(engine):
+        losses = engine.token_losses(together)
+    again, of_alone = engine.token_losses(together), engine.token_losses(alone)
+    numbers = together.sequence_index().to(losses.device)
+    in_one = "one row" if feed.plan.is_packed else "one forward"
+    not_apart = (
+        f"a sequence has other losses beside another one in {in_one} than without it: the architecture does not keep "
+        "sequences apart. Set batch.packed_row_tokens to null and every micro_batch_size_per_rank to 1, or "
+        "model.attention to auto if it has another value, or choose another model"
+    )
+    compared = [
+        Comparison(
+            "two forwards of the same batch and seed give different losses: in training, the architecture draws random "
+            "numbers that no step can seed. Set its rates of dropout and noise in config.json to 0, or choose another "
+            "model",
+            _difference(losses, again),
+            SAME_PRODUCTS,
+        ),
+        Comparison(not_apart, _difference(losses[numbers == 1], of_alone), OTHER_PRODUCTS),
+    ]
+    if feed.plan.is_packed:
+        compared.append(Comparison(not_apart, _difference(losses[numbers == 1], losses[numbers == 3]), SAME_PRODUCTS))
+    if isinstance(engine.module, TokenLossModel):
+        if engine.has_dropout:
+            with engine.without_dropout():
+                of_alone = engine.token_losses(alone)
+        is_causal, has_our_losses = _compare_with_own_forward(engine, feed, second, of_alone)
+        # A model that is not causal sees padding, so that its sequences are not kept apart either.
+        compared = [compared[0], is_causal, *compared[1:], has_our_losses]
+    return compared
+
+
+@contextmanager
+def refuse_repeated_layers(engine: Engine) -> Iterator[None]:
+    """A context of one forward. Raises UserError, on all ranks alike, where a decoder layer ran more than once: ZeRO-3
+    would reduce its gradient several times, which is an assertion's failure or, in large models, silently wrong."""
+    calls = Counter[nn.Module]()
+    hooks = [layer.register_forward_pre_hook(lambda layer, _: calls.update([layer])) for layer in engine.module.layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    most = max(calls.values(), default=0)
+    if most > 1:
+        raise UserError(
+            f"model.path: {engine.module.base.config.model_type}: a decoder layer runs {most} times in a forward, "
+            "which ZeRO-3 does not differentiate. Choose another model"
+        )
+
+
+def _compare_with_own_forward(
+    engine: Engine, feed: Feed, sequence: TokenizedSequence, losses: Tensor
+) -> tuple[Comparison, Comparison]:
+    """One forward of the architecture with its own attention, mask and logits, in evaluation mode: whether it is
+    causal, and whether its losses of `sequence` are those `[N]` that training computes without dropout. A
+    collective."""
+    half = len(sequence) // 2
+    ids = sequence.input_ids
+    with_other_end = replace(sequence, input_ids=np.concatenate([ids[:half], ids[half:][::-1]]))
+    both = collate([sequence, with_other_end], feed.pad_token_id)
+    with engine.without_gradient():  # in training, its own attention may drop probabilities, which no step seeds
+        own_losses, losses_with_other_end = cross_entropy(engine.own_logits(both), both).tensor_split(2)
+    num_equal = max(half - 1, 0)  # the first token is no target
+    return (
+        Comparison(
+            "a token's loss depends on the tokens behind it: the architecture is not causal. Choose a decoder-only "
+            "language model (Qwen3, Llama, ...)",
+            _difference(own_losses[:num_equal], losses_with_other_end[:num_equal]),
+            OTHER_PRODUCTS,
+        ),
+        Comparison(
+            "a token's loss is not the cross entropy of the architecture's own logits: it attends to other tokens than "
+            "the attention of training, changes its logits in a way that the token loss does not know, or computes "
+            "something else in training than in evaluation. Choose another model",
+            _difference(losses, own_losses),
+            OTHER_PRODUCTS,
+        ),
+    )
+
+
+def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
+    """Losses in nats of the supervised tokens, `[N]`, of logits `[b, T, V]`; fp32, fp64 for fp64."""
+    targets = batch.targets().to(logits.device)
+    supervised = targets != IGNORED_LABEL
+    logits = logits[supervised]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.nn.functional.cross_entropy(logits, targets[supervised], reduction="none")
+
+
+def ending(feed: Feed, number: int, num_tokens: int, *, left_out: int | None = None) -> TokenizedSequence:
+    """The last tokens of a training sequence, all supervised; the last sequence, where there are not so many.
+
+    Args:
+        left_out: a token id that is not taken.
+    """
+    ids = feed.dataset[min(number, len(feed.dataset) - 1)].input_ids
+    ids = ids[ids != left_out][-num_tokens:]
+    return TokenizedSequence(number, ids, np.arange(len(ids)) > 0)
+
+
+def _difference(left: Tensor, right: Tensor) -> float:
+    """Mean absolute difference of losses `[N]`; 0 of none. Where neither is a number, the first step says it better."""
+    equal = (left == right) | (left.isnan() & right.isnan())
+    return float((left - right).abs().masked_fill(equal, 0.0).mean(0)) if len(left) else 0.0
+
+
+# Whether utilities are derivatives, asked of the loaded model itself before a run's first step.
+#
+# Forward mode needs a rule for every operation of an architecture, and a tangent for every trained parameter that one
+# reads. Where one is missing, silently, all utilities are wrong. Reverse mode, which trains the model, needs other
+# rules and other hooks. Along the gradient of a loss, the derivative of that loss is the gradient's squared norm, so
+# that the two modes check each other: one short sequence, forward and backward, then forward with tangents.
+
+
+NUM_DERIVATIVE_TOKENS = 32
+
+TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4, torch.float64: 1e-6}
+"""Largest difference that rounding explains, relative to the squared norm, by the least precise of the parameters'
+dtypes."""
+
+
+def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed, console: Console) -> None:
+    """Compares both modes on the end of the first training sequence, the same on all ranks. A collective; without
+    utilities by forward mode nothing is done.
+
+    Parameters, the optimizer's state and the estimator's direction are not affected.
+
+    Raises:
+        UserError: on all ranks alike, where the modes differ.
+    """
+    if not isinstance(estimator, ForwardMode):
+        return
+    mark("checking derivatives")
+    started = time.perf_counter()
+    try:
+        expected, found = along_own_gradient(engine, estimator, short_batch(engine, feed))
+    except RuntimeError as error:  # NotImplementedError is one
+        if "jvp" not in str(error) and "forward AD" not in str(error):
+            raise
+        raise UserError(
+            f"utility.estimator: found jvp together with {engine.module.base.config.model_type}, which has an "
+            f"operation without a forward-mode derivative ({first_line(error)})"
+            f"{instead_of_forward_mode(engine.module.base.config)}"
+        ) from None
+    difference = abs(found / expected - 1) if expected else 0.0
+    # Adapters may be in fp32 on a model in bf16.
+    tolerance = max(TOLERANCE[parameter.dtype] for parameter in engine.module.parameters())
+    if not difference <= tolerance:  # nan is wrong too
+        raise UserError(
+            f"utility.estimator: found jvp together with {engine.module.base.config.model_type}, of which forward-mode "
+            f"derivatives are wrong: the loss of a short sequence along its own gradient changes by {found:.6g}, "
+            f"expected the gradient's squared norm, {expected:.6g}, within {tolerance:g} of it"
+            f"{instead_of_forward_mode(engine.module.base.config)}"
+        )
+    console.note(
+        f"Check of the utilities: forward and reverse mode differ by {difference:.1g} of the derivative, in "
+        f"{time.perf_counter() - started:.1f} s"
+    )
+
+
+def along_own_gradient(engine: Engine, estimator: ForwardMode, batch: Batch) -> tuple[float, float]:
+    """The squared norm of the gradient of the mean loss of `batch`, the same on all ranks, and the mean utility along
+    it. A collective."""
+    direction = Direction(engine)
+    direction.take([batch], normalization="sequence", clip=None)
+    assert direction.norm is not None
+    main = estimator.along(direction)
+    with engine.without_dropout(), engine.accumulation(1):
+        losses, utilities = main.begin([batch])(0)
+        assert utilities is not None
+        engine.backward(0.0 * losses.sum())  # ZeRO-3 expects one behind a forward with a graph
+    return direction.norm**2, float(utilities.double().mean())
+
+
+def short_batch(engine: Engine, feed: Feed) -> Batch:
+    """The end of the first sequence."""
+    # Reverse mode stops at the input embedding of this token (`torch.nn.Embedding(padding_idx=...)`), forward mode
+    # does not; where embeddings are tied, both are right.
+    padding = getattr(engine.module.base.config.get_text_config(), "pad_token_id", None)
+    return collate([ending(feed, 0, NUM_DERIVATIVE_TOKENS, left_out=padding)], feed.pad_token_id)
+
+
+# Whether a run fits into the memory of its ranks, before its model is loaded.
+
+
+def check_memory(plan: MemoryPlan | None, engine: EngineConfig, console: Console) -> None:
+    """Compares the estimate with what the rank that has least has left; says so where it is close. A collective.
+
+    Args:
+        plan: None for a model whose sizes are unknown, which is not checked.
+
+    Raises:
+        UserError: on all ranks alike, where the run cannot fit: the bytes by kind, and what would take fewer.
+    """
+    if plan is None or not engine.memory_check:  # on all ranks alike
+        return
+    available, estimate = least_available(), plan.estimate
+    if not available.holds(estimate):
+        raise UserError(describe_shortage(plan, available))
+    if not available.holds_with_margin(estimate):
+        console.warn(describe_tightness(plan, available))
+
+
+def least_available() -> Available:
+    """What the rank that has least may use. A collective."""
+    found = layout.gather_objects("job", (available_memory_bytes(), available_host_bytes()))
+    return Available(min(own for own, _ in found), min(host for _, host in found), is_cpu=device().type == "cpu")

@@ -1,0 +1,346 @@
+"""Records of single tokens: what a run writes to `tokens/` at a few of its steps, and how to read it. numpy only.
+
+`tokens/step_00000012.npz` holds whole sequences of the main batch of optimizer step 12; docs/tokens.md lists its
+arrays. The commands, the experiments and reports read it with `read_records`.
+"""
+
+import io
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import reading, written_aside
+from vcore_ds.train.run_folder import TOKENS, followed_path, token_record_path
+
+# Files of arrays in a run's `tokens/`: written whole or not at all, and named where they are damaged. numpy only.
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
+    """Writes a compressed `.npz`, the same bytes for the same arrays, and returns its path. Raises OSError."""
+    # In memory first, so that a disk without room fails in one place, with an OSError.
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]  # one may be called allow_pickle; none is
+    with written_aside(path) as unfinished:
+        unfinished.write_bytes(content.getbuffer())
+    return path
+
+
+@contextmanager
+def arrays_of(path: Path, expected: str, file_format: int) -> Iterator[dict[str, np.ndarray]]:
+    """The arrays of a file, by name; what is wrong with them, here or in the block, becomes a UserError that names it.
+
+    Args:
+        expected: what the file should be, in words.
+        file_format: what its array `format` should hold.
+
+    Raises:
+        UserError: the file cannot be read, is damaged, or has another format.
+    """
+    try:
+        with reading("", path, expected), np.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+        if int(arrays["format"]) != file_format:
+            raise UserError(f"{path}: found format {int(arrays['format'])}; expected {file_format}, of this version")
+        yield arrays
+    except (ValueError, TypeError, KeyError, IndexError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(
+            f"{path}: is damaged: {error}; expected {expected}. Remove it: the other records of the run can be read"
+        ) from None
+
+
+def join_tokens(sequences: Sequence[Sized], names: Sequence[str]) -> dict[str, np.ndarray]:
+    """The tokens of sequences, one sequence behind the other, as arrays of a file; `num_tokens` tells them apart.
+
+    Args:
+        names: attributes of every sequence, each an array with a value for each token; None leaves the array out.
+    """
+    columns = {name: [getattr(sequence, name) for sequence in sequences] for name in names}
+    joined = {name: np.concatenate(parts) for name, parts in columns.items() if all(part is not None for part in parts)}
+    return {"num_tokens": np.array([len(sequence) for sequence in sequences], dtype=np.int64), **joined}
+
+
+def split_tokens(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
+    """Each sequence's own part of what `join_tokens` has joined, by name, without those that are not there. Raises
+    ValueError where their lengths do not add up."""
+    ends = np.cumsum(arrays["num_tokens"]).tolist()
+    if any(name in arrays and len(arrays[name]) != ends[-1] for name in names):
+        raise ValueError("arrays of different lengths")
+    own = [slice(*bounds) for bounds in zip([0, *ends], ends, strict=False)]
+    return [{name: arrays[name][part] for name in names if name in arrays} for part in own]
+
+
+FORMAT = 1
+MOST_TOKENS = 131_072
+"""Tokens of a record, unless its only sequence has more: about 2 MB, so that a run's records stay near 20 MB."""
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceTokens:
+    """The supervised tokens of one sequence in one optimizer step, in order."""
+
+    sequence_id: int
+    """Row of the trace in its data, from 0, as in messages; those of the trusted pool are moved behind them, see
+    `TokenRecord.first_trusted_id`."""
+    share: float
+    """`w_i`, the sequence's share in the global batch's loss, with its factor where `method.scope` is
+    sequence_and_batch."""
+    uniform_share: float
+    """The share under uniform weights: `1/|B|`, or `n_i / N` with `method.normalization: token`."""
+    alpha: float
+    """What the sequence's loss was scaled by, the same for all sequences where alpha belongs to the global batch."""
+    positions: np.ndarray
+    """int32 [n_i], of the token in its sequence, from 0"""
+    token_ids: np.ndarray
+    """int32 [n_i]"""
+    losses: np.ndarray
+    """fp32 [n_i], nats, before the update"""
+    utilities: np.ndarray | None
+    """fp32 [n_i]; None for methods without"""
+    weights: np.ndarray
+    """fp32 [n_i], `q[i,t]`: the loss of the token was multiplied by `alpha * share * weights`"""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def relative_weights(self) -> np.ndarray:
+        """fp64 [n_i], what the token's loss was multiplied by, alpha aside, over what it is under uniform weights:
+        `q[i,t] * n_i`, times the sequence's factor where the method weights sequences too."""
+        return self.weights.astype(np.float64) * len(self) * (self.share / self.uniform_share)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRecord:
+    """Tokens of one optimizer step, over all ranks."""
+
+    step: int
+    """Optimizer step, from 1, as in metrics.jsonl."""
+    first_trusted_id: int | None
+    """Sequences with this id or a larger one are of the trusted pool (`data.trusted_share`), row
+    `id - first_trusted_id` of it; None where the batches hold none."""
+    num_sequences_global: int
+    """Sequences with supervised tokens in the step's batch; the record holds some of them."""
+    num_supervised_tokens_global: int
+    sequences: Sequence[SequenceTokens]
+    """By id; a batch may hold a sequence twice."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Recorded tokens of all sequences."""
+        return sum(map(len, self.sequences))
+
+    def is_trusted(self, sequence: SequenceTokens) -> bool:
+        """Whether a sequence of the record is of the trusted pool."""
+        return self.first_trusted_id is not None and sequence.sequence_id >= self.first_trusted_id
+
+
+_OF_SEQUENCE = {"sequence_ids": "sequence_id", "shares": "share", "uniform_shares": "uniform_share", "alphas": "alpha"}
+_OF_TOKEN = ("positions", "token_ids", "losses", "utilities", "weights")
+_OF_RECORD = ("step", "num_sequences_global", "num_supervised_tokens_global")
+_NONE = -1
+"""How a file says that it has no `first_trusted_id`."""
+
+
+def record_steps(num_steps: int, num_records: int) -> list[int]:
+    """Optimizer steps, from 1, that get a record: spread evenly on a log scale, the first and the last among them;
+    every step where there are at most `num_records`; the last alone for 1 record."""
+    num_records = min(num_records, num_steps)
+    if num_records < 2:
+        return [num_steps] * num_records
+    steps: list[int] = []
+    for i in range(num_records):
+        wanted = round(num_steps ** (i / (num_records - 1)))
+        # No step twice: small ones are moved up, so that there are exactly as many records as asked for.
+        steps.append(max(wanted, steps[-1] + 1 if steps else 1))
+    return steps
+
+
+def write_record(run: Path, record: TokenRecord) -> Path:
+    """Writes a record into a run's folder, and returns its file. Raises OSError."""
+    sequences = record.sequences
+    arrays: dict[str, np.ndarray] = {"format": np.array(FORMAT)}
+    arrays |= {name: np.array(getattr(record, name), dtype=np.int64) for name in _OF_RECORD}
+    arrays["first_trusted_id"] = np.array(_NONE if record.first_trusted_id is None else record.first_trusted_id)
+    for name, field in _OF_SEQUENCE.items():
+        kind = np.int64 if field == "sequence_id" else np.float64
+        arrays[name] = np.array([getattr(sequence, field) for sequence in sequences], dtype=kind)
+    return write_arrays(token_record_path(run, record.step), arrays | join_tokens(sequences, _OF_TOKEN))
+
+
+def read_records(run: Path) -> list[TokenRecord]:
+    """The records of a run's folder by step; none where it has none.
+
+    Raises:
+        UserError: a record cannot be read.
+    """
+    return [read_record(path) for path in sorted((run / TOKENS).glob("step_*.npz"))]
+
+
+def read_record(path: Path) -> TokenRecord:
+    """One file of `tokens/`. Raises UserError where it cannot be read."""
+    with arrays_of(path, "a record of tokens that a run has written", FORMAT) as arrays:
+        sequences = [
+            SequenceTokens(
+                **{field: arrays[name][i].item() for name, field in _OF_SEQUENCE.items()},
+                positions=tokens["positions"],
+                token_ids=tokens["token_ids"],
+                losses=tokens["losses"],
+                utilities=tokens.get("utilities"),
+                weights=tokens["weights"],
+            )
+            for i, tokens in enumerate(split_tokens(arrays, _OF_TOKEN))
+        ]
+        first_trusted_id = int(arrays["first_trusted_id"])
+        return TokenRecord(
+            **{name: int(arrays[name]) for name in _OF_RECORD},
+            first_trusted_id=None if first_trusted_id == _NONE else first_trusted_id,
+            sequences=sequences,
+        )
+
+
+# Followed traces: the same tokens at every recorded step, as a run writes them to `tokens/`, and how to read them.
+#
+# `tokens/followed_00000012.npz` holds them as they were before the update of optimizer step 12; docs/tokens.md lists
+# its arrays. numpy only.
+
+
+FOLLOWED_FORMAT = 1
+_OF_FOLLOWED_TOKEN = ("positions", "token_ids", "losses", "entropies", "utilities", "weights")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a followed trace comes from."""
+
+    is_held_out: bool
+    set_name: str
+    """Name of its held-out set (`data.validation_path`); empty for training data, and for a set without a name."""
+    sequence_id: int
+    """Row of the trace in its data, from 0, as in messages."""
+
+    @property
+    def source(self) -> str:
+        """In words: `training data`, `held out`, or `held out, NAME`."""
+        return f"held out{self.set_name and ', '}{self.set_name}" if self.is_held_out else "training data"
+
+
+@dataclass(frozen=True, eq=False)
+class TraceTokens:
+    """The first supervised tokens of one trace in one optimizer step, in order; all of them unless it is long."""
+
+    num_supervised_tokens: int
+    """`n_i`, of the whole trace."""
+    positions: np.ndarray
+    """int32 [n], of the token in its sequence, from 0"""
+    token_ids: np.ndarray
+    """int32 [n]"""
+    losses: np.ndarray
+    """fp32 [n], nats, before the update, without dropout"""
+    entropies: np.ndarray
+    """fp32 [n], nats, of the distribution that predicts the token"""
+    utilities: np.ndarray | None
+    """fp32 [n], along the direction of the step; None for methods without"""
+    weights: np.ndarray
+    """fp32 [n], `q[i,t]` within the whole trace: what the method would have given the token in this step"""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def first(self, most: int) -> "TraceTokens":
+        """The trace with `most` tokens at most."""
+        arrays: dict[str, Any] = {name: getattr(self, name) for name in _OF_FOLLOWED_TOKEN}
+        return replace(self, **{name: values[:most] for name, values in arrays.items() if values is not None})
+
+    @property
+    def probabilities(self) -> np.ndarray:
+        """fp32 [n], of the token itself."""
+        return np.exp(-self.losses)
+
+    @property
+    def relative_weights(self) -> np.ndarray:
+        """fp64 [n], `q[i,t] * n_i`: 1 is the uniform weight."""
+        return self.weights.astype(np.float64) * self.num_supervised_tokens
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all that was measured is a number: a held-out trace is in no loss that would have stopped the run."""
+        measured = (self.losses, self.entropies, self.utilities, self.weights)
+        return all(bool(np.isfinite(values).all()) for values in measured if values is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class FollowedRecord:
+    """The followed traces in one optimizer step."""
+
+    step: int
+    """Optimizer step, from 1, as in metrics.jsonl."""
+    origins: Sequence[Origin]
+    """The origin of each trace; the same in all records of a run, unless `run.num_followed_traces` or the data was
+    changed."""
+    traces: Sequence[TraceTokens]
+
+
+def most_tokens_of_trace(num_traces: int) -> int:
+    """Supervised tokens of each trace that a file holds, so that it is no larger than a record."""
+    return MOST_TOKENS // num_traces
+
+
+def write_followed(run: Path, record: FollowedRecord) -> Path:
+    """Writes the followed traces of a step into a run's folder, and returns their file. Raises OSError."""
+    origins, traces = record.origins, record.traces
+    arrays = {
+        "format": np.array(FOLLOWED_FORMAT),
+        "step": np.array(record.step),
+        "is_held_out": np.array([origin.is_held_out for origin in origins], dtype=np.bool_),
+        "set_names": np.array([origin.set_name for origin in origins], dtype=np.str_),
+        "sequence_ids": np.array([origin.sequence_id for origin in origins], dtype=np.int64),
+        "num_supervised_tokens": np.array([trace.num_supervised_tokens for trace in traces], dtype=np.int64),
+        **join_tokens(traces, _OF_FOLLOWED_TOKEN),
+    }
+    return write_arrays(followed_path(run, record.step), arrays)
+
+
+def read_all_followed(run: Path) -> list[FollowedRecord]:
+    """The followed traces of a run's folder by step; none where it has none.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    return [read_followed(path) for path in sorted((run / TOKENS).glob("followed_*.npz"))]
+
+
+def read_followed(path: Path) -> FollowedRecord:
+    """One file of `tokens/`. Raises UserError where it cannot be read."""
+    with arrays_of(path, "followed traces that a run has written", FOLLOWED_FORMAT) as arrays:
+        origins = [
+            Origin(*values)
+            for values in zip(
+                arrays["is_held_out"].tolist(),
+                arrays["set_names"].tolist(),
+                arrays["sequence_ids"].tolist(),
+                strict=True,
+            )
+        ]
+        counts = arrays["num_supervised_tokens"].tolist()
+        traces = [
+            TraceTokens(
+                count,
+                tokens["positions"],
+                tokens["token_ids"],
+                tokens["losses"],
+                tokens["entropies"],
+                tokens.get("utilities"),
+                tokens["weights"],
+            )
+            for count, tokens in zip(counts, split_tokens(arrays, _OF_FOLLOWED_TOKEN), strict=True)
+        ]
+        if len(traces) != len(origins):
+            raise ValueError("arrays of different lengths")
+        return FollowedRecord(int(arrays["step"]), origins, traces)

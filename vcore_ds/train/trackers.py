@@ -1,0 +1,214 @@
+"""TensorBoard, MLflow, Trackio and SwanLab as sinks, through `accelerate.tracking`.
+
+Each takes its address and credentials from its own environment variables. What is not said there stays on this machine
+for TensorBoard (`tensorboard --logdir` of the run's folder) and Trackio.
+"""
+
+import os
+import secrets
+from collections.abc import Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vcore_ds.common.errors import first_line
+from vcore_ds.common.paths import written_aside
+from vcore_ds.config.sections import TrackConfig, TrackerName
+from vcore_ds.distributed.device import uses_gpu
+from vcore_ds.train.console import Console
+from vcore_ds.train.metrics_log import BackgroundSink
+from vcore_ds.train.run_folder import RECIPE, TRACKERS
+
+
+class TrackerSink:
+    """One of accelerate's trackers, started."""
+
+    def __init__(self, tracker: Any):
+        self.tracker = tracker
+
+    def write(self, values: Mapping[str, float | int]) -> None:
+        self.tracker.log({key: value for key, value in values.items() if key != "step"}, step=int(values["step"]))
+
+    def close(self) -> None:
+        self.tracker.finish()
+
+
+def start_trackers(
+    folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int, console: Console
+) -> list[BackgroundSink]:
+    """The sinks of `track.trackers`, by rank 0 of a job whose process group is up.
+
+    Args:
+        folder: the run's, with its recipe.yaml.
+        config: the recipe's values by their dotted keys.
+        num_done: optimizer steps done, more than 0 in a run that is resumed.
+    """
+    try:
+        if track.trackers:
+            prepare_accelerate()
+    except Exception as error:  # it looks at the machine in many ways, and nothing of that is worth a run
+        console.warn(f"track.trackers: accelerate cannot start here: {first_line(error)}. The run continues without")
+        return []
+    return [
+        BackgroundSink(f"track.trackers: {name}", partial(open_tracker, name, folder, track, config, num_done), console)
+        for name in track.trackers
+    ]
+
+
+def prepare_accelerate() -> None:
+    """Its own view of the process group, without which its trackers refuse to work."""
+    from accelerate import PartialState
+
+    num_threads = torch.get_num_threads()
+    PartialState(cpu=not uses_gpu())
+    torch.set_num_threads(num_threads)  # it may choose another number, with which sums are rounded differently
+
+
+def open_tracker(
+    name: TrackerName, folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int
+) -> TrackerSink:
+    """A tracker that continues what earlier attempts of the run have sent it; the arguments are those of
+    `start_trackers`. Raises whatever the tracker does."""
+    from accelerate import tracking
+
+    if name == "mlflow":
+        check_installed("mlflow", "mlflow-skinny")
+    else:
+        check_installed(name, name)
+    config = {key: value for key, value in config.items() if value is not None}
+    tracker: Any
+    if name == "tensorboard":
+        # Events of steps that are taken again are not shown any more.
+        purge_step = num_done + 1 if num_done else None
+        tracker = tracking.TensorBoardTracker("tensorboard", logging_dir=str(folder), purge_step=purge_step)
+        tracker.start()
+        recipe = (folder / RECIPE).read_text(encoding="utf-8")
+        tracker.log({"recipe": f"    {recipe}".replace("\n", "\n    ")}, step=num_done)
+    elif name == "mlflow":
+        tags = {"tags": ", ".join(track.tags)} if track.tags else {}
+        tags |= {"group": track.group} if track.group is not None else {}
+        run_id = read_id(folder, name)
+        tracker = tracking.MLflowTracker(track.project, run_id=run_id, tags=tags, run_name=folder.name)
+        tracker.start()
+        if run_id is None:
+            tracker.store_init_configuration(config)
+        keep_id(folder, name, tracker.tracker.info.run_id)
+    elif name == "trackio":
+        # It knows runs by name alone: a new run does not continue another one whose folder has the same name.
+        resume = "allow" if num_done else "never"
+        tracker = tracking.TrackioTracker(
+            track.project, name=folder.name, group=track.group, resume=resume, config=config
+        )
+        tracker.start()
+    else:
+        run_id = read_id(folder, name) or secrets.token_hex(8)
+        tracker = tracking.SwanLabTracker(
+            track.project,
+            name=folder.name,
+            group=track.group,
+            tags=list(track.tags),
+            id=run_id,
+            resume="allow",
+            log_dir=str(folder / "swanlab"),
+            config=config,
+        )
+        tracker.start()
+        keep_id(folder, name, run_id)
+    return TrackerSink(tracker)
+
+
+def check_installed(module: str, package: str) -> None:
+    """Raises ModuleNotFoundError with what to do."""
+    if find_spec(module) is None:
+        raise ModuleNotFoundError(f"is not installed: pip install {package}")
+
+
+def read_id(folder: Path, name: str) -> str | None:
+    """The run's id at a tracker; None where no attempt has written one."""
+    path = folder / TRACKERS / f"{name}_run_id"
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+
+
+def keep_id(folder: Path, name: str, run_id: str) -> None:
+    """For the attempts after this one."""
+    path = folder / TRACKERS / f"{name}_run_id"
+    path.parent.mkdir(exist_ok=True)
+    with written_aside(path) as unfinished:
+        unfinished.write_text(f"{run_id}\n", encoding="utf-8")
+
+
+# Weights & Biases as a sink. What cannot be sent stays in the run's folder, for `wandb sync`.
+
+
+INIT_SECONDS = 60.0
+"""Time to reach the server before the first step; after it the run continues offline."""
+
+FINISH_SECONDS = 120.0
+"""Time to send what is left at the end."""
+
+
+class WandbLog:
+    """A run on Weights & Biases, on rank 0 only. What WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL and WANDB_INIT_TIMEOUT
+    say holds.
+
+    Attributes:
+        run_id: kept with the checkpoints, so that a resumed run continues in the same one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        project: str,
+        track: TrackConfig,
+        config: Mapping[str, Any],
+        console: Console,
+        run_id: str | None = None,
+    ):
+        """Args:
+        folder: the run's.
+        config: the recipe's values.
+        run_id: of the attempt before, None for a new run.
+        """
+        import wandb  # half a second, and only where it is asked for
+
+        self.run_id = run_id or secrets.token_hex(4)
+        init_seconds = float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_SECONDS))
+        settings = wandb.Settings(init_timeout=init_seconds, finish_timeout=FINISH_SECONDS, silent=True)
+        options: dict[str, Any] = dict(
+            project=project,
+            name=folder.name,
+            group=track.group,
+            tags=track.tags,
+            id=self.run_id,
+            resume="allow",
+            dir=str(folder),
+            config=config,
+            settings=settings,
+        )
+        try:
+            self._run = wandb.init(**options)
+        except (wandb.Error, OSError) as error:
+            console.warn(
+                f"run.wandb_project: Weights & Biases cannot be reached ({first_line(error)}); the run continues, and "
+                f"is kept in {folder / 'wandb'}: send it later with `wandb sync {folder / 'wandb'}/offline-run-*`"
+            )
+            wandb.teardown()  # its service still holds the id for the attempt that has failed
+            self._run = wandb.init(**options, mode="offline")
+        # Steps after the last checkpoint come twice: by a step of our own, which may go back.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    @property
+    def url(self) -> str | None:
+        """None offline."""
+        return self._run.url
+
+    def write(self, values: Mapping[str, float | int]) -> None:
+        self._run.log(dict(values))
+
+    def close(self) -> None:
+        """Sends what is left, `FINISH_SECONDS` at most."""
+        self._run.finish()
