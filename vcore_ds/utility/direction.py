@@ -172,9 +172,9 @@ class Direction:
         tangents, kept = self.low_rank_tangents(), 0.0
         for _, parameter in self._engine.trainable:
             # What several ranks have alike counts once.
-            axis: layout.Axis = "expert_shards" if is_block_of_experts(parameter) else "shards"
+            place = layout.rank("expert_shards") if is_block_of_experts(parameter) else layout.rank("shards")
             is_replica = layout.rank("tensor") > 0 and not getattr(parameter, "tensor_model_parallel", False)
-            if layout.rank(axis) == 0 and not is_replica:
+            if place == 0 and not is_replica:
                 kept += squared_norm(tangents[id(parameter)])
         total = layout.sum_over("job", [kept])[0]
         return total / self.norm**2 if self.norm else 1.0

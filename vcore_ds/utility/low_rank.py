@@ -79,7 +79,8 @@ class _HeldRows:
         self.num_matrices = torch.Size(stack).numel()
         self.axis = axis
         shard = shards.shard(vector, parameter)
-        first = layout.rank(axis) * len(shard)
+        place = layout.rank("expert_shards") if axis == "expert_shards" else layout.rank("shards")
+        first = place * len(shard)
         shard = shard[: shards.numel(parameter)]
         self.first_row, before = divmod(first, self.num_columns)
         after = -(before + len(shard)) % self.num_columns
