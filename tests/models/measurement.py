@@ -319,6 +319,8 @@ def _measure_part(found: Found, folder: Path, part: str, main: Sequence[Text], p
     if not has_jvp:
         sections |= DIFFERENCE if "finite_difference" not in found.refused else SFT
     own = recipe(folder, **sections)
+    if part == "lora":
+        check_model(own)
     config = tiny.deepspeed_config(bf16=is_bf16)
     torch.manual_seed(5)
     try:

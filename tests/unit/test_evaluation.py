@@ -20,11 +20,14 @@ from tests.helpers.benchmark_rows import ROWS, write_rows
 from tests.helpers.commands import command_environment
 from tests.helpers.setups import write_model
 from vcore_ds.commands.cli import main
+from vcore_ds.commands.evaluate import after_training
 from vcore_ds.commands.evaluate.generation import InProcessAPI, Request, Sampling, choose_sampling
 from vcore_ds.commands.named_model import NamedModel, find_named_model
 from vcore_ds.common.errors import EXIT_STOPPED, UserError
+from vcore_ds.config.files import SHIPPED_RECIPES
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.train.evaluation_folder import TaskResult, read_evaluation, read_samples
+from vcore_ds.distributed import layout
+from vcore_ds.train.evaluation_folder import OF_A_RUN, TaskResult, read_evaluation, read_samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 
@@ -153,6 +156,7 @@ def sampled(base: Path, output: Path, *options: str) -> list[str]:
 KILLED_IN_THE_THIRD_BATCH = """
 import os, signal, sys
 from vcore_ds.commands.cli import main
+from vcore_ds.commands.evaluate import after_training
 from vcore_ds.commands.evaluate.generation import InProcessAPI
 answer, batches = InProcessAPI.answer, []
 def answer_twice(self, requests):
@@ -188,7 +192,9 @@ def test_an_evaluation_that_was_killed_and_interrupted_resumes(
         return answer(self, requests)
 
     weights = (base / "model.safetensors").read_bytes()
-    (base / "model.safetensors").write_bytes(weights[:-1] + b"?")  # a model that was trained again has its old name
+    (base / "model.safetensors").write_bytes(
+        weights[:-1] + bytes([weights[-1] ^ 1])
+    )  # a model that was trained again has its old name
     assert main(words) == 2 and "holds an evaluation of another model" in capsys.readouterr().err
     (base / "model.safetensors").write_bytes(weights)
     monkeypatch.setattr(InProcessAPI, "answer", interrupted)
@@ -212,6 +218,18 @@ def test_a_folder_with_something_else_is_refused(base: Path, whole: Path, tmp_pa
     assert "holds an evaluation of another model, other problems or with other sampling" in capsys.readouterr().err
     assert main(sampled(base, tmp_path)) == 2
     assert "holds unfinished; expected" in capsys.readouterr().err
+
+
+def test_an_evaluation_after_training(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a rank, of a model in the place of the run's."""
+    run = shutil.copytree(base, tmp_path / "run")
+    monkeypatch.setattr(layout, "_is_first", True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    after_training(str(SHIPPED_RECIPES / "quickstart.yaml"), [f"run.output_dir={run}"])
+    written = read_evaluation(run / OF_A_RUN)
+    assert {name: task.num_problems for name, task in written.tasks.items()} == {"arithmetic": 200, "champ": 30}
+    assert written.sampling["max_new_tokens"] == {"arithmetic": 96, "champ": 256}
 
 
 # ---- what is evaluated ---------------------------------------------------------------------------------------------

@@ -179,12 +179,17 @@ def resume_or_begin(folder: Path, request: Mapping[str, Any], say: Callable[[str
         )
     if _holds_parts(folder):
         say(f"{folder}: beginning again")
+    discard_parts(folder)
+    write_json(folder / REQUEST, request)
+
+
+def discard_parts(folder: Path) -> None:
+    """Empties a folder but for its lock: where work begins again, or can never come to a result."""
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
         elif path.name != LOCK:
             path.unlink()
-    write_json(folder / REQUEST, request)
 
 
 def read_request(folder: Path) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def _compare_with_own_forward(
             "a token's loss depends on the tokens behind it: the architecture is not causal. Choose a decoder-only "
             "language model (Qwen3, Llama, ...)",
             _difference(own_losses[:num_equal], losses_with_other_end[:num_equal]),
-            OTHER_PRODUCTS,
+            SAME_PRODUCTS,
         ),
         Comparison(
             "a token's loss is not the cross entropy of the architecture's own logits: it attends to other tokens than "

@@ -25,7 +25,7 @@ from typing import Any
 
 from vcore_ds import __version__
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.locks import resume_or_begin, unfinished_work
+from vcore_ds.common.locks import discard_parts, resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, flush, refuse_existing
 from vcore_ds.common.progress import Progress
 from vcore_ds.data.conversations import check_tokenizer
@@ -133,7 +133,7 @@ def prepare(
     Raises:
         UserError: the request or the data cannot be used, or another process is making `output`.
         OSError: `output` cannot be written.
-        In every case finished work is kept.
+        Finished work is kept, unless the same request can never succeed.
     """
     output, note = Path(output), note or say
     tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
@@ -167,6 +167,7 @@ def prepare(
             _refuse_faults(folder, faults, report.num_malformed, report.num_rows, max_malformed_share, "malformed")
             candidates = select(request, reports, folder / "curated")
             if not candidates:
+                discard_parts(folder)  # the same request would fail again, and another one cannot use them
                 raise UserError(f"{', '.join(request.sources)}: no row is left.\n{report.describe()}")
             blocks = _tokenize(request, candidates, first_rows, folder, pool, say)
 
@@ -175,8 +176,10 @@ def prepare(
         num_tokenized = sum(len(block["outcomes"]) for block in blocks)
         _refuse_faults(folder, faults, len(faults), num_tokenized, max_malformed_share, "unusable with this tokenizer")
         if not chosen:
+            discard_parts(folder)
             raise UserError(f"{', '.join(request.sources)}: no sequence is left.\n{report.describe()}")
         if request.sample is not None and len(chosen) < request.sample and len(candidates) < report.num_curated:
+            discard_parts(folder)
             raise UserError(
                 f"only {len(chosen):,} of {len(candidates):,} rows drawn at random fit --cutoff-length "
                 f"{request.cutoff_length:,}, expected {request.sample:,}; raise it, truncate (--overlong truncate), or "
