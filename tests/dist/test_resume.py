@@ -327,6 +327,25 @@ def other_data(folder: Path) -> str:
     return "no error"
 
 
+def other_base(folder: Path) -> list[str]:
+    """Resumes adapters where a weight of their model has changed; then where it is restored."""
+    stopped = recipe(folder, "other_data", CASES["sft_lora"])
+    weights = folder / "model" / "model.safetensors"
+    before = weights.read_bytes()
+    said = []
+    for content in (bytes([*before[:-1], before[-1] ^ 1]), before):
+        layout.gather_objects("job", None)
+        if layout.is_first():
+            weights.write_bytes(content)
+        layout.gather_objects("job", None)
+        try:
+            resumed_runs.until(stopped, 4)
+            said.append("no error")
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
 def full_disk(folder: Path, disk: Path) -> dict[str, Any]:
     """The disk of a run is full from its first checkpoint on, up to the page that metrics.jsonl ends in."""
     stopped = recipe(folder, "full_disk", CASES["sft_lora"])
@@ -385,7 +404,16 @@ def at_two_ranks(folder: Path, disk: Path | None) -> dict[str, Any]:
     found: dict[str, Any] = {name: run_case(folder, name) for name in CASES}
     found |= {
         check.__name__: check(folder)
-        for check in (one_rank_cannot_write, no_room, damaged, unfinished_only, not_shared, minutes, other_data)
+        for check in (
+            one_rank_cannot_write,
+            no_room,
+            damaged,
+            unfinished_only,
+            not_shared,
+            minutes,
+            other_data,
+            other_base,
+        )
     }
     found["full_disk"] = None if disk is None else full_disk(folder, disk)
     found["fidelity"] = {name: trained_by_the_fidelity_command(folder, name) for name in DRAWN_IN_STEPS}
@@ -538,6 +566,12 @@ def test_one_clock_decides_for_all_ranks(found: dict[str, Any]):
 
 def test_other_data_are_refused(found: dict[str, Any]):
     assert "data.train_path" in found["other_data"] and "found other tokens than those" in found["other_data"]
+
+
+def test_adapters_are_resumed_on_the_weights_that_they_were_trained_on(found: dict[str, Any], setup: Path):
+    refused, restored = found["other_base"]
+    assert refused.startswith(f"model.path: {setup / 'model'}: found other weights than ")
+    assert restored == "no error"
 
 
 @pytest.mark.parametrize("name", DRAWN_IN_STEPS)

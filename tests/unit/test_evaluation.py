@@ -192,9 +192,7 @@ def test_an_evaluation_that_was_killed_and_interrupted_resumes(
         return answer(self, requests)
 
     weights = (base / "model.safetensors").read_bytes()
-    (base / "model.safetensors").write_bytes(
-        weights[:-1] + bytes([weights[-1] ^ 1])
-    )  # a model that was trained again has its old name
+    (base / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))  # it is trained again
     assert main(words) == 2 and "holds an evaluation of another model" in capsys.readouterr().err
     (base / "model.safetensors").write_bytes(weights)
     monkeypatch.setattr(InProcessAPI, "answer", interrupted)

@@ -26,8 +26,7 @@ from vcore_ds.common.paths import reading
 from vcore_ds.models.base_model import CARD
 from vcore_ds.models.causal_lm import auto_class
 from vcore_ds.models.configuration import bad_config, read_config
-from vcore_ds.models.model_digest import digest_of_model as digest_of_model
-from vcore_ds.models.model_digest import local_folder as local_folder
+from vcore_ds.models.model_digest import local_folder
 from vcore_ds.models.safetensors_ranges import BadSafetensors, StoredTensor, read_header
 
 MAX_FILE_BYTES = 5 * 10**9

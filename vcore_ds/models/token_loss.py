@@ -231,7 +231,7 @@ class _TokenLoss(torch.autograd.Function):
                 if d_losses is not None and isinstance(d_weight, LowRank):  # (q Q) . (B h)
                     inner = _product(hidden[block], d_weight.right)
                     d_losses[block] += (_product(d_products, _rows(d_weight.left, part).t()) * inner).sum(-1)
-                elif d_losses is not None and d_weight is not None:
+                elif d_losses is not None and isinstance(d_weight, Tensor):
                     d_losses[block] += (_product(d_products, _rows(d_weight, part).t()) * hidden[block]).sum(-1)
                 del d_products
             del logits  # before the next block's are made, or two blocks would be whole at a time

@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from vcore_ds.common.paths import discard, unfinished_path
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
+from vcore_ds.distributed.process_group import on_first_rank
 from vcore_ds.engine import checkpoint_folder
 from vcore_ds.engine.checkpoint_shards import (
     CheckpointFailed,
@@ -22,6 +24,7 @@ from vcore_ds.engine.checkpoint_shards import (
 )
 from vcore_ds.engine.flat_shards import shape_of_all
 from vcore_ds.engine.zero3 import Engine
+from vcore_ds.models.model_digest import digest_of_model
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import Feed
 from vcore_ds.utility.direction import Direction
@@ -50,6 +53,9 @@ class RunState:
     validation_losses_before: dict[str, float]
     """Nats, before the first step, by name of the held-out set."""
     wandb_run_id: str | None
+    frozen_digest: str | None = None
+    """Digest of the model whose adapters are trained: a checkpoint holds none of its weights. None where all parameters
+    are trained, and in checkpoints of vcore_ds 0.7 and before."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,17 @@ class Checkpoints:
         self._recipe, self._console = recipe, console
         self._folder = Path(recipe.run.output_dir) / "checkpoints"
         self._last_end = time.monotonic()
+
+    @cached_property
+    def frozen_digest(self) -> str | None:
+        """Digest of the model under the adapters, as it was when this was first asked; None without adapters, and for
+        weights that only transformers finds. For rank 0, which writes and compares it."""
+        if self._recipe.lora is None:
+            return None
+        try:
+            return digest_of_model(self._recipe.model.path)
+        except UserError:
+            return None
 
     def newest(self) -> tuple[Path, RunState] | None:
         """The newest checkpoint whose files match its manifest, each rank verifying a part of them; None where there is
@@ -178,9 +195,11 @@ class Checkpoints:
         """Replaces the parameters and the optimizer's state of `engine`, and `direction`, by a checkpoint's.
 
         Raises:
-            UserError: the model's parameters have other names or shapes than the checkpoint's.
+            UserError: the model's parameters have other names or shapes than the checkpoint's, or other values where
+                they are not trained.
         """
         folder, state = found
+        on_first_rank(lambda: self._check_frozen(found))
         shapes = _shapes(engine)
         for name in sorted(shapes.keys() | state.shapes.keys()):
             if shapes.get(name) != state.shapes.get(name):
@@ -189,6 +208,14 @@ class Checkpoints:
                     f"checkpoint {folder} has {state.shapes.get(name)}; expected the model that the run began with"
                 )
         read_state(engine, direction, folder / checkpoint_folder.STATE, state.num_updates)
+
+    def _check_frozen(self, found: tuple[Path, RunState]) -> None:
+        folder, state = found
+        if state.frozen_digest not in (None, self.frozen_digest):
+            raise UserError(
+                f"model.path: {self._recipe.model.path}: found other weights than {folder} has adapters of; expected "
+                "the model that the run began with. Restore it, or begin anew in another run.output_dir"
+            )
 
     def due(self, step: int, num_steps: int) -> bool:
         """Whether to save after `step` steps."""
@@ -220,6 +247,7 @@ class Checkpoints:
             data_digests=_data_digests(feed),
             validation_losses_before=self.validation_losses_before,
             wandb_run_id=self.wandb_run_id,
+            frozen_digest=self.frozen_digest if is_first else None,
         )
         needed = self._direction_of_next_step(step, estimator)
         num_bytes = state_bytes(engine, needed) + MARGIN_BYTES
@@ -285,7 +313,7 @@ class Checkpoints:
         values: dict[str, Any] = on_all_ranks(folder, lambda: checkpoint_folder.read_run_state(folder))[
             layout.rank("job")
         ]
-        return RunState(**{field.name: values[field.name] for field in fields(RunState)})
+        return RunState(**{field.name: values[field.name] for field in fields(RunState) if field.name in values})
 
 
 def _shapes(engine: Engine) -> dict[str, list[int]]:

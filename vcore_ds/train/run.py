@@ -130,6 +130,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
 
     mark("loading the model")
     engine = build_engine(recipe, ds_config)
+    on_first_rank(lambda: checkpoints.frozen_digest)  # of what was loaded, not of what is there at the first save
     estimator = build_estimator(recipe, engine, batches_per_pass=plan.batches_per_utility_pass)
     for line in describe_engine(recipe, engine, estimator.direction):
         console.note(line)

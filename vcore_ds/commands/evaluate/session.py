@@ -36,7 +36,7 @@ from vcore_ds.data.answers import Kind, final_answer, is_right, last_code_block
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.data.verification import AnswerChecker
-from vcore_ds.models.model_folder import digest_of_model
+from vcore_ds.models.model_digest import digest_of_model
 from vcore_ds.train.evaluation_folder import (
     EVALUATION,
     Evaluation,

@@ -14,9 +14,18 @@ from vcore_ds.commands.report.tokens import TokenTexts
 from vcore_ds.commands.report.traces import loss_levels, nearest, rounded, utility_levels
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import written_aside
-from vcore_ds.data.scores_folder import PAGE, Scores, read_scores, read_tokens, read_traces, utility_columns
+from vcore_ds.data.scores_folder import (
+    PAGE,
+    ScoredData,
+    Scores,
+    TrustedSet,
+    read_scores,
+    read_tokens,
+    read_traces,
+    utility_columns,
+)
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.models.model_folder import local_folder
+from vcore_ds.models.model_digest import local_folder
 
 # The best and worst traces as a page can hold them: a byte for each measure of a token, compressed; each text once.
 
@@ -188,11 +197,13 @@ def _how(scores: Scores) -> str:
 
 def _describe_dropped(scores: Scores) -> list[str]:
     """A sentence for the data and each set whose store lacks rows of its source."""
+    described: list[tuple[ScoredData | TrustedSet, str]] = [(scores.data, "")]
+    described += [(one, f" with, as {name}") for name, one in scores.sets.items()]
     return [
         f"{one.num_sequences:,} of {one.num_rows:,} rows of {one.path} are scored{with_set}; dropped: "
         + "; ".join(f"{number:,} {reason}" for reason, number in one.dropped.items())
         + "."
-        for one, with_set in [(scores.data, ""), *((one, f" with, as {name}") for name, one in scores.sets.items())]
+        for one, with_set in described
         if one.dropped and one.num_rows is not None
     ]
 

@@ -121,7 +121,7 @@ def _transformer_engine_norm() -> type[nn.Module]:
     """TransformerEngine's RMSNorm for dual numbers; imported only where its kernels can run."""
     from transformer_engine.pytorch import RMSNorm as KernelNorm
 
-    class TransformerEngineNorm(TakesDualNumbers, KernelNorm):  # type: ignore[misc]
+    class TransformerEngineNorm(TakesDualNumbers, KernelNorm):
         """One kernel each for the value and the gradient. In bf16 it rounds once, where `PlainRMSNorm` rounds the
         normalized values and their product with the weight."""
 
