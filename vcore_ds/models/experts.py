@@ -143,7 +143,10 @@ def count_tokens(experts: nn.Module, chosen: Tensor, num_experts: int) -> None:
     if experts not in _TOKENS_OF:
         _TOKENS_OF[experts] = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
     marks = _IS_TOKEN.get(experts)
-    ones = torch.ones_like(chosen, dtype=torch.int64) if marks is None else marks[:, None].expand_as(chosen)
+    if marks is None or len(marks) != len(chosen):  # a forward outside of the engine, which marks every batch
+        ones = torch.ones_like(chosen, dtype=torch.int64)
+    else:
+        ones = marks[:, None].expand_as(chosen)
     _TOKENS_OF[experts].scatter_add_(0, chosen.flatten().long(), ones.flatten())
 
 
