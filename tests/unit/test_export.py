@@ -301,7 +301,9 @@ def test_merge_of_a_run_without_adapter(full_run, capsys):
 
 
 def test_too_many_words(full_run, capsys):
-    assert "found other after RUN" in refused(capsys, full_run, "--merge", "other")
+    assert "export: found other; expected no more than its --help lists" in refused(
+        capsys, full_run, "--merge", "other"
+    )
 
 
 @pytest.mark.parametrize("kind", ["adapter", "merged"])

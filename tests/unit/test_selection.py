@@ -464,11 +464,11 @@ def test_a_value_that_json_does_not_have_is_named(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--above", "nan"], "--above: found NaN; expected a finite number"),
-        (["--above", "1e39"], "--above: found 1e+39; expected a number less than"),
-        (["--above", "0", "--set", "a b"], '--set: found "a b"; expected names of letters'),
+        (["--above", "nan"], "--above: found NaN; expected a number or null"),
+        (["--above", "1e39"], "--above: found 1e+39; expected a number of at least -3e+38 and at most 3e+38"),
+        (["--above", "0", "--set", "a b"], '--set: found "a b"; expected a name of letters'),
         (["--above", "9"], "--above: found 9, which keeps none of the 12 traces"),
-        (None, 'SCORES: found ""; expected text that is not empty'),
+        (None, 'SCORES: found ""; expected text, not empty'),
     ],
 )
 def test_arguments_that_cannot_be(

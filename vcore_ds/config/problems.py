@@ -119,6 +119,8 @@ def _values(schema: dict[str, Any], found: Any = None) -> str:
         case "object":
             (value,) = schema["patternProperties"].values()
             return f"{{NAME: {_values(value)}, ...}}"
+        case "string" if schema.get("pattern", "").startswith("^\\w"):
+            return "a name of letters, digits and underscores"
         case kind:
             return {"boolean": "true or false", "string": "text", "null": "null"}[kind]
 
