@@ -301,9 +301,7 @@ def test_merge_of_a_run_without_adapter(full_run, capsys):
 
 
 def test_too_many_words(full_run, capsys):
-    assert "export: found other; expected no more than its --help lists" in refused(
-        capsys, full_run, "--merge", "other"
-    )
+    assert "export: found other; expected no more than its --help" in refused(capsys, full_run, "--merge", "other")
 
 
 @pytest.mark.parametrize("kind", ["adapter", "merged"])
