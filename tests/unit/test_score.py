@@ -242,7 +242,7 @@ def test_tables_add_up_what_the_passes_have_measured(tmp_path: Path, store: Toke
     scores = write_result(work, tmp_path / "out", store, inputs, replace(DESCRIPTION, model=str(tmp_path / "model")))
     assert read_scores(tmp_path / "out") == scores
     assert (scores.sets["good"].num_rows, scores.sets["good"].dropped) == (71, {"longer than 128 tokens": 21})
-    sentence = "50 of 71 rows of good.jsonl are scored with, as good; dropped: 21 longer than 128 tokens."
+    sentence = "50 of 71 rows of good.jsonl are used as the trusted set good; dropped: 21 longer than 128 tokens."
     assert sentence in (tmp_path / "out" / "scores.html").read_text()
 
     exact = np.tensordot(weights, values[:, 1].astype(np.float64), 1)
