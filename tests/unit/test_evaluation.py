@@ -221,6 +221,8 @@ def test_a_folder_with_something_else_is_refused(base: Path, whole: Path, tmp_pa
 def test_an_evaluation_after_training(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a rank, of a model in the place of the run's."""
     run = shutil.copytree(base, tmp_path / "run")
+    # So that answers end soon.
+    (run / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(256)]}))
     monkeypatch.setattr(layout, "_is_first", True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")

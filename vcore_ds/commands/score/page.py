@@ -197,13 +197,13 @@ def _how(scores: Scores) -> str:
 
 def _describe_dropped(scores: Scores) -> list[str]:
     """A sentence for the data and each set whose store lacks rows of its source."""
-    described: list[tuple[ScoredData | TrustedSet, str]] = [(scores.data, "")]
-    described += [(one, f" with, as {name}") for name, one in scores.sets.items()]
+    uses: list[tuple[ScoredData | TrustedSet, str]] = [(scores.data, "scored")]
+    uses += [(one, f"used as the trusted set {name}") for name, one in scores.sets.items()]
     return [
-        f"{one.num_sequences:,} of {one.num_rows:,} rows of {one.path} are scored{with_set}; dropped: "
+        f"{one.num_sequences:,} of {one.num_rows:,} rows of {one.path} are {use}; dropped: "
         + "; ".join(f"{number:,} {reason}" for reason, number in one.dropped.items())
         + "."
-        for one, with_set in described
+        for one, use in uses
         if one.dropped and one.num_rows is not None
     ]
 
