@@ -9,6 +9,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from vcore_ds.distributed.signals import stop_signals
+
 # In the background of a script, SIGINT is ignored, and every command that a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -20,6 +22,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # every run: what a new one finds would fail a change that has nothing to do with it.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def commands_in_this_process_leave_its_signals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that starts ranks takes the signals of its process for good, and every later test would see that."""
+    monkeypatch.setattr(stop_signals, "listen", lambda: None)
 
 
 def pytest_configure(config: pytest.Config) -> None:

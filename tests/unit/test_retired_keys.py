@@ -70,7 +70,7 @@ def test_report_says_it_and_averages_no_other_recipe_with_it(run: Path, key: str
 
 
 def test_tokens(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tokens", str(run)]) == 0
+    assert main(["report", str(run), "--text"]) == 0
     assert "digit" in capsys.readouterr().out
 
 

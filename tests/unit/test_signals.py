@@ -176,7 +176,7 @@ def test_end_of_the_launcher(launcher: str, tmp_path: Path):
 
 def test_every_command_that_starts_ranks_listens():
     """Those whose own modules join the process group, and `train`, whose run does."""
-    commands = Path(cli.__file__).parent / "commands"
+    commands = Path(cli.__file__).parent
     names = {module.__name__.rpartition(".")[2]: name for name, module in cli.COMMANDS.items()}
     starting = {
         names[path.relative_to(commands).parts[0].removesuffix(".py")]
