@@ -118,15 +118,10 @@ class _HeldRows:
 
 def _sum_over_shards(axis: layout.Axis, parts: Sequence[Tensor]) -> list[Tensor]:
     """The sum of each tensor over the ranks of an axis, by one all-reduce. A collective."""
+    total = torch.cat([part.flatten() for part in parts])
     if axis == "expert_shards":
-        if layout.size("expert_shards") == 1:
-            return list(parts)
-        total = torch.cat([part.flatten() for part in parts])
         layout.add_over("expert_shards", total)
     else:
-        if layout.size("shards") == 1:
-            return list(parts)
-        total = torch.cat([part.flatten() for part in parts])
         layout.add_over("shards", total)
     return [flat.view_as(part) for flat, part in zip(total.split([p.numel() for p in parts]), parts, strict=True)]
 
