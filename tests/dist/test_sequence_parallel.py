@@ -300,7 +300,7 @@ def test_sums_over_data_count_a_row_once(of_ranks) -> None:
 
 @pytest.mark.parametrize("k", [2, 4])
 def test_the_exchanges_of_a_pass(of_ranks, k: int) -> None:
-    """As docs/sequence-parallelism.md says: two all-to-alls a layer, of queries, keys and values, and of the output."""
+    """As docs/parallelism.md says: two all-to-alls a layer, of queries, keys and values, and of the output."""
     num_layers, num_heads, num_kv_heads, head_dim, num_tokens = 2, 4, 2, 8, 32
     before = num_tokens // k * head_dim * (num_heads + 2 * math.lcm(num_kv_heads, k))
     after = num_tokens // k * head_dim * num_heads

@@ -124,7 +124,7 @@ def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any]) -
     if recipe.parallel.expert > 1:
         yield (
             f"Expert parallelism: groups of {recipe.parallel.expert} ranks, which divide the experts of every layer "
-            "and send each other their tokens (docs/expert-parallelism.md)"
+            "and send each other their tokens (docs/parallelism.md)"
         )
     found, one = plan.simulate(longest), plan.member
     for part, utilization in found.items():

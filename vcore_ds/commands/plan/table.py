@@ -181,9 +181,9 @@ def _assumptions(found: Columns) -> Iterator[str]:
         fullest = " or ".join(f"{load:.2f}" for load in loads)
         yield (
             f"Assumed: the fullest GPU of an expert-parallel group is sent {fullest} times the mean GPU's tokens, and "
-            "the others wait for it; a run measures that (docs/expert-parallelism.md)"
+            "the others wait for it; a run measures that (docs/parallelism.md)"
             if loads
-            else "Every GPU gathers all experts of a layer, as parallel.expert is 1 (docs/expert-parallelism.md)"
+            else "Every GPU gathers all experts of a layer, as parallel.expert is 1 (docs/parallelism.md)"
         )
     tensor = sorted({column.plan.batch.tensor for column in found.columns} - {1})
     if tensor:
