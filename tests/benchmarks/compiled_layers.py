@@ -36,7 +36,7 @@ from tests.benchmarks import overhead
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.engine.zero3 import Engine, build_optimizer
-from vcore_ds.models.dual_numbers import make_dual
+from vcore_ds.models.dual_tensors import make_dual
 
 way = "plain"
 """The one in effect; a global, as modules of one engine take turns."""

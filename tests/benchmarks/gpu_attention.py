@@ -26,7 +26,7 @@ def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Time
 
     primals = [drawn(number) for number in (heads, kv_heads, kv_heads)]
     tangents = tuple(drawn(number) for number in (heads, kv_heads, kv_heads))
-    layout = RowLayout.of([list(lengths)], 1, on)
+    layout = RowLayout.from_lengths([list(lengths)], 1, on)
 
     def in_blocks() -> None:
         for _, columns in layout.sequences():
@@ -42,7 +42,7 @@ def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Time
         from vcore_ds.models.flash_tangent import TILES, flash_tangent
 
         def kernel(tiles: tuple[int, ...] | None = None) -> object:
-            options = dict(ends=layout.ends, longest=layout.longest, scale=scale, tiles=tiles)
+            options = dict(cu_seqlens=layout.cu_seqlens, max_seqlen=layout.max_seqlen, scale=scale, tiles=tiles)
             return flash_tangent(*primals, tangents, **options)
 
         ways["with tangents, kernel"] = kernel

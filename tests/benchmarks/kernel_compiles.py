@@ -102,7 +102,7 @@ def compiled(capability: int, head_dim: int, tile: Sequence[int], *, windowed_wi
         (query, key, key),
         (query, key, key),
         (query, query, torch.empty(1, HEADS, NUM_TOKENS)),
-        ends=torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
         is_long=True,
         scale=0.1,
         sliding_window=SLIDING_WINDOW if windowed_with_sinks else None,
@@ -174,7 +174,7 @@ def count_compiles(head_dim: int) -> int:
         num_tokens = sum(lengths[0])
         query = torch.empty(len(lengths), num_tokens, HEADS, head_dim, dtype=torch.bfloat16).transpose(1, 2)
         ends = torch.tensor([0, *(n for row in lengths for n in row)]).cumsum(0, dtype=torch.int32)
-        options = dict(ends=ends, longest=max(lengths[0]), scale=0.1, tiles=TILES[128][0])
+        options = dict(cu_seqlens=ends, max_seqlen=max(lengths[0]), scale=0.1, tiles=TILES[128][0])
         flash_tangent(query, query, query, (query, query, query), **options)
     triton.knobs.runtime.jit_cache_hook = None
     return len(keys)

@@ -16,7 +16,7 @@ from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.experts import OUR_EXPERTS, forget_tokens, load_of_experts
+from vcore_ds.models.experts import OUR_EXPERTS, measure_expert_load, reset_token_counts
 
 pytestmark = pytest.mark.dist
 
@@ -34,14 +34,14 @@ def _measure() -> list[dict[str, Any]]:
     config = Qwen3MoeConfig(hidden_size=4, num_experts=4, moe_intermediate_size=2)
     config._experts_implementation = OUR_EXPERTS
     model = nn.ModuleList([Qwen3MoeExperts(config), Qwen3MoeExperts(config)])
-    found = [load_of_experts(model, 2)]
+    found = [measure_expert_load(model, 2)]
     for _ in range(2):  # the second time without what the first one counted
-        forget_tokens(model)
+        reset_token_counts(model)
         for experts, forwards in zip(model, CHOSEN[layout.rank("shards")], strict=True):
             for chosen in forwards:
                 experts(torch.ones(len(chosen), 4), torch.tensor(chosen), torch.ones(len(chosen), 2))
-        found.append(load_of_experts(model, 2))
-    return [*found, load_of_experts(model)]
+        found.append(measure_expert_load(model, 2))
+    return [*found, measure_expert_load(model)]
 
 
 def _model() -> TokenLossModel:
@@ -79,11 +79,11 @@ def _count_batches() -> dict[str, dict[str, float]]:
         ways["shared"] = [[pack([a, b, c], 0, sequence_parallel=2)]] * 2
     found = {}
     for name, batches in ways.items():
-        forget_tokens(engine.module)
+        reset_token_counts(engine.module)
         with torch.no_grad():
             for batch in batches[layout.rank("job")]:
                 engine.token_losses(batch)
-        found[name] = load_of_experts(engine.module)
+        found[name] = measure_expert_load(engine.module)
     engine.close()
     return found
 

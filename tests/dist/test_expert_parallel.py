@@ -32,8 +32,8 @@ from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models import experts
 from vcore_ds.models import experts as expert_exchange
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.dual_numbers import make_dual
-from vcore_ds.models.experts import OUR_EXPERTS, are_ours, mark_divided
+from vcore_ds.models.dual_tensors import make_dual
+from vcore_ds.models.experts import OUR_EXPERTS, mark_sharded, uses_our_experts
 from vcore_ds.utility.estimators import Estimator
 from vcore_ds.utility.fused_forward import TangentsBesideGraph
 
@@ -104,7 +104,7 @@ def layer_by_itself() -> dict[str, float]:
     for name, parameter in list(whole.named_parameters()):
         torch.nn.init.normal_(parameter, std=0.3)
         setattr(own, name, torch.nn.Parameter(parameter.detach()[half].clone()))
-    mark_divided(own)
+    mark_sharded(own)
     whole.config._experts_implementation, own.config._experts_implementation = "eager", OUR_EXPERTS
     rank, num_experts = layout.rank("shards"), (6, 0, 3, 0)[layout.rank("shards")]  # of the first block in group 2
     scores = torch.rand(7 * (num_experts > 0), max(num_experts, 2), generator=generator.manual_seed(rank))
@@ -129,7 +129,7 @@ def differentiated(
     experts: torch.nn.Module, x: Tensor, d_x: Tensor | None, chosen: Tensor, weights: Tensor, own: slice, directions
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Value, tangent, and gradient of its parameters. As in the fused pass of ours, by PyTorch's rules of the other."""
-    beside = TangentsBesideGraph() if are_ours(experts) else nullcontext()
+    beside = TangentsBesideGraph() if uses_our_experts(experts) else nullcontext()
     parameters = dict(experts.named_parameters())
     # The rows come out of a layer before, and require a gradient.
     x = x.clone().requires_grad_()
@@ -211,13 +211,13 @@ def test_results_are_equal_byte_for_byte(found, folder: Path, degree: int):
 
 def message_of_other_experts_when_recomputed() -> str:
     """What a step says whose tokens all choose the first expert when their layer is recomputed."""
-    send = expert_exchange.at_their_experts
+    send = expert_exchange.run_at_experts
 
     def at_others(x: Tensor, chosen: Tensor, *arguments: Any) -> Tensor:
         is_recomputed = torch._C._current_graph_task_id() != -1
         return send(x, torch.zeros_like(chosen) if is_recomputed else chosen, *arguments)
 
-    with patch.object(experts, "at_their_experts", at_others), pytest.raises(UserError) as error:
+    with patch.object(experts, "run_at_experts", at_others), pytest.raises(UserError) as error:
         run_case(Case(expert=2, mixture_of=QWEN, checkpointing=True, sections={"method": {"name": "sft"}}))
     return str(error.value)
 

@@ -79,7 +79,7 @@ def make_recipe(folder: Path, name: str, *, precision: str, base: str, lora: dic
 
 
 def engine_logits(engine: Engine) -> Tensor:
-    row = RowLayout.of([[PROMPT.shape[1]]] * len(PROMPT), 1, PROMPT.device)
+    row = RowLayout.from_lengths([[PROMPT.shape[1]]] * len(PROMPT), 1, PROMPT.device)
     with engine.without_gradient():
         hidden = engine.module.decoder(input_ids=PROMPT, use_cache=False, row_layout=row).last_hidden_state
         return engine.module.base.get_output_embeddings()(hidden)

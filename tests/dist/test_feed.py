@@ -15,7 +15,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.data.dataset import JoinedDataset
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
-from vcore_ds.models.configuration import model_shape
+from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.train.feed import build_feed
 from vcore_ds.train.settings import schedule_of
@@ -67,7 +67,7 @@ def ids_by_step(probe_every: int, trusted: bool) -> list[tuple[list[int], list[i
         method={"kl_budget": 0.1},
         model={"path": model_folder(), "precision": "fp32"},
     )
-    plan = plan_batch(recipe, layout.size("shards"), model_shape(model_folder()))
+    plan = plan_batch(recipe, layout.size("shards"), read_model_shape(model_folder()))
     probe_dataset = dataset(NUM_TRUSTED, token=7) if trusted else None
     feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), probe_dataset)
     found = []
@@ -120,7 +120,7 @@ def test_a_share_of_each_batch_is_trusted(monkeypatch) -> None:
         model={"path": model_folder(), "precision": "fp32"},
         schedule={"num_epochs": 2},
     )
-    plan = plan_batch(recipe, 1, model_shape(model_folder()))
+    plan = plan_batch(recipe, 1, read_model_shape(model_folder()))
     feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), dataset(NUM_TRUSTED, token=7))
     assert schedule_of(recipe, NUM_TRAINING).num_steps == 7  # 40 of the training data, 6 a step
     assert feed.first_trusted_id == NUM_TRAINING
@@ -158,7 +158,7 @@ def test_the_whole_pool_is_a_probe_batch_and_sft_draws_none(monkeypatch) -> None
             data={"train_path": "none", "probe_path": "none"},
             model={"path": model_folder(), "precision": "fp32"},
         )
-        plan = plan_batch(recipe, 1, model_shape(model_folder()))
+        plan = plan_batch(recipe, 1, read_model_shape(model_folder()))
         feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), dataset(NUM_TRUSTED, token=7))
         assert feed.first_trusted_id is None
         for k in (0, 1):
@@ -186,7 +186,7 @@ def test_the_same_batches_in_the_same_order_at_1_2_4_and_8_ranks(
         return {"data": rank // sequence_parallel, "shards": rank}[axis]
 
     def steps(num_ranks: int) -> list[tuple]:
-        plan = plan_batch(recipe(num_ranks), num_ranks, model_shape(model_folder()))
+        plan = plan_batch(recipe(num_ranks), num_ranks, read_model_shape(model_folder()))
         of_ranks = []
         for rank in range(num_ranks):
             monkeypatch.setattr(layout, "rank", partial(rank_of, rank))
@@ -225,7 +225,7 @@ def test_how_the_next_steps_use_the_ranks(monkeypatch) -> None:
         probe={"batch_size": 4, "every": 4},
         model={"path": model_folder(), "precision": "fp32"},
     )
-    plan = plan_batch(recipe, 4, model_shape(model_folder()))
+    plan = plan_batch(recipe, 4, read_model_shape(model_folder()))
     feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer())
     found = feed.utilization(1, 10)  # steps 1 to 9, with a probe in 4 and 8
     assert (found["main"].waste.num_passes, found["probe"].waste.num_passes) == (9, 2)

@@ -13,7 +13,7 @@ from tests.helpers.ranks import run_ranks
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import is_block_of_experts
-from vcore_ds.models.dual_numbers import LowRank
+from vcore_ds.models.dual_tensors import LowRank
 from vcore_ds.train.settings import step_settings
 from vcore_ds.train.setup import build_estimator
 from vcore_ds.train.step import take_direction

@@ -12,7 +12,7 @@ from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
 from vcore_ds.models.architecture_check import count_parameters
-from vcore_ds.models.configuration import model_shape
+from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.memory import MemoryEstimate, ParameterCounts, memory_of, parameter_counts
 
 pytestmark = pytest.mark.dist
@@ -47,12 +47,12 @@ def measured(folder: Path) -> list[list[tuple[dict[str, Any], ParameterCounts]]]
 def estimate(folder: Path, case: tuple[str, bool, bool], **changed) -> MemoryEstimate:
     """Of one of the two groups of two ranks."""
     settings = replace(settings_of(*case), tensor=TENSOR, **changed)
-    return memory_of(model_shape(str(folder)).of_part(TENSOR), settings)
+    return memory_of(read_model_shape(str(folder)).of_part(TENSOR), settings)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parameters_are_those_of_a_part(measured, folder: Path, case) -> None:
-    expected = parameter_counts(model_shape(str(folder)).of_part(TENSOR), settings_of(*case).adapters)
+    expected = parameter_counts(read_model_shape(str(folder)).of_part(TENSOR), settings_of(*case).adapters)
     assert [of_rank[CASES.index(case)][1] for of_rank in measured] == [expected] * 4
 
 

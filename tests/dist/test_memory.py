@@ -18,7 +18,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, build_optimizer
-from vcore_ds.models.configuration import model_shape
+from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.memory import AdapterShape, MemoryEstimate, MemorySettings, memory_of
 from vcore_ds.train.settings import step_settings
 from vcore_ds.train.setup import build_engine
@@ -166,7 +166,7 @@ def measured(measured_all) -> list[list[dict[str, Any]]]:
 
 
 def estimates(folder: Path, case: tuple[str, bool, bool]) -> dict[str, MemoryEstimate]:
-    shape, settings = model_shape(str(folder)), settings_of(*case)
+    shape, settings = read_model_shape(str(folder)), settings_of(*case)
     without = replace(settings, estimator=None, probe_tokens=0, utility_tokens=0)
     return {
         "vcore": memory_of(shape, settings),

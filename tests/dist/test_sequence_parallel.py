@@ -23,7 +23,7 @@ from vcore_ds.data.batches import IGNORED_LABEL, Batch, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.sequence_exchange import gather_losses, own_columns
+from vcore_ds.models.sequence_exchange import gather_losses, take_local_columns
 from vcore_ds.planning.spread import possible_degrees
 from vcore_ds.train.settings import step_settings
 from vcore_ds.train.step import take_direction
@@ -115,10 +115,10 @@ def model_deviations(name: str) -> dict[int, tuple[float, float, float]]:
         batch = tiny.packed(tiny.rows(3), [0, 1, 2], k)
         targets = batch.targets()
         arguments = (
-            own_columns(batch.input_ids, k),
-            own_columns(targets, k),
-            own_columns(batch.position_ids(), k),
-            RowLayout.of(batch.sequence_lengths(), k, torch.device("cpu")),
+            take_local_columns(batch.input_ids, k),
+            take_local_columns(targets, k),
+            take_local_columns(batch.position_ids(), k),
+            RowLayout.from_lengths(batch.sequence_lengths(), k, torch.device("cpu")),
         )
         losses[k] = gather_losses(model(*arguments), targets != IGNORED_LABEL, k)
         weight = torch.linspace(0.5, 1.5, len(losses[k]))

@@ -14,7 +14,7 @@ def test_the_flash_kernel_over_variable_lengths(name: str, sliding_window: int |
     primals, _ = inputs(60, head_dim=64)
     if with_sinks:
         primals = (*primals, drawn_sinks(4)[0])
-    layout = RowLayout.of(LAYOUTS[name], 1, torch.device("cuda"))
+    layout = RowLayout.from_lengths(LAYOUTS[name], 1, torch.device("cuda"))
     options = dict(scaling=SCALE, sliding_window=sliding_window, row_layout=layout)
     rounded = [x.bfloat16() for x in primals]
     leaves = [x.cuda().requires_grad_() for x in rounded]

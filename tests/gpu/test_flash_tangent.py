@@ -29,12 +29,13 @@ def errors(
     from vcore_ds.models.flash_tangent import flash_tangent
 
     primals, tangents = inputs(260, head_dim=head_dim, dtype=dtype)
-    layout = RowLayout.of(LENGTHS, 1, torch.device("cuda"))
+    layout = RowLayout.from_lengths(LENGTHS, 1, torch.device("cuda"))
     sinks = drawn_sinks(4)
     given_sinks = tuple(x.cuda() for x in sinks) if with_sinks else None
     found = flash_tangent(
-        *(x.cuda() for x in primals), tuple(x.cuda() for x in tangents), ends=layout.ends, longest=layout.longest,
-        scale=SCALE, sliding_window=sliding_window, sinks=given_sinks, tiles=tiles,
+        *(x.cuda() for x in primals), tuple(x.cuda() for x in tangents),
+        cu_seqlens=layout.cu_seqlens, max_seqlen=layout.max_seqlen, scale=SCALE,
+        sliding_window=sliding_window, sinks=given_sinks, tiles=tiles,
     )  # fmt: skip
     seen = visible(260, sliding_window, LENGTHS)
 

@@ -15,7 +15,7 @@ from tests.helpers import step_runs, tiny
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import start_process_group
-from vcore_ds.models.dual_numbers import make_dual
+from vcore_ds.models.dual_tensors import make_dual
 from vcore_ds.models.megatron.decoder import RMSNorm, norm_class, rms_norm, rms_norm_tangent
 from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
 

@@ -17,7 +17,7 @@ from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import as_partitioned
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.models.configuration import model_shape
+from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.train.feed import batches_of_rank
@@ -51,7 +51,9 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     """Bytes that this rank keeps, by kind; the peak of each phase of a step beyond that; bytes received in it;
     the load of its experts."""
     recipe = recipe_of(case, folder)
-    plan = plan_batch(recipe, layout.size("shards"), model_shape(recipe.model.path), ranks_per_node=layout.size("job"))
+    plan = plan_batch(
+        recipe, layout.size("shards"), read_model_shape(recipe.model.path), ranks_per_node=layout.size("job")
+    )
     engine = build_engine(recipe, deepspeed_config(recipe, plan))
     estimator = build_estimator(recipe, engine, batches_per_pass=plan.batches_per_utility_pass)
     sequences = [random_sequence(i, n) for i, n in enumerate(case.lengths)]

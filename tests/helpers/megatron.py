@@ -17,10 +17,10 @@ from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.dropout import TokenDropout, token_keys
+from vcore_ds.models.dropout import TokenDropout, make_token_keys
 from vcore_ds.models.megatron import decoder as norms
-from vcore_ds.models.megatron.configuration import Piece, put_together
-from vcore_ds.models.megatron.decoder import PlainRMSNorm, TakesDualNumbers
+from vcore_ds.models.megatron.configuration import WeightSlice, copy_to_weight
+from vcore_ds.models.megatron.decoder import DualTensorNorm, PlainRMSNorm
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
 from vcore_ds.utility.finite_difference import perturbed
 
@@ -53,7 +53,7 @@ def parallel_model(
     return model
 
 
-def fill(model: nn.Module, of_rank: Mapping[str, Piece], read: Callable[[Piece], Tensor]) -> None:
+def fill(model: nn.Module, of_rank: Mapping[str, WeightSlice], read: Callable[[WeightSlice], Tensor]) -> None:
     """Copies a Hugging Face model's weights, piece by piece, into a model that is not sharded; rows of no token become
     zero."""
     with torch.no_grad():
@@ -88,7 +88,7 @@ class _PlainKernelNorm(PlainRMSNorm):
         return _NormKernel.apply(x, self, self._parameters["weight"])
 
 
-class KernelNorm(TakesDualNumbers, _PlainKernelNorm):
+class KernelNorm(DualTensorNorm, _PlainKernelNorm):
     """What `TransformerEngineNorm` is on a GPU, in fp32 to the last few bits."""
 
 
@@ -99,7 +99,7 @@ def whole(model: ParallelTokenLossModel, plain: nn.Module, tensors: Mapping[str,
     of_ranks = layout.gather_objects("tensor", dict(tensors))
     for rank, of_rank in enumerate(of_ranks):
         for name, piece in model.trained_pieces(rank=rank, size=len(of_ranks)).items():
-            put_together(found, of_rank[name].detach(), piece)
+            copy_to_weight(found, of_rank[name].detach(), piece)
     return found
 
 
@@ -156,7 +156,7 @@ def compare_adapters() -> dict[str, float]:
     model = parallel_model(plain, lora=True, dropout=0.3)
     alone = TokenLossModel(tiny.with_lora(copy.deepcopy(plain), dropout=0.3))
     alone.base.set_attn_implementation(TRAINING_ATTENTION)
-    keys = token_keys(5, batch.token_sequence_ids(), batch.position_ids())
+    keys = make_token_keys(5, batch.token_sequence_ids(), batch.position_ids())
     losses, gradients = [], []
     for adapted in (alone.train(), model):
         for module in adapted.modules():

@@ -17,7 +17,7 @@ from vcore_ds.data.scores_folder import (
     write_traces,
 )
 from vcore_ds.data.store import TokenStore
-from vcore_ds.models.model_digest import digest_of_model
+from vcore_ds.models.model_identity import compute_model_digest
 
 
 def write_scores_of(
@@ -80,6 +80,8 @@ def write_scores_of(
     write_tokens(folder, shown)
     write_scores(
         folder,
-        Scores(data, str(model), digest_of_model(str(model)), [], "sgd", "sequence", sets, "0", "2026-11-23T00:00:00Z"),
+        Scores(
+            data, str(model), compute_model_digest(str(model)), [], "sgd", "sequence", sets, "0", "2026-11-23T00:00:00Z"
+        ),
     )
     return folder

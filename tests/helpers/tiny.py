@@ -110,7 +110,7 @@ def rows(num_rows: int, num_tokens: int = 24, seed: int = 3, vocabulary: int = V
 
 def inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RowLayout]:
     """What `TokenLossModel` is called with, of a batch that one rank has for itself."""
-    layout = RowLayout.of(batch.sequence_lengths(), 1, torch.device("cpu"))
+    layout = RowLayout.from_lengths(batch.sequence_lengths(), 1, torch.device("cpu"))
     return batch.input_ids, batch.targets(), batch.position_ids(), layout
 
 

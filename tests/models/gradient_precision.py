@@ -41,7 +41,7 @@ def errors(folder: Path, probes: Sequence[Text], main: Sequence[Text]) -> tuple[
             of_plain = mean_gradient(plain, [text])
         with recorded(model, choices):
             batch = pack([[as_sequence(0, text)]], 0, 1)
-            layout = RowLayout.of(batch.sequence_lengths(), 1, torch.device("cpu"))
+            layout = RowLayout.from_lengths(batch.sequence_lengths(), 1, torch.device("cpu"))
             loss = model(batch.input_ids, batch.targets(), batch.position_ids(), layout).mean()
         gradient = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         pairs = zip(parameters.items(), gradient, strict=True)

@@ -28,7 +28,7 @@ from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import chunks
 from vcore_ds.engine.zero3 import Engine, build_optimizer
-from vcore_ds.models.configuration import model_shape, read_config
+from vcore_ds.models.configuration import read_config, read_model_shape
 from vcore_ds.models.loading import prepare_for_training
 from vcore_ds.models.lora import add_lora
 from vcore_ds.models.megatron.configuration import transformer_config
@@ -281,7 +281,7 @@ def _measure(found: Found, folder: Path, parts: Sequence[str]) -> None:
         with noted(found, key):
             try:
                 check_model(recipe(folder, **sections))
-                plan_batch(recipe(folder, **sections), layout.size("job"), model_shape(str(folder)))
+                plan_batch(recipe(folder, **sections), layout.size("job"), read_model_shape(str(folder)))
             except UserError as error:
                 found.refused[key] = message(error)
     if "sft" in found.refused:
@@ -289,7 +289,7 @@ def _measure(found: Found, folder: Path, parts: Sequence[str]) -> None:
     config = read_config(str(folder))
     found.architecture = config.architectures[0] if config.architectures else ""
     main, probe = texts(3, 1), texts(2, 2)
-    shape = model_shape(str(folder)).for_sequences_of(max(len(text.tokens) for text in main))
+    shape = read_model_shape(str(folder)).for_sequences_of(max(len(text.tokens) for text in main))
     found.packing, found.sequence_parallelism, found.is_alone = (
         shape.unpackable,
         shape.no_sequence_parallelism,

@@ -217,8 +217,8 @@ def test_the_host_waits_once_for_the_tokens_of_a_layer(together: dict[str, Any])
     """For their numbers, in each forward of the one layer with experts: in 3 steps those of the probe and what is
     recomputed in both backwards. The fourth of a step has its place in the fused pass."""
     assert together["waits in bf16"] == {
-        "models/experts.py at_their_experts: copy to the host": 9,
-        "models/experts.py load_of_experts: copy to the host": 3,
+        "models/experts.py run_at_experts: copy to the host": 9,
+        "models/experts.py measure_expert_load: copy to the host": 3,
     }
 
 

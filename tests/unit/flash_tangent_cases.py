@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vcore_ds.models.attention import RowLayout, forward_mode_attention
 from vcore_ds.models.block_attention import BLOCK_TOKENS, block_attention
-from vcore_ds.models.flash_tangent import _tiles_to_try, flash_tangent, launch
+from vcore_ds.models.flash_tangent import _select_tiles, flash_tangent, launch
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/unit/test_flash_tangent.py, which sets TRITON_INTERPRET"
 
@@ -96,7 +96,7 @@ def errors(found, exact, tangent_terms: Tensor | None = None) -> list[float]:
 
 
 def ends_of(lengths) -> Tensor:
-    return RowLayout.of(lengths, 1, CPU).ends
+    return RowLayout.from_lengths(lengths, 1, CPU).ends
 
 
 def check(
@@ -106,7 +106,7 @@ def check(
     num_tokens = sum(lengths[0])
     primals, tangents = drawn(len(lengths), heads, kv_heads, num_tokens, head_dim, dtype)
     tangents = tuple(dx if name in moving else None for name, dx in zip("qkv", tangents, strict=True))
-    options = dict(ends=ends_of(lengths), longest=num_tokens, scale=SCALE, tiles=tiles, sinks=sinks)
+    options = dict(cu_seqlens=ends_of(lengths), max_seqlen=num_tokens, scale=SCALE, tiles=tiles, sinks=sinks)
     found = flash_tangent(*primals, tangents, **options)
     exact, _ = expected(primals, tangents, lengths, None, sinks)
     assert (found[1] is None) == (not moving and (sinks is None or sinks[1] is None))
@@ -147,7 +147,7 @@ def test_sinks(dtype: torch.dtype) -> None:
 def test_the_block_version_agrees(with_sinks: bool) -> None:
     primals, tangents = drawn(2, 4, 2, 37, 16)
     options = dict(scale=SCALE, sliding_window=11, sinks=drawn_sinks(4) if with_sinks else None)
-    found = flash_tangent(*primals, tangents, ends=ends_of([[37], [37]]), longest=37, **options)
+    found = flash_tangent(*primals, tangents, cu_seqlens=ends_of([[37], [37]]), max_seqlen=37, **options)
     with patch.dict(BLOCK_TOKENS, cpu=(16, 16)):
         blocks = block_attention(*primals, tangents, **options)
     torch.testing.assert_close(found[:2], blocks, rtol=1e-5, atol=1e-6)
@@ -159,7 +159,7 @@ def test_scores_far_beyond_the_range_of_exp(growing: bool) -> None:
     (query, key, value), tangents = drawn(1, 1, 1, 40, 16)
     steps = torch.arange(40.0)[:, None]
     primals = (query.abs() + 1, (key.abs() + 1) * (steps if growing else 40 - steps) * 10, value)
-    found = flash_tangent(*primals, tangents, ends=ends_of([[40]]), longest=40, scale=SCALE, tiles=(16, 16))
+    found = flash_tangent(*primals, tangents, cu_seqlens=ends_of([[40]]), max_seqlen=40, scale=SCALE, tiles=(16, 16))
     assert max(errors(found, expected(primals, tangents, [[40]], None)[0])) < 1e-4  # scores of 1e4 in fp32
 
 
@@ -179,7 +179,7 @@ def check_within_bounds(primals, tangents, layouts, lengths, sliding_window, til
     views = [view for view, _ in inside]
     launch(
         tuple(views[:3]), tuple(views[3:6]), tuple(views[6:]),
-        ends=ends_of(lengths), is_long=False, scale=SCALE, sliding_window=sliding_window, sinks=None, tiles=tiles,
+        cu_seqlens=ends_of(lengths), is_long=False, scale=SCALE, sliding_window=sliding_window, sinks=None, tiles=tiles,
     )  # fmt: skip
     exact, terms = expected(primals, tangents, lengths, sliding_window)
     assert max(errors(views[6:], exact, terms)) <= TOLERANCE[primals[0].dtype]
@@ -237,7 +237,7 @@ def test_a_sequence_sees_no_other() -> None:
     poisoned = [[x.clone() for x in tensors] for tensors in primals_and_tangents]
     for tensor in (*poisoned[0], *poisoned[1]):
         tensor[:, :, :13] = tensor[:, :, 33:] = math.nan
-    options = dict(ends=ends_of(lengths), longest=20, scale=SCALE, tiles=(16, 16))
+    options = dict(cu_seqlens=ends_of(lengths), max_seqlen=20, scale=SCALE, tiles=(16, 16))
     clean = flash_tangent(*primals_and_tangents[0], primals_and_tangents[1], **options)
     found = flash_tangent(*poisoned[0], tuple(poisoned[1]), **options)
     for x, y in zip(found, clean, strict=True):
@@ -248,7 +248,7 @@ def test_tokens_beyond_the_last_end_are_left_alone() -> None:
     primals, tangents = drawn(1, 2, 1, 40, 16)
     results = tuple(torch.full(shape, UNTOUCHED) for shape in ((1, 2, 40, 16), (1, 2, 40, 16), (1, 2, 40)))
     options = dict(is_long=False, scale=SCALE, sliding_window=None, sinks=None, tiles=(16, 16))
-    launch(primals, tangents, results, ends=torch.tensor([0, 20, 20, 23], dtype=torch.int32), **options)
+    launch(primals, tangents, results, cu_seqlens=torch.tensor([0, 20, 20, 23], dtype=torch.int32), **options)
     for result in results:
         assert (result[:, :, 23:] == UNTOUCHED).all() and (result[:, :, :23] != UNTOUCHED).all()
 
@@ -263,12 +263,12 @@ def test_more_sequences_than_are_searched_at_once() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_forward_mode_attention_launches_the_kernel_in_half_precision(dtype: torch.dtype) -> None:
     lengths, (primals, tangents) = [[13, 20], [33]], drawn(2, 2, 1, 33, 16, dtype)
-    layout = RowLayout.of(lengths, 1, CPU)
+    layout = RowLayout.from_lengths(lengths, 1, CPU)
     with torch.no_grad(), forward_ad.dual_level():
         duals = [forward_ad.make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
         output, _ = forward_mode_attention(torch.nn.Module(), *duals, None, scaling=SCALE, row_layout=layout)
         found = forward_ad.unpack_dual(output)
-    kernel = flash_tangent(*primals, tangents, ends=layout.ends, longest=33, scale=SCALE)
+    kernel = flash_tangent(*primals, tangents, cu_seqlens=layout.cu_seqlens, max_seqlen=33, scale=SCALE)
     for x, y in zip(found, kernel[:2], strict=True):
         assert torch.equal(x.transpose(1, 2), y) == (dtype == torch.bfloat16)
         torch.testing.assert_close(x.transpose(1, 2), y, rtol=0.02, atol=0.02)
@@ -276,9 +276,9 @@ def test_forward_mode_attention_launches_the_kernel_in_half_precision(dtype: tor
 
 def test_deterministic_runs_do_not_time_tiles() -> None:
     arguments, sizes = {"query": torch.zeros(1, dtype=torch.bfloat16)}, dict(DIM=128)
-    assert len(_tiles_to_try([], arguments, **sizes)) > 1
+    assert len(_select_tiles([], arguments, **sizes)) > 1
     torch.use_deterministic_algorithms(True)
     try:
-        assert len(_tiles_to_try([], arguments, **sizes)) == 1
+        assert len(_select_tiles([], arguments, **sizes)) == 1
     finally:
         torch.use_deterministic_algorithms(False)

@@ -20,7 +20,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.models import architecture_check
-from vcore_ds.models.architecture_check import advice_on_noise, check_architecture, check_estimator
+from vcore_ds.models.architecture_check import advise_on_noise, check_architecture, check_estimator
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.configuration import read_config
 from vcore_ds.train.run import train
@@ -69,9 +69,9 @@ def test_no_estimator_sends_a_user_to_one_that_is_refused_too(
 
 
 def test_advice_on_noise_names_jvp_where_there_is_one() -> None:
-    assert "utility.estimator=jvp" in advice_on_noise(DENSE)
-    assert "estimator=" not in advice_on_noise(OWN_ATTENTION)
-    assert "model.precision=fp32" in advice_on_noise(OWN_ATTENTION)
+    assert "utility.estimator=jvp" in advise_on_noise(DENSE)
+    assert "estimator=" not in advise_on_noise(OWN_ATTENTION)
+    assert "model.precision=fp32" in advise_on_noise(OWN_ATTENTION)
 
 
 # ---- the model without weights ---------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_experts_that_cannot_be_divided(tmp_path: Path, monkeypatch: pytest.Monk
     """A dense model is left to the plan of the batch, which knows it without building it."""
     divided: dict[str, Any] = dict(attention="auto", lora=None, estimator="jvp", expert=2)
     check(MIXTURE, tmp_path, **divided)
-    monkeypatch.setattr(architecture_check, "can_be_ours", lambda module: False)
+    monkeypatch.setattr(architecture_check, "can_replace_experts", lambda module: False)
     with pytest.raises(UserError, match="parallel.expert: found 2 .*own code; expected 1"):
         check(MIXTURE, tmp_path, **divided)
     check(MIXTURE, tmp_path, **{**divided, "expert": 1})

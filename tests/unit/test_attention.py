@@ -207,7 +207,7 @@ def test_all_attentions_keep_sequences_apart(
         primals, tangents = (*primals, sinks), (*tangents, d_sinks)
     seen = visible(60, sliding_window, LAYOUTS[name])
     options = dict(scaling=SCALE, sliding_window=sliding_window, softcap=softcap)
-    options["row_layout"] = RowLayout.of(LAYOUTS[name], 1, CPU)
+    options["row_layout"] = RowLayout.from_lengths(LAYOUTS[name], 1, CPU)
 
     def reference(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         return unfused(query, key, value, seen, sinks, softcap).transpose(1, 2)
@@ -250,25 +250,25 @@ def test_all_attentions_keep_sequences_apart(
 
 
 def test_rows_by_their_lengths() -> None:
-    layout = RowLayout.of([[3, 5], [8]], 1, CPU)
-    assert layout.ends.tolist() == [0, 3, 8, 16] and layout.ends.dtype == torch.int32
-    assert (layout.longest, layout.is_one_sequence_a_row) == (8, False)
+    layout = RowLayout.from_lengths([[3, 5], [8]], 1, CPU)
+    assert layout.cu_seqlens.tolist() == [0, 3, 8, 16] and layout.cu_seqlens.dtype == torch.int32
+    assert (layout.max_seqlen, layout.is_unpacked) == (8, False)
     assert list(layout.sequences()) == [
         (slice(0, 1), slice(0, 3)),
         (slice(0, 1), slice(3, 8)),
         (slice(1, 2), slice(0, 8)),
     ]
-    assert list(RowLayout.of([[8], [8]], 1, CPU).sequences()) == [(slice(None), slice(None))]
-    assert layout.in_chunks(8) is layout
-    chunks = layout.in_chunks(3)
-    assert (chunks.lengths, chunks.ends.tolist()) == ([[3, 3, 2], [3, 3, 2]], [0, 3, 6, 8, 11, 14, 16])
+    assert list(RowLayout.from_lengths([[8], [8]], 1, CPU).sequences()) == [(slice(None), slice(None))]
+    assert layout.split_into_chunks(8) is layout
+    chunks = layout.split_into_chunks(3)
+    assert (chunks.lengths, chunks.cu_seqlens.tolist()) == ([[3, 3, 2], [3, 3, 2]], [0, 3, 6, 8, 11, 14, 16])
 
 
 @pytest.mark.parametrize("attend", [training_attention, forward_mode_attention])
 def test_values_may_have_fewer_dimensions_than_keys(attend) -> None:
     (query, key, value), (d_query, d_key, d_value) = inputs(60)
     primals, tangents = (query, key, value[..., :5]), (d_query, d_key, d_value[..., :5])
-    options = dict(scaling=SCALE, row_layout=RowLayout.of(LAYOUTS["short ones"], 1, CPU))
+    options = dict(scaling=SCALE, row_layout=RowLayout.from_lengths(LAYOUTS["short ones"], 1, CPU))
     seen = visible(60, None, LAYOUTS["short ones"])
     expected = torch.func.jvp(lambda q, k, v: unfused(q, k, v, seen), primals, tangents)
     with torch.no_grad(), forward_ad.dual_level():
@@ -287,7 +287,7 @@ def test_sinks_in_single_precision(sliding_window: int | None, softcap: float | 
     primals, _ = inputs(60, dtype=torch.float32)
     leaves = [x.clone().requires_grad_() for x in (*primals, drawn_sinks(4, torch.float32)[0])]
     options = dict(scaling=SCALE, sliding_window=sliding_window, softcap=softcap)
-    options["row_layout"] = RowLayout.of(LAYOUTS["short ones"], 1, CPU)
+    options["row_layout"] = RowLayout.from_lengths(LAYOUTS["short ones"], 1, CPU)
     output, _ = training_attention(torch.nn.Module(), *leaves[:3], None, s_aux=leaves[3], **options)
     exact = [x.detach().double().requires_grad_() for x in leaves]
     seen = visible(60, sliding_window, LAYOUTS["short ones"])
@@ -302,7 +302,7 @@ def test_sinks_in_single_precision(sliding_window: int | None, softcap: float | 
 def test_sinks_around_the_kernel_of_gpus(sliding_window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins for the kernel and its backward, which have their layouts: tokens first, log-sum-exp last."""
     primals = (*inputs(60)[0], drawn_sinks(4)[0])
-    layout = RowLayout.of(LAYOUTS["short ones"], 1, CPU)
+    layout = RowLayout.from_lengths(LAYOUTS["short ones"], 1, CPU)
     seen = visible(60, sliding_window, LAYOUTS["short ones"])
 
     def scores_of(query: Tensor, key: Tensor) -> Tensor:
@@ -312,7 +312,7 @@ def test_sinks_around_the_kernel_of_gpus(sliding_window: int | None, monkeypatch
         return scores.masked_fill(~seen, -torch.inf)
 
     def forward(query, key, value, ends, _ends, longest, _longest, *, scale, window_size, **_) -> tuple[Tensor, Tensor]:
-        assert (scale, longest) == (SCALE, 58) and ends.tolist() == layout.ends.tolist()
+        assert (scale, longest) == (SCALE, 58) and ends.tolist() == layout.cu_seqlens.tolist()
         assert window_size == ((-1, 0) if sliding_window is None else (sliding_window - 1, 0))
         scores = scores_of(query, key)
         rows = value.unflatten(0, (2, 60)).transpose(1, 2).repeat_interleave(2, 1)
@@ -333,7 +333,7 @@ def test_sinks_around_the_kernel_of_gpus(sliding_window: int | None, monkeypatch
 
     monkeypatch.setattr(flash_attention, "varlen_attn", forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
-    kernel = flash_attention.CudaFlash(SCALE, sliding_window, layout.ends, layout.longest)
+    kernel = flash_attention.CudaFlash(SCALE, sliding_window, layout.cu_seqlens, layout.max_seqlen)
     weight = torch.randn(2, 4, 60, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     found = []
     for attend in (
@@ -398,7 +398,7 @@ def test_fp32_has_a_key_for_each_query_head(on_gpu) -> None:
 @pytest.mark.parametrize("takes_groups", [True, False], ids=["torch 2.13", "torch 2.11"])
 def test_grouped_heads_with_and_without_enable_gqa(takes_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins with the signatures of both; what else would be passed is a TypeError."""
-    primals, layout = inputs(60)[0], RowLayout.of(LAYOUTS["short ones"], 1, CPU)
+    primals, layout = inputs(60)[0], RowLayout.from_lengths(LAYOUTS["short ones"], 1, CPU)
 
     def attend(query, key, value, scale, window_size) -> tuple[Tensor, None]:
         assert window_size == (-1, 0) and scale == SCALE
@@ -422,7 +422,7 @@ def test_grouped_heads_with_and_without_enable_gqa(takes_groups: bool, monkeypat
     monkeypatch.setattr(flash_attention, "varlen_attn", of_2_13 if takes_groups else of_2_11)
     for module in (flash_attention, attention_module):
         monkeypatch.setattr(module, "TAKES_GROUPED_HEADS", takes_groups)
-    monkeypatch.setattr(attention_module, "_flash_serves", lambda query: True)
+    monkeypatch.setattr(attention_module, "_can_use_flash", lambda query: True)
     found = attention_module.causal_attention((*primals, None), layout, attention_module.Scoring(SCALE))
     expected = unfused(*primals, visible(60, lengths=LAYOUTS["short ones"]))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -430,7 +430,7 @@ def test_grouped_heads_with_and_without_enable_gqa(takes_groups: bool, monkeypat
 
 def test_masks_and_lost_layouts_are_refused() -> None:
     primals, _ = inputs(4)
-    layout = RowLayout.of([[4], [4]], 1, CPU)
+    layout = RowLayout.from_lengths([[4], [4]], 1, CPU)
     for attend in (training_attention, forward_mode_attention):
         for mask, extra, words in (
             (visible(4), dict(row_layout=layout), "makes an attention mask of its own"),

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from tests.helpers import tiny
 from vcore_ds.common.errors import UserError
-from vcore_ds.models.dropout import TokenDropout, token_keys, use_token_dropout
+from vcore_ds.models.dropout import TokenDropout, make_token_keys, use_token_dropout
 
 NUM_TOKENS, NUM_FEATURES = 1024, 768
 
@@ -14,7 +14,9 @@ NUM_TOKENS, NUM_FEATURES = 1024, 768
 def mask(p: float, *, seed: int = 0, number: int = 0, first: int = 0, num_tokens: int = NUM_TOKENS) -> Tensor:
     """bool `[num_tokens, F]`, what is kept of consecutive tokens of one sequence."""
     dropout = TokenDropout(p, number)
-    dropout.token_keys = token_keys(seed, torch.full((1, num_tokens), 5), torch.arange(first, first + num_tokens)[None])
+    dropout.token_keys = make_token_keys(
+        seed, torch.full((1, num_tokens), 5), torch.arange(first, first + num_tokens)[None]
+    )
     return dropout(torch.ones(1, num_tokens, NUM_FEATURES))[0] != 0
 
 
@@ -59,7 +61,7 @@ def test_a_mask_depends_on_seed_module_sequence_and_position_alone() -> None:
 
 def test_kept_values_are_scaled_and_gradients_masked() -> None:
     dropout = TokenDropout(0.2, 0)
-    dropout.token_keys = token_keys(0, torch.zeros(2, 8, dtype=torch.int64), torch.arange(8).expand(2, 8))
+    dropout.token_keys = make_token_keys(0, torch.zeros(2, 8, dtype=torch.int64), torch.arange(8).expand(2, 8))
     x = torch.randn(2, 8, 16, requires_grad=True)
     out = dropout(x)
     kept = out != 0
@@ -72,7 +74,7 @@ def test_kept_values_are_scaled_and_gradients_masked() -> None:
 def test_flattened_tokens_have_the_same_masks() -> None:
     dropout = TokenDropout(0.5, 0)
     # The columns of a rank, a part of a larger tensor.
-    dropout.token_keys = token_keys(0, torch.zeros(2, 8, dtype=torch.int64), torch.arange(8).expand(2, 8))[:, 2:6]
+    dropout.token_keys = make_token_keys(0, torch.zeros(2, 8, dtype=torch.int64), torch.arange(8).expand(2, 8))[:, 2:6]
     x = torch.randn(2, 4, 16)
     assert torch.equal(dropout(x.flatten(0, 1)), dropout(x).flatten(0, 1))
     with pytest.raises(UserError, match=r"found a dropout on \[2, 3, 4, 4\]"):

@@ -12,8 +12,8 @@ from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from vcore_ds.models.dual_numbers import make_dual
-from vcore_ds.models.experts import OUR_EXPERTS, grouped_product
+from vcore_ds.models.dual_tensors import make_dual
+from vcore_ds.models.experts import OUR_EXPERTS, grouped_matmul
 from vcore_ds.utility.fused_forward import TangentsBesideGraph
 
 SIZES = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
@@ -100,7 +100,7 @@ def test_product_keeps_the_parameter_and_no_view_of_it() -> None:
     data, kept by the graph, would keep the whole layer's memory until then."""
     weight = nn.Parameter(torch.randn(3, 5, 4))
     x = torch.randn(6, 4, requires_grad=True)
-    product = grouped_product(x, weight, None, torch.tensor([2, 2, 6], dtype=torch.int32))
+    product = grouped_matmul(x, weight, None, torch.tensor([2, 2, 6], dtype=torch.int32))
     weight.data = torch.ones(3, 5, 4)
     (gradient,) = torch.autograd.grad(product.sum(), x)
     assert torch.equal(gradient, torch.full_like(gradient, 5.0))

@@ -20,7 +20,7 @@ from vcore_ds.config.sections import LoraConfig
 from vcore_ds.models.experts import OUR_EXPERTS
 from vcore_ds.models.lora import add_lora, add_trained_adapter
 from vcore_ds.models.model_folder import describe
-from vcore_ds.models.stored_weights import FolderWeights, described_weights
+from vcore_ds.models.stored_weights import FolderWeights, describe_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 
@@ -85,7 +85,7 @@ def test_of_quantized_files_the_names_are_those_of_save_pretrained(bases, tmp_pa
     config = read_config(base) | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes())
-    folder = FolderWeights(str(tmp_path), described_weights(str(tmp_path), torch.bfloat16))
+    folder = FolderWeights(str(tmp_path), describe_weights(str(tmp_path), torch.bfloat16))
     assert not folder.is_whole and not folder.copied
     assert folder.stored.keys() == {name for name in stored(base) if "layers.2." not in name}
 

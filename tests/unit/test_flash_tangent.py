@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vcore_ds.models.attention import _kernel_serves
+from vcore_ds.models.attention import _can_use_triton
 
 CASES = Path(__file__).with_name("flash_tangent_cases.py")
 REPOSITORY = CASES.parents[2]
@@ -64,10 +64,10 @@ def test_first_tiles_keep_the_tensor_cores_busy(tmp_path: Path) -> None:
 NO_COMPILER = """
 from triton.backends import backends
 from vcore_ds.common.errors import UserError
-from vcore_ds.models.flash_tangent import _find_driver
+from vcore_ds.models.flash_tangent import _check_driver
 backends["nvidia"].driver.is_active = staticmethod(lambda: True)
 try:
-    _find_driver()
+    _check_driver()
 except UserError as error:
     print(error)
 """
@@ -85,7 +85,7 @@ import torch
 from vcore_ds.models.attention import RowLayout
 from vcore_ds.models.attention import forward_mode_attention
 query = torch.randn(1, 2, 9, 16, dtype=torch.bfloat16)
-layout = RowLayout.of([[4, 5]], 1, query.device)
+layout = RowLayout.from_lengths([[4, 5]], 1, query.device)
 print(*forward_mode_attention(torch.nn.Module(), query, query, query, None, row_layout=layout)[0].shape)
 """
 
@@ -96,7 +96,7 @@ def test_without_triton_attention_runs_in_blocks() -> None:
 
 def test_the_kernel_serves_half_precision_up_to_its_head_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
     def served(dtype: torch.dtype, head_dim: int) -> bool:
-        return _kernel_serves(torch.empty(1, 2, 3, head_dim, dtype=dtype))
+        return _can_use_triton(torch.empty(1, 2, 3, head_dim, dtype=dtype))
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not served(torch.bfloat16, 64)  # on a CPU

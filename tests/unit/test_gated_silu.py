@@ -5,7 +5,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.nn.functional import silu
 
-from vcore_ds.models.dual_numbers import make_dual
+from vcore_ds.models.dual_tensors import make_dual
 from vcore_ds.models.megatron.decoder import gated_silu
 
 

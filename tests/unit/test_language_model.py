@@ -23,7 +23,7 @@ from vcore_ds.models.causal_lm import (
     decoder,
     freeze_towers,
     is_vision_language,
-    logit_transform,
+    read_logit_transform,
     unpadded_vocabulary,
 )
 from vcore_ds.models.configuration import VISION_LANGUAGE
@@ -109,7 +109,7 @@ def relative_error_of_losses(model: PreTrainedModel) -> float:
     """Of the token loss against the cross-entropy of the model's own logits."""
     ids = torch.randint(3, 80, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     targets = torch.cat([ids[:, 1:], torch.full((2, 1), IGNORED_LABEL)], 1)
-    layout = RowLayout.of([[TOKENS]] * 2, 1, torch.device("cpu"))
+    layout = RowLayout.from_lengths([[TOKENS]] * 2, 1, torch.device("cpu"))
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
         expected = cross_entropy(logits[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten(), reduction="none")
@@ -123,9 +123,9 @@ def relative_error_of_losses(model: PreTrainedModel) -> float:
 @pytest.mark.parametrize("model_type", TRANSFORMED)
 def test_losses_are_those_of_the_models_own_logits(model_type: str) -> None:
     config = text_config(model_type, **TRANSFORMED[model_type])
-    assert logit_transform(config) != PLAIN
+    assert read_logit_transform(config) != PLAIN
     error = relative_error_of_losses(make(config))
-    print(f"{model_type}: {logit_transform(config)}, relative error {error:.1e}")
+    print(f"{model_type}: {read_logit_transform(config)}, relative error {error:.1e}")
     assert error < 1e-12
 
 

@@ -20,7 +20,7 @@ from tests.helpers.step_runs import relative_error
 from vcore_ds.common.errors import UserError
 from vcore_ds.config import sections as recipes
 from vcore_ds.models.lora import add_lora
-from vcore_ds.models.lora_linear import BaseLinear, LoraLinear, add_before_rounding
+from vcore_ds.models.lora_linear import BaseLinear, LoraLinear, round_adapters_once
 
 NUM_TOKENS, IN, OUT, RANK = 256, 64, 192, 4
 SCALING = 3.0
@@ -38,7 +38,7 @@ def adapted(
     torch.manual_seed(0)
     config = LoraConfig(r=RANK, lora_alpha=SCALING * RANK, lora_dropout=rate, target_modules=["0"])
     model = get_peft_model(nn.Sequential(nn.Linear(IN, OUT, bias=bias)).to(dtype), config)
-    add_before_rounding(model)
+    round_adapters_once(model)
     layer = model.base_model.model[0]
     nn.init.normal_(layer.lora_B["default"].weight, std=2e-4)
     layer.lora_A.to(adapters), layer.lora_B.to(adapters)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.helpers import tiny
-from vcore_ds.models.megatron.configuration import pieces, put_together, runs
+from vcore_ds.models.megatron.configuration import copy_to_weight, pieces, runs
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def test_the_parts_of_all_ranks_are_the_model(model, size):
     found = {name: torch.full_like(weight, torch.nan) for name, weight in weights.items()}
     for rank, of_rank in enumerate(of_ranks):
         for name, piece in pieces(model.config, rank=rank, size=size).items():
-            put_together(found, of_rank[name], piece)
+            copy_to_weight(found, of_rank[name], piece)
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
     assert sum(t.numel() for of_rank in of_ranks for t in of_rank.values()) == sum(
         weight.numel() * (size if "norm" in name else 1) for name, weight in weights.items()

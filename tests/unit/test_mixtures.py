@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from vcore_ds.models.configuration import model_shape
+from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.known_models import KNOWN_MODELS, MIXTURES
 from vcore_ds.planning.memory import MemorySettings, active_parameters, memory_of, parameter_counts
 from vcore_ds.planning.model_shape import QWEN3_32B, Experts, experts_of, is_mixture, shape_of_config, shape_on_disk
@@ -84,7 +84,7 @@ def test_both_ways_of_reading_agree(name: str, tmp_path: Path) -> None:
     CONFIG_MAPPING[config["model_type"]](**{k: v for k, v in config.items() if k != "model_type"}).save_pretrained(
         tmp_path
     )
-    from_transformers, from_json = model_shape(str(tmp_path)), shape_on_disk(str(tmp_path))
+    from_transformers, from_json = read_model_shape(str(tmp_path)), shape_on_disk(str(tmp_path))
     assert from_json is not None
     assert replace(from_transformers, no_sequence_parallelism=None) == replace(from_json, no_sequence_parallelism=None)
     assert replace(from_json, no_sequence_parallelism=None, unpackable=None) == replace(

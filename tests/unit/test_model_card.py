@@ -10,7 +10,7 @@ from tests.helpers.fake_hub import card_problems
 from tests.helpers.report_runs import step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
-from vcore_ds.models.base_model import BaseModel, base_model_of
+from vcore_ds.models.model_identity import BaseModel, identify_base_model
 from vcore_ds.train.evaluation_folder import Evaluation, TaskResult, write_evaluation
 from vcore_ds.train.model_card import CardRequest, model_card
 from vcore_ds.train.run_reader import read_recipe_of
@@ -134,15 +134,15 @@ def test_what_is_known_of_a_base_model(path: str, name: str, hub_id: str | None,
     card = "---\nbase_model: Qwen/Qwen3-8B\nlicense: apache-2.0\ntags: [{tag}]\n---\n"
     (tmp_path / "result" / "README.md").write_text(card.format(tag="vcore_ds"))
     (tmp_path / "foreign" / "README.md").write_text(card.format(tag="theirs"))  # names an ancestor, not itself
-    found = base_model_of(path.format(folder=tmp_path))
+    found = identify_base_model(path.format(folder=tmp_path))
     assert (found.name, found.hub_id) == (name, hub_id)
     assert found.license == ({"license": "apache-2.0"} if path.endswith(("result", "foreign")) else {})
-    assert base_model_of(path.format(folder=tmp_path), hub_id="me/mine").hub_id == "me/mine"
+    assert identify_base_model(path.format(folder=tmp_path), hub_id="me/mine").hub_id == "me/mine"
 
 
 def test_a_damaged_card_of_the_base_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("---\nlicense: [\n---\n")
-    assert base_model_of(str(tmp_path)).license == {}
+    assert identify_base_model(str(tmp_path)).license == {}
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tests.helpers import tiny
 from tests.helpers.setups import write_model
 from vcore_ds.common.errors import UserError
-from vcore_ds.models import model_digest
+from vcore_ds.models import model_identity
 from vcore_ds.models.loading import load_causal_lm
-from vcore_ds.models.model_digest import RULE, digest_of_model
+from vcore_ds.models.model_identity import RULE, compute_model_digest
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ FORMATS = ("single", "parts", "bin", "bin_parts")
 @pytest.fixture(params=[True, False], ids=["whole", "sampled"])
 def reads_all(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if not request.param:
-        monkeypatch.setattr(model_digest, "_WHOLE_BYTES", 0)
+        monkeypatch.setattr(model_identity, "_WHOLE_BYTES", 0)
     return request.param
 
 
@@ -60,8 +60,8 @@ def change_tensor(file: Path, number: int) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_tensor_is_in_the_digest(models: Path, tmp_path: Path, name: str, reads_all: bool) -> None:
-    first = digest_of_model(str(models / name))
-    assert first.startswith(RULE) and first == digest_of_model(str(models / name))
+    first = compute_model_digest(str(models / name))
+    assert first.startswith(RULE) and first == compute_model_digest(str(models / name))
     files = sorted(path for path in (models / name).iterdir() if path.suffix in (".safetensors", ".bin"))
     seen = {first}
     for file in files:
@@ -71,7 +71,7 @@ def test_every_tensor_is_in_the_digest(models: Path, tmp_path: Path, name: str, 
             shutil.copytree(models / name, copy)
             change_tensor(copy / file.name, number)
             assert (copy / file.name).stat().st_size == file.stat().st_size
-            seen.add(digest_of_model(str(copy)))
+            seen.add(compute_model_digest(str(copy)))
             shutil.rmtree(copy)
     assert len(seen) == 1 + len(load_file(models / "single" / "model.safetensors"))
 
@@ -101,9 +101,9 @@ def write_json(path: Path, **changes: object) -> None:
 def test_what_else_makes_another_model(models: Path, tmp_path: Path, case: str) -> None:
     name, change = CHANGES[case]
     shutil.copytree(models / name, tmp_path / "copy")
-    assert digest_of_model(str(tmp_path / "copy")) == digest_of_model(str(models / name))
+    assert compute_model_digest(str(tmp_path / "copy")) == compute_model_digest(str(models / name))
     change(tmp_path / "copy")
-    assert digest_of_model(str(tmp_path / "copy")) != digest_of_model(str(models / name))
+    assert compute_model_digest(str(tmp_path / "copy")) != compute_model_digest(str(models / name))
 
 
 def test_files_that_are_not_loaded_are_not_in_the_digest(models: Path, tmp_path: Path) -> None:
@@ -111,18 +111,18 @@ def test_files_that_are_not_loaded_are_not_in_the_digest(models: Path, tmp_path:
     shutil.copytree(models / "parts", tmp_path / "copy")
     for file in ("consolidated.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json"):
         (tmp_path / "copy" / file).write_text("{}")
-    assert digest_of_model(str(tmp_path / "copy")) == digest_of_model(str(models / "parts"))
+    assert compute_model_digest(str(tmp_path / "copy")) == compute_model_digest(str(models / "parts"))
 
 
 def test_weights_that_the_configuration_names_are_those_in_the_digest(models: Path, tmp_path: Path) -> None:
     shutil.copytree(models / "single", tmp_path / "copy")
     shutil.copy(tmp_path / "copy" / "model.safetensors", tmp_path / "copy" / "other.safetensors")
     write_json(tmp_path / "copy" / "config.json", transformers_weights="other.safetensors")
-    before = digest_of_model(str(tmp_path / "copy"))
+    before = compute_model_digest(str(tmp_path / "copy"))
     flip_region(tmp_path / "copy" / "model.safetensors")
-    assert digest_of_model(str(tmp_path / "copy")) == before
+    assert compute_model_digest(str(tmp_path / "copy")) == before
     flip_region(tmp_path / "copy" / "other.safetensors")
-    assert digest_of_model(str(tmp_path / "copy")) != before
+    assert compute_model_digest(str(tmp_path / "copy")) != before
 
 
 def test_weights_that_are_not_all_here_have_no_digest(models: Path, tmp_path: Path) -> None:
@@ -132,22 +132,22 @@ def test_weights_that_are_not_all_here_have_no_digest(models: Path, tmp_path: Pa
     with pytest.raises(
         UserError, match=r"copy: found no pytorch_model-00002-of-00002.bin, which pytorch_model.bin.ind"
     ):
-        digest_of_model(str(tmp_path / "copy"))
+        compute_model_digest(str(tmp_path / "copy"))
     (tmp_path / "copy" / "pytorch_model.bin.index.json").write_text("[]")
     with pytest.raises(UserError, match="found no weight_map of names to files"):
-        digest_of_model(str(tmp_path / "copy"))
+        compute_model_digest(str(tmp_path / "copy"))
     (tmp_path / "copy" / "pytorch_model.bin.index.json").unlink()
     with pytest.raises(
         UserError, match="found no model.safetensors or pytorch_model.bin in .*download the model first"
     ):
-        digest_of_model(str(tmp_path / "copy"))
+        compute_model_digest(str(tmp_path / "copy"))
 
 
 def test_a_tensor_larger_than_a_step_is_sampled_along_its_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of experts that are fused: one of them may differ, in the middle of a tensor."""
-    monkeypatch.setattr(model_digest, "_WHOLE_BYTES", 0)
+    monkeypatch.setattr(model_identity, "_WHOLE_BYTES", 0)
     (tmp_path / "config.json").write_text("{}")
     writers = {"model.safetensors": save_file, "pytorch_model.bin": torch.save}
     experts = torch.zeros(3, 1280, 1024)  # 5 MiB each
@@ -158,7 +158,7 @@ def test_a_tensor_larger_than_a_step_is_sampled_along_its_length(
             tensor[changed] += 1
         for name, write in writers.items():
             write({"small": torch.ones(2), "experts": tensor}, tmp_path / name)
-            digests.add(digest_of_model(str(tmp_path)))
+            digests.add(compute_model_digest(str(tmp_path)))
             (tmp_path / name).unlink()
     assert len(digests) == 8
 
@@ -166,6 +166,6 @@ def test_a_tensor_larger_than_a_step_is_sampled_along_its_length(
 def test_a_file_that_is_no_safetensors_file_is_left_to_whoever_loads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_digest, "_WHOLE_BYTES", 0)
+    monkeypatch.setattr(model_identity, "_WHOLE_BYTES", 0)
     (tmp_path / "model.safetensors").write_bytes(b"not one")
-    assert digest_of_model(str(tmp_path)).startswith(RULE)
+    assert compute_model_digest(str(tmp_path)).startswith(RULE)

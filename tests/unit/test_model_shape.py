@@ -24,7 +24,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from vcore_ds.models.configuration import model_shape
+from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.model_shape import QWEN3_32B, shape_on_disk
 
 SIZES = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, intermediate_size=192, num_hidden_layers=3)
@@ -44,8 +44,8 @@ def test_the_length_at_which_attention_costs_as_much(tmp_path: Path) -> None:
     sizes = dict(hidden_size=5120, num_attention_heads=64, num_key_value_heads=8, head_dim=128, intermediate_size=25600)
     Qwen3Config(num_hidden_layers=64, **sizes).save_pretrained(tmp_path)
     per_layer = 5120 * 8192 * 2 + 5120 * 1024 * 2 + 3 * 5120 * 25600  # q and o, k and v, the MLP
-    assert model_shape(str(tmp_path)).attention_length == pytest.approx(per_layer / 8192)
-    assert model_shape(str(tmp_path)) == shape_on_disk(str(tmp_path)) == QWEN3_32B
+    assert read_model_shape(str(tmp_path)).attention_length == pytest.approx(per_layer / 8192)
+    assert read_model_shape(str(tmp_path)) == shape_on_disk(str(tmp_path)) == QWEN3_32B
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_length_at_which_attention_costs_as_much(tmp_path: Path) -> None:
 )
 def test_both_ways_of_reading_agree(config: PretrainedConfig, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
-    assert shape_on_disk(str(tmp_path)) == model_shape(str(tmp_path))
+    assert shape_on_disk(str(tmp_path)) == read_model_shape(str(tmp_path))
 
 
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128)
@@ -93,7 +93,7 @@ def test_rows_that_cannot_be_shared_or_packed(
     config: PretrainedConfig, no_sequence_parallelism: str | None, unpackable: str | None, tmp_path: Path
 ) -> None:
     config.save_pretrained(tmp_path)
-    shape = model_shape(str(tmp_path))
+    shape = read_model_shape(str(tmp_path))
     for found, expected in ((shape.no_sequence_parallelism, no_sequence_parallelism), (shape.unpackable, unpackable)):
         assert found == expected if expected is None else found is not None and found.startswith(expected)
 
@@ -118,7 +118,7 @@ def test_a_rotary_embedding_that_depends_on_the_largest_position(tmp_path: Path)
         (dynamic, "dynamic", 512),
     ):
         config.save_pretrained(tmp_path / rope)
-        shape = model_shape(str(tmp_path / rope))
+        shape = read_model_shape(str(tmp_path / rope))
         assert (shape.rope, shape.rope_limit) == (rope, limit) and shape == shape_on_disk(str(tmp_path / rope))
         assert shape.for_sequences_of(limit) == shape and shape.unpackable is None
         long = shape.for_sequences_of(limit + 1)
@@ -126,7 +126,7 @@ def test_a_rotary_embedding_that_depends_on_the_largest_position(tmp_path: Path)
         assert long.no_sequence_parallelism == long.unpackable
     linear = LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
     linear.save_pretrained(tmp_path)
-    assert model_shape(str(tmp_path)).rope_limit is None
+    assert read_model_shape(str(tmp_path)).rope_limit is None
 
 
 def test_a_language_model_within_another(tmp_path: Path) -> None:

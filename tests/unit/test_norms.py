@@ -8,7 +8,7 @@ import torch.autograd.forward_ad as forward_ad
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.models.dual_numbers import make_dual
+from vcore_ds.models.dual_tensors import make_dual
 from vcore_ds.models.megatron import decoder as norms
 from vcore_ds.models.megatron.decoder import RMSNorm, rms_norm, rms_norm_tangent
 

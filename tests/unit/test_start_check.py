@@ -27,7 +27,7 @@ from vcore_ds.models import causal_lm
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import can_replace_attention, read_config
-from vcore_ds.models.dropout import TokenDropout, token_keys
+from vcore_ds.models.dropout import TokenDropout, make_token_keys
 from vcore_ds.models.loading import refuse_failing_code, training_config
 from vcore_ds.models.token_loss import LogitTransform
 from vcore_ds.train.start_checks import compare_losses, cross_entropy
@@ -97,7 +97,7 @@ def failures(model: TokenLossModel, *, is_packed: bool = True) -> set[str]:
     def forward(batch: Batch, **options: bool) -> Tensor:
         for module in model.modules():
             if isinstance(module, TokenDropout):
-                module.token_keys = token_keys(0, batch.token_sequence_ids(), batch.position_ids())
+                module.token_keys = make_token_keys(0, batch.token_sequence_ids(), batch.position_ids())
         return model(*tiny.inputs(batch), **options)
 
     engine = SimpleNamespace(
@@ -181,7 +181,7 @@ def test_logits_that_the_architecture_changes_are_found(
     knows both, and is compared as if it did not."""
     own = dict(scale=scale, attention="eager")  # Inkling's adds a bias that ours does not
     assert failures(make(architecture, **own), is_packed=False) == set()
-    monkeypatch.setattr(causal_lm, "logit_transform", lambda config: LogitTransform())
+    monkeypatch.setattr(causal_lm, "read_logit_transform", lambda config: LogitTransform())
     assert failures(make(architecture, **own), is_packed=False) == {LOGITS}
 
 

@@ -14,7 +14,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vcore_ds.models.token_loss import PLAIN, LogitTransform, VocabularyPart, token_entropy, token_loss
+from vcore_ds.models.token_loss import PLAIN, LogitTransform, VocabularyShard, token_entropy, token_loss
 
 module = importlib.import_module("vcore_ds.models.token_loss")
 
@@ -29,12 +29,12 @@ class Ranks:
         self._slots: list[Tensor] = [torch.empty(0)] * num_ranks
         self._barrier = threading.Barrier(num_ranks, timeout=60)
 
-    def run(self, work: Callable[[int, VocabularyPart], object]) -> list:
+    def run(self, work: Callable[[int, VocabularyShard], object]) -> list:
         rows = -(-VOCABULARY // self.num_ranks)
 
         def of_rank(rank: int) -> object:
             first = rank * rows
-            part = VocabularyPart(first, min(rows, VOCABULARY - first), lambda own: self._gather(rank, own))
+            part = VocabularyShard(first, min(rows, VOCABULARY - first), lambda own: self._gather(rank, own))
             return work(rank, part)
 
         with ThreadPoolExecutor(self.num_ranks) as pool:
@@ -83,7 +83,7 @@ def test_losses_and_gradients(num_ranks: int, transform: LogitTransform) -> None
     expected = token_loss(expected_hidden, expected_weight, targets, transform=transform)
     expected.backward(upstream)
 
-    def work(rank: int, part: VocabularyPart) -> tuple[Tensor, Tensor, Tensor]:
+    def work(rank: int, part: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
         own_hidden = hidden.clone().requires_grad_()
         own_weight = rows_of(weight, rank, num_ranks).requires_grad_()
         losses = token_loss(own_hidden, own_weight, targets, transform=transform, part=part)
@@ -114,7 +114,7 @@ def test_tangents(num_ranks: int, moving: str, transform: LogitTransform) -> Non
             for x, d_x, moves in zip(values, tangents, is_moving, strict=True)
         ]
 
-    def work(rank: int, part: VocabularyPart) -> tuple[Tensor, Tensor]:
+    def work(rank: int, part: VocabularyShard) -> tuple[Tensor, Tensor]:
         tangents = d_hidden, rows_of(d_weight, rank, num_ranks)
         values = hidden.clone(), rows_of(weight, rank, num_ranks)
         losses = token_loss(*dual(values, tangents), targets, transform=transform, part=part)

@@ -105,7 +105,7 @@ class Scores:
     model: str
     """model.path: the base model, or what the run of the checkpoints began with."""
     model_digest: str
-    """`digest_of_model` of it."""
+    """`compute_model_digest` of it."""
     checkpoints: list[ScoredCheckpoint]
     """Empty where the base model itself was scored with."""
     direction: Literal["sgd", "adam"]

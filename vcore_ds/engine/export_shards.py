@@ -25,8 +25,8 @@ from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models import model_folder
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import read_config
-from vcore_ds.models.lora import empty_adapted
-from vcore_ds.models.stored_weights import FolderWeights, described_weights
+from vcore_ds.models.lora import build_empty_adapted_model
+from vcore_ds.models.stored_weights import FolderWeights, describe_weights
 
 if TYPE_CHECKING:
     from vcore_ds.models.megatron.model import ParallelTokenLossModel
@@ -138,8 +138,8 @@ def _described_parallel(
     """The adapted model, for names and configuration, if there are adapters; and what `_described` gives, of them or
     of all weights."""
     if parallel.lora is None:
-        return None, described_weights(path, dtype)
-    model = empty_adapted(path, read_config(path), parallel.lora)
+        return None, describe_weights(path, dtype)
+    model = build_empty_adapted_model(path, read_config(path), parallel.lora)
     return model, {name: p.to(dtype) for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -23,8 +23,8 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.deepspeed_start import TensorAxis, start_deepspeed
 from vcore_ds.engine.flat_shards import EXPERT_FAMILY, PartitionedParameter, as_partitioned
 from vcore_ds.engine.loading import find_on_all_ranks, read_shards, shard_of, without_broadcast
-from vcore_ds.models.experts import are_ours, mark_divided
-from vcore_ds.models.megatron.configuration import pieces, put_together, runs
+from vcore_ds.models.experts import mark_sharded, uses_our_experts
+from vcore_ds.models.megatron.configuration import copy_to_weight, pieces, runs
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
 from vcore_ds.models.safetensors_ranges import Wanted
 from vcore_ds.models.stored_weights import StoredWeights
@@ -122,7 +122,7 @@ def gathered_parallel(
             for name, parameter in parameters:
                 of_all = layout.all_gather("tensor", parameter.detach())
                 for pieces_of_rank, of_rank in zip(of_ranks, of_all, strict=True):
-                    put_together(mine, of_rank, pieces_of_rank[name])
+                    copy_to_weight(mine, of_rank, pieces_of_rank[name])
         for name in sorted(names, key=order.__getitem__):
             yield name, mine.pop(name, None)
 
@@ -156,7 +156,7 @@ def divide_experts(model: nn.Module) -> None:
         return
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
         raise _refused("with adapters on experts", "1, or lora.target_modules without experts")
-    found = [module for module in model.modules() if are_ours(module)]
+    found = [module for module in model.modules() if uses_our_experts(module)]
     if not found:
         raise _refused("on a model without experts that transformers computes by its interface for experts", "1")
     groups._EXPERT_PARALLEL_GROUP[_NAME] = layout.group("expert")
@@ -167,7 +167,7 @@ def divide_experts(model: nn.Module) -> None:
             raise _refused(f"on a model with {num_experts} experts a layer", f"a divisor of {num_experts}")
         for name, parameter in list(experts.named_parameters(recurse=False)):
             setattr(experts, name, _own_block(as_partitioned(parameter), num_experts // num_ranks))
-        mark_divided(experts)
+        mark_sharded(experts)
 
 
 def _refused(found: str, expected: str) -> UserError:

@@ -34,9 +34,9 @@ from vcore_ds.engine.flat_shards import (
 from vcore_ds.method.objective import GlobalCounts
 from vcore_ds.models.attention import RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.dropout import TokenDropout, token_keys
-from vcore_ds.models.experts import are_ours, mark_padding
-from vcore_ds.models.sequence_exchange import gather_losses, own_columns
+from vcore_ds.models.dropout import TokenDropout, make_token_keys
+from vcore_ds.models.experts import mark_padding, uses_our_experts
+from vcore_ds.models.sequence_exchange import gather_losses, take_local_columns
 
 # Errors for losses and gradients that are inf or nan, raised before an update and on all ranks alike.
 
@@ -162,7 +162,7 @@ class Engine:
         self._num_backwards_left = 0
         self._dropouts = [m for m in model.modules() if isinstance(m, TokenDropout)]
         self._dropout_seed = 0
-        self._experts = [m for m in model.modules() if are_ours(m)]
+        self._experts = [m for m in model.modules() if uses_our_experts(m)]
 
     # ---- passes over the model -------------------------------------------------------------------------------------
 
@@ -193,19 +193,19 @@ class Engine:
         """What the model gives for this rank's columns."""
         k, positions = batch.sequence_parallel, batch.position_ids()
         if self._dropouts and self._dropouts[0].training:
-            keys = token_keys(self._dropout_seed, batch.token_sequence_ids(), positions)
-            own_keys = to_device(own_columns(keys, k), self.device)
+            keys = make_token_keys(self._dropout_seed, batch.token_sequence_ids(), positions)
+            own_keys = to_device(take_local_columns(keys, k), self.device)
             for dropout in self._dropouts:
                 # Kept until the next forward: layers that are recomputed in the backward draw their masks again.
                 dropout.token_keys = own_keys
         if self._experts:
-            mark_padding(self._experts, to_device(own_columns(batch.is_token(), k), self.device))
+            mark_padding(self._experts, to_device(take_local_columns(batch.is_token(), k), self.device))
         with self._saved_parameters.as_references():
             return self.deepspeed(
-                input_ids=to_device(own_columns(batch.input_ids, k), self.device),
-                targets=own_columns(batch.targets(), k),
-                position_ids=to_device(own_columns(positions, k), self.device),
-                row_layout=RowLayout.of(batch.sequence_lengths(), k, self.device),
+                input_ids=to_device(take_local_columns(batch.input_ids, k), self.device),
+                targets=take_local_columns(batch.targets(), k),
+                position_ids=to_device(take_local_columns(positions, k), self.device),
+                row_layout=RowLayout.from_lengths(batch.sequence_lengths(), k, self.device),
                 **options,
             )
 

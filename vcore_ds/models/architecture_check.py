@@ -16,10 +16,10 @@ from vcore_ds.config.sections import LoraConfig
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel, freeze_towers
 from vcore_ds.models.configuration import can_replace_attention, causal_lm_class, read_config
-from vcore_ds.models.experts import can_be_ours
+from vcore_ds.models.experts import can_replace_experts
 from vcore_ds.models.loading import attention_name
 from vcore_ds.models.lora import add_lora
-from vcore_ds.models.model_folder import empty_model
+from vcore_ds.models.model_folder import build_empty_model
 from vcore_ds.planning.memory import ParameterCounts
 from vcore_ds.planning.model_shape import differences_refused, is_mixture
 
@@ -50,9 +50,9 @@ def check_architecture(
     if estimator is not None:
         check_estimator(path, config, estimator)
     name = attention_name(config, attention)
-    base = empty_model(path, config, attention=name)
+    base = build_empty_model(path, config, attention=name)
     # Of a dense model, and of experts that the degree does not divide, the plan of the batch says it.
-    if expert > 1 and _has_routing(config) and not any(can_be_ours(module) for module in base.modules()):
+    if expert > 1 and _has_routing(config) and not any(can_replace_experts(module) for module in base.modules()):
         raise UserError(
             f"parallel.expert: found {expert} together with model.path {path} ({causal_lm_class(config).__name__}), "
             "whose experts are the architecture's own code; expected 1: only experts that transformers computes "
@@ -72,11 +72,11 @@ def check_estimator(path: str, config: PretrainedConfig, estimator: Estimator) -
         return
     raise UserError(
         f"utility.estimator: found {estimator} together with model.path {path} ({causal_lm_class(config).__name__}), "
-        f"whose attention cannot be replaced by one with a forward-mode derivative{instead_of_forward_mode(config)}"
+        f"whose attention cannot be replaced by one with a forward-mode derivative{suggest_alternative_to_jvp(config)}"
     )
 
 
-def instead_of_forward_mode(config: PretrainedConfig) -> str:
+def suggest_alternative_to_jvp(config: PretrainedConfig) -> str:
     """The end of a message that refuses `jvp` for this architecture: what serves instead."""
     if _has_routing(config):
         return (
@@ -90,7 +90,7 @@ def _has_routing(config: PretrainedConfig) -> bool:
     return is_mixture(config.get_text_config().to_dict())
 
 
-def advice_on_noise(config: PretrainedConfig) -> str:
+def advise_on_noise(config: PretrainedConfig) -> str:
     """What to use where the noise of a finite difference is too large."""
     if can_replace_attention(config):
         return "Use utility.estimator=jvp, which has no epsilon and is right in this precision."
@@ -107,7 +107,7 @@ def _call_decoder(path: str, model: TokenLossModel) -> None:
     model.eval()
     row = torch.zeros(1, 2, dtype=torch.long, device="meta")
     is_ours = model.base.config.get_text_config()._attn_implementation == TRAINING_ATTENTION
-    options = {"row_layout": RowLayout.of([[2]], 1, row.device)} if is_ours else {}
+    options = {"row_layout": RowLayout.from_lengths([[2]], 1, row.device)} if is_ours else {}
     try:
         model.decoder(input_ids=row, position_ids=row, use_cache=False, **options)
     except UserError:
@@ -134,7 +134,7 @@ def count_parameters(path: str, lora: LoraConfig | None, tensor: int = 1) -> Par
     """
     try:
         config = read_config(path)
-        model = empty_model(path, config)
+        model = build_empty_model(path, config)
         weights = dict(model.named_parameters())
         freeze_towers(model)
         if lora is not None:

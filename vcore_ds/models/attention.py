@@ -32,8 +32,8 @@ from vcore_ds.models.attention_kernels import (
     flash_attention,
 )
 from vcore_ds.models.block_attention import block_attention, block_attention_tangent
-from vcore_ds.models.dual_numbers import make_dual
-from vcore_ds.models.sequence_exchange import own_heads, to_heads, to_tokens, values_and_tangents
+from vcore_ds.models.dual_tensors import make_dual
+from vcore_ds.models.sequence_exchange import exchange_with_tangents, heads_to_tokens, take_local_heads, tokens_to_heads
 
 # Which sequences a batch's rows hold, as attention and other functions of a layer need to know it.
 
@@ -46,37 +46,39 @@ class RowLayout:
     """Tokens of the sequences in each row, in order; T together. Padding counts as a sequence."""
     sequence_parallel: int
     """Sequence-parallel degree: each rank of a group has `t = T / sequence_parallel` columns of its rows."""
-    ends: Tensor
+    cu_seqlens: Tensor
     """int32 `[num_sequences + 1]`, on the device: 0, and where each sequence ends in the rows put end to end."""
 
     @classmethod
-    def of(cls, lengths: Sequence[Sequence[int]], sequence_parallel: int, device: torch.device) -> "RowLayout":
+    def from_lengths(
+        cls, lengths: Sequence[Sequence[int]], sequence_parallel: int, device: torch.device
+    ) -> "RowLayout":
         """The layout with its tensor, made on the host: no layer waits for the device to learn it."""
         flat = torch.tensor([0, *(n for row in lengths for n in row)], dtype=torch.int32)
         return cls(lengths, sequence_parallel, to_device(flat.cumsum(0, dtype=torch.int32), device))
 
     @property
-    def longest(self) -> int:
+    def max_seqlen(self) -> int:
         """Tokens of the longest sequence."""
         return max(n for row in self.lengths for n in row)
 
     @property
-    def is_one_sequence_a_row(self) -> bool:
+    def is_unpacked(self) -> bool:
         """Whether no row is packed."""
         return all(len(row) == 1 for row in self.lengths)
 
-    def in_chunks(self, num_tokens: int) -> "RowLayout":
+    def split_into_chunks(self, num_tokens: int) -> "RowLayout":
         """That of the sequences cut into chunks of so many tokens, none of which sees another (Llama 4)."""
-        if self.longest <= num_tokens:
+        if self.max_seqlen <= num_tokens:
             return self
         lengths = [
             [min(num_tokens, n - start) for n in row for start in range(0, n, num_tokens)] for row in self.lengths
         ]
-        return RowLayout.of(lengths, self.sequence_parallel, self.ends.device)
+        return RowLayout.from_lengths(lengths, self.sequence_parallel, self.cu_seqlens.device)
 
     def sequences(self) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of what can be computed together: all rows where each is one sequence, else a sequence."""
-        if self.is_one_sequence_a_row:
+        if self.is_unpacked:
             yield slice(None), slice(None)
             return
         for row, lengths in enumerate(self.lengths):
@@ -171,17 +173,17 @@ def hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]
         (*primals, sinks), (*tangents, d_sinks) = zip(*parts, strict=True)
 
         def exchange(tensors: Sequence[Tensor]) -> list[Tensor]:
-            return to_heads([_filled_up(x, query.shape[-1]) for x in tensors], k)
+            return tokens_to_heads([_filled_up(x, query.shape[-1]) for x in tensors], k)
 
-        primals, tangents = values_and_tangents(exchange, primals, tangents)
-        sinks, d_sinks = (None if x is None else own_heads(x, k) for x in (sinks, d_sinks))
+        primals, tangents = exchange_with_tangents(exchange, primals, tangents)
+        sinks, d_sinks = (None if x is None else take_local_heads(x, k) for x in (sinks, d_sinks))
         output, d_output = attend([*primals, sinks], [*tangents, d_sinks], row_layout, scoring)
 
         def exchange_back(tensors: Sequence[Tensor]) -> list[Tensor]:
-            found = to_tokens([x[..., :value_dim] for x in tensors], k)
+            found = heads_to_tokens([x[..., :value_dim] for x in tensors], k)
             return [x.transpose(1, 2).contiguous() for x in found]
 
-        (output,), (d_output,) = values_and_tangents(exchange_back, [output], [d_output])
+        (output,), (d_output,) = exchange_with_tangents(exchange_back, [output], [d_output])
         return output if d_output is None else make_dual(output, d_output), None
 
     return attention
@@ -192,7 +194,7 @@ def _layout_of_layer(module: Any, layout: RowLayout) -> RowLayout:
     kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
     if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
         return layout
-    return layout.in_chunks(module.config.attention_chunk_size)
+    return layout.split_into_chunks(module.config.attention_chunk_size)
 
 
 def _filled_up(tensor: Tensor, dim: int) -> Tensor:
@@ -214,20 +216,20 @@ def causal_attention(primals: Parts, layout: RowLayout, scoring: Scoring) -> Ten
     """Attention within each sequence, `[b, A, T, D]`, differentiable."""
     query, key, value, sinks = primals
     assert query is not None and key is not None and value is not None
-    if scoring.softcap is None and _flash_serves(query):
+    if scoring.softcap is None and _can_use_flash(query):
         if not TAKES_GROUPED_HEADS:
             key, value = _for_each_query_head(query, key, value)
-        kernel = CudaFlash(scoring.scale, scoring.sliding_window, layout.ends, layout.longest)
+        kernel = CudaFlash(scoring.scale, scoring.sliding_window, layout.cu_seqlens, layout.max_seqlen)
         return flash_attention(query, key, value, sinks, kernel)[0]
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor]:
         return (_attend(query, key, value, sinks, scoring),)
 
-    (output,) = by_sequence(attend, (query, key, value), layout)
+    (output,) = apply_per_sequence(attend, (query, key, value), layout)
     return output
 
 
-def _flash_serves(query: Tensor) -> bool:
+def _can_use_flash(query: Tensor) -> bool:
     """Whether PyTorch's flash kernel over variable lengths can take it: unlike `scaled_dot_product_attention` it does
     not fill up head dimensions itself."""
     head_dim = query.shape[-1]
@@ -241,7 +243,7 @@ def _for_each_query_head(query: Tensor, *tensors: Tensor) -> list[Tensor]:
     return [x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], 1) for x in tensors]
 
 
-def by_sequence(
+def apply_per_sequence(
     attend: Callable[..., Sequence[Tensor]], primals: Sequence[Tensor], layout: RowLayout
 ) -> Sequence[Tensor]:
     """What `attend` gives of rows of one sequence each, for every sequence of the layout, put together as they lie.
@@ -249,7 +251,7 @@ def by_sequence(
     Args:
         attend: takes query, key and value; its results have the tokens in their third dimension.
     """
-    if layout.is_one_sequence_a_row:
+    if layout.is_unpacked:
         return attend(*primals)
     rows = []
     for row, lengths in enumerate(layout.lengths):
@@ -283,7 +285,7 @@ def attend_with_tangents(
         output, d_output = forward_ad.unpack_dual(causal_attention(duals, layout, scoring))
         return output, d_output
     sinks = None if sink is None else (sink, d_sink)
-    if _kernel_serves(query):
+    if _can_use_triton(query):
         from vcore_ds.models.flash_tangent import flash_tangent  # here alone, as it needs Triton
 
         output, d_output, _ = flash_tangent(
@@ -291,8 +293,8 @@ def attend_with_tangents(
             key,
             value,
             (d_query, d_key, d_value),
-            ends=layout.ends,
-            longest=layout.longest,
+            cu_seqlens=layout.cu_seqlens,
+            max_seqlen=layout.max_seqlen,
             scale=scoring.scale,
             sliding_window=scoring.sliding_window,
             sinks=sinks,
@@ -302,7 +304,7 @@ def attend_with_tangents(
     in_blocks = functools.partial(
         block_attention, scale=scoring.scale, sliding_window=scoring.sliding_window, sinks=sinks
     )
-    if layout.is_one_sequence_a_row:
+    if layout.is_unpacked:
         return in_blocks(query, key, value, (d_query, d_key, d_value))
     output = torch.empty_like(query)
     d_output = None if all(tangent is None for tangent in tangents) else torch.empty_like(output)
@@ -316,7 +318,7 @@ def attend_with_tangents(
     return output, d_output
 
 
-def _kernel_serves(query: Tensor) -> bool:
+def _can_use_triton(query: Tensor) -> bool:
     """Whether `flash_tangent` can take it, and should: products in fp32 are faster and as precise in blocks."""
     runs_kernels = query.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter, on CPUs
     is_served = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= MAX_KERNEL_HEAD_DIM
@@ -352,7 +354,7 @@ def attend_with_graph_beside_tangents(
         return attend_with_graph(primals, tangents, layout, scoring)
     (query, key, value, sink), (d_query, d_key, d_value, d_sink) = primals, tangents
     assert query is not None and key is not None and value is not None
-    is_windowed = scoring.sliding_window is not None and layout.longest > scoring.sliding_window
+    is_windowed = scoring.sliding_window is not None and layout.max_seqlen > scoring.sliding_window
     if query.device.type != "cpu" or is_windowed or scoring.softcap is not None:
         output = causal_attention(primals, layout, scoring)
         with torch.no_grad():
@@ -364,7 +366,7 @@ def attend_with_graph_beside_tangents(
     def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return flash_attention(query, key, value, sink, CpuFlash(scoring.scale))
 
-    output, log_sum_exp = by_sequence(attend, (query, key, value), layout)
+    output, log_sum_exp = apply_per_sequence(attend, (query, key, value), layout)
     sinks = None if sink is None else (sink.detach(), d_sink)
     with torch.no_grad():
         d_output = torch.empty_like(output)

@@ -52,9 +52,9 @@ class CudaFlash:
     scale: float
     sliding_window: int | None
     """A query sees this many last keys, itself included; None for all."""
-    ends: Tensor
+    cu_seqlens: Tensor
     """int32 `[num_sequences + 1]`: 0, and where each sequence ends in the rows put end to end."""
-    longest: int
+    max_seqlen: int
     """Tokens of the longest sequence."""
 
     @property
@@ -69,10 +69,10 @@ class CudaFlash:
             _end_to_end(query),
             _end_to_end(key),
             _end_to_end(value),
-            self.ends,
-            self.ends,
-            self.longest,
-            self.longest,
+            self.cu_seqlens,
+            self.cu_seqlens,
+            self.max_seqlen,
+            self.max_seqlen,
             return_aux=AuxRequest(lse=True),
             scale=self.scale,
             window_size=self._window,
@@ -91,10 +91,10 @@ class CudaFlash:
         found = torch.ops.aten._flash_attention_backward(
             *map(_end_to_end, (gradient, query, key, value, output)),
             log_sum_exp.movedim(1, 0).flatten(1).contiguous(),  # [A, b * T]; the kernel takes it for contiguous
-            self.ends,
-            self.ends,
-            self.longest,
-            self.longest,
+            self.cu_seqlens,
+            self.cu_seqlens,
+            self.max_seqlen,
+            self.max_seqlen,
             0.0,
             self._window == (-1, 0),
             torch.zeros(2, dtype=torch.uint64, device=query.device),  # state of a dropout that there is not

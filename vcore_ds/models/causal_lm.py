@@ -19,13 +19,13 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.models.attention import OUR_ATTENTION, RowLayout
 from vcore_ds.models.dropout import use_token_dropout
-from vcore_ds.models.dual_numbers import low_rank_tangent
+from vcore_ds.models.dual_tensors import read_low_rank_tangent
 from vcore_ds.models.token_loss import (
     LogitTransform,
-    VocabularyPart,
+    VocabularyShard,
+    compute_raw_logits,
     token_entropy,
     token_loss,
-    token_products,
 )
 
 # The language model of a Hugging Face model: its decoder, and what it does to the products with its output embedding.
@@ -53,7 +53,7 @@ def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[Au
     return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
 
 
-def logit_transform(config: PretrainedConfig) -> LogitTransform:
+def read_logit_transform(config: PretrainedConfig) -> LogitTransform:
     """What the architecture does to its logits."""
     if config.model_type in ("gemma3", "mpt"):  # have such fields, and do not read them
         return LogitTransform()
@@ -110,7 +110,7 @@ class TokenLossHead(nn.Module):
         self.weight = output_embedding.weight
         self.bias = output_embedding.bias
         self._transform = transform
-        self._part = None if num_tokens is None else VocabularyPart(0, num_tokens, lambda own: own[None])
+        self._part = None if num_tokens is None else VocabularyShard(0, num_tokens, lambda own: own[None])
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, *, with_entropies: bool = False
@@ -121,7 +121,7 @@ class TokenLossHead(nn.Module):
         `with_entropies`: losses and entropies, both `[N]`.
         """
         if targets is None:
-            return token_products(hidden.flatten(0, -2), self.weight, self.bias).unflatten(0, hidden.shape[:-1])
+            return compute_raw_logits(hidden.flatten(0, -2), self.weight, self.bias).unflatten(0, hidden.shape[:-1])
         transform, part = self._transform, self._part
         losses = token_loss(
             hidden,
@@ -130,7 +130,7 @@ class TokenLossHead(nn.Module):
             self.bias,
             transform=transform,
             part=part,
-            weight_tangent=low_rank_tangent(self, "weight"),
+            weight_tangent=read_low_rank_tangent(self, "weight"),
         )
         if not with_entropies:
             return losses
@@ -158,7 +158,7 @@ class TokenLossModel(nn.Module):
                 "layer (LoRA on the output embedding is not supported)"
             )
         config = base.config
-        base.set_output_embeddings(TokenLossHead(head, logit_transform(config), unpadded_vocabulary(config)))
+        base.set_output_embeddings(TokenLossHead(head, read_logit_transform(config), unpadded_vocabulary(config)))
 
     @property
     def base(self) -> PreTrainedModel:

@@ -146,13 +146,13 @@ def _check_heads(path: str, config: PretrainedConfig) -> None:
         )
 
 
-def vocabulary_size(path: str) -> int:
+def read_vocabulary_size(path: str) -> int:
     """Number of tokens: token ids are below it."""
     config = read_config(path)
     return unpadded_vocabulary(config) or config.get_text_config().vocab_size
 
 
-def model_shape(path: str) -> ModelShape:
+def read_model_shape(path: str) -> ModelShape:
     """What time and memory of a pass depend on. Architectures whose configuration has other names are taken for dense
     Llama-like ones, those without heads for a model of the usual sizes whose rows cannot be shared or packed."""
     config = read_config(path)

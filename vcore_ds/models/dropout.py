@@ -62,7 +62,7 @@ def use_token_dropout(model: nn.Module) -> None:
                 number += 1
 
 
-def token_keys(seed: int, sequence_ids: Tensor, positions: Tensor) -> Tensor:
+def make_token_keys(seed: int, sequence_ids: Tensor, positions: Tensor) -> Tensor:
     """A random odd int32 for each token, a function of the three alone.
 
     Args:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from vcore_ds.distributed import layout
-from vcore_ds.models.dual_numbers import LowRank, low_rank_tangent, make_dual, value_and_tangent
+from vcore_ds.models.dual_tensors import LowRank, make_dual, read_low_rank_tangent, unpack_parameter
 
 # Expert parallelism: rows of tokens go to the ranks that have their experts, and the results come back.
 #
@@ -29,17 +29,17 @@ from vcore_ds.models.dual_numbers import LowRank, low_rank_tangent, make_dual, v
 # Shapes: S rows (a token has one for each of its experts), E experts, N ranks of a group, H hidden size.
 
 
-def mark_divided(experts: nn.Module) -> None:
+def mark_sharded(experts: nn.Module) -> None:
     """Says that a module of experts holds those of this rank alone."""
-    experts._are_divided = True  # type: ignore[assignment]
+    experts._are_sharded = True  # type: ignore[assignment]
 
 
-def are_divided(experts: nn.Module) -> bool:
+def are_sharded(experts: nn.Module) -> bool:
     """Whether a module of experts holds those of this rank alone."""
-    return getattr(experts, "_are_divided", False)
+    return getattr(experts, "_are_sharded", False)
 
 
-def row_ends(chosen: Tensor, num_experts: int) -> Tensor:
+def expert_offsets(chosen: Tensor, num_experts: int) -> Tensor:
     """Where the rows of each expert end, int32 `[E]`, of rows that are sorted by expert.
 
     On the device: no host waits to learn how many tokens an expert has.
@@ -48,7 +48,7 @@ def row_ends(chosen: Tensor, num_experts: int) -> Tensor:
     return torch.searchsorted(chosen, numbers, right=True, out_int32=True)
 
 
-def at_their_experts(
+def run_at_experts(
     x: Tensor, chosen: Tensor, num_experts: int, compute: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
     """What the experts of the whole group make of this rank's rows, `[S, H]`; dual where `x` or a parameter is, on any
@@ -57,12 +57,12 @@ def at_their_experts(
     Args:
         x: `[S, H]`, may be dual; sorted by expert.
         chosen: `[S]`, the rows' experts, of all E.
-        compute: given rows sorted by expert, their experts numbered from this rank's first, and `row_ends` of those,
-            makes of each row what its expert does.
+        compute: given rows sorted by expert, their experts numbered from this rank's first, and their
+            `expert_offsets`, returns the experts' outputs.
     """
     num_ranks = layout.size("expert")
     num_own = num_experts // num_ranks
-    counts = row_ends(chosen, num_experts).long().diff(prepend=chosen.new_zeros(1)).view(num_ranks, num_own)
+    counts = expert_offsets(chosen, num_experts).long().diff(prepend=chosen.new_zeros(1)).view(num_ranks, num_own)
     # Whether a tangent comes along is agreed on: an idle rank may have none where others have, and would exchange rows
     # of another length.
     is_dual = counts.new_full((num_ranks, 1), forward_ad.unpack_dual(x).tangent is not None)
@@ -72,7 +72,7 @@ def at_their_experts(
     x = _exchange(x, sent, received, is_dual=any(dual))
     numbers = torch.arange(num_own, device=chosen.device).repeat(num_ranks)
     own_chosen, order = numbers.repeat_interleave(theirs.flatten(), output_size=sum(received)).sort(stable=True)
-    y = compute(x[order], own_chosen, row_ends(own_chosen, num_own))
+    y = compute(x[order], own_chosen, expert_offsets(own_chosen, num_own))
     # Where the rows have no tangents, those of the parameters alone decide, on all ranks alike.
     return _exchange(y[order.argsort()], received, sent, is_dual=forward_ad.unpack_dual(y).tangent is not None)
 
@@ -150,13 +150,13 @@ def count_tokens(experts: nn.Module, chosen: Tensor, num_experts: int) -> None:
     _TOKENS_OF[experts].scatter_add_(0, chosen.flatten().long(), ones.flatten())
 
 
-def forget_tokens(model: nn.Module) -> None:
+def reset_token_counts(model: nn.Module) -> None:
     """Begins to count anew."""
     for tokens in _counted(model):
         tokens.zero_()
 
 
-def load_of_experts(model: nn.Module, num_sharing: int = 1) -> dict[str, float]:
+def measure_expert_load(model: nn.Module, num_sharing: int = 1) -> dict[str, float]:
     """The load of the fullest expert of a layer over the mean expert's, over all ranks; nothing for a model without
     experts that count. A collective.
 
@@ -212,24 +212,24 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     count_tokens(experts, top_k_index, experts.num_experts)
     chosen, order = top_k_index.flatten().sort(stable=True)
     x = hidden_states[order // top_k_index.shape[-1]]
-    if are_divided(experts):
-        x = at_their_experts(x, chosen, experts.num_experts, partial(_outputs, experts))
+    if are_sharded(experts):
+        x = run_at_experts(x, chosen, experts.num_experts, partial(_outputs, experts))
     else:
-        x = _outputs(experts, x, chosen, row_ends(chosen, experts.num_experts))
+        x = _outputs(experts, x, chosen, expert_offsets(chosen, experts.num_experts))
     x = x * top_k_weights.flatten()[order, None]
     # Not `index_add`, whose order of summation is another one in every call on a GPU.
     return x[order.argsort()].unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
 
 
-def can_be_ours(module: nn.Module) -> bool:
+def can_replace_experts(module: nn.Module) -> bool:
     """Whether a module's forward is looked up by name, in transformers' interface for experts."""
     return hasattr(module, "is_transposed")
 
 
-def are_ours(module: nn.Module) -> bool:
+def uses_our_experts(module: nn.Module) -> bool:
     """Whether a module's forward is `experts_forward`."""
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return can_be_ours(module) and implementation == OUR_EXPERTS
+    return can_replace_experts(module) and implementation == OUR_EXPERTS
 
 
 def _outputs(experts: Any, x: Tensor, chosen: Tensor, ends: Tensor) -> Tensor:
@@ -245,9 +245,9 @@ def _outputs(experts: Any, x: Tensor, chosen: Tensor, ends: Tensor) -> Tensor:
         adapter = _ADAPTERS_OF.get(experts, {}).get(name)
         weight, options = _parameter(experts, name), {"input_first": experts.is_transposed}
         if adapter is None:
-            product = grouped_product(x, *weight, ends, **options)
+            product = grouped_matmul(x, *weight, ends, **options)
         else:
-            product = adapted_product(x, weight[0], adapter, ends, **options)
+            product = adapted_grouped_matmul(x, weight[0], adapter, ends, **options)
         return product + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else product
 
     x = project(x, "gate_up_proj" if experts.has_gate else "up_proj")
@@ -258,7 +258,7 @@ def _outputs(experts: Any, x: Tensor, chosen: Tensor, ends: Tensor) -> Tensor:
     return x
 
 
-def grouped_product(
+def grouped_matmul(
     x: Tensor, weight: Tensor, d_weight: Tensor | LowRank | None, ends: Tensor, *, input_first: bool = False
 ) -> Tensor:
     """Each row of `x` times the matrix of its expert, `[S, out]`: `d(x W) = dx W + x dW`.
@@ -274,7 +274,7 @@ def grouped_product(
     """
     x, d_x = forward_ad.unpack_dual(x)
     x = x.to(weight.dtype)
-    product = _GroupedProduct.apply(x, weight, ends, input_first)
+    product = _GroupedMatmul.apply(x, weight, ends, input_first)
     with torch.no_grad():
         tangents = [] if d_x is None else [_products(d_x.to(weight.dtype), _input_first(weight, input_first), ends)]
         if isinstance(d_weight, LowRank):
@@ -312,18 +312,18 @@ def adapted(experts: nn.Module, name: str, adapter: ExpertsAdapter) -> Iterator[
         del adapters[name]
 
 
-def adapted_product(
+def adapted_grouped_matmul(
     x: Tensor, weight: Tensor, adapter: ExpertsAdapter, ends: Tensor, *, input_first: bool = False
 ) -> Tensor:
-    """`x W + scaling (x A) B` of each row's expert, rounded once; shapes as in `grouped_product`.
+    """`x W + scaling (x A) B` of each row's expert, rounded once; shapes as in `grouped_matmul`.
 
     `x A` becomes r more columns of x, and B as many more rows of W, so that one product sums both.
     """
     down, d_down = forward_ad.unpack_dual(adapter.down)
-    inner = adapter.scaling * grouped_product(x, down, d_down, ends, input_first=input_first)
+    inner = adapter.scaling * grouped_matmul(x, down, d_down, ends, input_first=input_first)
     (x, d_x), (inner, d_inner), (up, d_up) = (forward_ad.unpack_dual(t) for t in (x, inner, adapter.up))
     x = x.to(weight.dtype)
-    product = _AdaptedProduct.apply(x, inner, weight, up, ends, input_first)
+    product = _AdaptedGroupedMatmul.apply(x, inner, weight, up, ends, input_first)
     with torch.no_grad():
         tangents = []
         if d_inner is not None:
@@ -337,7 +337,7 @@ def adapted_product(
     return make_dual(product, tangents[0] if len(tangents) == 1 else tangents[0].add_(tangents[1]))
 
 
-class _AdaptedProduct(torch.autograd.Function):
+class _AdaptedGroupedMatmul(torch.autograd.Function):
     """The product of values. What is joined is joined again in the backward: kept, it would be a copy of all
     weights."""
 
@@ -364,7 +364,7 @@ def _joined(weight: Tensor, up: Tensor, input_first: bool) -> Tensor:
     return torch.cat([weight, up], 1 if input_first else 2)
 
 
-class _GroupedProduct(torch.autograd.Function):
+class _GroupedMatmul(torch.autograd.Function):
     """The product of values. A Function, since PyTorch's own would keep a transposed view of the weight for the
     backward, and with it the memory of the gathered parameter, after ZeRO-3 has released it."""
 
@@ -388,10 +388,10 @@ class _GroupedProduct(torch.autograd.Function):
 
 def _parameter(experts: nn.Module, name: str) -> tuple[Tensor, Tensor | LowRank | None]:
     """Value and tangent; under an adapter the parameter is computed, and no parameter of the module."""
-    if (tangent := low_rank_tangent(experts, name)) is not None:
+    if (tangent := read_low_rank_tangent(experts, name)) is not None:
         return getattr(experts, name), tangent
     if name in experts._parameters:
-        return value_and_tangent(experts, name)
+        return unpack_parameter(experts, name)
     return forward_ad.unpack_dual(getattr(experts, name))
 
 

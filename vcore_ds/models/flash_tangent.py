@@ -54,8 +54,8 @@ def flash_tangent(
     value: Tensor,
     tangents: Sequence[Tensor | None] = (None, None, None),
     *,
-    ends: Tensor,
-    longest: int,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
     scale: float,
     sliding_window: int | None = None,
     sinks: Sinks | None = None,
@@ -67,9 +67,9 @@ def flash_tangent(
         query: `[b, A, T, D]`, bf16, fp16 or fp32, with any strides.
         key, value: `[b, K, T, D]` in the dtype of `query`; A is a multiple of K (grouped-query attention).
         tangents: of query, key and value, each shaped like it or None for zero.
-        ends: int32 `[num_sequences + 1]`: 0, and where each sequence ends in the rows put end to end. No sequence
+        cu_seqlens: int32 `[num_sequences + 1]`: 0, and where each sequence ends in the rows put end to end. No sequence
             crosses the end of a row.
-        longest: tokens of the longest sequence; only the choice of tiles depends on it.
+        max_seqlen: tokens of the longest sequence; only the choice of tiles depends on it.
         scale: factor on the scores.
         sliding_window: a query sees this many last keys, itself included; None for all.
         sinks: of the query heads, not multiplied by `scale`; None for none.
@@ -91,8 +91,8 @@ def flash_tangent(
         (query, key, value),
         tangents,
         (output, d_output, log_sum_exp),
-        ends=ends,
-        is_long=longest >= LONG_SEQUENCE,
+        cu_seqlens=cu_seqlens,
+        is_long=max_seqlen >= LONG_SEQUENCE,
         scale=scale,
         sliding_window=sliding_window,
         sinks=sinks,
@@ -106,7 +106,7 @@ def launch(
     tangents: Sequence[Tensor | None],
     results: tuple[Tensor, Tensor | None, Tensor],
     *,
-    ends: Tensor,
+    cu_seqlens: Tensor,
     is_long: bool,
     scale: float,
     sliding_window: int | None,
@@ -115,17 +115,24 @@ def launch(
 ) -> None:
     """The kernel alone: `flash_tangent` into given tensors. Tokens beyond the last end are left as they are."""
     arguments, constants = kernel_arguments(
-        primals, tangents, results, ends=ends, is_long=is_long, scale=scale, sliding_window=sliding_window, sinks=sinks
+        primals,
+        tangents,
+        results,
+        cu_seqlens=cu_seqlens,
+        is_long=is_long,
+        scale=scale,
+        sliding_window=sliding_window,
+        sinks=sinks,
     )
     batch, num_heads, num_tokens, head_dim = primals[0].shape
 
     def grid(meta: dict[str, int]) -> tuple[int, int, int]:
         # Whole blocks of all tokens, and one begun block a sequence: at least as many as there are.
-        num_blocks = batch * num_tokens // meta["QUERY_BLOCK"] + ends.numel() - 1
+        num_blocks = batch * num_tokens // meta["QUERY_BLOCK"] + cu_seqlens.numel() - 1
         return num_blocks, num_heads, triton.cdiv(head_dim, meta["VALUE_DIM"])
 
     if not triton.knobs.runtime.interpret:
-        _find_driver()
+        _check_driver()
     elif tiles is None:
         tiles = INTERPRETER_TILES
     with torch.cuda.device_of(primals[0]):
@@ -140,7 +147,7 @@ def kernel_arguments(
     tangents: Sequence[Tensor | None],
     results: tuple[Tensor, Tensor | None, Tensor],
     *,
-    ends: Tensor,
+    cu_seqlens: Tensor,
     is_long: bool,
     scale: float,
     sliding_window: int | None,
@@ -156,8 +163,8 @@ def kernel_arguments(
         *(None if tensor is None else tensor.stride() for tensor in tensors[:-1]),
         *results[2].stride(),
         *(None if tensor is None else tensor.float().contiguous() for tensor in sinks or (None, None)),
-        ends,
-        ends.numel() - 1,
+        cu_seqlens,
+        cu_seqlens.numel() - 1,
         num_tokens,
         num_heads // key.shape[1],
         scale,
@@ -176,7 +183,7 @@ def kernel_arguments(
 
 
 @functools.cache
-def _find_driver() -> None:
+def _check_driver() -> None:
     """Triton's launcher, which it compiles at the first launch on a machine: UserError where it cannot."""
     try:
         assert driver.active is not None
@@ -188,7 +195,7 @@ def _find_driver() -> None:
         ) from error
 
 
-def _tiles_to_try(
+def _select_tiles(
     configs: Sequence["triton.Config"], arguments: Mapping[str, Any], **constants: Any
 ) -> list["triton.Config"]:
     """Those of the dtype and head dimension; one where its choice by time would change the last digits of a run."""
@@ -205,6 +212,6 @@ def _config(query_block: int, key_block: int, warps: int, stages: int) -> triton
 _tuned = triton.autotune(
     configs=[_config(*tile) for tiles in (*TILES.values(), TILES_FP32) for tile in tiles],
     key=["HEAD_DIM", "SLIDING", "is_long"],  # and, without being named, the dtypes of the tensors that are there
-    prune_configs_by={"early_config_prune": _tiles_to_try},
+    prune_configs_by={"early_config_prune": _select_tiles},
     cache_results=True,  # on disk: a run that resumes has the tiles it had
 )(attend)

@@ -55,7 +55,7 @@ def attend(
     log_sum_exp_token_stride,
     sinks,  # of the query heads, with their tangents; None for none
     d_sinks,
-    ends,
+    cu_seqlens,
     num_sequences,
     row_tokens,
     group_heads,
@@ -77,14 +77,14 @@ def attend(
     first_dim = tl.program_id(2) * VALUE_DIM  # of the values
     value_dim = HEAD_DIM - first_dim
 
-    # Sequence s owns the blocks from `ends[s] // QUERY_BLOCK + s`: enough for its tokens, at most one too many.
+    # Sequence s owns the blocks from `cu_seqlens[s] // QUERY_BLOCK + s`: enough for its tokens, at most one too many.
     sequence = -1
     for first in range(0, num_sequences, 128):
         numbers = first + tl.arange(0, 128)
-        begins = tl.load(ends + numbers, mask=numbers < num_sequences, other=2**30)
+        begins = tl.load(cu_seqlens + numbers, mask=numbers < num_sequences, other=2**30)
         sequence += tl.sum((begins // QUERY_BLOCK + numbers <= block).to(tl.int32), 0)
-    begin = tl.load(ends + sequence)
-    num_tokens = tl.load(ends + sequence + 1) - begin
+    begin = tl.load(cu_seqlens + sequence)
+    num_tokens = tl.load(cu_seqlens + sequence + 1) - begin
     query_start = (block - begin // QUERY_BLOCK - sequence) * QUERY_BLOCK
     if query_start >= num_tokens:
         return

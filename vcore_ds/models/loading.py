@@ -15,7 +15,7 @@ from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import auto_class, freeze_towers
 from vcore_ds.models.configuration import can_replace_attention, causal_lm_class, read_config
 from vcore_ds.models.experts import OUR_EXPERTS
-from vcore_ds.models.stored_weights import check_nothing_is_missing, unreadable_model
+from vcore_ds.models.stored_weights import check_nothing_is_missing, refuse_unreadable_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 """By what recipes and command lines call them."""
@@ -53,7 +53,7 @@ def load_causal_lm(
     """
     config = training_config(path)
     try:
-        with unreadable_model(path), refuse_failing_code(path):
+        with refuse_unreadable_model(path), refuse_failing_code(path):
             loaded: Any = auto_class(config).from_pretrained(  # a pair, by output_loading_info
                 path,
                 config=config,

@@ -21,8 +21,8 @@ from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.paths import reading
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.models.causal_lm import decoder, is_vision_language
-from vcore_ds.models.lora_linear import add_before_rounding
-from vcore_ds.models.model_folder import empty_model
+from vcore_ds.models.lora_linear import round_adapters_once
+from vcore_ds.models.model_folder import build_empty_model
 
 # Which layers of a model get adapters, and how peft is told.
 #
@@ -103,7 +103,7 @@ _READ_BY_KERNELS = ("x_proj", "dt_proj", "out_proj")
 
 
 @contextmanager
-def names_as_they_are() -> Iterator[None]:
+def keep_layer_names() -> Iterator[None]:
     """A context in which peft takes names of layers for those of the model.
 
     Otherwise it takes `gate_proj`, in a mixture, for the experts of adapters that transformers 4 trained, and leaves
@@ -117,7 +117,7 @@ def names_as_they_are() -> Iterator[None]:
         transformers_weight_conversion.convert_peft_config_for_transformers = convert
 
 
-def taken_for_experts(model: PreTrainedModel, targets: list[str]) -> list[str]:
+def find_misread_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
     """Names of the layers among `targets` that peft, when it loads the adapter, would take for experts."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     wanted = [name for name in linear if any(name == one or name.endswith(f".{one}") for one in targets)]
@@ -132,7 +132,7 @@ def taken_for_experts(model: PreTrainedModel, targets: list[str]) -> list[str]:
     return [name for name in wanted if taken[name.rpartition(".")[2]]]
 
 
-def write_as_parameters(config: peft.LoraConfig, layers: list[str]) -> None:
+def rename_to_parameters(config: peft.LoraConfig, layers: list[str]) -> None:
     """Names the weights of these layers in the configuration that is written, instead of the layers: peft loads the
     same adapter from it, and takes none of them for experts. It knows no dropout there; it is over by then."""
     config.target_modules = [
@@ -142,8 +142,8 @@ def write_as_parameters(config: peft.LoraConfig, layers: list[str]) -> None:
     config.lora_dropout = 0.0
 
 
-def read_as_layers(config: peft.LoraConfig) -> None:
-    """Undoes `write_as_parameters`, so that these layers get the forward of linear layers again."""
+def rename_to_layers(config: peft.LoraConfig) -> None:
+    """Undoes `rename_to_parameters`, so that these layers get the forward of linear layers again."""
     if isinstance(config.target_modules, str):  # of an adapter that another program has written
         return
     weights = [name for name in config.target_parameters or () if name.endswith(".weight")]
@@ -173,9 +173,9 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
         task_type="CAUSAL_LM",
         bias="none",
     )
-    taken = taken_for_experts(model, layers)
+    taken = find_misread_layers(model, layers)
     try:
-        with warnings.catch_warnings(), names_as_they_are():
+        with warnings.catch_warnings(), keep_layer_names():
             # peft asks transformers for gradient checkpointing by the name it had before 5.23.
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
             adapted = get_peft_model(model, config)
@@ -184,20 +184,20 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     # peft keeps a set, whose order is another one in every process: the same run writes the same adapter_config.json.
     config.target_modules = sorted(config.target_modules or ())
     if taken:
-        write_as_parameters(config, taken)
-    add_before_rounding(adapted)
+        rename_to_parameters(config, taken)
+    round_adapters_once(adapted)
     # The first layer's input comes out of a frozen embedding. Unless it requires a gradient, an activation checkpoint
     # around that layer passes none to the adapters, and ZeRO-3's backward hook on it runs before they have theirs.
     adapted.enable_input_require_grads()
     return adapted
 
 
-def empty_adapted(path: str, config: PretrainedConfig, lora: LoraConfig) -> PeftModel:
-    """A model without weights, with adapters, for names, shapes and configuration; see `empty_model`.
+def build_empty_adapted_model(path: str, config: PretrainedConfig, lora: LoraConfig) -> PeftModel:
+    """A model without weights, with adapters, for names, shapes and configuration; see `build_empty_model`.
 
-    Raises UserError as `empty_model` and `add_lora` do.
+    Raises UserError as `build_empty_model` and `add_lora` do.
     """
-    base = empty_model(path, config)
+    base = build_empty_model(path, config)
     with torch.device("meta"):  # nor is anything drawn
         return add_lora(base, lora)
 
@@ -238,7 +238,7 @@ class Adapter(NamedTuple):
         return product if layer._did_swap_in_out_features else product.mT
 
 
-def adapters_of(adapted: PeftModel) -> dict[str, Adapter]:
+def find_adapters(adapted: PeftModel) -> dict[str, Adapter]:
     """The adapter of each adapted weight, by the weight's name in the model without adapters."""
     found = {}
     for name, layer in adapted.named_modules():
@@ -267,8 +267,8 @@ def add_trained_adapter(model: PreTrainedModel, folder: Path, base: str) -> Peft
     with reading("adapter", folder, "a folder with a trained adapter"):
         try:
             config = peft.LoraConfig.from_pretrained(str(folder))
-            read_as_layers(config)
-            with warnings.catch_warnings(), names_as_they_are():
+            rename_to_layers(config)
+            with warnings.catch_warnings(), keep_layer_names():
                 # peft asks transformers for gradient checkpointing by the name it had before 5.23.
                 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
                 adapted = PeftModel.from_pretrained(model, str(folder), config=config)
@@ -286,7 +286,7 @@ def add_trained_adapter(model: PreTrainedModel, folder: Path, base: str) -> Peft
     differing = sorted(stored ^ set(get_peft_model_state_dict(adapted)))
     if differing:
         raise UserError(_other_base(folder, base, f"{differing[0]} is in one of them only"))
-    add_before_rounding(adapted)
+    round_adapters_once(adapted)
     return adapted
 
 

@@ -18,8 +18,8 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from vcore_ds.models.dual_numbers import LowRank
-from vcore_ds.models.experts import ExpertsAdapter, adapted, are_ours
+from vcore_ds.models.dual_tensors import LowRank
+from vcore_ds.models.experts import ExpertsAdapter, adapted, uses_our_experts
 
 # Experts of a mixture whose adapters are added before the output is rounded, as in `lora_linear`.
 #
@@ -37,7 +37,7 @@ class LoraExperts(ParamWrapper):
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         experts = self.get_base_layer()
-        if not are_ours(experts) or self.disable_adapters or self.merged:
+        if not uses_our_experts(experts) or self.disable_adapters or self.merged:
             return super().forward(x, *args, **options)
         (name,) = self.active_adapters
         left, right, scaling = self.get_delta_factors(name)
@@ -48,7 +48,7 @@ class LoraExperts(ParamWrapper):
             return self.base_layer(x, *args, **options)
 
 
-def linear_sum(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None, scaling: float) -> Tensor:
+def linear_with_addend(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None, scaling: float) -> Tensor:
     """`x W^T + scaling * addend`, rounded once, `+ bias`; without an addend an ordinary linear layer.
 
     The bias is rounded separately because a product takes one addend. That costs the accuracy of one more rounding and
@@ -80,14 +80,14 @@ def linear_tangent(
     d_addend: Tensor | None = None,
     scaling: float = 1.0,
 ) -> Tensor | None:
-    """The tangent of `linear_sum`, without products of tangents that are missing; None where all are.
+    """The tangent of `linear_with_addend`, without products of tangents that are missing; None where all are.
 
     PyTorch's own rule replaces a missing tangent by zeros and multiplies by them, which is a third of the work of every
     frozen layer under LoRA.
     """
     found = None
     if d_x is not None:
-        found = linear_sum(d_x, weight, None, d_addend, scaling)
+        found = linear_with_addend(d_x, weight, None, d_addend, scaling)
     elif d_addend is not None:
         found = scaling * d_addend
     if isinstance(d_weight, LowRank):
@@ -111,7 +111,7 @@ class BaseLinear(nn.Linear):
     module runs and at no other time."""
 
     def forward(self, x: Tensor, addend: Tensor | None = None, scaling: float = 1.0) -> Tensor:
-        return linear_sum(x, self.weight, self.bias, addend, scaling)
+        return linear_with_addend(x, self.weight, self.bias, addend, scaling)
 
 
 class LoraLinear(lora.Linear):
@@ -128,7 +128,7 @@ class LoraLinear(lora.Linear):
         return self.base_layer(x, lora_b(lora_a(dropped)).to(x.dtype), self.scaling[adapter])
 
 
-def add_before_rounding(adapted: nn.Module) -> None:
+def round_adapters_once(adapted: nn.Module) -> None:
     """Gives the linear layers of a peft model the forward above, and experts that of `lora_experts`, in place.
 
     Only their classes change: parameters, names and peft's configuration, and so exported adapters, stay the same.

@@ -23,10 +23,9 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from vcore_ds.common import paths
 from vcore_ds.common.errors import UserError, last_line
 from vcore_ds.common.paths import reading
-from vcore_ds.models.base_model import CARD
 from vcore_ds.models.causal_lm import auto_class
 from vcore_ds.models.configuration import bad_config, read_config
-from vcore_ds.models.model_digest import local_folder
+from vcore_ds.models.model_identity import CARD, find_local_folder
 from vcore_ds.models.safetensors_ranges import BadSafetensors, StoredTensor, read_header
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -194,7 +193,7 @@ class WeightFiles:
     def __init__(self, path: str, file: str = SINGLE_FILE):
         """Raises UserError where the folder has no weights in safetensors format."""
         self.path = path
-        folder = local_folder(path)
+        folder = find_local_folder(path)
         if (folder / INDEX).is_file():
             self._file_of = {
                 name: folder / file
@@ -250,10 +249,10 @@ def check_model_folder(path: str) -> None:
             raise UserError(f"model.path: {path}: found a config.json but no weights (*.safetensors); {_REMEDY}")
         return
     _check_number_of_layers(path, config, shapes)
-    check_shapes(path, empty_model(path, config), shapes)
+    check_shapes(path, build_empty_model(path, config), shapes)
 
 
-def empty_model(path: str, config: PretrainedConfig, *, attention: str | None = None) -> PreTrainedModel:
+def build_empty_model(path: str, config: PretrainedConfig, *, attention: str | None = None) -> PreTrainedModel:
     """The architecture without weights, on the meta device; tenths of a second for 32B parameters.
 
     Args:

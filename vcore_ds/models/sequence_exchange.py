@@ -19,18 +19,18 @@ from vcore_ds.data.batches import to_device
 from vcore_ds.distributed import layout
 
 
-def own_columns(tensor: Tensor, sequence_parallel: int) -> Tensor:
+def take_local_columns(tensor: Tensor, sequence_parallel: int) -> Tensor:
     """This rank's columns of `[b, T]`; T is a multiple of the degree."""
     return tensor.chunk(sequence_parallel, 1)[layout.rank("sequence", sequence_parallel)]
 
 
-def own_heads(tensor: Tensor, sequence_parallel: int) -> Tensor:
-    """Of a tensor of all query heads, `[A]`, those whose tokens `to_heads` gives this rank."""
+def take_local_heads(tensor: Tensor, sequence_parallel: int) -> Tensor:
+    """Of a tensor of all query heads, `[A]`, those whose tokens `tokens_to_heads` gives this rank."""
     k = sequence_parallel
     return tensor if k == 1 else tensor.chunk(k)[layout.rank("sequence", k)]
 
 
-def to_heads(tensors: Sequence[Tensor], sequence_parallel: int) -> list[Tensor]:
+def tokens_to_heads(tensors: Sequence[Tensor], sequence_parallel: int) -> list[Tensor]:
     """All heads of this rank's tokens to all tokens of this rank's heads. A collective, one for all tensors.
 
     Args:
@@ -54,7 +54,7 @@ def to_heads(tensors: Sequence[Tensor], sequence_parallel: int) -> list[Tensor]:
     return list(received.permute(1, 2, 0, 3, 4).flatten(2, 3).split([part.shape[2] for part in parts], 1))
 
 
-def to_tokens(tensors: Sequence[Tensor], sequence_parallel: int) -> list[Tensor]:
+def heads_to_tokens(tensors: Sequence[Tensor], sequence_parallel: int) -> list[Tensor]:
     """The way back, each `[b, A / k, T, D]` to `[b, A, t, D]`. A collective, one for all tensors; differentiable."""
     k = sequence_parallel
     if k == 1:
@@ -66,7 +66,7 @@ def to_tokens(tensors: Sequence[Tensor], sequence_parallel: int) -> list[Tensor]
     return [part.transpose(0, 1).flatten(1, 2) for part in received.split(num_heads, 2)]
 
 
-def values_and_tangents(
+def exchange_with_tangents(
     exchange: Callable[[Sequence[Tensor]], list[Tensor]], values: Sequence[Tensor], tangents: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Both through an exchange; tangents stay None where there is none. One exchange serves both where there is no
@@ -100,7 +100,7 @@ def gather_losses(own: Tensor, supervised: Tensor, sequence_parallel: int) -> Te
     if k == 1:
         return own
     # Positions are found on the host: a boolean mask on the device would be waited for.
-    mine = to_device(own_columns(supervised, k).flatten().nonzero()[:, 0], own.device)
+    mine = to_device(take_local_columns(supervised, k).flatten().nonzero()[:, 0], own.device)
     all_of_them = to_device(supervised.flatten().nonzero()[:, 0], own.device)
     num_rows, num_columns = supervised.shape
     spread = own.new_zeros(num_rows * num_columns // k).index_copy(0, mine, own)
@@ -136,4 +136,4 @@ class _GatherColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return own_columns(gradient, ctx.sequence_parallel), None
+        return take_local_columns(gradient, ctx.sequence_parallel), None

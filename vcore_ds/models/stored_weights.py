@@ -26,7 +26,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.models.causal_lm import auto_class
 from vcore_ds.models.configuration import read_config
-from vcore_ds.models.model_folder import check_shapes, empty_model, stored_tensors
+from vcore_ds.models.model_folder import build_empty_model, check_shapes, stored_tensors
 from vcore_ds.models.safetensors_ranges import DTYPES, StoredTensor
 
 
@@ -55,7 +55,7 @@ def find_stored_weights(path: str, config: PretrainedConfig) -> StoredWeights:
     stored, obstacle = read_headers(path, config)
     if obstacle is not None:
         return StoredWeights({}, set(), obstacle)
-    model = empty_model(path, config)
+    model = build_empty_model(path, config)
     tensors, obstacle = _by_name_in_model(model, stored)
     if obstacle is not None:
         return StoredWeights({}, set(), obstacle)
@@ -74,7 +74,7 @@ def read_headers(path: str, config: PretrainedConfig) -> tuple[dict[str, StoredT
 
     Raises UserError where the files cannot be read.
     """
-    with unreadable_model(path):
+    with refuse_unreadable_model(path):
         obstacle = _unusual_format(path, config)
         if obstacle is not None:
             return {}, obstacle
@@ -83,7 +83,7 @@ def read_headers(path: str, config: PretrainedConfig) -> tuple[dict[str, StoredT
 
 
 @contextmanager
-def unreadable_model(path: str) -> Iterator[None]:
+def refuse_unreadable_model(path: str) -> Iterator[None]:
     """A context that makes a UserError of what reading a model's files raises."""
     try:
         yield
@@ -188,7 +188,7 @@ def find_places(
 # that whatever opens the one opens the other.
 
 
-def described_weights(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def describe_weights(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Name -> shape and dtype (a tensor on the meta device, without memory) of every weight that a model of `path`'s
     architecture has in memory, in Hugging Face's order; tied weights once."""
     config = read_config(path)
@@ -229,7 +229,7 @@ class FolderWeights:
         """
         self.path, self.weights = path, weights
         config = read_config(path)
-        self._model = empty_model(path, config)
+        self._model = build_empty_model(path, config)
         headers, obstacle = read_headers(path, config)
         self.is_whole = obstacle is None
         places, conversions = find_places(self._model, headers)

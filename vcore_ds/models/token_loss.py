@@ -13,7 +13,7 @@ The blocks run over tokens with the whole vocabulary in one product, so no parti
 The gradient by the hidden states is made in the forward, up to the upstream factor of each token; only that of the
 weight recomputes logits in the backward.
 
-Where ranks have a part of the vocabulary each (`VocabularyPart`), every block's normalizer is put together from those
+Where ranks have a part of the vocabulary each (`VocabularyShard`), every block's normalizer is put together from those
 of the parts, and the gradient by the hidden states is that of this part: its sum over the ranks is the whole one.
 
 Shapes: N tokens, H hidden size, V vocabulary size, or the rows that this rank has of it.
@@ -27,12 +27,12 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from vcore_ds.models.dual_numbers import LowRank
+from vcore_ds.models.dual_tensors import LowRank
 from vcore_ds.planning.memory import LOSS_BLOCK_BYTES
 
 
 @dataclass(frozen=True)
-class VocabularyPart:
+class VocabularyShard:
     """The tokens whose rows of the output embedding this rank has."""
 
     first: int
@@ -77,7 +77,7 @@ def token_loss(
     bias: Tensor | None = None,
     *,
     transform: LogitTransform = PLAIN,
-    part: VocabularyPart | None = None,
+    part: VocabularyShard | None = None,
     weight_tangent: LowRank | None = None,
 ) -> Tensor:
     """Cross-entropy in nats of each token, fp32 (fp64 for fp64 input), shape `[N]`.
@@ -113,7 +113,7 @@ def token_entropy(
     bias: Tensor | None = None,
     *,
     transform: LogitTransform = PLAIN,
-    part: VocabularyPart | None = None,
+    part: VocabularyShard | None = None,
 ) -> Tensor:
     """Entropy in nats of the distribution that predicts each token, fp32 (fp64 for fp64 input), `[N]`, without a graph.
 
@@ -140,7 +140,7 @@ def token_entropy(
     return entropies
 
 
-def token_products(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def compute_raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Logits `[N, V]` of `hidden [N, H]` before any transform, as precise as those of `token_loss`; all at a time."""
     return _logits(hidden, weight, bias, LogitTransform())
 
@@ -171,7 +171,7 @@ def _by_products(
     log_normalizers: Tensor,
     targets: Tensor,
     transform: LogitTransform,
-    part: VocabularyPart | None,
+    part: VocabularyShard | None,
 ) -> Tensor:
     """Gradient of each token's loss by its products with the output embedding, in place of the logits."""
     slope = transform.slope(logits)
@@ -201,7 +201,7 @@ class _TokenLoss(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         transform: LogitTransform,
-        part: VocabularyPart | None,
+        part: VocabularyShard | None,
         d_hidden: Tensor | None,
         d_weight: Tensor | LowRank | None,
         d_bias: Tensor | None,
@@ -275,19 +275,19 @@ class _TokenLoss(torch.autograd.Function):
         )
 
 
-def _rows(weight: Tensor, part: VocabularyPart | None) -> Tensor:
+def _rows(weight: Tensor, part: VocabularyShard | None) -> Tensor:
     """The rows that are tokens; a view."""
     return weight if part is None else weight[: part.num_tokens]
 
 
-def _place(targets: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
+def _place(targets: Tensor, part: VocabularyShard) -> tuple[Tensor, Tensor]:
     """Whether this rank has each target, `[block]`, and its column, `[block, 1]`; any column where it does not."""
     column = targets - part.first
     is_own = (column >= 0) & (column < part.num_tokens)
     return is_own, column.clamp(0, part.num_tokens - 1)[:, None]
 
 
-def _normalizers_and_targets(logits: Tensor, targets: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
+def _normalizers_and_targets(logits: Tensor, targets: Tensor, part: VocabularyShard | None) -> tuple[Tensor, Tensor]:
     """`[block]` each: log of the normalizer over the whole vocabulary, and the target's logit."""
     log_normalizers = torch.logsumexp(logits, dim=-1)
     if part is None:
@@ -298,7 +298,7 @@ def _normalizers_and_targets(logits: Tensor, targets: Tensor, part: VocabularyPa
     return torch.logsumexp(of_parts, 0), of_targets.sum(0)
 
 
-def _minus_target(probabilities: Tensor, targets: Tensor, part: VocabularyPart | None) -> Tensor:
+def _minus_target(probabilities: Tensor, targets: Tensor, part: VocabularyShard | None) -> Tensor:
     """`p - e` of a block, in place."""
     if part is None:
         probabilities[torch.arange(len(targets), device=targets.device), targets] -= 1.0

@@ -24,7 +24,7 @@ from vcore_ds.engine.checkpoint_shards import (
 )
 from vcore_ds.engine.flat_shards import shape_of_all
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.models.model_digest import digest_of_model
+from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import Feed
 from vcore_ds.utility.direction import Direction
@@ -96,7 +96,7 @@ class Checkpoints:
         if self._recipe.lora is None:
             return None
         try:
-            return digest_of_model(self._recipe.model.path)
+            return compute_model_digest(self._recipe.model.path)
         except UserError:
             return None
 

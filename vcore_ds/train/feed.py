@@ -28,7 +28,7 @@ from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import local_rank
 from vcore_ds.distributed.process_group import first_rank_first
-from vcore_ds.models.configuration import vocabulary_size
+from vcore_ds.models.configuration import read_vocabulary_size
 from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.spread import Spread, Utilization, summarize
 from vcore_ds.train.console import Console
@@ -195,7 +195,7 @@ def read_dataset(recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBase, 
         first_rank_first(find),
         tokenizer,
         cutoff_length=recipe.data.cutoff_length,
-        vocabulary_size=vocabulary_size(recipe.model.path),
+        vocabulary_size=read_vocabulary_size(recipe.model.path),
     )
     console.note(f"Data: {path}: {store.describe()}")
     for what, number in store.manifest.get("counts", {}).get("noticed", {}).items():
@@ -257,7 +257,7 @@ def build_feed(
     if num_trusted:
         trusted_stream = RandomDraws(len(of_probe), num_trusted, seed, Stream.TRUSTED)
     pad_token_id = tokenizer.pad_token_id
-    if pad_token_id is None or pad_token_id >= vocabulary_size(recipe.model.path):
+    if pad_token_id is None or pad_token_id >= read_vocabulary_size(recipe.model.path):
         pad_token_id = 0  # any token of the model will do: no real token sees it, and no loss is taken there
     main_order = MainOrder(len(dataset), plan.global_batch_size - num_trusted, seed)
     return Feed(

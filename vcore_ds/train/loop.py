@@ -19,8 +19,8 @@ from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.distributed.stops import Stops
 from vcore_ds.distributed.watchdog import mark
 from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss, sequences_by_rank
-from vcore_ds.models.architecture_check import advice_on_noise
-from vcore_ds.models.configuration import model_shape
+from vcore_ds.models.architecture_check import advise_on_noise
+from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.hardware import peak_flops
 from vcore_ds.planning.memory_plan import MemoryPlan
 from vcore_ds.planning.model_shape import ModelShape
@@ -85,7 +85,7 @@ def throughput_of(recipe: Recipe, memory: MemoryPlan | None) -> Throughput:
     own = peak_flops(torch.cuda.get_device_name(here)) if here.type == "cuda" else None
     peaks = [peak for peak in layout.gather_objects("job", own) if peak is not None]
     return Throughput(
-        model_shape(recipe.model.path),
+        read_model_shape(recipe.model.path),
         None if memory is None else needed_passes(recipe, memory.settings),
         sum(peaks) if len(peaks) == layout.size("job") else None,
     )
@@ -295,7 +295,7 @@ def warn_of_noise(recipe: Recipe, model: PretrainedConfig, metrics: StepMetrics,
             f"utility.epsilon {epsilon:.3g}{how_chosen} does not resolve the loss in {recipe.model.precision}: the "
             f"perturbation changed {changed:.1%} of the trainable parameters, and the loss change it made is {snr:.2f} "
             f"times its error (at least {RELIABLE_SIGNAL_TO_NOISE:g} is needed). The weights of this run are mostly "
-            f"noise. {advice_on_noise(model)}"
+            f"noise. {advise_on_noise(model)}"
         )
     elif how_chosen:
         console.say(f"epsilon {epsilon:.3g}{how_chosen}: the loss change is {snr:.1f} times its error")

@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.files import dump_yaml
 from vcore_ds.config.schema import Recipe
-from vcore_ds.models.base_model import OWN_TAG, BaseModel, base_model_of, is_hub_id
+from vcore_ds.models.model_identity import OWN_TAG, BaseModel, identify_base_model, is_hub_id
 from vcore_ds.train.evaluation_folder import read_evaluation
 from vcore_ds.train.run_folder import read_data_counts, read_environment
 from vcore_ds.train.run_reader import HeldOutLosses, read_held_out_losses, read_metrics_of
@@ -46,7 +46,7 @@ def model_card(folder: Path, recipe: Recipe, request: CardRequest) -> str:
     Raises:
         UserError: a file of the run or an evaluation is damaged.
     """
-    base = request.base or base_model_of(recipe.model.path)
+    base = request.base or identify_base_model(recipe.model.path)
     try:
         lines = read_metrics_of(folder)
     except UserError:  # removed, or damaged: no reason to have no result

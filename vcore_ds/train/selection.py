@@ -19,7 +19,7 @@ from vcore_ds.data import scores_folder
 from vcore_ds.data.dataset import kept_positions
 from vcore_ds.data.scores_folder import Scores
 from vcore_ds.data.store import TokenStore
-from vcore_ds.models.model_digest import RULE, digest_of_model
+from vcore_ds.models.model_identity import RULE, compute_model_digest
 from vcore_ds.train.settings import schedule_of
 
 
@@ -135,7 +135,7 @@ def check_belongs(selection: Selection, store: TokenStore, model: str) -> None:
                 f"data.keep.scores: {folder}: found scores of {scored.path} with {what} ({found[:12]}) than "
                 f"data.train_path has ({expected[:12]}); expected its own. Score data.train_path as it is now"
             )
-    found, expected = selection.scores.model_digest, digest_of_model(model)
+    found, expected = selection.scores.model_digest, compute_model_digest(model)
     if not found.startswith(RULE):
         raise UserError(
             f"data.keep.scores: {folder}: was written by vcore_ds {selection.scores.version}, which did not see all "

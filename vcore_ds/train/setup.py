@@ -14,7 +14,7 @@ from vcore_ds.engine.loading import load_sharded
 from vcore_ds.engine.parallel_weights import divide_experts
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.configuration import model_shape
+from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import add_lora
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
@@ -43,7 +43,7 @@ def plan_ranks(recipe: Recipe) -> BatchPlan:
     Raises UserError where a rank cannot read the model's configuration, and RecipeError as `plan_batch` does, on all
     ranks alike.
     """
-    shape = first_rank_first(lambda: model_shape(recipe.model.path))
+    shape = first_rank_first(lambda: read_model_shape(recipe.model.path))
     # The first rank's: where nodes differ, all ranks still have to come to the same spread.
     shape, ranks_per_node = layout.gather_objects("job", (shape, num_local_ranks()))[0]
     plan = plan_batch(

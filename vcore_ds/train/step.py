@@ -11,7 +11,7 @@ from vcore_ds.engine.log_probabilities import with_reference_of_adapters
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, sequences_by_rank
 from vcore_ds.method.objective import sequence_shares, token_coefficients
 from vcore_ds.method.weights import segment_sum
-from vcore_ds.models.experts import forget_tokens, load_of_experts
+from vcore_ds.models.experts import measure_expert_load, reset_token_counts
 from vcore_ds.train.followed import measure_followed
 from vcore_ds.train.settings import StepSettings
 from vcore_ds.train.step_metrics import MicroBatchResult, StepMetrics, StepRecorder, StepTotals
@@ -66,7 +66,7 @@ def train_step(
             main = with_reference_of_adapters(engine, main)
     measure_followed(engine, settings, batches.followed, estimator, recorder, seed=seed)
 
-    forget_tokens(engine.module)  # of experts in other passes
+    reset_token_counts(engine.module)  # of experts in other passes
     with recorder.part("main"), engine.accumulation(len(main)):
         for k, batch in enumerate(main):
             losses, utilities = forward(k)
@@ -85,7 +85,7 @@ def train_step(
                 MicroBatchResult(batch, tokens, q, shares, alpha, weighted.detach().sum(), loss.detach().sum())
             )
     totals = recorder.totals()
-    measured |= load_of_experts(engine.module, layout.size("expert"))
+    measured |= measure_expert_load(engine.module, layout.size("expert"))
     check_finite(totals, recorder, main[0].sequence_parallel)
 
     # Line 6: alpha of the global batch, known only now. The loss is linear in it: scaling the gradient is exact.

@@ -16,7 +16,7 @@ from vcore_ds.method.adam import adam_direction
 from vcore_ds.method.baselines import dft_weights
 from vcore_ds.method.objective import Normalization, sequence_shares, token_coefficients
 from vcore_ds.method.weights import segment_sum, uniform_weights
-from vcore_ds.models.dual_numbers import LowRank
+from vcore_ds.models.dual_tensors import LowRank
 from vcore_ds.utility.low_rank import factorize, has_low_rank, squared_norm
 
 

@@ -25,15 +25,15 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossHead
-from vcore_ds.models.dual_numbers import (
+from vcore_ds.models.dual_tensors import (
     LowRank,
     clear_low_rank_tangents,
-    low_rank_tangent,
     make_dual,
+    read_low_rank_tangent,
     set_low_rank_tangent,
 )
-from vcore_ds.models.experts import EXPERT_WEIGHTS, are_ours
-from vcore_ds.models.lora_linear import BaseLinear, linear_sum, linear_tangent
+from vcore_ds.models.experts import EXPERT_WEIGHTS, uses_our_experts
+from vcore_ds.models.lora_linear import BaseLinear, linear_tangent, linear_with_addend
 from vcore_ds.utility.direction import Direction, PartialGather
 
 if TYPE_CHECKING:  # megatron-core takes seconds
@@ -119,10 +119,10 @@ def _give_hooks_a_tangent_rule(model: nn.Module) -> None:
 def _dual_linear(layer: nn.Linear, x: Tensor, addend: Tensor | None = None, scaling: float = 1.0) -> Tensor:
     """The forward of `nn.Linear` and `BaseLinear` for dual numbers, without a graph of the tangents."""
     (x, d_x), (weight, d_weight) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(layer.weight)
-    tangent = low_rank_tangent(layer, "weight") or d_weight
+    tangent = read_low_rank_tangent(layer, "weight") or d_weight
     bias, d_bias = (None, None) if layer.bias is None else forward_ad.unpack_dual(layer.bias)
     addend, d_addend = (None, None) if addend is None else forward_ad.unpack_dual(addend)
-    out = linear_sum(x, weight, bias, addend, scaling)
+    out = linear_with_addend(x, weight, bias, addend, scaling)
     with torch.no_grad():
         d_out = linear_tangent(x, weight, d_x=d_x, d_weight=tangent, d_bias=d_bias, d_addend=d_addend, scaling=scaling)
     return out if d_out is None else make_dual(out, d_out)
@@ -131,7 +131,7 @@ def _dual_linear(layer: nn.Linear, x: Tensor, addend: Tensor | None = None, scal
 def _dual_embedding(layer: nn.Embedding, ids: Tensor) -> Tensor:
     """The forward of `nn.Embedding` for a weight with a low-rank tangent: `Q[ids] B`."""
     out = nn.Embedding.forward(layer, ids)
-    tangent = low_rank_tangent(layer, "weight")
+    tangent = read_low_rank_tangent(layer, "weight")
     if tangent is None:
         return out
     with torch.no_grad():
@@ -265,7 +265,7 @@ class _TangentGatherer:
 
     def _reads_factors(self, module: nn.Module, name: str) -> bool:
         """Whether the module's forward takes the low-rank tangent of its parameter `name`; others get the matrix."""
-        if are_ours(module):
+        if uses_our_experts(module):
             return name in EXPERT_WEIGHTS
         return name == "weight" and (isinstance(module, TokenLossHead) or module in self._replaced_forwards)
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.attention import FUSED_ATTENTION  # from there, since that import registers it
-from vcore_ds.models.dual_numbers import make_dual
+from vcore_ds.models.dual_tensors import make_dual
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.forward_mode import checkpoint_with_tangent, dual_parameters
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import FlatShards, PartitionedParameter, is_block_of_experts
-from vcore_ds.models.dual_numbers import LowRank
+from vcore_ds.models.dual_tensors import LowRank
 
 MAX_DEPARTURE = 1e-4
 """Largest entry of `Q^T Q - I` that Cholesky QR may leave. Where it leaves more, Householder QR takes over."""

@@ -36,7 +36,7 @@ from vcore_ds.data.answers import Kind, final_answer, is_right, last_code_block
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.data.verification import AnswerChecker
-from vcore_ds.models.model_digest import digest_of_model
+from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.train.evaluation_folder import (
     EVALUATION,
     Evaluation,
@@ -297,7 +297,7 @@ def _write_programs(folder: Path, task: ChosenTask, samples: Sequence[SampleResu
 
 def _digest_of_weights(model: NamedModel) -> list[str]:
     """Of the base model's files, as far as they are on this machine, and of the adapter's."""
-    digests = [digest_of_model(model.weights)] if Path(model.weights).is_dir() else []
+    digests = [compute_model_digest(model.weights)] if Path(model.weights).is_dir() else []
     if model.adapter is not None:
         files = sorted(Path(model.adapter).glob("adapter_*"))
         digests += [hashlib.sha256(f"{file.name}\n".encode() + file.read_bytes()).hexdigest() for file in files]

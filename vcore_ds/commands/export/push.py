@@ -13,7 +13,7 @@ from huggingface_hub.errors import HTTPError  # the HTTP library's own
 from peft.utils import CONFIG_NAME
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.models.base_model import BaseModel, is_hub_id
+from vcore_ds.models.model_identity import BaseModel, is_hub_id
 
 
 def check_repository(repository: str, *, update: bool) -> HfApi:

@@ -28,14 +28,14 @@ from vcore_ds.engine import checkpoint_folder
 from vcore_ds.engine.checkpoint_shards import stored_name
 from vcore_ds.engine.export_shards import PREFIX, CheckpointTensors
 from vcore_ds.models import model_folder
-from vcore_ds.models.base_model import CARD, OWN_TAG, BaseModel, base_model_of, card_metadata
 from vcore_ds.models.configuration import read_config
 from vcore_ds.models.loading import DTYPES
-from vcore_ds.models.lora import adapters_of, empty_adapted
+from vcore_ds.models.lora import build_empty_adapted_model, find_adapters
 from vcore_ds.models.megatron.adapters import adapted_layers, adapter_pieces
-from vcore_ds.models.megatron.configuration import Piece, pieces, put_together
+from vcore_ds.models.megatron.configuration import WeightSlice, copy_to_weight, pieces
 from vcore_ds.models.model_folder import check_model_folder
-from vcore_ds.models.stored_weights import FolderWeights, described_weights
+from vcore_ds.models.model_identity import CARD, OWN_TAG, BaseModel, identify_base_model, read_card_metadata
+from vcore_ds.models.stored_weights import FolderWeights, describe_weights
 from vcore_ds.train.model_card import CardRequest, Kind, model_card
 
 NEW_FOLDER = "a new folder that can be written, with room for the weights"
@@ -131,7 +131,7 @@ def export_run(
     kind: Kind = "model" if recipe.lora is None else "merged" if merge else "adapter"
     folder = output if output is not None else run / "export" / trained.name / kind
     request = CardRequest(
-        kind, checkpoint_folder.step_of(Path(trained.name)), base or base_model_of(recipe.model.path), evaluations
+        kind, checkpoint_folder.step_of(Path(trained.name)), base or identify_base_model(recipe.model.path), evaluations
     )
     card = model_card(run, recipe, request)
     if reuse and folder.is_dir():
@@ -161,7 +161,7 @@ def export_run(
 def check_earlier_export(folder: Path, kind: Kind) -> None:
     """Raises UserError where `folder` is anything but a result of this kind, which alone may be pushed as it is."""
     is_adapter = (folder / CONFIG_NAME).is_file()
-    if OWN_TAG not in (card_metadata(folder / CARD).get("tags") or ()) or is_adapter != (kind == "adapter"):
+    if OWN_TAG not in (read_card_metadata(folder / CARD).get("tags") or ()) or is_adapter != (kind == "adapter"):
         raise UserError(
             f"{folder}: is there already, and is no earlier export ({kind}); expected one, or a new folder (--output "
             "DIR)"
@@ -215,7 +215,7 @@ def write_model(
     max_file_bytes: int,
 ) -> int:
     """Writes all weights, with adapters merged in; returns their bytes."""
-    stored = FolderWeights(recipe.model.path, described_weights(recipe.model.path, dtype))
+    stored = FolderWeights(recipe.model.path, describe_weights(recipe.model.path, dtype))
     stream = whole_weights(recipe, trained, stored)
     split = model_folder.plan_files(stored.stored, max_file_bytes)
     num_bytes = split.metadata["total_size"]
@@ -236,11 +236,11 @@ def whole_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights
     """
     adapted = None
     if recipe.lora is not None:
-        adapted = empty_adapted(recipe.model.path, read_config(recipe.model.path), recipe.lora)
+        adapted = build_empty_adapted_model(recipe.model.path, read_config(recipe.model.path), recipe.lora)
         check_fit(recipe, trained, {name: p.shape for name, p in adapted.named_parameters() if p.requires_grad})
     else:
         check_fit(recipe, trained, {n: like.shape for n, like in stored.weights.items() if n in trained.shapes})
-    adapters = adapters_of(adapted) if adapted is not None else {}
+    adapters = find_adapters(adapted) if adapted is not None else {}
     covered = {name for adapter in adapters.values() for name in (adapter.lora_a, adapter.lora_b)}
     if adapted is not None and (others := sorted(trained.shapes.keys() - covered)):
         raise UserError(f"--merge: found {others[0]}; expected adapters of linear layers and experts only")
@@ -296,7 +296,7 @@ def write_adapter(
 ) -> int:
     """Writes the adapter in peft's format; returns the bytes of its weights."""
     assert recipe.lora is not None
-    adapted = empty_adapted(recipe.model.path, read_config(recipe.model.path), recipe.lora)
+    adapted = build_empty_adapted_model(recipe.model.path, read_config(recipe.model.path), recipe.lora)
     expected = {name: parameter.shape for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     check_fit(recipe, trained, expected)
     adapter = {name: trained.read(name).to(dtype) for name in expected}
@@ -318,15 +318,15 @@ class ParallelCheckpointWeights:
         self.name = folder.name
         path, lora, config = recipe.model.path, recipe.lora, read_config(recipe.model.path)
         if lora is None:
-            described, of_rank = described_weights(path, torch.float32), partial(pieces, config)
+            described, of_rank = describe_weights(path, torch.float32), partial(pieces, config)
         else:
-            adapted = empty_adapted(path, config, lora)
+            adapted = build_empty_adapted_model(path, config, lora)
             described = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
             of_rank = partial(adapter_pieces, adapted_layers(path, config, lora), config, lora)
         self.shapes = {name: like.shape for name, like in described.items()}
         self._tensors = CheckpointTensors(folder / checkpoint_folder.STATE)
         self._own_shapes: dict[str, list[int]] = checkpoint_folder.read_run_state(folder)["shapes"]
-        self._parameters: dict[str, list[tuple[str, str, Piece]]] = {}
+        self._parameters: dict[str, list[tuple[str, str, WeightSlice]]] = {}
         size = recipe.parallel.tensor
         for rank in range(size):
             for name, piece in of_rank(rank=rank, size=size).items():
@@ -338,5 +338,5 @@ class ParallelCheckpointWeights:
         whole = torch.empty(self.shapes[name])
         for parameter, stored, piece in self._parameters[name]:
             values = self._tensors.read(stored).view(self._own_shapes[parameter])
-            put_together({name: whole}, values, piece)
+            copy_to_weight({name: whole}, values, piece)
         return whole

@@ -31,7 +31,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import writing, written_aside
 from vcore_ds.data.answers import CHAMP
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.models.base_model import CARD, OWN_TAG
+from vcore_ds.models.model_identity import CARD, OWN_TAG
 
 # The problems of the package `champ-dataset`: competition mathematics with recorded solutions.
 

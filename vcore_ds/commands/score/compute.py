@@ -30,7 +30,7 @@ from vcore_ds.distributed.process_group import on_first_rank
 from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss
 from vcore_ds.models.architecture_check import count_parameters
-from vcore_ds.models.model_digest import digest_of_model
+from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.memory_plan import MemoryPlan, plan_memory
@@ -310,7 +310,7 @@ class Scoring:
                 *store.dropped_rows(),
             ),
             model=recipe.model.path,
-            model_digest=digest_of_model(recipe.model.path),
+            model_digest=compute_model_digest(recipe.model.path),
             checkpoints=request.checkpoints,
             direction=recipe.probe.direction,
             normalization=recipe.method.normalization,

@@ -25,7 +25,7 @@ from vcore_ds.data.scores_folder import (
     utility_columns,
 )
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.models.model_digest import local_folder
+from vcore_ds.models.model_identity import find_local_folder
 
 # The best and worst traces as a page can hold them: a byte for each measure of a token, compressed; each text once.
 
@@ -179,7 +179,7 @@ def _texts(scores: Scores, shown: list[dict[str, Any]]) -> tuple[TokenTexts | No
     """What reads the tokens; None with the reason where they cannot be read."""
     try:
         # Of this machine alone: the scoring has read it from there, and a hub that cannot be reached takes a minute.
-        tokenizer = load_tokenizer(str(local_folder(scores.model)))
+        tokenizer = load_tokenizer(str(find_local_folder(scores.model)))
         return TokenTexts(tokenizer, [ShownTrace.of(row) for row in shown]), None
     except UserError as error:
         return None, f"The tokens are not shown: {error}"

@@ -80,11 +80,11 @@ def _digest(key: str, path: str) -> str | None:
     # Here: the first takes seconds to import, and `vcore-ds sweep --status` needs neither.
     from vcore_ds.data.prepare.sources import describe_source, find_shards
     from vcore_ds.data.store_checks import MANIFEST, read_manifest
-    from vcore_ds.models.model_digest import digest_of_model
+    from vcore_ds.models.model_identity import compute_model_digest
 
     if key == MODEL_KEY:
         try:
-            return digest_of_model(path)
+            return compute_model_digest(path)
         except UserError:
             return None
     if not is_readable(path):

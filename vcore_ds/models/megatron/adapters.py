@@ -25,16 +25,16 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.distributed import layout
 from vcore_ds.models.dropout import TokenDropout
-from vcore_ds.models.dual_numbers import value_and_tangent
-from vcore_ds.models.lora import empty_adapted
+from vcore_ds.models.dual_tensors import unpack_parameter
+from vcore_ds.models.lora import build_empty_adapted_model
 from vcore_ds.models.lora_linear import linear_tangent
-from vcore_ds.models.megatron.configuration import COLUMN_LAYERS, Piece, divided
+from vcore_ds.models.megatron.configuration import COLUMN_LAYERS, WeightSlice, divided
 from vcore_ds.models.megatron.token_exchange import gather_tokens
 
 PEFT_PREFIX = "base_model.model."
 
 
-class Adapted(NamedTuple):
+class AdaptedLayer(NamedTuple):
     """A linear layer of the Hugging Face model that gets an adapter."""
 
     name: str
@@ -57,7 +57,7 @@ class Adapted(NamedTuple):
         return ".adapters." in self.own_name
 
 
-def adapted_layers(path: str, config: PretrainedConfig, lora: LoraConfig) -> list[Adapted]:
+def adapted_layers(path: str, config: PretrainedConfig, lora: LoraConfig) -> list[AdaptedLayer]:
     """The layers that peft adapts, in the model's order.
 
     Args:
@@ -67,7 +67,7 @@ def adapted_layers(path: str, config: PretrainedConfig, lora: LoraConfig) -> lis
     Raises:
         UserError: `lora.target_modules` names nothing, or something else than linear layers of the decoder layers.
     """
-    model = empty_adapted(path, config, lora)
+    model = build_empty_adapted_model(path, config, lora)
     trained = {name.partition(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
     found = []
     for name, module in model.named_modules():
@@ -80,11 +80,11 @@ def adapted_layers(path: str, config: PretrainedConfig, lora: LoraConfig) -> lis
                 "with model.provider megatron; expected linear layers of the decoder layers, such as all-linear"
             )
         assert module.in_features is not None and module.out_features is not None  # those of a linear layer
-        found.append(Adapted(layer, module.in_features, module.out_features))
+        found.append(AdaptedLayer(layer, module.in_features, module.out_features))
     return found
 
 
-class PartDropout(TokenDropout):
+class ShardDropout(TokenDropout):
     """The dropout of the other provider's adapter, with its masks, on this rank's tokens or features."""
 
     def __init__(self, p: float, number: int, *, first_feature: int, of_own_tokens: bool):
@@ -137,7 +137,7 @@ class Expansion(nn.Module):
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """B and its tangent, if any. Called, as parameters are whole and have tangents while their module runs."""
-        return value_and_tangent(self, "weight")
+        return unpack_parameter(self, "weight")
 
 
 class Addend(NamedTuple):
@@ -196,12 +196,12 @@ def addend_gradients(
     return (gradient @ b).mul_(scaling), by_b.mul_(scaling)
 
 
-def mark_divided(parameter: nn.Parameter) -> None:
+def mark_tensor_parallel(parameter: nn.Parameter) -> None:
     """Marks a parameter of which each rank has a part, as megatron-core and DeepSpeed know it."""
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # the mark is theirs
 
 
-def add_adapters(model: nn.Module, layers: list[Adapted], lora: LoraConfig, config: PretrainedConfig) -> None:
+def add_adapters(model: nn.Module, layers: list[AdaptedLayer], lora: LoraConfig, config: PretrainedConfig) -> None:
     """Freezes a `ParallelTokenLossModel` and adds trainable adapters, in place: A at random, the same on all ranks that
     have drawn the same before, and B zero. In fp32, as peft's.
 
@@ -224,26 +224,26 @@ def add_adapters(model: nn.Module, layers: list[Adapted], lora: LoraConfig, conf
         dropout: nn.Module = nn.Identity()
         if lora.dropout > 0:
             first = 0 if layer.is_column_parallel else part.start
-            dropout = PartDropout(lora.dropout, number, first_feature=first, of_own_tokens=layer.is_column_parallel)
+            dropout = ShardDropout(lora.dropout, number, first_feature=first, of_own_tokens=layer.is_column_parallel)
         adapter = Adapter(a, b, lora.alpha / lora.rank, dropout)
-        mark_divided((adapter.lora_B if layer.is_column_parallel else adapter.lora_A).get_parameter("weight"))
+        mark_tensor_parallel((adapter.lora_B if layer.is_column_parallel else adapter.lora_A).get_parameter("weight"))
         owner, name = layer.own_name.rsplit(".", 1)
         setattr(model.get_submodule(owner), name, adapter)
 
 
 def adapter_pieces(
-    layers: list[Adapted], config: PretrainedConfig, lora: LoraConfig, *, rank: int, size: int
-) -> dict[str, Piece]:
+    layers: list[AdaptedLayer], config: PretrainedConfig, lora: LoraConfig, *, rank: int, size: int
+) -> dict[str, WeightSlice]:
     """What each parameter of this rank's adapters is of peft's, by its name: see `weights.pieces`."""
     parts = divided(config, rank=rank, size=size)
-    found: dict[str, Piece] = {}
+    found: dict[str, WeightSlice] = {}
     for layer in layers:
         part, rows = parts[layer.name.rsplit(".", 1)[1]], slice(0, lora.rank)
         a, b = (f"{PEFT_PREFIX}{layer.name}.lora_{matrix}.default.weight" for matrix in "AB")
         if layer.is_column_parallel:
-            pair = Piece(a, rows), Piece(b, part)
+            pair = WeightSlice(a, rows), WeightSlice(b, part)
         else:
-            pair = Piece(a, rows, part), Piece(b, slice(0, layer.num_outputs))
+            pair = WeightSlice(a, rows, part), WeightSlice(b, slice(0, layer.num_outputs))
         found |= {f"{layer.own_name}.lora_{matrix}.weight": piece for matrix, piece in zip("AB", pair, strict=True)}
     return found
 

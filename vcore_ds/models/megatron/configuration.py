@@ -137,7 +137,7 @@ def _check_sizes(path: str, config: PretrainedConfig, tensor: int) -> None:
 # Which parts of a Hugging Face model's weights the parameters of a rank are, for both ways between the two.
 
 
-class Piece(NamedTuple):
+class WeightSlice(NamedTuple):
     """A part of one of the Hugging Face model's weights."""
 
     name: str
@@ -162,7 +162,7 @@ COLUMN_LAYERS = {
 """Linear layers whose outputs are divided, by the name of the module that holds them here (`ColumnLinears`)."""
 
 
-def pieces(config: PretrainedConfig, *, rank: int, size: int) -> dict[str, Piece]:
+def pieces(config: PretrainedConfig, *, rank: int, size: int) -> dict[str, WeightSlice]:
     """What each parameter of a `ParallelTokenLossModel` is, by its name. Rows after the piece's are padding.
 
     Args:
@@ -173,27 +173,27 @@ def pieces(config: PretrainedConfig, *, rank: int, size: int) -> dict[str, Piece
     vocabulary = slice(rank * rows, min((rank + 1) * rows, config.vocab_size))
     every_row = slice(0, config.hidden_size)
     found = {
-        "embed_tokens.weight": Piece("model.embed_tokens.weight", vocabulary),
-        "norm.weight": Piece("model.norm.weight", every_row),
+        "embed_tokens.weight": WeightSlice("model.embed_tokens.weight", vocabulary),
+        "norm.weight": WeightSlice("model.norm.weight", every_row),
     }
     if not config.tie_word_embeddings:
-        found["lm_head.weight"] = Piece("lm_head.weight", vocabulary)
+        found["lm_head.weight"] = WeightSlice("lm_head.weight", vocabulary)
     parts = divided(config, rank=rank, size=size)
     norms = {"input_layernorm": every_row, "post_attention_layernorm": every_row}
     if config.model_type == "qwen3":
         norms |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), slice(0, head_dim(config)))
     for layer in range(config.num_hidden_layers):
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-        found |= {f"{ours}{name}.weight": Piece(f"{theirs}{name}.weight", rows) for name, rows in norms.items()}
+        found |= {f"{ours}{name}.weight": WeightSlice(f"{theirs}{name}.weight", rows) for name, rows in norms.items()}
         for module, names in COLUMN_LAYERS.items():
             for name in names:
                 weight = f"{theirs}{module.split('.')[0]}.{name}"
-                found[f"{ours}{module}.{name}"] = Piece(f"{weight}.weight", parts[name])
+                found[f"{ours}{module}.{name}"] = WeightSlice(f"{weight}.weight", parts[name])
                 if config.model_type == "qwen2" and module == "self_attn.qkv":
-                    found[f"{ours}{module}.{name}_bias"] = Piece(f"{weight}.bias", parts[name])
+                    found[f"{ours}{module}.{name}_bias"] = WeightSlice(f"{weight}.bias", parts[name])
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             columns = parts[name.split(".")[1]]
-            found[f"{ours}{name}.weight"] = Piece(f"{theirs}{name}.weight", every_row, columns)
+            found[f"{ours}{name}.weight"] = WeightSlice(f"{theirs}{name}.weight", every_row, columns)
     return found
 
 
@@ -225,7 +225,7 @@ class Run(NamedTuple):
     numel: int
 
 
-def runs(piece: Piece, shapes: Mapping[str, Sequence[int]], start: int, end: int) -> Iterator[Run]:
+def runs(piece: WeightSlice, shapes: Mapping[str, Sequence[int]], start: int, end: int) -> Iterator[Run]:
     """What elements `start` to `end` of a flattened parameter are; nothing of those that are padding.
 
     A piece of whole rows is one run, of some columns a run for each row.
@@ -248,7 +248,7 @@ def runs(piece: Piece, shapes: Mapping[str, Sequence[int]], start: int, end: int
         yield Run(piece.name, place + left - of_row, left - start, right - left)
 
 
-def put_together(weights: Mapping[str, Tensor], parameter: Tensor, piece: Piece) -> None:
+def copy_to_weight(weights: Mapping[str, Tensor], parameter: Tensor, piece: WeightSlice) -> None:
     """The way back: copies a rank's parameter into a Hugging Face model's weights.
 
     Args:

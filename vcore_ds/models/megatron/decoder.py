@@ -27,10 +27,10 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.models.attention import RowLayout
-from vcore_ds.models.dual_numbers import value_and_tangent
+from vcore_ds.models.dual_tensors import unpack_parameter
 from vcore_ds.models.megatron.configuration import TransformerConfig, sliding_window
 from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear
-from vcore_ds.models.megatron.token_exchange import dual_or_plain
+from vcore_ds.models.megatron.token_exchange import make_dual_if_any
 
 # Norms of the decoder layers, whose weight all ranks of a tensor group have. Its gradient is a part of a sum on each:
 # that of the rank's own tokens or heads.
@@ -40,7 +40,7 @@ from vcore_ds.models.megatron.token_exchange import dual_or_plain
 # none, and PyTorch's own differentiates one small operation after the other.
 
 
-class TakesDualNumbers(nn.Module):
+class DualTensorNorm(nn.Module):
     """Put before the class of a norm of plain numbers, it takes values from that class and tangents from
     `rms_norm_tangent`.
 
@@ -53,10 +53,10 @@ class TakesDualNumbers(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         value, d_value = forward_ad.unpack_dual(hidden)
-        weight, d_weight = value_and_tangent(self, "weight")
+        weight, d_weight = unpack_parameter(self, "weight")
         is_reference = weight.dtype == torch.float64  # a pass for which there may be no kernel
         found = rms_norm(value, weight, self.eps) if is_reference else self._plain(value, weight)
-        return dual_or_plain(found, rms_norm_tangent(value, weight, self.eps, d_x=d_value, d_weight=d_weight))
+        return make_dual_if_any(found, rms_norm_tangent(value, weight, self.eps, d_x=d_value, d_weight=d_weight))
 
     def _plain(self, x: Tensor, weight: Tensor) -> Tensor:
         # While the module runs, its weight may be hidden by a dual number (`vcore_ds.utility.forward_mode`), in whose
@@ -83,7 +83,7 @@ class PlainRMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class RMSNorm(TakesDualNumbers, PlainRMSNorm):
+class RMSNorm(DualTensorNorm, PlainRMSNorm):
     """The norm where TransformerEngine is not used."""
 
 
@@ -121,7 +121,7 @@ def _transformer_engine_norm() -> type[nn.Module]:
     """TransformerEngine's RMSNorm for dual numbers; imported only where its kernels can run."""
     from transformer_engine.pytorch import RMSNorm as KernelNorm
 
-    class TransformerEngineNorm(TakesDualNumbers, KernelNorm):
+    class TransformerEngineNorm(DualTensorNorm, KernelNorm):
         """One kernel each for the value and the gradient. In bf16 it rounds once, where `PlainRMSNorm` rounds the
         normalized values and their product with the weight."""
 
@@ -191,7 +191,7 @@ class ParallelAttention(nn.Module):
             {name: number * self.head_dim for name, number in outputs.items()},
             bias=config.add_qkv_bias,
         )
-        self.o_proj = row_linear(config, num_heads * self.head_dim, config.hidden_size)
+        self.o_proj = make_row_linear(config, num_heads * self.head_dim, config.hidden_size)
         self.q_norm, self.k_norm = (
             norm(config, self.head_dim) if config.qk_layernorm else nn.Identity() for _ in range(2)
         )
@@ -217,7 +217,7 @@ class ParallelMLP(nn.Module):
         super().__init__()
         outputs = dict.fromkeys(("gate_proj", "up_proj"), config.ffn_hidden_size)
         self.gate_up = ColumnLinears(config, config.hidden_size, outputs)
-        self.down_proj = row_linear(config, config.ffn_hidden_size, config.hidden_size)
+        self.down_proj = make_row_linear(config, config.ffn_hidden_size, config.hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down_proj(gated_silu(*self.gate_up(hidden)))  # no name keeps gate and up during the last product
@@ -266,10 +266,10 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
         if d_up is not None:
             tangent = d_up.mul_(activated) if tangent is None else tangent.addcmul_(activated, d_up)
     found = activated * factor if torch.is_grad_enabled() else activated.mul_(factor)
-    return dual_or_plain(found, tangent)
+    return make_dual_if_any(found, tangent)
 
 
-def row_linear(config: TransformerConfig, num_inputs: int, num_outputs: int) -> RowLinear:
+def make_row_linear(config: TransformerConfig, num_inputs: int, num_outputs: int) -> RowLinear:
     """A row-parallel layer: each rank has a part of its inputs. Without a bias; its weight is zero until it is read.
 
     Args:

@@ -17,18 +17,18 @@ from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.megatron.adapters import (
-    Adapted,
+    AdaptedLayer,
     adapted_layers,
     adapter_pieces,
     add_adapters,
-    mark_divided,
+    mark_tensor_parallel,
     without_adapters,
 )
-from vcore_ds.models.megatron.configuration import Piece, padded_vocabulary, pieces, transformer_config
+from vcore_ds.models.megatron.configuration import WeightSlice, padded_vocabulary, pieces, transformer_config
 from vcore_ds.models.megatron.decoder import DecoderLayer, norm
 from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear, TokenEmbedding
 from vcore_ds.models.megatron.token_exchange import gather_tokens
-from vcore_ds.models.token_loss import VocabularyPart, token_entropy, token_loss
+from vcore_ds.models.token_loss import VocabularyShard, token_entropy, token_loss
 
 
 class ParallelTokenLossHead(nn.Module):
@@ -44,7 +44,7 @@ class ParallelTokenLossHead(nn.Module):
         self.weight = weight
         first = layout.rank("tensor") * num_rows
         num_tokens = min(num_rows, vocabulary - first)
-        self._part = VocabularyPart(first, num_tokens, lambda own: layout.all_gather("tensor", own))
+        self._part = VocabularyShard(first, num_tokens, lambda own: layout.all_gather("tensor", own))
 
     def forward(
         self, hidden: Tensor, targets: Tensor, *, with_entropies: bool = False
@@ -94,7 +94,7 @@ class ParallelTokenLossModel(nn.Module):
         config._attn_implementation = TRAINING_ATTENTION
         self.config, self._activation_offload = config, activation_offload
         self.lora: LoraConfig | None = None
-        self._adapted: list[Adapted] = []
+        self._adapted: list[AdaptedLayer] = []
         num_rows = padded_vocabulary(config, tensor)
         self.embed_tokens = TokenEmbedding(
             num_rows, made.hidden_size, config=made, init_method=nn.init.zeros_, tp_group=layout.group("tensor")
@@ -113,14 +113,14 @@ class ParallelTokenLossModel(nn.Module):
         for module in self.modules():
             if isinstance(module, ColumnLinears | RowLinear | TokenEmbedding | ParallelTokenLossHead):
                 for parameter in module.parameters(recurse=False):
-                    mark_divided(parameter)
+                    mark_tensor_parallel(parameter)
 
     def add_lora(self, path: str, lora: LoraConfig) -> None:
         """Freezes the model and adds trainable adapters, in place; see `vcore_ds.models.lora.add_lora`."""
         self.lora, self._adapted = lora, adapted_layers(path, self.config, lora)
         add_adapters(self, self._adapted, lora, self.config)
 
-    def trained_pieces(self, *, rank: int, size: int) -> dict[str, Piece]:
+    def trained_pieces(self, *, rank: int, size: int) -> dict[str, WeightSlice]:
         """What each trained parameter is of one of the Hugging Face model, or of its adapters by their names in peft.
 
         Args:

@@ -19,8 +19,8 @@ from torch.nn.functional import embedding
 
 from vcore_ds.common.imports import without_compiler
 from vcore_ds.distributed import layout
-from vcore_ds.models.dual_numbers import value_and_tangent
-from vcore_ds.models.lora_linear import linear_sum, linear_tangent
+from vcore_ds.models.dual_tensors import unpack_parameter
+from vcore_ds.models.lora_linear import linear_tangent, linear_with_addend
 from vcore_ds.models.megatron.adapters import (
     Adapter,
     Addend,
@@ -31,10 +31,10 @@ from vcore_ds.models.megatron.adapters import (
     row_addend,
 )
 from vcore_ds.models.megatron.token_exchange import (
-    all_tokens,
-    dual_or_plain,
-    own_of_both,
-    own_tokens,
+    all_gather_tokens,
+    make_dual_if_any,
+    reduce_scatter_both,
+    reduce_scatter_tokens,
     scatter_tokens,
 )
 
@@ -74,16 +74,16 @@ class ColumnLinears(nn.Module):
     def forward(self, x: Tensor) -> list[Tensor]:
         addends, scaling, flat = column_addends(self.adapters, x), 1.0, []
         for name in self.names:
-            weight, d_weight = value_and_tangent(self, name)
+            weight, d_weight = unpack_parameter(self, name)
             has_bias = getattr(self, f"{name}_bias") is not None
-            bias, d_bias = value_and_tangent(self, f"{name}_bias") if has_bias else (None, None)
+            bias, d_bias = unpack_parameter(self, f"{name}_bias") if has_bias else (None, None)
             flat += [weight, bias, d_weight, d_bias, *addends.get(name, Addend())]
             if name in addends:
                 adapter = self.adapters[name]
                 assert isinstance(adapter, Adapter)
                 scaling = adapter.scaling
-        found = _ColumnProducts.apply(scaling, *forward_ad.unpack_dual(x), *flat)
-        return [dual_or_plain(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
+        found = _ColumnMatmuls.apply(scaling, *forward_ad.unpack_dual(x), *flat)
+        return [make_dual_if_any(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
 
 
 class RowLinear(RowParallelLinear):
@@ -96,15 +96,15 @@ class RowLinear(RowParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         scaling = 1.0 if self.adapter is None else self.adapter.scaling
         value, d_value = forward_ad.unpack_dual(x)
-        pair = value_and_tangent(self, "weight")
-        return dual_or_plain(*_RowProduct.apply(scaling, value, d_value, *pair, *row_addend(self.adapter, x)))
+        pair = unpack_parameter(self, "weight")
+        return make_dual_if_any(*_RowMatmul.apply(scaling, value, d_value, *pair, *row_addend(self.adapter, x)))
 
 
 class TokenEmbedding(VocabParallelEmbedding):
     """`[b, t]` ids to `[t / n, b, H]`, of which each rank knows the rows of some tokens. A collective."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        weight, d_weight = value_and_tangent(self, "weight")
+        weight, d_weight = unpack_parameter(self, "weight")
         ids = ids.t()
         is_other = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
         rows = (ids - self.vocab_start_index).masked_fill(is_other, 0)
@@ -113,10 +113,10 @@ class TokenEmbedding(VocabParallelEmbedding):
         if d_weight is not None:
             with torch.no_grad():
                 d_partial = embedding(rows, d_weight).masked_fill(is_other[..., None], 0.0)
-        return scatter_tokens(dual_or_plain(partial, d_partial))
+        return scatter_tokens(make_dual_if_any(partial, d_partial))
 
 
-class _ColumnProducts(torch.autograd.Function):
+class _ColumnMatmuls(torch.autograd.Function):
     """`x W^T + scaling * addend + b` of the tokens of all ranks, for each of several layers, of which W and b, their
     tangents, and what makes the addend follow one another. Keeps this rank's tokens for the backward, and gathers them
     again."""
@@ -128,7 +128,7 @@ class _ColumnProducts(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # or zeros would be made for each tangent
         ctx.save_for_backward(x, *layers[::8], *layers[4::8], *layers[5::8])
         ctx.scaling = scaling
-        whole, d_whole = all_tokens(x, d_x)
+        whole, d_whole = all_gather_tokens(x, d_x)
         found: list[Tensor | None] = []
         for i in range(0, len(layers), 8):
             weight, bias, d_weight, d_bias = layers[i : i + 4]
@@ -136,7 +136,7 @@ class _ColumnProducts(torch.autograd.Function):
             addend = Addend(*layers[i + 4 : i + 8])
             tangents = dict(d_x=d_whole, d_weight=d_weight, d_bias=d_bias)
             # Each addend is released before the next one is made.
-            found.append(linear_sum(whole, weight, bias, expanded(addend, x.dtype), scaling))
+            found.append(linear_with_addend(whole, weight, bias, expanded(addend, x.dtype), scaling))
             d_addend = expanded_tangent(addend, x.dtype)
             found.append(linear_tangent(whole, weight, **tangents, d_addend=d_addend, scaling=scaling))
             del d_addend
@@ -148,7 +148,7 @@ class _ColumnProducts(torch.autograd.Function):
         x, *saved = ctx.saved_tensors
         num_layers = len(saved) // 3
         _, needs_x, _, *needs = ctx.needs_input_grad
-        whole = all_tokens(x)[0].flatten(0, -2) if any(needs[::8]) else None
+        whole = all_gather_tokens(x)[0].flatten(0, -2) if any(needs[::8]) else None
         by_x, found = None, []
         for i, (by_out, needs_weight, needs_bias) in enumerate(
             zip(gradients[::2], needs[::8], needs[1::8], strict=True)
@@ -163,11 +163,11 @@ class _ColumnProducts(torch.autograd.Function):
             found += [by_weight, gradient.sum(0) if needs_bias else None, None, None, *by_addend, None, None]
         del whole
         if by_x is not None:
-            by_x = own_tokens(by_x.view(-1, *x.shape[1:]))[0]
+            by_x = reduce_scatter_tokens(by_x.view(-1, *x.shape[1:]))[0]
         return None, by_x, None, *found
 
 
-class _RowProduct(torch.autograd.Function):
+class _RowMatmul(torch.autograd.Function):
     """This rank's tokens of the sum of `x W^T + scaling * addend` over the ranks."""
 
     @staticmethod
@@ -185,10 +185,12 @@ class _RowProduct(torch.autograd.Function):
         ctx.save_for_backward(x, weight, addend.reduced, addend.b)
         ctx.scaling = scaling
         if d_x is None and d_weight is None and addend.d_reduced is None and addend.d_b is None:
-            return own_tokens(linear_sum(x, weight, None, expanded(addend, x.dtype), scaling))[0], None
+            return reduce_scatter_tokens(linear_with_addend(x, weight, None, expanded(addend, x.dtype), scaling))[
+                0
+            ], None
         # Each product goes to its place in what is sent before the next one is made.
         sent = x.new_empty(layout.size("tensor"), 2, len(x) // layout.size("tensor"), x.shape[1], len(weight))
-        product = linear_sum(x, weight, None, expanded(addend, x.dtype), scaling)
+        product = linear_with_addend(x, weight, None, expanded(addend, x.dtype), scaling)
         sent[:, 0] = product.view(sent[:, 0].shape)
         del product
         d_addend = expanded_tangent(addend, x.dtype)
@@ -196,7 +198,7 @@ class _RowProduct(torch.autograd.Function):
         assert d_product is not None  # as there is a tangent
         sent[:, 1] = d_product.view(sent[:, 1].shape)
         del d_product, d_addend
-        out, d_out = own_of_both(sent)
+        out, d_out = reduce_scatter_both(sent)
         ctx.mark_non_differentiable(d_out)
         return out, d_out
 
@@ -204,7 +206,7 @@ class _RowProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, reduced, b = ctx.saved_tensors
         _, needs_x, _, needs_weight, *_ = ctx.needs_input_grad
-        whole = all_tokens(gradient)[0]
+        whole = all_gather_tokens(gradient)[0]
         by_weight = whole.flatten(0, -2).t() @ x.flatten(0, -2) if needs_weight else None
         by_addend = addend_gradients(whole, reduced, b, ctx.scaling)
         return None, whole @ weight if needs_x else None, None, by_weight, None, *by_addend, None, None

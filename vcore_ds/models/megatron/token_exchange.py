@@ -17,7 +17,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from vcore_ds.distributed import layout
-from vcore_ds.models.dual_numbers import make_dual
+from vcore_ds.models.dual_tensors import make_dual
 
 
 def gather_tokens(part: Tensor) -> Tensor:
@@ -25,21 +25,21 @@ def gather_tokens(part: Tensor) -> Tensor:
 
     Its gradient is the sum over the ranks: each computes something else from the whole.
     """
-    return dual_or_plain(*_GatherTokens.apply(*forward_ad.unpack_dual(part)))
+    return make_dual_if_any(*_GatherTokens.apply(*forward_ad.unpack_dual(part)))
 
 
 def scatter_tokens(partial: Tensor) -> Tensor:
     """The sum over the ranks of `[t, b, ...]`, of which each gets its tokens `[t / n, b, ...]`. A collective; takes
     dual numbers, where either all ranks have one or none."""
-    return dual_or_plain(*_ScatterTokens.apply(*forward_ad.unpack_dual(partial)))
+    return make_dual_if_any(*_ScatterTokens.apply(*forward_ad.unpack_dual(partial)))
 
 
-def dual_or_plain(value: Tensor, tangent: Tensor | None) -> Tensor:
+def make_dual_if_any(value: Tensor, tangent: Tensor | None) -> Tensor:
     """A dual number where there is a tangent, else the value."""
     return value if tangent is None else make_dual(value, tangent)
 
 
-def all_tokens(part: Tensor, tangent: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def all_gather_tokens(part: Tensor, tangent: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """What `gather_tokens` gives, of a value and its tangent, without a graph."""
     if tangent is None:
         return layout.all_gather("tensor", part).flatten(0, 1), None
@@ -48,15 +48,15 @@ def all_tokens(part: Tensor, tangent: Tensor | None = None) -> tuple[Tensor, Ten
     return value, d_value
 
 
-def own_tokens(partial: Tensor, tangent: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def reduce_scatter_tokens(partial: Tensor, tangent: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """What `scatter_tokens` gives, of a value and its tangent, without a graph."""
     num_ranks = layout.size("tensor")
     if tangent is None:
         return layout.reduce_scatter("tensor", partial.unflatten(0, (num_ranks, -1))), None
-    return own_of_both(torch.stack([x.unflatten(0, (num_ranks, -1)) for x in (partial, tangent)], 1))
+    return reduce_scatter_both(torch.stack([x.unflatten(0, (num_ranks, -1)) for x in (partial, tangent)], 1))
 
 
-def own_of_both(sent: Tensor) -> tuple[Tensor, Tensor]:
+def reduce_scatter_both(sent: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's sums of values and tangents `[n, 2, t / n, b, ...]`. The value has memory of its own, or a graph that
     keeps it would keep the tangent with it."""
     value, d_value = layout.reduce_scatter("tensor", sent)
@@ -66,24 +66,24 @@ def own_of_both(sent: Tensor) -> tuple[Tensor, Tensor]:
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        found = all_tokens(part, tangent)
+        found = all_gather_tokens(part, tangent)
         if tangent is not None:
             ctx.mark_non_differentiable(found[1])
         return found
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
-        return own_tokens(gradient)[0], None
+        return reduce_scatter_tokens(gradient)[0], None
 
 
 class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        found = own_tokens(partial, tangent)
+        found = reduce_scatter_tokens(partial, tangent)
         if tangent is not None:
             ctx.mark_non_differentiable(found[1])
         return found
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
-        return all_tokens(gradient)[0], None
+        return all_gather_tokens(gradient)[0], None

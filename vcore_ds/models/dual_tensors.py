@@ -18,7 +18,7 @@ def make_dual(value: Tensor, tangent: Tensor) -> Tensor:
     return forward_ad.make_dual(forward_ad.unpack_dual(value).primal, tangent)
 
 
-def value_and_tangent(module: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
+def unpack_parameter(module: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
     """A parameter of a module that runs, and its tangent, if any.
 
     With a graph the value is the parameter itself: a view of it, as a dual number's value is, would keep the memory of
@@ -66,7 +66,7 @@ def clear_low_rank_tangents(module: nn.Module) -> None:
     module.__dict__.pop(_LOW_RANK_TANGENTS, None)
 
 
-def low_rank_tangent(module: nn.Module, name: str) -> LowRank | None:
+def read_low_rank_tangent(module: nn.Module, name: str) -> LowRank | None:
     """A parameter's low-rank tangent, if it has one."""
     tangents = module.__dict__.get(_LOW_RANK_TANGENTS)
     if tangents is None or name not in tangents:
