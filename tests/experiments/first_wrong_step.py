@@ -4,7 +4,8 @@
     python -m tests.experiments.first_wrong_step report    the table of docs/reports/steering-experiments.md
 
 The training data are the 64 shortest wrong solutions with something before and after a marked step; the pool is the
-quickstart's, of right answers, without the traces of these problems. Each run records all its tokens (docs/tokens.md).
+quickstart's, of right answers, without the traces of these problems. Each run records all its tokens
+(docs/reading-a-report.md).
 The measure, decided before the first run: the mean relative weight (1 is uniform) of a trace's tokens before the first
 wrong step, in it, and after it; means over traces, and the 95% interval over traces of the paired difference after -
 before.

@@ -80,7 +80,7 @@ def test_retired_commands_say_where_their_work_is_done(capsys: pytest.CaptureFix
 
 def test_the_documentation_has_commands() -> None:
     documents = [document for document, _ in documented_commands()]
-    assert documents.count("recipes.md") >= 14 and documents.count("recipes-paper.md") >= 26
+    assert documents.count("recipes.md") >= 40
     assert documents.count("README.md") >= 3
 
 

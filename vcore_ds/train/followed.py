@@ -1,7 +1,7 @@
 """Followed traces: a few traces, chosen once, that a run measures beside its batch at every recorded step.
 
 What a record of the batch's own tokens cannot show is how one token's weight moves over the run, and what the method
-would have done with data that is not trained on. docs/tokens.md says what is measured, and when.
+would have done with data that is not trained on. docs/reading-a-report.md says what is measured, and when.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Records of single tokens: what a run writes to `tokens/` at a few of its steps, and how to read it. numpy only.
 
-`tokens/step_00000012.npz` holds whole sequences of the main batch of optimizer step 12; docs/tokens.md lists its
-arrays. The commands, the experiments and reports read it with `read_records`.
+`tokens/step_00000012.npz` holds whole sequences of the main batch of optimizer step 12;
+docs/reading-a-report.md lists its arrays. The commands, the experiments and reports read it with `read_records`.
 """
 
 import io
@@ -207,8 +207,8 @@ def read_record(path: Path) -> TokenRecord:
 
 # Followed traces: the same tokens at every recorded step, as a run writes them to `tokens/`, and how to read them.
 #
-# `tokens/followed_00000012.npz` holds them as they were before the update of optimizer step 12; docs/tokens.md lists
-# its arrays. numpy only.
+# `tokens/followed_00000012.npz` holds them as they were before the update of optimizer step 12;
+# docs/reading-a-report.md lists its arrays. numpy only.
 
 
 FOLLOWED_FORMAT = 1

@@ -22,8 +22,7 @@ DESCRIPTION = (
     "time by phase, recipe and environment. With --text print its tables instead. Several runs are laid side by side; "
     "those whose recipes differ in the seed only become one curve, their mean with their range. A sweep's folder also "
     "gives tables over seeds, with 95% intervals. Needs no GPU, and neither the training data nor the model. "
-    "docs/reading-a-report.md explains the pictures, docs/tokens.md the tables of tokens, docs/sweeps.md those of "
-    "sweeps."
+    "docs/reading-a-report.md explains the pictures and the tables of tokens, docs/sweeps.md those of sweeps."
 )
 
 
