@@ -47,7 +47,7 @@ from vcore_ds.train.step import take_direction
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator, ForwardMode, NoUtilities
 from vcore_ds.utility.finite_difference import FiniteDifference
-from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
+from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
 GIB = 2**30
 HEADS = dict(num_key_value_heads=8, head_dim=128, vocab_size=151936)
@@ -239,7 +239,7 @@ def fidelity_in_bf16(engine: Engine, direction: Direction, batch: Batch) -> dict
         utilities = []
         for precision in (None, torch.float32):
             with forward_mode(engine, direction, precision):
-                utilities.append(losses_and_utilities(engine, batch)[1].double().cpu())
+                utilities.append(compute_losses_and_utilities(engine, batch)[1].double().cpu())
     except torch.OutOfMemoryError as error:
         return {"skipped": f"out of memory: {str(error).splitlines()[0]}"}
     found, exact = utilities

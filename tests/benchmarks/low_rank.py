@@ -35,7 +35,7 @@ from vcore_ds.train.settings import schedule_of, step_settings
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import jvp_utilities
+from vcore_ds.utility.estimators import compute_jvp_utilities
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_MEASURED, NUM_PROBE = 12, 8
@@ -67,7 +67,7 @@ def measure(ranks: list[int], num_steps: int) -> list[dict]:
         settings = replace(settings, probe=settings.probe.model_copy(update={"direction": optimizer}))
         direction = Direction(engine, rank)
         energy = take_direction(direction, settings, feed.probe_batches(probe), seed=rank or 0).energy
-        return jvp_utilities(engine, direction, batches), energy
+        return compute_jvp_utilities(engine, direction, batches), energy
 
     rows: list[dict] = []
 

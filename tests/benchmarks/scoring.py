@@ -25,8 +25,8 @@ from tests.benchmarks.overhead import SFT, OurLoop, Variant, make_feed, ratio
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import jvp_losses_and_utilities
-from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
+from vcore_ds.utility.estimators import compute_jvp_losses_and_utilities
+from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
 VARIANTS = {
     "full": Variant(SFT),
@@ -42,14 +42,14 @@ def measure(name: str, num_rounds: int) -> dict:
     feed, loop = make_feed(), OurLoop(VARIANTS[name])
     engine = loop.engine
     direction = Direction(engine)
-    direction.take(feed.step(0).probe, normalization="sequence", clip=None)
+    direction.compute(feed.step(0).probe, normalization="sequence", clip=None)
     seconds: dict[str, list[float]] = {"sft": [], "score": []}
     cpu_seconds: dict[str, list[float]] = {"sft": [], "score": []}
     for k in range(num_rounds + 1):
         batches = feed.step(k)
         works = {
             "sft": partial(loop.step, batches),
-            "score": partial(jvp_losses_and_utilities, engine, direction, batches.main),
+            "score": partial(compute_jvp_losses_and_utilities, engine, direction, batches.main),
         }
         for what in works if k % 2 else reversed(works):
             torch.distributed.barrier()
@@ -68,9 +68,9 @@ def agreement(engine, feed, direction: Direction) -> float:
     means: dict[str, dict[int, float]] = {"bf16": {}, "fp32": {}}
     for k in range(NUM_COMPARED):
         batches = feed.step(k).main
-        found = {"bf16": [values for _, values in jvp_losses_and_utilities(engine, direction, batches)]}
+        found = {"bf16": [values for _, values in compute_jvp_losses_and_utilities(engine, direction, batches)]}
         with forward_mode(engine, direction, torch.float32):
-            found["fp32"] = [losses_and_utilities(engine, batch)[1] for batch in batches]
+            found["fp32"] = [compute_losses_and_utilities(engine, batch)[1] for batch in batches]
         for precision, of_batches in found.items():
             for batch, values in zip(batches, of_batches, strict=True):
                 parts = values.double().split(batch.num_supervised_tokens().tolist())

@@ -29,7 +29,7 @@ from vcore_ds.planning.spread import RowLimit, spread
 from vcore_ds.planning.time_model import CPU, TimeModel
 from vcore_ds.train.settings import step_settings
 from vcore_ds.train.step import take_direction
-from vcore_ds.utility.estimators import jvp_utilities
+from vcore_ds.utility.estimators import compute_jvp_utilities
 
 NUM_RANKS = 4
 DEGREES = (1, 2, 4)
@@ -72,7 +72,7 @@ def memory_of_rank() -> dict[tuple[str, int, int], int]:
             if num_tokens > LONGEST_IN_BLOCKS:
                 continue
             with Allocations() as allocations:
-                jvp_utilities(engine, estimator.direction, [batch])
+                compute_jvp_utilities(engine, estimator.direction, [batch])
             peaks["forward mode", num_tokens, k] = allocations.peak_bytes
     engine.close()
     return peaks

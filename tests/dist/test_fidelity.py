@@ -44,9 +44,9 @@ from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import QWEN3_32B
 from vcore_ds.train.setup import build_engine
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import jvp_utilities
+from vcore_ds.utility.estimators import compute_jvp_utilities
 from vcore_ds.utility.finite_difference import FiniteDifference
-from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
+from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
 pytestmark = pytest.mark.dist
 
@@ -195,12 +195,14 @@ def measure_off_zero(model_folder: str) -> OffZero:
     engine = make_engine(model_folder, lora=True)
     direction = Direction(engine)
     take_steps(engine, direction, tokenizer, num_steps=1, learning_rate=OFF_ZERO_RATE)
-    direction.take([probe], normalization="sequence", clip=None)
-    jvp = torch.cat(jvp_utilities(engine, direction, mains))
+    direction.compute([probe], normalization="sequence", clip=None)
+    jvp = torch.cat(compute_jvp_utilities(engine, direction, mains))
     with torch.no_grad():
         losses = torch.cat([engine.token_losses(main) for main in mains])
     with forward_mode(engine, direction, precision=torch.float32):
-        exact_losses, exact = map(torch.cat, zip(*(losses_and_utilities(engine, main) for main in mains), strict=True))
+        exact_losses, exact = map(
+            torch.cat, zip(*(compute_losses_and_utilities(engine, main) for main in mains), strict=True)
+        )
     engine.close()
     return OffZero(
         num_tokens=len(exact),
@@ -224,20 +226,20 @@ def take_steps(
     """Adapters leave B = 0, where A has no gradient."""
     for step in range(num_steps):
         batch = arithmetic(tokenizer, range(200 + 4 * step, 204 + 4 * step))
-        direction.take([batch], normalization="sequence", clip=None)
+        direction.compute([batch], normalization="sequence", clip=None)
         engine.step(learning_rate=learning_rate)
 
 
 def measure(engine: Engine, direction: Direction, reference: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Fidelity:
     probe, main = arithmetic(tokenizer, range(100, 104)), arithmetic(tokenizer, range(4))
-    direction.take([probe], normalization="sequence", clip=None)
-    (jvp,) = jvp_utilities(engine, direction, [main], 1)
+    direction.compute([probe], normalization="sequence", clip=None)
+    (jvp,) = compute_jvp_utilities(engine, direction, [main], 1)
     with forward_mode(engine, direction, precision=torch.float32):
-        upcast = losses_and_utilities(engine, main)[1]
+        upcast = compute_losses_and_utilities(engine, main)[1]
     differences, changed = {}, {}
     for epsilon in EPSILONS:
         forward = FiniteDifference(engine, direction, epsilon=epsilon).begin([main])
-        changed[epsilon] = forward.measured["changed_fraction"]
+        changed[epsilon] = forward.metrics["changed_fraction"]
         with torch.no_grad():
             differences[epsilon] = forward(0)[1]
 
@@ -292,16 +294,16 @@ def measure_upcast(precision: str, lora: bool) -> Upcast:
     reference.get_input_embeddings()._forward_hooks.clear()
     engine = step_runs.make_engine(TokenLossModel(model), recipe)
     direction = Direction(engine)
-    direction.take(step_runs.deal(tiny.rows(3, seed=5), 2), normalization="sequence", clip=None)
+    direction.compute(step_runs.deal(tiny.rows(3, seed=5), 2), normalization="sequence", clip=None)
     whole = whole_direction(engine, direction)
     batches = step_runs.deal(tiny.rows(4), 1)
 
-    before = torch.cat(jvp_utilities(engine, direction, batches, 1))
+    before = torch.cat(compute_jvp_utilities(engine, direction, batches, 1))
     with forward_mode(engine, direction, HIGHER_PRECISION[precision]):
         losses, utilities = map(
-            torch.cat, zip(*(losses_and_utilities(engine, batch) for batch in batches), strict=True)
+            torch.cat, zip(*(compute_losses_and_utilities(engine, batch) for batch in batches), strict=True)
         )
-    after = torch.cat(jvp_utilities(engine, direction, batches, 1))
+    after = torch.cat(compute_jvp_utilities(engine, direction, batches, 1))
     parameters = {name: parameter.detach() for name, parameter in trained(reference).items()}
     expected_losses = torch.cat([exact_losses(reference, parameters, batch) for batch in batches]).detach()
     expected = torch.cat([exact_utilities(reference, whole, batch) for batch in batches])

@@ -9,8 +9,13 @@ from tests.helpers.ranks import run_ranks
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import jvp_utilities
-from vcore_ds.utility.finite_difference import FiniteDifference, choose_epsilon, perturbed, round_stochastically
+from vcore_ds.utility.estimators import compute_jvp_utilities
+from vcore_ds.utility.finite_difference import (
+    FiniteDifference,
+    choose_epsilon,
+    perturb_parameters,
+    round_stochastically,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -25,7 +30,7 @@ def make_engine(precision: str):
 
 def a_direction(engine) -> Direction:
     direction = Direction(engine)
-    direction.take(step_runs.deal(tiny.rows(8, seed=9), 2), normalization="sequence", clip=None)
+    direction.compute(step_runs.deal(tiny.rows(8, seed=9), 2), normalization="sequence", clip=None)
     return direction
 
 
@@ -43,14 +48,14 @@ def check_stochastic_perturbation() -> dict[str, float]:
     exact_shift = -epsilon * v.double()
     total, num_draws, changed = torch.zeros_like(exact_shift), 400, []
     for seed in range(num_draws):
-        with perturbed(engine, direction, epsilon, stochastic_rounding_seed=seed) as perturbation:
+        with perturb_parameters(engine, direction, epsilon, stochastic_rounding_seed=seed) as perturbation:
             total += shards(engine).double() - before.double()
         changed.append(perturbation.changed_fraction)
-    with perturbed(engine, direction, epsilon) as nearest:
+    with perturb_parameters(engine, direction, epsilon) as nearest:
         shift_of_nearest = shards(engine).double() - before.double()
-    with perturbed(engine, direction, epsilon, stochastic_rounding_seed=0):
+    with perturb_parameters(engine, direction, epsilon, stochastic_rounding_seed=0):
         first = shards(engine)
-    with perturbed(engine, direction, 0.0, stochastic_rounding_seed=3) as nothing:
+    with perturb_parameters(engine, direction, 0.0, stochastic_rounding_seed=3) as nothing:
         pass
     result = dict(
         # Projections on the direction: 1 is a perturbation of the length that was asked for.
@@ -70,7 +75,7 @@ def check_epsilon_search(precision: str) -> dict[str, float]:
     _, engine = make_engine(precision)
     direction = a_direction(engine)
     batches = step_runs.deal(tiny.rows(8, seed=4), 2)
-    exact = torch.cat(jvp_utilities(engine, direction, batches, 1))
+    exact = torch.cat(compute_jvp_utilities(engine, direction, batches, 1))
 
     def agreement(epsilon: float) -> float:
         forward = FiniteDifference(engine, direction, epsilon=epsilon).begin(batches)

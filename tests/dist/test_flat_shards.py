@@ -23,7 +23,7 @@ from vcore_ds.engine.flat_shards import chunks
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.method.adam import adam_direction
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.finite_difference import perturbed
+from vcore_ds.utility.finite_difference import perturb_parameters
 
 pytestmark = pytest.mark.dist
 
@@ -115,7 +115,7 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
     probe = step_runs.deal(tiny.rows(8, seed=9), 2)
     direction, errors = Direction(engine), {}
     for name in ("sgd", "adam") if optimizer == "adamw" else ("sgd",):
-        direction.take(probe, normalization="sequence", clip=CLIP, optimizer=name)
+        direction.compute(probe, normalization="sequence", clip=CLIP, optimizer=name)
         errors[f"direction, {name}"] = error(
             step_runs.without_padding(engine, direction.buffers), one_by_one.direction(name)
         )
@@ -125,7 +125,7 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
     before, v = one_by_one.shards(), step_runs.without_padding(engine, direction.buffers)
     masters = one_by_one.of(safe_get_local_fp32_param)
     epsilon = 0.3 * one_by_one.norm(masters) / direction.norm
-    with perturbed(engine, direction, epsilon) as perturbation:
+    with perturb_parameters(engine, direction, epsilon) as perturbation:
         shifted = [m.sub(d.float(), alpha=epsilon).to(b.dtype) for m, d, b in zip(masters, v, before, strict=True)]
         errors["perturbed"] = error(one_by_one.shards(), shifted)
         counts = [float(sum(map(torch.count_nonzero, map(torch.ne, one_by_one.shards(), before))))]

@@ -20,7 +20,7 @@ from vcore_ds.train.setup import build_estimator
 from vcore_ds.train.start_checks import TOLERANCE, along_own_gradient
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.estimators import NoUtilities, why_not_fused
-from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
+from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
 pytestmark = pytest.mark.dist
 
@@ -144,7 +144,7 @@ def tangents_and_shards() -> list[tuple[int, int]]:
     with forward_mode(engine, direction):
         for layer in engine.module.layers:
             layer.self_attn.q_proj.register_forward_pre_hook(look)
-        losses_and_utilities(engine, step_runs.deal(tiny.rows(2), 2)[0])
+        compute_losses_and_utilities(engine, step_runs.deal(tiny.rows(2), 2)[0])
     engine.close()
     return found
 

@@ -14,8 +14,8 @@ from vcore_ds.distributed import layout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.train.setup import build_engine
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import jvp_utilities
-from vcore_ds.utility.finite_difference import perturbed
+from vcore_ds.utility.estimators import compute_jvp_utilities
+from vcore_ds.utility.finite_difference import perturb_parameters
 
 pytestmark = pytest.mark.dist
 
@@ -64,13 +64,13 @@ def check_perturbation(folder: str | None, bf16: bool, lora: bool) -> dict[str, 
     before = shard_bytes(engine)
     with engine.without_gradient():
         losses_before = engine.token_losses(batch)
-        with perturbed(engine, direction, 0.5) as perturbation:
+        with perturb_parameters(engine, direction, 0.5) as perturbation:
             losses_inside = engine.token_losses(batch)
             bytes_inside = shard_bytes(engine)
         losses_after = engine.token_losses(batch)
     raised = False
     try:
-        with perturbed(engine, direction, 0.5):
+        with perturb_parameters(engine, direction, 0.5):
             raise KeyError("the body fails")
     except KeyError:
         raised = True
@@ -98,9 +98,9 @@ def check_probe_leaves_the_engine_alone() -> dict[str, bool]:
                 if with_probe:
                     probe = step_runs.deal(tiny.rows(4, seed=60 + k), 2)
                     before = optimizer_bytes(engine) if k else b""
-                    direction.take(probe, normalization="sequence", clip=None)
-                    jvp_utilities(engine, direction, probe, 1)
-                    with perturbed(engine, direction, 1e-2), engine.without_gradient():
+                    direction.compute(probe, normalization="sequence", clip=None)
+                    compute_jvp_utilities(engine, direction, probe, 1)
+                    with perturb_parameters(engine, direction, 1e-2), engine.without_gradient():
                         engine.token_losses(probe[0])
                     if k:
                         name = f"optimizer untouched, coalesce={coalesce}, step {k}"
@@ -203,9 +203,9 @@ def check_gathers_by_module() -> dict[str, float]:
         engine = step_runs.make_engine(wrapper(tiny.with_lora(tiny.qwen3())).train(), recipe)
         direction = Direction(engine)
         batch = step_runs.deal(tiny.rows(4), 2)[0]
-        direction.take([batch], normalization="sequence", clip=None)
+        direction.compute([batch], normalization="sequence", clip=None)
         gradient = torch.cat(step_runs.without_padding(engine, engine.shards.gradients()))
-        (utilities,) = jvp_utilities(engine, direction, [batch])
+        (utilities,) = compute_jvp_utilities(engine, direction, [batch])
         with engine.without_gradient():
             losses = engine.token_losses(batch)
             with engine.without_adapters():

@@ -23,7 +23,7 @@ from vcore_ds.planning.memory import AdapterShape, MemoryEstimate, MemorySetting
 from vcore_ds.train.settings import step_settings
 from vcore_ds.train.setup import build_engine
 from vcore_ds.train.step import take_direction
-from vcore_ds.utility.estimators import NoUtilities, jvp_utilities
+from vcore_ds.utility.estimators import NoUtilities, compute_jvp_utilities
 
 pytestmark = pytest.mark.dist
 
@@ -90,7 +90,7 @@ def measure(recipe: Recipe) -> dict[str, Any]:
 
     passes = {
         "main": main,
-        "utility": lambda: jvp_utilities(engine, estimator.direction, [batch]),
+        "utility": lambda: compute_jvp_utilities(engine, estimator.direction, [batch]),
         "finite_difference": plain,
     }
     for name, run in passes.items():

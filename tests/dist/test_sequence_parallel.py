@@ -28,8 +28,8 @@ from vcore_ds.planning.spread import possible_degrees
 from vcore_ds.train.settings import step_settings
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import jvp_utilities
-from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
+from vcore_ds.utility.estimators import compute_jvp_utilities
+from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
 pytestmark = pytest.mark.dist
 
@@ -151,7 +151,7 @@ def agreement_in_bf16() -> dict[int, float]:
     recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"})
     engine = step_runs.make_engine(tiny.token_loss_model(dtype=torch.bfloat16), recipe)
     direction = Direction(engine)
-    direction.take(step_runs.deal(tiny.rows(8, num_tokens=128, seed=5), 2), normalization="sequence", clip=None)
+    direction.compute(step_runs.deal(tiny.rows(8, num_tokens=128, seed=5), 2), normalization="sequence", clip=None)
     found: dict[int, Tensor] = {}
 
     def in_order(batches: list[Batch], utilities: list[Tensor]) -> Tensor:
@@ -165,10 +165,10 @@ def agreement_in_bf16() -> dict[int, float]:
 
     for k in (1, 2, 4):
         batches = step_runs.deal(tiny.rows(16, num_tokens=128), 2, k)
-        found[k] = in_order(batches, jvp_utilities(engine, direction, batches))
+        found[k] = in_order(batches, compute_jvp_utilities(engine, direction, batches))
     batches = step_runs.deal(tiny.rows(16, num_tokens=128), 2, 1)
     with forward_mode(engine, direction, torch.float32):
-        exact = in_order(batches, [losses_and_utilities(engine, batch)[1] for batch in batches])
+        exact = in_order(batches, [compute_losses_and_utilities(engine, batch)[1] for batch in batches])
     engine.close()
     return {k: float(spearmanr(values, exact).statistic) for k, values in found.items()}
 

@@ -17,7 +17,7 @@ from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.models.dual_tensors import make_dual
 from vcore_ds.models.megatron.decoder import RMSNorm, norm_class, rms_norm, rms_norm_tangent
-from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
+from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None,
@@ -89,7 +89,7 @@ def step(made: type[nn.Module], precision: str, *, fused: bool = True, **options
     metrics = step_runs.train_step(engine, recipe, batches, estimator, recorded)
     of_sequences = recorded.by_sequence(batches.main)
     with forward_mode(engine, estimator.direction, torch.float64):
-        _, exact = losses_and_utilities(engine, batches.main[0])
+        _, exact = compute_losses_and_utilities(engine, batches.main[0])
     engine.close()
     return {
         "loss": torch.tensor([metrics.values["loss"]]),

@@ -22,7 +22,7 @@ from vcore_ds.models.megatron import decoder as norms
 from vcore_ds.models.megatron.configuration import WeightSlice, copy_to_weight
 from vcore_ds.models.megatron.decoder import DualTensorNorm, PlainRMSNorm
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
-from vcore_ds.utility.finite_difference import perturbed
+from vcore_ds.utility.finite_difference import perturb_parameters
 
 
 def parallel_model(
@@ -196,7 +196,7 @@ def stochastic_rounding(*, lora: bool = False) -> dict[str, float]:
         step_runs.train_step(engine, recipe, batches, estimator, seed=seed)
     before = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}
     masters = drift(model, step_runs.whole_parameters(engine))
-    with perturbed(engine, estimator.direction, 1.0, stochastic_rounding_seed=3) as perturbation:
+    with perturb_parameters(engine, estimator.direction, 1.0, stochastic_rounding_seed=3) as perturbation:
         shifted = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}
         with engine.without_gradient():
             losses = engine.token_losses(batches.main[0])

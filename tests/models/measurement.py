@@ -147,7 +147,7 @@ class Measured:
 
     def take_direction(self) -> dict[str, Tensor]:
         batches = own_batches(self.probe, alone=self.alone)
-        self.direction.take(batches, normalization="sequence", clip=None)
+        self.direction.compute(batches, normalization="sequence", clip=None)
         return self.whole(self.direction)
 
     def whole(self, direction: Direction) -> dict[str, Tensor]:

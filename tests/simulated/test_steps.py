@@ -74,7 +74,7 @@ MOST_WAITS = {
     "train/weighting.py sequence_factors: copy to the host": 1,
     "utility/direction.py _backward: copy to the device": 4,
     "utility/direction.py _backward: item": 1,
-    "utility/finite_difference.py perturbed: item": 1,
+    "utility/finite_difference.py perturb_parameters: item": 1,
 }
 """Of the host for the device in any of these steps, each of four micro-batches and four of the probe, by the package's
 function that waits. A place that is not named may not wait. To be lowered whenever one waits less often."""

@@ -1,6 +1,6 @@
-"""The paper's mathematics on plain tensors. Knows no recipe, no engine, no process group.
+"""The paper's mathematics on plain tensors, without recipe, engine or process groups.
 
-Notation (see docs/method.md for the map from equations to functions to tests):
+Notation (docs/method.md maps equations to functions and tests):
 
 | symbol | here | shape |
 |---|---|---|
@@ -13,5 +13,5 @@ Notation (see docs/method.md for the map from equations to functions to tests):
 | `tau` | `temperature`, multiplies utilities | `[num_sequences]` |
 | `alpha` | `alpha`, variance-control factor | scalar |
 
-Ragged: N counts the supervised tokens of all sequences in a micro-batch, in row-major order.
+Tensors over tokens are ragged: N counts the supervised tokens of all sequences of a micro-batch, in row-major order.
 """

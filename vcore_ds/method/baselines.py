@@ -1,6 +1,6 @@
-"""Token weights of the methods that VCORE is compared with, on the scale of its own: uniform weights are `1 / n_i`.
+"""Token weights of the methods that VCORE is compared with, on the same scale: uniform weights are `1 / n_i`.
 
-Ragged like `weights.py`: `losses[N]` over all tokens, `sequence_index[N]`. Everything returned is detached.
+Ragged as in `weights.py`: `losses[N]` over all tokens, `sequence_index[N]`. Results are detached.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from torch import Tensor
 from vcore_ds.method.weights import segment_sum, uniform_weights
 
 IMPORTANCE_RATIO_CAP = 16.0
-"""Upper bound of the importance ratio in the authors' code of iw-SFT (`bounding_trainers.py`, `emmyqin/iw_sft`)."""
+"""Upper bound of the importance ratio in the authors' code of iw-SFT (`bounding_trainers.py` in `emmyqin/iw_sft`)."""
 
 
 def dft_weights(losses: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
@@ -26,7 +26,8 @@ def iw_sft_weights(
     losses: Tensor, reference_log_probability: Tensor, sequence_index: Tensor, num_sequences: int
 ) -> Tensor:
     """`w_i / n_i`, `[N]`, `w_i = clamp(exp(mean_t [log p(y_t) - log p_ref(y_t)]), 0, 16)`: importance-weighted SFT
-    (arXiv 2507.12856), the sequence-level form its authors train with. 1 / n_i while the model is its reference.
+    (arXiv 2507.12856), in the sequence-level form that its authors train with. `1 / n_i` while the model equals its
+    reference.
 
     Args:
         losses: `[N]`, cross-entropy of the current model in nats, fp32.
@@ -40,7 +41,7 @@ def iw_sft_weights(
 
 
 def random_weights(kept: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """Uniform over the kept tokens of each sequence and 0 elsewhere, `[N]` fp32, summing to 1.
+    """Uniform weights over the kept tokens of each sequence, 0 elsewhere; `[N]` fp32.
 
     Args:
         kept: `[N]`, bool, see `random_mask`.
@@ -50,15 +51,14 @@ def random_weights(kept: Tensor, sequence_index: Tensor, num_sequences: int) -> 
 
 
 def random_mask(in_answer: np.ndarray, keep_share: float, generator: np.random.Generator) -> np.ndarray:
-    r"""Which supervised tokens of one sequence the method `random` keeps, bool `[n_i]` (paper, "The implementation
-    details of Method Random"): all of the answer, and so many others, drawn at random, that `keep_share` is kept in
-    total.
+    r"""The supervised tokens of one sequence that the method `random` keeps, bool `[n_i]` (paper, "The implementation
+    details of Method Random"): all tokens of the answer, and random others up to the share `keep_share` in total.
 
     Keeps at least one token, so that every sequence counts.
 
     Args:
         in_answer: bool `[n_i]`, the tokens inside `\boxed{...}`.
-        generator: draws `n_i` numbers; a new one for each sequence.
+        generator: draws `n_i` numbers; pass a new generator for each sequence.
     """
     num_kept = max(1, round(keep_share * len(in_answer)), int(in_answer.sum()))
     priority = generator.random(len(in_answer))

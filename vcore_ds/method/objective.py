@@ -1,8 +1,8 @@
-"""From token weights to the number that is differentiated, and the sums that describe it.
+"""The training objective: token coefficients from weights, and the variance-control factor alpha.
 
-Loss of one optimizer step: `alpha * sum_i w_i sum_t q[i,t] l[i,t]` with `w_i = 1/|B|` (`sequence`, the paper's
-definition) or `w_i = n_i / sum_j n_j` (`token`, what the released code and common trainers do). The functions get
-counts, not process groups: whoever calls them has reduced the counts over ranks and micro-batches before.
+The loss of one optimizer step is `alpha * sum_i w_i sum_t q[i,t] l[i,t]`, with `w_i = 1/|B|` (`sequence`, the paper's
+definition) or `w_i = n_i / sum_j n_j` (`token`, as in the released code and common trainers). Callers reduce counts
+over ranks and micro-batches first.
 """
 
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ class GlobalCounts:
 
 
 def sequence_shares(num_tokens: Tensor, counts: GlobalCounts, normalization: Normalization) -> Tensor:
-    """`w_i` of each sequence, `[num_sequences]` fp32; 0 for one without supervised tokens.
+    """`w_i` of each sequence, `[num_sequences]` fp32; 0 for a sequence without supervised tokens.
 
     Args:
-        num_tokens: `[num_sequences]`, supervised tokens `n_i` of each sequence here (the kept ones, where `counts` is
-            of those).
+        num_tokens: `[num_sequences]`, supervised tokens `n_i` of each sequence of the micro-batch (kept tokens, where
+            `counts` counts those).
     """
     if normalization == "token":
         return num_tokens.float() / max(counts.num_supervised_tokens_global, 1)
@@ -38,29 +38,29 @@ def sequence_shares(num_tokens: Tensor, counts: GlobalCounts, normalization: Nor
 
 
 def token_coefficients(weights: Tensor, sequence_index: Tensor, shares: Tensor) -> Tensor:
-    """`w_i q[i,t]`, `[N]`: what each token's loss is multiplied by, alpha aside. Detached by construction."""
+    """`w_i q[i,t]`, `[N]`, detached: the coefficient of each token's loss, without alpha."""
     return weights.detach() * shares[sequence_index]
 
 
 def loss_ratio_alpha(uniform_loss: Tensor | float, weighted_loss: Tensor | float, cap: float | None) -> Tensor:
-    """Variance-control factor `alpha` of Algorithm 1, line 6: uniform over reweighted loss of the batch.
+    """Variance-control factor `alpha` of Algorithm 1, line 6: the batch's uniform loss divided by its weighted loss.
 
     Args:
         uniform_loss: scalar, `sum_i w_i mean_t l[i,t]`, nats.
         weighted_loss: scalar, `sum_i w_i sum_t q[i,t] l[i,t]`, nats.
         cap: upper bound, None for none. The authors' released code caps at 1.
 
-    Returns 1 where the weighted loss is zero (nothing to scale).
+    Returns 1 if the weighted loss is zero.
     """
     uniform = torch.as_tensor(uniform_loss, dtype=torch.float64)
     return _capped_ratio(uniform, torch.as_tensor(weighted_loss, dtype=torch.float64, device=uniform.device), cap)
 
 
 def utility_moments(utilities: Tensor, weights: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """What the two variances of `variance_alpha` are made of, `[5]` fp64; additive over micro-batches and ranks.
+    """Moments from which `utility_variances` computes the variances, `[5]` fp64; additive over micro-batches and ranks.
 
-    The number of sequences with tokens, then sum and sum of squares over them of the mean utility `sum_t s[i,t] / n_i`
-    and of the weighted utility `sum_t q[i,t] s[i,t]`.
+    The number of sequences with tokens, then sum and sum of squares over these sequences of the mean utility
+    `sum_t s[i,t] / n_i` and of the weighted utility `sum_t q[i,t] s[i,t]`.
     """
     num_tokens = segment_sum(torch.ones_like(utilities), sequence_index, num_sequences).double()
     mean = segment_sum(utilities, sequence_index, num_sequences).double() / num_tokens.clamp_min(1)
@@ -76,15 +76,13 @@ def utility_moments(utilities: Tensor, weights: Tensor, sequence_index: Tensor, 
 
 
 def utility_variances(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """`V_u` and `V_q` over the sequences that `moments` (see `utility_moments`) were summed over."""
+    """`V_u` and `V_q` (see `variance_alpha`) from the sum of `utility_moments` over the batch."""
     count, mean, mean_square, weighted, weighted_square = moments.unbind()
 
     def variance(total: Tensor, total_square: Tensor) -> Tensor:
-        square = total_square / count.clamp_min(1)
-        spread = square - (total / count.clamp_min(1)) ** 2
-        return torch.where(
-            spread > 1e-12 * square, spread, 0.0
-        )  # what rounding leaves of equal utilities is no variance
+        mean_square = total_square / count.clamp_min(1)
+        difference = mean_square - (total / count.clamp_min(1)) ** 2
+        return torch.where(difference > 1e-12 * mean_square, difference, 0.0)  # below that it is rounding error
 
     return variance(mean, mean_square), variance(weighted, weighted_square)
 
@@ -97,27 +95,27 @@ def variance_alpha(uniform_variance: Tensor, weighted_variance: Tensor, cap: flo
         weighted_variance: scalar `V_q`, of the weighted utility `sum_t q[i,t] s[i,t]`.
         cap: upper bound, None for none.
 
-    Returns 1 where a variance is zero, such as that of a single sequence.
+    Returns 1 if a variance is zero, as for a single sequence.
     """
-    # Equal mean utilities are no reason to scale the step to nothing.
+    # V_u = 0 must not scale the step to zero.
     return _capped_ratio(uniform_variance.sqrt(), torch.where(uniform_variance > 0, weighted_variance, 0.0).sqrt(), cap)
 
 
 def effective_sample_size_alpha(
     weights: Tensor, sequence_index: Tensor, num_sequences: int, cap: float | None
 ) -> Tensor:
-    """`1 / sqrt(n_i sum_t q[i,t]^2)` of each sequence, `[num_sequences]`: 1 for uniform weights, `1 / sqrt(n_i)` where
-    one token holds all weight (the paper's intuition in the same section); 1 for a sequence without tokens."""
+    """`alpha_i = 1 / sqrt(n_i sum_t q[i,t]^2)` of each sequence, `[num_sequences]`: 1 for uniform weights,
+    `1 / sqrt(n_i)` if one token has all the weight (the paper's intuition in the same section); 1 without tokens."""
     num_tokens = segment_sum(torch.ones_like(weights), sequence_index, num_sequences)
     squares = segment_sum(weights * weights, sequence_index, num_sequences)
     return _capped_ratio(torch.ones_like(squares), (num_tokens * squares).sqrt(), cap)
 
 
 def _capped_ratio(numerator: Tensor, denominator: Tensor, cap: float | None) -> Tensor:
-    """Element-wise; 1, whatever the cap, where the denominator is zero."""
-    usable = denominator > 0
-    ratio = numerator / torch.where(usable, denominator, 1.0)
-    return torch.where(usable, ratio if cap is None else ratio.clamp_max(cap), 1.0)
+    """Element-wise ratio, at most `cap`; 1 where the denominator is zero."""
+    is_positive = denominator > 0
+    ratio = numerator / torch.where(is_positive, denominator, 1.0)
+    return torch.where(is_positive, ratio if cap is None else ratio.clamp_max(cap), 1.0)
 
 
 def effective_sample_size(weights: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:

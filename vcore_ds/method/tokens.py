@@ -1,4 +1,4 @@
-"""The supervised tokens of a micro-batch, as everything here takes them: ragged, in row-major order."""
+"""The supervised tokens of a micro-batch: ragged tensors, in row-major order."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from vcore_ds.method.weights import segment_sum
 
 @dataclass(frozen=True)
 class Tokens:
-    """What weights are made of. All tensors are on one device and without a graph."""
+    """The inputs of token weights. All tensors are on one device and without a graph."""
 
     losses: Tensor
     """`[N]`, nats."""
@@ -20,16 +20,16 @@ class Tokens:
     utilities: Tensor | None = None
     """`[N]`; for `vcore`."""
     kept: Tensor | None = None
-    """`[N]`, bool, the tokens that carry loss, for `random`; None for all of them."""
+    """`[N]`, bool, the tokens with nonzero weight, for `random`; None for all tokens."""
     reference_log_probability: Tensor | None = None
-    """`[num_sequences]`, nats, of each sequence under the reference model, for `iw_sft`."""
+    """`[num_sequences]`, log-probability of each sequence under the reference model in nats, for `iw_sft`."""
 
     def num_tokens(self) -> Tensor:
-        """`[num_sequences]`, `n_i`."""
+        """`n_i`, `[num_sequences]`."""
         return segment_sum(torch.ones_like(self.losses), self.sequence_index, self.num_sequences)
 
     def num_kept(self) -> Tensor:
-        """`[num_sequences]`, the tokens of each sequence that carry loss."""
+        """Number of tokens with nonzero weight in each sequence, `[num_sequences]`."""
         if self.kept is None:
             return self.num_tokens()
         return segment_sum(self.kept.to(self.losses.dtype), self.sequence_index, self.num_sequences)

@@ -4,10 +4,10 @@
 SGD", Step 2): the weights that maximise the first-order decrease `sum_t q_t s_t` subject to `KL(q || u) <= delta`, u
 uniform.
 
-Another base measure b takes the place of u in both: `q ~ b * exp(tau * s)`, subject to `KL(q || b) <= delta`.
+With a base measure b in place of u: `q[i,t] ~ b[i,t] * exp(tau * s[i,t])`, subject to `KL(q || b) <= delta`.
 
-Sequences have different numbers of supervised tokens, so tensors are ragged: `utilities[N]` over all tokens and
-`sequence_index[N]`, the row of each token in `[0, num_sequences)`.
+Sequences have different numbers of supervised tokens, so tensors are ragged: `utilities[N]` over the tokens of all
+sequences, and `sequence_index[N]`, the sequence of each token in `[0, num_sequences)`.
 """
 
 import math
@@ -21,25 +21,26 @@ KL_TOLERANCE = 1e-6
 """Nats; the root of `KL(q || b) = delta` is found to this accuracy."""
 
 LARGEST_SCALED_TEMPERATURE = 1e20
-"""Of utilities with a spread of 1: tokens that fp64 tells apart, by 1e-16, have no weight beside the largest."""
+"""Upper bound of the search for tau, for utilities scaled to a spread of 1: even a utility 1e-16 (fp64's resolution)
+below the maximum gets weight 0."""
 
 NUM_BISECTIONS = 36
-"""Of an interval of log(tau) less than 60 long: the root is found to a share of 1e-9, and its divergence, which changes
-by `tau^2 Var_q(s)` times that, to 3e-8 nats on sequences of 30,000 tokens."""
+"""Bisections of log(tau), on an interval shorter than 60: tau is found to a relative error of 1e-9, and the divergence,
+which changes by `tau^2 Var_q(s)` times that, to 3e-8 nats on sequences of 30,000 tokens."""
 
 
 @dataclass(frozen=True)
 class GibbsWeights:
-    """Token weights with an exponential tilt towards utility, and how far each sequence was tilted."""
+    """Gibbs weights of tokens, with the temperature and divergence of each sequence."""
 
     weights: Tensor
     """`[N]`, sum to 1 over each sequence."""
     temperature: Tensor
-    """`[num_sequences]`, the `tau` that was used (the factor that multiplies utilities)."""
+    """`[num_sequences]`, `tau`, the factor that multiplies utilities."""
     kl: Tensor
     """`[num_sequences]`, `KL(q || b)` in nats; b is uniform unless a base measure was given."""
     saturated: Tensor
-    """`[num_sequences]`, bool: the budget is out of reach (see `gibbs_weights_for_budget`)."""
+    """`[num_sequences]`, bool: the KL budget cannot be reached (see `gibbs_weights_for_budget`)."""
 
 
 def segment_sum(values: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
@@ -60,8 +61,8 @@ def uniform_weights(sequence_index: Tensor, num_sequences: int, dtype: torch.dty
 
 
 def log_probability_base(losses: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """`log b`, `[N]` fp64, of the base measure `b[i,t] ~ p(y_t)`: what Dynamic Fine-Tuning (arXiv 2508.05629) weights
-    tokens by, normalised over each sequence.
+    """`log b`, `[N]` fp64, of the base measure `b[i,t] ~ p(y_t)`: the token weights of Dynamic Fine-Tuning (arXiv
+    2508.05629), normalised over each sequence.
 
     Args:
         losses: `[N]`, cross-entropy of the current model in nats.
@@ -78,22 +79,21 @@ def gibbs_weights(
     temperature: Tensor | float,
     log_base: Tensor | None = None,
 ) -> GibbsWeights:
-    """`softmax(temperature * utilities)` over each sequence; `softmax(log_base + temperature * utilities)` with a base
-    measure.
+    """`q = softmax(tau * s)` over each sequence; `softmax(log b + tau * s)` with a base measure b.
 
     Args:
         utilities: `[N]`, finite.
         sequence_index: `[N]`, int64.
-        temperature: `tau >= 0`, one number or `[num_sequences]`. 0 gives exactly `uniform_weights` or b.
+        temperature: `tau >= 0`, one number or `[num_sequences]`. 0 gives exactly `uniform_weights`, or b.
         log_base: `[N]`, `log b`, where b sums to 1 over each sequence; None for uniform.
     """
     tau = torch.as_tensor(temperature, dtype=utilities.dtype, device=utilities.device).expand(num_sequences)
-    # Shifted before the product: tau may be huge, and inf - inf would be nan.
+    # Shifted before the multiplication: tau may be huge, and inf - inf would be NaN.
     shifted = utilities - segment_max(utilities, sequence_index, num_sequences)[sequence_index]
     exponents = tau[sequence_index] * shifted
     if log_base is not None:
         exponents = exponents + log_base.to(exponents.dtype)
-        # The token of the largest utility may have next to no base weight: without a shift all could underflow.
+        # The token of maximum utility may have almost no base weight: without a shift all exponentials could underflow.
         exponents = exponents - segment_max(exponents, sequence_index, num_sequences)[sequence_index]
     unnormalized = exponents.exp()
     normalizer = segment_sum(unnormalized, sequence_index, num_sequences)
@@ -112,14 +112,14 @@ def gibbs_weights(
 def gibbs_weights_for_budget(
     utilities: Tensor, sequence_index: Tensor, num_sequences: int, kl_budget: float, log_base: Tensor | None = None
 ) -> GibbsWeights:
-    """The Gibbs weights of each sequence whose `KL(q || b)` is `kl_budget` nats.
+    """The Gibbs weights with `KL(q || b) = kl_budget` nats for each sequence.
 
-    `KL(q_tau || b)` is strictly increasing in tau (the paper's appendix, for uniform b; its derivative is tau times the
-    variance of s under q for any), so the root is unique and bisection cannot miss it. A variance is at most a quarter
+    `KL(q_tau || b)` is strictly increasing in tau (the paper's appendix, for uniform b; for any b its derivative is tau
+    times the variance of s under q), so the root is unique and bisection finds it. That variance is at most a quarter
     of the squared spread of s, so the divergence is at most `(tau * spread)^2 / 8`, which bounds the root from below. A
-    sequence of constant utilities gets its base measure. The divergence stays below `-log b(M)`, M the tokens of the
-    maximum utility (`log(n / m)` for m of n under the uniform one); a budget at or above that saturates: the sequence
-    is given the sharpest weights found and marked.
+    sequence of constant utilities gets its base measure. The divergence stays below `-log b(M)`, where M are the tokens
+    of maximum utility (`log(n / m)` for m of n tokens and uniform b). A sequence for which the budget is at or above
+    that gets the sharpest weights and is marked as saturated.
 
     Computed in fp64, all sequences at once, on the tensors' device; returned in the utilities' dtype.
 
@@ -128,22 +128,22 @@ def gibbs_weights_for_budget(
     """
     dtype = utilities.dtype
     exact = utilities.double()
-    highest = segment_max(exact, sequence_index, num_sequences)
-    spread = highest + segment_max(-exact, sequence_index, num_sequences)
+    maximum = segment_max(exact, sequence_index, num_sequences)
+    spread = maximum + segment_max(-exact, sequence_index, num_sequences)
     varies = spread > 0
-    # In units of the spread the interesting temperatures lie between 1e-6 and 1e6 whatever the model is.
-    unit = torch.where(varies, 1.0 / spread, 0.0)
-    scaled = (exact - highest[sequence_index]) * unit[sequence_index]  # all 0 where utilities are constant
-    at = partial(gibbs_weights, scaled, sequence_index, num_sequences, log_base=log_base)
+    # With utilities scaled by their spread, temperatures of interest are between 1e-6 and 1e6 whatever the model is.
+    inverse_spread = torch.where(varies, 1.0 / spread, 0.0)
+    scaled = (exact - maximum[sequence_index]) * inverse_spread[sequence_index]  # all 0 where utilities are constant
+    weights_at = partial(gibbs_weights, scaled, sequence_index, num_sequences, log_base=log_base)
     sharpest = torch.full_like(spread, LARGEST_SCALED_TEMPERATURE)
-    saturated = varies & (at(sharpest).kl < kl_budget - KL_TOLERANCE)
-    # A fixed number of halvings of log(tau): asking whether all sequences are done would wait for the device each time,
-    # and would let a sequence's weights depend on those beside it.
+    saturated = varies & (weights_at(sharpest).kl < kl_budget - KL_TOLERANCE)
+    # A fixed number of bisections: a test for convergence would synchronise host and device each time, and would make a
+    # sequence's weights depend on the other sequences.
     low, high = torch.full_like(spread, math.log(8.0 * kl_budget) / 2.0), sharpest.log()
     for _ in range(NUM_BISECTIONS):
         middle = 0.5 * (low + high)
-        too_low = at(middle.exp()).kl < kl_budget
+        too_low = weights_at(middle.exp()).kl < kl_budget
         low, high = torch.where(too_low, middle, low), torch.where(too_low, high, middle)
     root = torch.where(saturated, sharpest, (0.5 * (low + high)).exp())
-    found = at(root)
-    return GibbsWeights(found.weights.to(dtype), (root * unit).to(dtype), found.kl.to(dtype), saturated)
+    result = weights_at(root)
+    return GibbsWeights(result.weights.to(dtype), (root * inverse_spread).to(dtype), result.kl.to(dtype), saturated)

@@ -107,7 +107,7 @@ def measure_followed(
     with recorder.part("followed"):
         with engine.without_gradient():
             measured = [engine.losses_and_entropies(batch) for batch in batches]
-        known = estimator.begin(batches, seed=seed, ahead=True).known
+        known = estimator.begin(batches, seed=seed, precompute=True).precomputed
         utilities = [found for _, found in known] if known else [None] * len(batches)
         if settings.reference_is_base:
             batches = with_reference_of_adapters(engine, batches)

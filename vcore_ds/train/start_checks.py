@@ -263,7 +263,7 @@ def along_own_gradient(engine: Engine, estimator: ForwardMode, batch: Batch) -> 
     """The squared norm of the gradient of the mean loss of `batch`, the same on all ranks, and the mean utility along
     it. A collective."""
     direction = Direction(engine)
-    direction.take([batch], normalization="sequence", clip=None)
+    direction.compute([batch], normalization="sequence", clip=None)
     assert direction.norm is not None
     main = estimator.along(direction)
     with engine.without_dropout(), engine.accumulation(1):

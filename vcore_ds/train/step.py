@@ -58,10 +58,10 @@ def train_step(
 
     # Line 4: the utility of every token of B.
     with recorder.part("utility"):
-        ahead = method.weights_sequences
-        forward = estimator.begin(main, seed=seed, measure_noise=measure_noise, ahead=ahead)
-        factors, tilt = sequence_factors(method, counts, main, forward.known) if ahead else (None, {})
-        measured |= {**forward.measured, **tilt}
+        precompute = method.weights_sequences
+        forward = estimator.begin(main, seed=seed, measure_noise=measure_noise, precompute=precompute)
+        factors, tilt = sequence_factors(method, counts, main, forward.precomputed) if precompute else (None, {})
+        measured |= {**forward.metrics, **tilt}
         if settings.reference_is_base:
             main = with_reference_of_adapters(engine, main)
     measure_followed(engine, settings, batches.followed, estimator, recorder, seed=seed)
@@ -111,7 +111,7 @@ def take_direction(
 ) -> Probe:
     """Takes the direction of a probe batch. A collective. `seed`: of a low-rank direction's random start."""
     probe = settings.probe
-    return direction.take(
+    return direction.compute(
         probe_batches,
         normalization=settings.method.normalization,
         clip=probe.clip,

@@ -22,32 +22,32 @@ from vcore_ds.utility.low_rank import factorize, has_low_rank, squared_norm
 
 @dataclass(frozen=True)
 class Probe:
-    """Global numbers measured while a direction was taken."""
+    """Loss and gradient norm of a probe batch, over all ranks."""
 
     loss: float
     """Nats, under the probe's weights."""
     gradient_norm: float
     """2-norm before clipping."""
     energy: float | None = None
-    """Share of `|v|^2` that a low-rank direction keeps; None for the whole direction."""
+    """Share of `|v|^2` that the low-rank approximation keeps; None for a full-rank direction."""
 
     def as_metrics(self) -> dict[str, float | None]:
-        """By the names of metrics.jsonl."""
+        """The values under their names in metrics.jsonl."""
         return {"probe_loss": self.loss, "probe_grad_norm": self.gradient_norm, "direction_energy": self.energy}
 
 
 class Direction:
-    """The probe direction `v`: this rank's shards of it, flat, with the layout of the engine's shards.
+    """The probe direction `v`, as this rank's flat shards in the layout of the engine's shards.
 
-    This is all that VCORE keeps between the passes of a step: one shard in the parameter dtype.
+    One shard in the parameter dtype is all that VCORE keeps between the passes of a step.
 
-    Forward mode gathers one group at a time: the trained parameters of one decoder layer, or of one module outside the
-    layers. That takes one collective per layer instead of one per weight, two where experts are divided.
+    A JVP pass all-gathers one group at a time: the trained parameters of one decoder layer, or of one module outside
+    the layers. That takes one collective per layer instead of one per weight, two with expert parallelism.
 
     Attributes:
-        buffers: the vector, see `FlatShards`.
+        buffers: the flat shards of `v`, see `FlatShards`.
         groups: the gather groups, each with the module that owns its parameters.
-        rank: of the matrices `Q B` that stand for the vector in a JVP pass; None for the vector itself.
+        rank: rank of the approximations `Q B` that a JVP pass uses; None for the full-rank direction.
         norm: global 2-norm of `v`, kept for the steps between two probes; None before the first one.
     """
 
@@ -60,7 +60,7 @@ class Direction:
         self.buffers: list[Tensor] = engine.shards.zeros(engine.trainable[0][1].dtype, engine.device)
         self._engine = engine
 
-    def take(
+    def compute(
         self,
         batches: Sequence[Batch],
         *,
@@ -70,20 +70,21 @@ class Direction:
         loss_weights: Literal["uniform", "dft"] = "uniform",
         seed: int = 0,
     ) -> Probe:
-        """Takes the update over the probe batch `B'` (Algorithm 1, lines 2-3). A collective.
+        """Compute `v` as the update direction of the probe batch `B'` (Algorithm 1, lines 2-3). A collective.
 
-        Parameters, optimizer state, schedule, step counters and the next accumulation are not affected. Dropout is off.
+        Parameters, optimizer state, schedule, step counters and gradient accumulation are left as they were. Dropout
+        is off.
 
         Args:
-            batches: this rank's part of the probe batch; as many on every rank, idle ones included.
+            batches: this rank's micro-batches of the probe; the same number on every rank, idle ranks included.
             clip: bound on the global norm of the probe gradient; None for no clipping.
             optimizer: `sgd` keeps the gradient; `adam` multiplies it by the Jacobian of Adam's update, which depends
-                on the optimizer's moments. Before the optimizer's first step there are none, and `adam` is `sgd`.
+                on the optimizer's moments. Before the optimizer's first step there are none, and `adam` equals `sgd`.
             loss_weights: `uniform` over each sequence (the paper), or each token's probability (`dft`).
-            seed: of a low-rank direction's random start; the same on all ranks.
+            seed: seed of the random sketch of a low-rank direction; the same on all ranks.
 
         Raises:
-            NonFiniteLoss: on all ranks alike, naming the probe's sequences; along such a direction utilities are nan.
+            NonFiniteLoss: on all ranks, naming the probe's sequences; utilities along such a direction would be NaN.
         """
         loss = self._backward(batches, normalization, loss_weights)
         norm = self._engine.gradient_norm()
@@ -96,10 +97,10 @@ class Direction:
             sequences = sequences_by_rank([i for b in batches for i in b.sequence_ids], batches[0].sequence_parallel)
             raise NonFiniteLoss(f"the {what} of the probe batch is not finite; it is summed over {sequences}")
         self._low_rank_seed, self._tangents = seed, None
-        return Probe(loss, norm, None if self.rank is None else self._share_kept())
+        return Probe(loss, norm, None if self.rank is None else self._measure_energy())
 
     def _backward(self, batches: Sequence[Batch], normalization: Normalization, loss_weights: str) -> float:
-        """Leaves the probe gradient in the engine's shards; returns this rank's part of the probe loss."""
+        """Accumulate the probe gradient in the engine's shards; return this rank's part of the probe loss."""
         engine, parts = self._engine, []
         counts = count_globally(batches)
         with engine.without_dropout(), engine.accumulation(len(batches)):
@@ -118,44 +119,44 @@ class Direction:
         return float(torch.stack(parts).sum())
 
     def _store(self, factor: float, with_adam: bool) -> None:
-        """Makes the vector the engine's gradient, times `factor` and, with Adam, times the Jacobian of its update."""
+        """Store the engine's gradient times `factor` and, with Adam, times the Jacobian of its update."""
         engine, shards, moments = self._engine, self._engine.shards, []
         if with_adam:
             step, settings = engine.num_updates + 1, engine.optimizer.param_groups[0]  # the same in all groups
             moments = [shards.optimizer_state(key) for key in ("exp_avg", "exp_avg_sq")]
-        for part, gradient, *of_gradient in chunks(self.buffers, shards.gradients(), *moments):
+        for part, gradient, *adam_moments in chunks(self.buffers, shards.gradients(), *moments):
             gradient = gradient.to(engine.device)
             if factor != 1.0:
                 gradient = gradient * factor
             if with_adam:
-                exp_avg, exp_avg_sq = (moment.to(engine.device) for moment in of_gradient)
+                exp_avg, exp_avg_sq = (moment.to(engine.device) for moment in adam_moments)
                 gradient = adam_direction(
                     gradient, exp_avg, exp_avg_sq, step=step, betas=settings["betas"], eps=settings["eps"]
                 )
             part.copy_(gradient)
 
     def shard(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's shard for `parameter`, flat, padded like `parameter.ds_tensor`; a view."""
+        """This rank's shard of `v` for `parameter`: a flat view, padded like `parameter.ds_tensor`."""
         return self._engine.shards.shard(self.buffers, parameter)
 
     @property
     def persistent_bytes(self) -> int:
-        """On this rank, between steps."""
+        """Bytes that the direction holds on this rank between steps."""
         factors = [t for x in (self._tangents or {}).values() for t in ((x,) if isinstance(x, Tensor) else x)]
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.buffers, *factors))
 
     def state(self) -> dict[str, float | None]:
-        """Numbers that a resumed run needs beside the vector. The factors are not stored: the seed gives them again."""
+        """Scalars to checkpoint beside the shards. Low-rank factors are recomputed from the seed, not stored."""
         return {"norm": self.norm, "low_rank_seed": None if self.rank is None else self._low_rank_seed}
 
     def load_state(self, state: Mapping[str, float | None]) -> None:
-        """Takes what `state` gave; the vector is read with the checkpoint's tensors."""
+        """Restore the scalars of `state`; the shards are loaded with the checkpoint's tensors."""
         self.norm = state["norm"]
         self._low_rank_seed, self._tangents = int(state.get("low_rank_seed") or 0), None
 
     def low_rank_tangents(self) -> dict[int, Tensor | LowRank]:
-        """The whole approximation by `id(parameter)`: factors, and what is not factorized whole. The first call after
-        the vector has changed is a collective."""
+        """Low-rank factors by `id(parameter)`, and gathered tensors for parameters that are not factorized. The first
+        call after `v` has changed is a collective."""
         assert self.rank is not None
         if self._tangents is None:
             tangents: dict[int, Tensor | LowRank] = {}
@@ -167,78 +168,79 @@ class Direction:
             self._tangents = tangents
         return self._tangents
 
-    def _share_kept(self) -> float:
-        """Share of the squared norm that the approximation keeps. A collective."""
-        tangents, kept = self.low_rank_tangents(), 0.0
+    def _measure_energy(self) -> float:
+        """Share of `|v|^2` that the low-rank approximation keeps. A collective."""
+        tangents, energy = self.low_rank_tangents(), 0.0
         for _, parameter in self._engine.trainable:
-            # What several ranks have alike counts once.
-            place = layout.rank("expert_shards") if is_block_of_experts(parameter) else layout.rank("shards")
+            # Factors are replicated: one rank counts each of them.
+            shard_rank = layout.rank("expert_shards") if is_block_of_experts(parameter) else layout.rank("shards")
             is_replica = layout.rank("tensor") > 0 and not getattr(parameter, "tensor_model_parallel", False)
-            if place == 0 and not is_replica:
-                kept += squared_norm(tangents[id(parameter)])
-        total = layout.sum_over("job", [kept])[0]
+            if shard_rank == 0 and not is_replica:
+                energy += squared_norm(tangents[id(parameter)])
+        total = layout.sum_over("job", [energy])[0]
         return total / self.norm**2 if self.norm else 1.0
 
-    def start_gather(self, group: int) -> list["PartialGather"]:
-        """Starts to gather one group from all ranks; `finish_gather` waits for it. A collective."""
+    def start_gather(self, group: int) -> list["ShardGroupGather"]:
+        """Start the all-gather of one group; `finish_gather` waits for it. A collective."""
         return self._start_gather(self.groups[group][1])
 
-    def _start_gather(self, parameters: Sequence[PartitionedParameter]) -> list["PartialGather"]:
+    def _start_gather(self, parameters: Sequence[PartitionedParameter]) -> list["ShardGroupGather"]:
         blocks = [parameter for parameter in parameters if is_block_of_experts(parameter)]
         others = [parameter for parameter in parameters if not is_block_of_experts(parameter)]
-        started = []
+        gathers = []
         if others:
-            is_whole = layout.size("shards") == 1
-            pending = None if is_whole else layout.start_all_gather("shards", self._joined(others))
-            started.append(PartialGather(others, pending))
+            is_unsharded = layout.size("shards") == 1
+            pending = None if is_unsharded else layout.start_all_gather("shards", self._concatenate_shards(others))
+            gathers.append(ShardGroupGather(others, pending))
         if blocks:
-            is_whole = layout.size("expert_shards") == 1
-            pending = None if is_whole else layout.start_all_gather("expert_shards", self._joined(blocks))
-            started.append(PartialGather(blocks, pending))
-        return started
+            is_unsharded = layout.size("expert_shards") == 1
+            pending = None
+            if not is_unsharded:
+                pending = layout.start_all_gather("expert_shards", self._concatenate_shards(blocks))
+            gathers.append(ShardGroupGather(blocks, pending))
+        return gathers
 
-    def finish_gather(self, started: Sequence["PartialGather"]) -> dict[int, Tensor]:
-        """The whole tensors of a group by `id(parameter)`."""
-        whole = {}
-        for parameters, pending in started:
+    def finish_gather(self, gathers: Sequence["ShardGroupGather"]) -> dict[int, Tensor]:
+        """Wait for a group's all-gathers; return the unsharded tensors by `id(parameter)`."""
+        tensors = {}
+        for parameters, pending in gathers:
             if pending is None:
-                # Views of the vector, which lies in memory as the parameters do. Of a tangent that lies there in
-                # another way PyTorch makes a copy, with zeros for all that the parameter's memory holds beside it: all
-                # parameters.
+                # Views of the shards, whose memory layout is that of the parameters. PyTorch copies a tangent whose
+                # layout differs, together with zeros for the rest of the parameter's storage: all parameters.
                 flat = [self.shard(parameter) for parameter in parameters]
             else:
                 numels = [parameter.ds_tensor.numel() for parameter in parameters]
                 flat = [part.reshape(-1) for part in pending.wait().view(-1, sum(numels)).split(numels, 1)]
-            for parameter, of_all in zip(parameters, flat, strict=True):
-                whole[id(parameter)] = of_all[: parameter.ds_numel].view(parameter.ds_shape)
-        return whole
+            for parameter, padded in zip(parameters, flat, strict=True):
+                tensors[id(parameter)] = padded[: parameter.ds_numel].view(parameter.ds_shape)
+        return tensors
 
-    def _joined(self, parameters: Sequence[PartitionedParameter]) -> Tensor:
-        # With weight decay, matrices and vectors of a layer lie in different sub-groups.
+    def _concatenate_shards(self, parameters: Sequence[PartitionedParameter]) -> Tensor:
+        # With weight decay, matrices and vectors of a layer are in different sub-groups.
         shards = [self.shard(parameter) for parameter in parameters]
         return shards[0] if len(shards) == 1 else torch.cat(shards)
 
 
-class PartialGather(NamedTuple):
-    """A gather of those of a group's parameters that are sharded over the same ranks."""
+class ShardGroupGather(NamedTuple):
+    """An all-gather of the parameters of a group that are sharded over the same ranks."""
 
     parameters: list[PartitionedParameter]
     pending: layout.PendingGather | None
-    """None where this rank has all of them."""
+    """None where they are not sharded."""
 
 
 def _gather_groups(engine: Engine) -> list[tuple[nn.Module, list[PartitionedParameter]]]:
-    """Modules whose forward needs a group, each with the group's trained parameters, in the model's order.
+    """Modules with the trained parameters that are gathered for their forward, in the model's order.
 
-    Tied embeddings are in one group; the second module that uses them asks for the same one.
+    Tied embeddings belong to one group, which the second module that uses them gathers again.
     """
     trainable = {id(parameter): parameter for _, parameter in engine.trainable}
     grouped: set[int] = set()
     groups: list[tuple[nn.Module, list[PartitionedParameter]]] = []
 
     def add(module: nn.Module, recurse: bool) -> None:
-        own = [id(p) for p in module.parameters(recurse)]
-        parameters = [trainable[number] for number in own if number in trainable and number not in grouped]
+        ids = [id(p) for p in module.parameters(recurse)]
+        parameters = [trainable[key] for key in ids if key in trainable and key not in grouped]
         if parameters:
             grouped.update(map(id, parameters))
             groups.append((module, parameters))

@@ -1,9 +1,9 @@
-"""The interface between the step and the ways to estimate utilities `s[i,t] = <v, grad l[i,t]>`.
+"""Estimators of the token utilities `s[i,t] = <v, grad l[i,t]>`, behind one interface for the step.
 
-An estimator first runs the passes over the whole batch (`begin`). The object that it returns lives as long as the step,
-and gives losses with a graph and utilities of one micro-batch after the other. Utilities are computed without gradient
-and without dropout, so they belong to the deterministic model. No activations are kept, so several micro-batches may
-share one such pass; every merged pass saves a gather of all parameters.
+`begin` runs the passes that come before the main forward, over the whole batch. The `MainForward` that it returns
+belongs to one step, and gives losses with a graph and utilities of one micro-batch after the other. Utilities are
+computed without dropout and without gradient, so these passes keep no activations and may merge micro-batches; each
+merged micro-batch saves an all-gather of all parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,26 +16,24 @@ from vcore_ds.data.batches import Batch, merge_batches
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
+from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 from vcore_ds.utility.fused_forward import forward_mode_with_graph
 
-# Gradient-free passes over several micro-batches at a time.
 
-
-def measured_losses(engine: Engine, batches: Sequence[Batch], batches_per_pass: int) -> list[Tensor]:
-    """Losses `[N]` of each micro-batch of this rank, without gradient and without dropout. A collective."""
+def compute_losses(engine: Engine, batches: Sequence[Batch], batches_per_pass: int) -> list[Tensor]:
+    """Losses `[N]` of each micro-batch of this rank, without gradient or dropout. A collective."""
     losses: list[Tensor] = []
     with engine.without_gradient():
-        for merged, sizes in merged_passes(batches, batches_per_pass):
+        for merged, sizes in merge_into_passes(batches, batches_per_pass):
             losses += engine.token_losses(merged).split(sizes)
     return losses
 
 
-def merged_passes(batches: Sequence[Batch], batches_per_pass: int) -> list[tuple[Batch, list[int]]]:
-    """Consecutive micro-batches merged into passes, each with its micro-batches' numbers of supervised tokens.
+def merge_into_passes(batches: Sequence[Batch], batches_per_pass: int) -> list[tuple[Batch, list[int]]]:
+    """Merge consecutive micro-batches; each result comes with its micro-batches' numbers of supervised tokens.
 
-    A pass is a collective, so the number of passes depends only on values that all ranks share, never on a batch's
-    content.
+    Each pass is a collective, so the number of passes may depend only on values that all ranks share, never on the
+    content of a batch.
     """
     merged = []
     for start in range(0, len(batches), batches_per_pass):
@@ -44,24 +42,24 @@ def merged_passes(batches: Sequence[Batch], batches_per_pass: int) -> list[tuple
     return merged
 
 
-Measured = Mapping[str, float | None]
-"""What an estimator measured beside the utilities, by its name in the metrics; None for what it did not this time."""
+Metrics = Mapping[str, float | None]
+"""Values under their names in metrics.jsonl; None where not measured at this step."""
 
-
-Known = Sequence[tuple[Tensor, Tensor]]
+LossesAndUtilities = Sequence[tuple[Tensor, Tensor]]
+"""Losses and utilities `[N]` of each micro-batch, without a graph."""
 
 
 class MainForward(Protocol):
-    """The forward passes of one step that have a graph."""
+    """The main forward passes of one step, which record the graph of the losses."""
 
     @property
-    def measured(self) -> Measured:
-        """What was measured beside the utilities."""
+    def metrics(self) -> Metrics:
+        """What the estimator measured beside the utilities."""
         ...
 
     @property
-    def known(self) -> "Known":
-        """Losses and utilities `[N]` of all micro-batches, without a graph, where `begin` was asked for them ahead."""
+    def precomputed(self) -> LossesAndUtilities:
+        """Losses and utilities of all micro-batches, where `begin` was called with `precompute`."""
         ...
 
     def __call__(self, k: int) -> tuple[Tensor, Tensor | None]:
@@ -72,36 +70,36 @@ class MainForward(Protocol):
 
 @dataclass(frozen=True)
 class PlainForward:
-    """Losses, beside utilities that are known already, if any."""
+    """A forward that computes losses; utilities, if any, are precomputed."""
 
     engine: Engine
     batches: Sequence[Batch]
-    known: Known = ()
+    precomputed: LossesAndUtilities = ()
 
     @property
-    def measured(self) -> Measured:
+    def metrics(self) -> Metrics:
         return {}
 
     def __call__(self, k: int) -> tuple[Tensor, Tensor | None]:
-        return self.engine.token_losses(self.batches[k]), self.known[k][1] if self.known else None
+        return self.engine.token_losses(self.batches[k]), self.precomputed[k][1] if self.precomputed else None
 
 
 @dataclass(frozen=True)
 class FusedForward:
-    """Losses and utilities of one forward."""
+    """A forward that computes losses and utilities together."""
 
     engine: Engine
     batches: Sequence[Batch]
     direction: Direction
-    known: Known = ()
+    precomputed: LossesAndUtilities = ()
 
     @property
-    def measured(self) -> Measured:
+    def metrics(self) -> Metrics:
         return {}
 
     def __call__(self, k: int) -> tuple[Tensor, Tensor]:
         with forward_mode_with_graph(self.engine, self.direction):
-            return losses_and_utilities(self.engine, self.batches[k])
+            return compute_losses_and_utilities(self.engine, self.batches[k])
 
 
 class Estimator(Protocol):
@@ -109,33 +107,34 @@ class Estimator(Protocol):
 
     @property
     def direction(self) -> Direction | None:
-        """The direction along which utilities are taken; None for a method without utilities."""
+        """The probe direction `v`; None for a method without utilities."""
         ...
 
     def begin(
-        self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, ahead: bool = False
+        self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, precompute: bool = False
     ) -> MainForward:
-        """Runs the passes before the first backward. A collective.
+        """Run the passes that come before the main forward. A collective.
 
         Args:
             batches: this rank's main micro-batches.
-            seed: of the random numbers of this step; the same on all ranks.
-            measure_noise: also measure the utilities' signal-to-noise ratio, where rounding is a concern.
-            ahead: the utilities of all micro-batches are needed before the first backward (`MainForward.known`).
+            seed: seed of this step's random numbers; the same on all ranks.
+            measure_noise: also measure the utilities' signal-to-noise ratio, for estimators subject to rounding.
+            precompute: compute the utilities of all micro-batches before the first backward, for
+                `MainForward.precomputed`.
         """
         ...
 
     def state(self) -> dict[str, float | None] | None:
-        """JSON values that a resumed run needs beside the direction's tensors; None without a direction."""
+        """Scalars to checkpoint beside the direction's shards, as JSON values; None without a direction."""
         ...
 
     def load_state(self, state: Mapping[str, float | None]) -> None:
-        """Takes what `state` gave."""
+        """Restore the scalars of `state`."""
         ...
 
 
 class NoUtilities:
-    """The estimator of methods that do not weight tokens by utilities."""
+    """The estimator of methods that do not use utilities."""
 
     direction = None
 
@@ -143,7 +142,7 @@ class NoUtilities:
         self._engine = engine
 
     def begin(
-        self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, ahead: bool = False
+        self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, precompute: bool = False
     ) -> PlainForward:
         return PlainForward(self._engine, batches)
 
@@ -155,23 +154,23 @@ class NoUtilities:
 
 
 class ForwardMode:
-    """Exact utilities: from the main forward itself, or from one forward-mode pass over the batch before it."""
+    """Exact utilities by forward-mode differentiation: in the main forward, or in a JVP pass before it."""
 
     def __init__(self, engine: Engine, direction: Direction, batches_per_pass: int = 1, *, fused: bool = False):
         """Args:
-        batches_per_pass: number of main micro-batches in one gradient-free forward, where that is a pass of its own.
-        fused: take utilities from the main forward, for an engine for which `why_not_fused` finds no reason.
+        batches_per_pass: number of main micro-batches in one JVP pass, where it is separate.
+        fused: compute utilities in the main forward; `why_not_fused` must be None for the engine.
         """
         self.direction = direction
         self._engine, self._batches_per_pass, self._fused = engine, batches_per_pass, fused
 
     def begin(
-        self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, ahead: bool = False
+        self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, precompute: bool = False
     ) -> PlainForward | FusedForward:
-        if self._fused and not ahead:
+        if self._fused and not precompute:
             return FusedForward(self._engine, batches, self.direction)
-        known = jvp_losses_and_utilities(self._engine, self.direction, batches, self._batches_per_pass)
-        return PlainForward(self._engine, batches, known)
+        precomputed = compute_jvp_losses_and_utilities(self._engine, self.direction, batches, self._batches_per_pass)
+        return PlainForward(self._engine, batches, precomputed)
 
     def along(self, direction: Direction) -> "ForwardMode":
         """The same estimator with another direction."""
@@ -190,27 +189,29 @@ def why_not_fused(engine: Engine) -> str | None:
         return "dropout is on, and utilities belong to the model without it"
     config = engine.module.base.config.get_text_config()
     if config._attn_implementation != TRAINING_ATTENTION:
-        return "the model has attention of its own (model.attention), which carries no tangents"
-    shares = [name for name in ("hidden_size_per_layer_input", "num_kv_shared_layers") if getattr(config, name, None)]
-    if shares and any(getattr(layer, "gradient_checkpointing", False) for layer in engine.module.layers):
-        return f"layers whose activations are checkpointed take activations of others ({shares[0]})"
+        return "the attention implementation of the model (model.attention) carries no tangents"
+    shared = [name for name in ("hidden_size_per_layer_input", "num_kv_shared_layers") if getattr(config, name, None)]
+    if shared and any(getattr(layer, "gradient_checkpointing", False) for layer in engine.module.layers):
+        return f"checkpointed layers read activations of other layers ({shared[0]})"
     return None
 
 
-def jvp_losses_and_utilities(
+def compute_jvp_losses_and_utilities(
     engine: Engine, direction: Direction, batches: Sequence[Batch], batches_per_pass: int = 1
 ) -> list[tuple[Tensor, Tensor]]:
-    """Losses and utilities `[N]` of each of this rank's micro-batches, in forward mode. A collective."""
-    found: list[tuple[Tensor, Tensor]] = []
+    """Losses and utilities `[N]` of each of this rank's micro-batches by JVP passes. A collective."""
+    pairs: list[tuple[Tensor, Tensor]] = []
     with forward_mode(engine, direction):
-        for merged, sizes in merged_passes(batches, batches_per_pass):
-            losses, utilities = losses_and_utilities(engine, merged)
-            found += zip(losses.detach().split(sizes), utilities.split(sizes), strict=True)
-    return found
+        for merged, sizes in merge_into_passes(batches, batches_per_pass):
+            losses, utilities = compute_losses_and_utilities(engine, merged)
+            pairs += zip(losses.detach().split(sizes), utilities.split(sizes), strict=True)
+    return pairs
 
 
-def jvp_utilities(
+def compute_jvp_utilities(
     engine: Engine, direction: Direction, batches: Sequence[Batch], batches_per_pass: int = 1
 ) -> list[Tensor]:
-    """The utilities alone."""
-    return [utilities for _, utilities in jvp_losses_and_utilities(engine, direction, batches, batches_per_pass)]
+    """Utilities `[N]` of each of this rank's micro-batches by JVP passes. A collective."""
+    return [
+        utilities for _, utilities in compute_jvp_losses_and_utilities(engine, direction, batches, batches_per_pass)
+    ]

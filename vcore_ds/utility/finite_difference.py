@@ -1,4 +1,4 @@
-"""The paper's estimator: `(l(theta) - l(theta - epsilon v)) / epsilon`, the search for epsilon, and its noise."""
+"""The paper's finite-difference estimator `(l(theta) - l(theta - epsilon v)) / epsilon`, and the choice of epsilon."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,31 +14,29 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import chunks
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import Known, Measured, measured_losses
-
-# A temporary perturbation of the parameter shards, undone bit for bit.
+from vcore_ds.utility.estimators import LossesAndUtilities, Metrics, compute_losses
 
 
 @dataclass
 class Perturbation:
-    """What a perturbation did to the parameters."""
+    """The effect of a perturbation on the parameters."""
 
     changed_fraction: float
-    """Share of the trained parameters, over all ranks, that the perturbation changed at all. In bf16 a small epsilon is
-    below half an ulp of most weights and does not change them."""
+    """Share of the trained parameters, over all ranks, that changed. In bf16 a small epsilon is below half an ulp of
+    most weights and does not change them."""
 
 
 @contextmanager
-def perturbed(
+def perturb_parameters(
     engine: Engine, direction: Direction, epsilon: float, *, stochastic_rounding_seed: int | None = None
 ) -> Iterator[Perturbation]:
     """A context in which the model computes with `theta - epsilon * v` (Section "One-Backward Trick").
 
-    Every rank shifts its own shards, in fp32 from the optimizer's master weights, and rounds to the parameter dtype: to
-    the nearest value, or stochastically where there is a seed. With stochastic rounding the shift starts from the
+    Every rank shifts its shards in fp32, starting from the optimizer's master weights, and rounds to the parameter
+    dtype: to nearest, or stochastically if a seed is given. With stochastic rounding the shift starts from the
     parameter instead of its master, so that the expectation of the perturbed parameter is exactly `epsilon * v` away
-    from the point where `l(theta)` is taken; masters rounded stochastically would move at random even with epsilon 0.
-    Afterwards, also when the body raises, the shards hold the bytes they held before.
+    from the point where `l(theta)` is taken; masters rounded stochastically would move at random even at epsilon 0.
+    On exit, also after an exception, the shards are restored bit for bit.
 
     Yields the share of parameters that changed. Entering is a collective (one reduction of two numbers).
     """
@@ -47,8 +45,8 @@ def perturbed(
         generator = torch.Generator(engine.device)
         generator.manual_seed(torch_seed(Stream.STOCHASTIC_ROUNDING, stochastic_rounding_seed, layout.rank("shards")))
     # DeepSpeed casts the masters to the parameter dtype after every step, so casting them again restores the bytes
-    # without a copy. Offloaded masters would have to travel twice, so a copy of the shards is kept instead.
-    kept = [shard.clone() for shard in shards.parameters()] if shards.optimizer_is_offloaded else shards.masters()
+    # without a copy. Offloaded masters would be transferred twice, so the shards are copied instead.
+    originals = [shard.clone() for shard in shards.parameters()] if shards.optimizer_is_offloaded else shards.masters()
     try:
         num_changed = torch.zeros((), dtype=torch.int64, device=engine.device)
         with engine.changing_shards():
@@ -65,36 +63,35 @@ def perturbed(
         yield Perturbation(changed_fraction=changed / max(total, 1))
     finally:
         with engine.changing_shards():
-            for shard, before in zip(shards.parameters(), kept, strict=True):
-                shard.copy_(before)
+            for shard, original in zip(shards.parameters(), originals, strict=True):
+                shard.copy_(original)
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Rounds fp32 values to one of their two bf16 neighbours, with probabilities that keep the expectation.
+    """Round fp32 values to one of their two bf16 neighbours, without bias.
 
-    The result is fp32 too. Values that bf16 can represent do not change.
+    The result is fp32. Values that bf16 represents exactly do not change.
     """
-    # bf16 is the upper half of fp32: a random lower half, added, carries into it as often as the remainder is large.
+    # bf16 is the upper half of fp32: adding a random lower half carries into it with probability remainder / 2^16.
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     return (values.contiguous().view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
 
 
 @dataclass(frozen=True)
 class DifferenceForward:
-    """Losses, and utilities as soon as they give `l(theta)`."""
+    """A forward that computes losses, and utilities from them and the perturbed losses."""
 
     engine: Engine
     batches: Sequence[Batch]
     epsilon: float
     perturbed_losses: Sequence[Tensor]
     base_losses: Sequence[Tensor] | None
-    """`l(theta)` without dropout; None where the training forward has no dropout, gives it for free, and is early
-    enough."""
-    measured: Measured
+    """`l(theta)` from a separate forward without dropout; None where the main forward gives it."""
+    metrics: Metrics
 
     @property
-    def known(self) -> Known:
-        assert self.base_losses is not None  # asked for ahead
+    def precomputed(self) -> LossesAndUtilities:
+        assert self.base_losses is not None  # since `begin` was called with `precompute`
         pairs = zip(self.base_losses, self.perturbed_losses, strict=True)
         return [(base, (base - below) / self.epsilon) for base, below in pairs]
 
@@ -105,13 +102,13 @@ class DifferenceForward:
 
 
 class FiniteDifference:
-    """Utilities by the one-backward trick (Section "One-Backward Trick"): a perturbed forward before the main one,
-    which gives `l(theta)` for free where it has no dropout.
+    """Utilities by a perturbed forward before the main one (Section "One-Backward Trick"). Without dropout the main
+    forward gives `l(theta)`.
 
     Attributes:
-        displacement: `epsilon * norm` as found by `epsilon: auto`; None before the first search. It is kept from step
-            to step, because the distance at which rounding and curvature balance hardly changes, while the gradient's
-            norm does.
+        displacement: `epsilon * |v|` that `epsilon: auto` chose; None before the first search. It is kept from step to
+            step instead of epsilon, because the distance at which rounding and curvature balance hardly changes, while
+            the gradient norm does.
     """
 
     def __init__(
@@ -125,8 +122,8 @@ class FiniteDifference:
     ):
         """Args:
         batches_per_pass: number of main micro-batches in one gradient-free forward.
-        epsilon: step size in units of the direction; `auto` searches for it in the steps that measure noise.
-        rounding: rounding of the perturbed parameters, see `perturbed`.
+        epsilon: step size, in units of `v`; `auto` searches for it at the steps that measure noise.
+        rounding: rounding of the perturbed parameters, see `perturb_parameters`.
         """
         self.direction = direction
         self.displacement: float | None = None
@@ -134,22 +131,22 @@ class FiniteDifference:
         self._epsilon, self._rounds_stochastically = epsilon, rounding == "stochastic"
 
     def begin(
-        self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, ahead: bool = False
+        self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, precompute: bool = False
     ) -> DifferenceForward:
         engine, direction, merge = self._engine, self.direction, self._batches_per_pass
         rounding_seed = seed if self._rounds_stochastically else None
         epsilon = self._choose_epsilon(batches, rounding_seed, search=measure_noise)
-        below, changed_fraction = perturbed_losses(engine, direction, batches, epsilon, merge, rounding_seed)
+        below, changed_fraction = compute_perturbed_losses(engine, direction, batches, epsilon, merge, rounding_seed)
         base = noise = None
-        if engine.has_dropout or measure_noise or ahead:
-            base = measured_losses(engine, batches, merge)
+        if engine.has_dropout or measure_noise or precompute:
+            base = compute_losses(engine, batches, merge)
             if measure_noise:
-                above, _ = perturbed_losses(engine, direction, batches, -epsilon, merge, rounding_seed)
+                above, _ = compute_perturbed_losses(engine, direction, batches, -epsilon, merge, rounding_seed)
                 noise = signal_to_noise(torch.cat(below), torch.cat(base), torch.cat(above))
-        measured = {"epsilon": epsilon, "changed_fraction": changed_fraction, "signal_to_noise": noise}
-        # With dropout the training forward has a mask that the perturbed one has not.
-        has_base = engine.has_dropout or ahead
-        return DifferenceForward(engine, batches, epsilon, below, base if has_base else None, measured)
+        metrics = {"epsilon": epsilon, "changed_fraction": changed_fraction, "signal_to_noise": noise}
+        # With dropout the loss of the main forward has a mask, and the perturbed loss has none.
+        needs_base = engine.has_dropout or precompute
+        return DifferenceForward(engine, batches, epsilon, below, base if needs_base else None, metrics)
 
     def state(self) -> dict[str, float | None]:
         return {**self.direction.state(), "displacement": self.displacement}
@@ -170,28 +167,27 @@ class FiniteDifference:
 
 
 RELATIVE_DISPLACEMENTS = tuple(10.0 ** (-exponent / 2) for exponent in range(19))
-"""Lengths of the perturbation that `choose_epsilon` tries, in units of the parameters' norm, from 1 down to 1e-9."""
+"""Lengths of the perturbation that `choose_epsilon` tries, relative to the parameter norm: from 1 down to 1e-9."""
 
 
 def choose_epsilon(
     engine: Engine, direction: Direction, batches: Sequence[Batch], stochastic_rounding_seed: int | None = None
 ) -> float:
-    """The epsilon with the largest `signal_to_noise`: rounding dominates below it, curvature above. A collective.
+    """Choose the epsilon with the largest `signal_to_noise`: rounding dominates below, curvature above. A collective.
 
-    Tries lengths of the perturbation from the parameters' own norm downwards, in steps of sqrt(10), on the first
-    micro-batch of each rank, and stops when four in a row are worse than the best. Each length takes two forwards of
-    that micro-batch. The result is the same on all ranks.
+    Tries `RELATIVE_DISPLACEMENTS` in descending order on the first micro-batch of each rank, two forwards each, and
+    stops when four in a row are worse than the best. The result is the same on all ranks.
     """
     if not direction.norm:
-        return 1.0  # every difference is zero without a direction
+        return 1.0  # the differences are zero whatever epsilon is
     batch = batches[:1]
-    base = torch.cat(measured_losses(engine, batch, 1))
+    base = torch.cat(compute_losses(engine, batch, 1))
     norm = engine.parameter_norm()
     best, best_epsilon, num_worse = 0.0, norm * RELATIVE_DISPLACEMENTS[-1] / direction.norm, 0
     for relative in RELATIVE_DISPLACEMENTS:
         epsilon = relative * norm / direction.norm
         below, above = (
-            torch.cat(perturbed_losses(engine, direction, batch, signed, 1, stochastic_rounding_seed)[0])
+            torch.cat(compute_perturbed_losses(engine, direction, batch, signed, 1, stochastic_rounding_seed)[0])
             for signed in (epsilon, -epsilon)
         )
         ratio = signal_to_noise(below, base, above)
@@ -205,28 +201,28 @@ def choose_epsilon(
 
 
 def signal_to_noise(below: Tensor, base: Tensor, above: Tensor) -> float:
-    """Ratio of the loss change that a finite difference divides by epsilon to its rounding. A collective.
+    """Signal-to-noise ratio of a finite difference: its loss change relative to its rounding error. A collective.
 
-    A smooth loss changes antisymmetrically, `(above - below) / 2`; the symmetric part, `above + below - 2 base`, is
-    rounding (or, at a large epsilon, curvature, which is an error too). With independent rounding of variance r^2 the
-    symmetric part has variance 6 r^2, the antisymmetric part carries r^2 / 2 beside the signal, and the difference
-    `base - below` that is used carries 2 r^2.
+    To first order a loss changes antisymmetrically, `(above - below) / 2`; the symmetric part, `above + below - 2
+    base`, is rounding error (or, at a large epsilon, curvature, which is an error too). With independent rounding of
+    variance r^2 the symmetric part has variance 6 r^2, the antisymmetric part has variance r^2 / 2 beside the signal,
+    and the difference `base - below` that the estimator uses has variance 2 r^2.
 
     Args:
         below, base, above: losses `[N]` of this rank's tokens at `theta - eps v`, `theta` and `theta + eps v`.
 
     Returns:
-        rms(signal) / sqrt(2 r^2) over all ranks: well above 1 is a measurement, below 1 is noise.
+        rms(signal) / sqrt(2 r^2) over all ranks; below 1 the difference is mostly noise.
     """
     antisymmetric, symmetric = (above - below) / 2, above + below - 2 * base
-    # All ranks of a sequence-parallel group count them: a ratio of sums is the same.
+    # Every rank of a sequence-parallel group counts the same tokens, which cancels in the ratio.
     squares = layout.sum_over("shards", [float(antisymmetric.square().sum()), float(symmetric.square().sum())])
     rounding = squares[1] / 6
     signal = max(0.0, squares[0] - rounding / 2)
     return (signal / (2 * rounding)) ** 0.5 if rounding > 0 else float("inf") if signal > 0 else 0.0
 
 
-def perturbed_losses(
+def compute_perturbed_losses(
     engine: Engine,
     direction: Direction,
     batches: Sequence[Batch],
@@ -234,6 +230,8 @@ def perturbed_losses(
     batches_per_pass: int,
     stochastic_rounding_seed: int | None,
 ) -> tuple[list[Tensor], float]:
-    """Losses `[N]` of each micro-batch at `theta - epsilon v`, and the share of changed parameters. A collective."""
-    with perturbed(engine, direction, epsilon, stochastic_rounding_seed=stochastic_rounding_seed) as perturbation:
-        return measured_losses(engine, batches, batches_per_pass), perturbation.changed_fraction
+    """Losses `[N]` of each micro-batch at `theta - epsilon v`, and the share of parameters changed. A collective."""
+    with perturb_parameters(
+        engine, direction, epsilon, stochastic_rounding_seed=stochastic_rounding_seed
+    ) as perturbation:
+        return compute_losses(engine, batches, batches_per_pass), perturbation.changed_fraction

@@ -1,10 +1,10 @@
-"""Exact utilities: forward-mode differentiation through a model whose parameters and tangents are ZeRO-3 shards.
+"""Exact utilities by forward-mode differentiation of a model whose parameters and direction are ZeRO-3 shards.
 
-Every trainable parameter becomes a dual number whose tangent is the gathered probe direction; the tangent of a token's
-loss is its utility, `s[i,t] = <v, grad l[i,t]>`, with no step size and nothing to restore.
+Every trained parameter becomes a dual tensor whose tangent is its all-gathered part of the probe direction. The tangent
+of a token's loss is its utility `s[i,t] = <v, grad l[i,t]>`, with no step size and no perturbed parameters.
 
-The same pass gives a reference in higher precision without a second model: a layer's parameters are replaced while it
-runs, so they can as well be replaced by copies in fp32 or fp64, and activations follow.
+The same pass can compute a reference in fp32 or fp64 without a second model: a layer's parameters are replaced while
+it runs, so they can be replaced by copies in higher precision, and activations follow.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ from vcore_ds.models.dual_tensors import (
 )
 from vcore_ds.models.experts import EXPERT_WEIGHTS, uses_our_experts
 from vcore_ds.models.lora_linear import BaseLinear, linear_tangent, linear_with_addend
-from vcore_ds.utility.direction import Direction, PartialGather
+from vcore_ds.utility.direction import Direction, ShardGroupGather
 
 if TYPE_CHECKING:  # megatron-core takes seconds
     from vcore_ds.models.causal_lm import TokenLossModel
@@ -43,15 +43,15 @@ if TYPE_CHECKING:  # megatron-core takes seconds
 
 @contextmanager
 def forward_mode(engine: Engine, direction: Direction, precision: torch.dtype | None = None) -> Iterator[None]:
-    """A context in which `losses_and_utilities` differentiates along `direction`.
+    """A context for JVP passes: `compute_losses_and_utilities` differentiates along `direction`.
 
-    No model code is changed, and all hooks are removed at the end.
+    All hooks are removed on exit.
 
     Args:
         precision: dtype of the computation, None for that of the parameters. Parameters, frozen ones included, and the
-            direction are converted from the values in the shards, so the derivative is taken at the point where the
-            training forward computes, without its rounding. A layer's copies live while that layer runs. Hugging
-            Face's norms compute in fp32 whatever their input is, so fp64 is exact to fp32's rounding in those.
+            direction are converted from the values in the shards, so the derivative is taken at the parameters of the
+            training forward, without its rounding. A layer's copies live while that layer runs. Hugging Face's norms
+            compute in fp32 whatever their input is, so fp64 has fp32 rounding there.
     """
     # peft would cast an adapter's input to the dtype that the adapter has outside its forward.
     without_casting = disable_input_dtype_casting(engine.module, active=precision is not None)
@@ -68,43 +68,43 @@ def dual_parameters(
     attention: str = FORWARD_MODE_ATTENTION,
     with_graph: bool = False,
 ) -> Iterator[None]:
-    """A context in which parameters are dual as the forward reaches them.
+    """A context in which each layer's parameters are dual tensors while the layer runs.
 
     Args:
         precision: see `forward_mode`.
-        attention: name of one that carries tangents.
-        with_graph: where gradients are enabled, a parameter's value is the parameter itself and receives its gradient.
+        attention: name of an attention implementation that carries tangents.
+        with_graph: where gradients are enabled, keep the parameter itself as the value, so that it receives a gradient.
     """
     config = engine.module.base.config.get_text_config()
     tangents = _TangentGatherer(direction, precision, with_graph=with_graph)
     attention_before = config._attn_implementation
-    _give_hooks_a_tangent_rule(engine.module)
+    _add_tangent_rules_to_hooks(engine.module)
     config._attn_implementation = attention
     try:
         tangents.attach(engine)
         yield
-        tangents.check_all_were_dual(engine)
+        tangents.check_all_dual(engine)
     finally:
         tangents.detach()
         config._attn_implementation = attention_before
 
 
-def losses_and_utilities(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
+def compute_losses_and_utilities(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
     """Losses and utilities of the supervised tokens of `batch`, within `forward_mode`. A collective.
 
     Returns:
-        Both `[N]` fp32, or fp64 in that precision; utilities without a graph.
+        Both `[N]`, fp32, or fp64 with that precision; utilities have no graph.
     """
     with forward_ad.dual_level():
         losses, utilities = forward_ad.unpack_dual(engine.token_losses(batch))
-    if utilities is None:  # no tokens here, so nothing carried a tangent to the end
+    if utilities is None:  # this rank has no tokens
         utilities = torch.zeros_like(losses)
     return losses, utilities.detach()
 
 
-def _give_hooks_a_tangent_rule(model: nn.Module) -> None:
-    """ZeRO-3 wraps inputs and outputs of every module in its own autograd Functions, and torch, where there is a graph,
-    in those of its backward hooks: identities without a `jvp`."""
+def _add_tangent_rules_to_hooks(model: nn.Module) -> None:
+    """Give a `jvp` to the identity Functions in which ZeRO-3, and torch's backward hooks where there is a graph, wrap
+    the inputs and outputs of every module."""
     if "jvp" not in BackwardHookFunction.__dict__:
         rule = staticmethod(lambda ctx, *tangents: tuple(None if t is None else t.view_as(t) for t in tangents))
         BackwardHookFunction.jvp = rule  # type: ignore[method-assign]  # torch has left it undefined
@@ -117,7 +117,7 @@ def _give_hooks_a_tangent_rule(model: nn.Module) -> None:
 
 
 def _dual_linear(layer: nn.Linear, x: Tensor, addend: Tensor | None = None, scaling: float = 1.0) -> Tensor:
-    """The forward of `nn.Linear` and `BaseLinear` for dual numbers, without a graph of the tangents."""
+    """The forward of `nn.Linear` and `BaseLinear` for dual tensors, without a graph of the tangents."""
     (x, d_x), (weight, d_weight) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(layer.weight)
     tangent = read_low_rank_tangent(layer, "weight") or d_weight
     bias, d_bias = (None, None) if layer.bias is None else forward_ad.unpack_dual(layer.bias)
@@ -144,80 +144,85 @@ _DUAL_FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {
     BaseLinear: _dual_linear,
     nn.Embedding: _dual_embedding,
 }
-"""Forwards that replace those of modules of exactly these types, to which tangents may come as factors."""
+"""Replacement forwards, by exact module type, that accept low-rank tangents as factors."""
 
 
 class _TangentGatherer:
-    """Makes parameters dual as the forward reaches them, with at most two gathered groups of tangents at a time."""
+    """Makes a layer's parameters dual while it runs. At most two groups of tangents are gathered at a time."""
 
     def __init__(self, direction: Direction, precision: torch.dtype | None, *, with_graph: bool = False):
-        """`with_graph`: where gradients are enabled, the value is the parameter itself and receives its own."""
+        """`precision`, `with_graph`: see `dual_parameters`."""
         self._direction, self._precision, self._with_graph = direction, precision, with_graph
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._replaced_modules: list[nn.Module] = []
         self._replaced_forwards: list[nn.Module] = []
-        self._were_dual: set[int] = set()
-        self._whole: dict[int, Tensor | LowRank] = {}
-        self._in_flight: dict[int, list[PartialGather]] = {}
+        self._dual_parameters: set[int] = set()
+        self._gathered: dict[int, Tensor | LowRank] = {}
+        self._in_flight: dict[int, list[ShardGroupGather]] = {}
 
     def attach(self, engine: Engine) -> None:
-        """Registers all hooks. They run in that order: ZeRO-3's, which gather parameters, are older and come first."""
+        """Register all hooks. ZeRO-3's hooks, which gather parameters, are registered earlier and run first."""
         groups = self._direction.groups
         if self._direction.rank is not None:
-            self._whole = self._direction.low_rank_tangents()
+            self._gathered = self._direction.low_rank_tangents()
         group_of = {id(p): number for number, (_, parameters) in enumerate(groups) for p in parameters}
-        owned = {id(owner): number for number, (owner, _) in enumerate(groups)}
+        group_of_module = {id(module): number for number, (module, _) in enumerate(groups)}
         for module in engine.module.modules():
             forward = _DUAL_FORWARDS.get(type(module))
             if forward is not None and "forward" not in module.__dict__:
                 self._replace_forward(module, partial(forward, module))
-        for unit, modules in _units(engine.module):
+        for unit, modules in _gather_units(engine.module):
             readers = [m for m in modules if any(self._precision or id(p) in group_of for p in m.parameters(False))]
             if not readers:
                 continue
-            # Tied or shared weights are in the group of their first user, and the others gather it again.
+            # Tied or shared weights are in the group of their first user; the other users gather it again.
             needed = sorted({group_of[id(p)] for m in readers for p in m.parameters(False) if id(p) in group_of})
             for number in needed if self._direction.rank is None else []:
-                prefetch = number + 1 if number == owned.get(id(unit)) and number + 1 < len(groups) else None
+                is_unit_group = number == group_of_module.get(id(unit))
+                prefetch = number + 1 if is_unit_group and number + 1 < len(groups) else None
                 self._handles.append(unit.register_forward_pre_hook(self._gather_hook(number, prefetch)))
             self._replaced_modules += readers
-            # Not in a pre-hook. Autograd takes nodes in the reverse of the order in which they were made, and ZeRO-3
-            # reduces a layer's gradients at the node of its input, which comes after the pre-hooks: a dual parameter's
-            # node from before it would pass its gradient on too late, and zeros would have been reduced instead.
-            self._replace_forward(unit, partial(self._with_duals, readers, unit.forward))
+            # Not in a pre-hook. Autograd runs nodes in the reverse of their creation order, and ZeRO-3 reduces a
+            # layer's gradients at the node of its input, which is created after the pre-hooks. The node of a parameter
+            # made dual before that would run too late, and zeros would be reduced.
+            self._replace_forward(unit, partial(self._run_with_duals, readers, unit.forward))
             for number in needed if self._direction.rank is None else []:
                 self._handles.append(unit.register_forward_hook(self._release_hook(number)))
 
-    def check_all_were_dual(self, engine: Engine) -> None:
-        """Raises UserError where a parameter with a direction was in no module that ran: its part of all utilities
-        would be missing, silently. A collective in that case, on all ranks alike."""
-        missing = [(name, p) for name, p in engine.trainable if id(p) not in self._were_dual] if self._were_dual else []
+    def check_all_dual(self, engine: Engine) -> None:
+        """Raise UserError if a parameter with a nonzero direction was never made dual: utilities would silently lack
+        its part. A collective if any parameter was not, on all ranks alike."""
+        missing = (
+            [(name, p) for name, p in engine.trainable if id(p) not in self._dual_parameters]
+            if self._dual_parameters
+            else []
+        )
         if missing and layout.norm_over("job", [self._direction.shard(p) for _, p in missing]) > 0:
             more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
             raise UserError(
                 f"utility.estimator: jvp: {engine.module.base.config.model_type} reads {missing[0][0]}{more} outside "
-                "the module that has it, where it carries no tangent, so that utilities would be wrong; expected "
+                "the module that owns it, where it carries no tangent, so utilities would be wrong; expected "
                 "another architecture, or lora.target_modules without it"
             )
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for module in self._replaced_modules:  # the forward may have raised between the hooks
-            self._put_back(module)
+        for module in self._replaced_modules:  # the forward may have raised
+            self._restore(module)
         for module in self._replaced_forwards:
-            del module.forward  # the instance's; the class's is in effect again
+            del module.forward  # the instance attribute
         for _, pending in chain.from_iterable(self._in_flight.values()):
             if pending is not None:
-                pending.wait()  # started on every rank, so it ends; otherwise it would meet the next collective
+                pending.wait()  # or it would overlap the next collective; every rank has started it, so it ends
         self._handles, self._replaced_modules, self._replaced_forwards = [], [], []
-        self._in_flight, self._whole = {}, {}
+        self._in_flight, self._gathered = {}, {}
 
     def _gather_hook(self, number: int, prefetch: int | None) -> Callable[[nn.Module, object], None]:
         def gather(module: nn.Module, _: object) -> None:
-            is_started = number in self._in_flight
-            started = self._in_flight.pop(number) if is_started else self._direction.start_gather(number)
-            self._whole.update(self._direction.finish_gather(started))
+            is_prefetched = number in self._in_flight
+            gathers = self._in_flight.pop(number) if is_prefetched else self._direction.start_gather(number)
+            self._gathered.update(self._direction.finish_gather(gathers))
             if prefetch is not None and prefetch not in self._in_flight:
                 self._in_flight[prefetch] = self._direction.start_gather(prefetch)
 
@@ -226,28 +231,29 @@ class _TangentGatherer:
     def _release_hook(self, number: int) -> Callable[..., None]:
         def release(module: nn.Module, *_: object) -> None:
             for parameter in self._direction.groups[number][1]:
-                self._whole.pop(id(parameter), None)
+                self._gathered.pop(id(parameter), None)
 
         return release
 
     def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """On the instance."""
         if "forward" not in module.__dict__:
             self._replaced_forwards.append(module)
         module.forward = forward
 
-    def _with_duals(self, readers: Sequence[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_with_duals(
+        self, readers: Sequence[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         for module in readers:
-            self._replace(module)
+            self._make_dual(module)
         result = forward(*args, **kwargs)
         for module in readers:
-            self._put_back(module)
+            self._restore(module)
         return result
 
-    def _replace(self, module: nn.Module) -> None:
-        # An attribute of the instance hides the parameter of the same name: nn.Module looks there first.
+    def _make_dual(self, module: nn.Module) -> None:
+        # An instance attribute hides the parameter of the same name from nn.Module.__getattr__.
         for name, parameter in module._parameters.items():
-            tangent = None if parameter is None else self._whole.get(id(parameter))
+            tangent = None if parameter is None else self._gathered.get(id(parameter))
             if parameter is None or (tangent is None and self._precision is None):
                 continue
             has_graph = self._with_graph and torch.is_grad_enabled()
@@ -255,32 +261,32 @@ class _TangentGatherer:
             if tangent is not None:
                 tangent = tangent.to(value.dtype)
             if isinstance(tangent, LowRank) and self._reads_factors(module, name):
-                set_low_rank_tangent(module, name, tangent, on_read=partial(self._were_dual.add, id(parameter)))
+                set_low_rank_tangent(module, name, tangent, on_read=partial(self._dual_parameters.add, id(parameter)))
                 tangent = None
             elif isinstance(tangent, LowRank):
                 tangent = tangent.matrix()
             module.__dict__[name] = value if tangent is None else make_dual(value, tangent)
             if tangent is not None:
-                self._were_dual.add(id(parameter))
+                self._dual_parameters.add(id(parameter))
 
     def _reads_factors(self, module: nn.Module, name: str) -> bool:
-        """Whether the module's forward takes the low-rank tangent of its parameter `name`; others get the matrix."""
+        """Whether the module's forward uses the low-rank factors of `name`; other modules get the full matrix."""
         if uses_our_experts(module):
             return name in EXPERT_WEIGHTS
         return name == "weight" and (isinstance(module, TokenLossHead) or module in self._replaced_forwards)
 
-    def _put_back(self, module: nn.Module) -> None:
+    def _restore(self, module: nn.Module) -> None:
         clear_low_rank_tangents(module)
         for name in module._parameters:
             module.__dict__.pop(name, None)
 
 
-def _units(model: "TokenLossModel | ParallelTokenLossModel") -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Modules at whose start parameters become dual, each with those whose parameters do: a decoder layer with all
-    that is in it, and every module outside the layers by itself.
+def _gather_units(model: "TokenLossModel | ParallelTokenLossModel") -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Units whose parameters become dual together, each with its modules: a decoder layer with all its submodules, and
+    every module outside the layers alone.
 
-    Within a layer it must not wait until a module runs: a parent may read its weight before, or instead (short
-    convolutions, gated delta nets, adapters of experts), and would compute without a tangent.
+    Within a layer, parameters must be dual before their module runs: a parent may read a weight earlier, or without
+    calling the module at all (short convolutions, gated delta nets, adapters of experts), and would get no tangent.
     """
     layers = {layer: list(layer.modules()) for layer in model.layers}
     inside = {module for modules in layers.values() for module in modules}
@@ -291,59 +297,56 @@ def _units(model: "TokenLossModel | ParallelTokenLossModel") -> Iterator[tuple[n
             yield module, [module]
 
 
-# An activation checkpoint whose forward carries tangents.
-
-
 Layer = Callable[..., Any]
 
 
 def checkpoint_with_tangent(layer: Layer, x: Tensor, *others: Any) -> Any:
-    """`layer(x, *others)` with only `x` kept for the backward, which runs the layer again without tangents.
+    """Activation checkpointing for a forward that carries tangents; the backward recomputes without tangents.
 
-    Stands in for the function that Hugging Face's layers call when their activations are checkpointed. The forward
-    builds no graph, so the layer's tangents live no longer than the layer.
+    Computes `layer(x, *others)` and saves only `x`. Replaces the function that Hugging Face's layers call when their
+    activations are checkpointed. The forward builds no graph, so the layer's tangents are freed when it ends.
 
     Args:
-        x: hidden states `[b, t, H]`, dual where the layers below have tangents.
-        others: what else the layer takes; nothing that needs a gradient.
+        x: hidden states `[b, t, H]`, dual if the layers below have tangents.
+        others: the layer's other arguments; none may require a gradient.
 
-    Raises UserError where something else needs one, whose graph every layer would run through again, or where the
-    layer gives further activations (Zaya), whose gradient would be lost.
+    Raises UserError if another argument requires a gradient, whose graph every layer's backward would run through
+    again, or if the layer returns further activations (Zaya), whose gradient would be lost.
     """
     named = layer.keywords.values() if isinstance(layer, partial) else ()
     if any(isinstance(other, Tensor) and other.requires_grad for other in (*others, *named)):
-        raise _not_recomputed()
+        raise _recompute_error()
     value, tangent = forward_ad.unpack_dual(x)
     with torch.no_grad():
         start = value.detach()
         result = layer(start if tangent is None else forward_ad.make_dual(start, tangent.detach()), *others)
         if isinstance(result, tuple) and any(isinstance(x, Tensor) and x.is_floating_point() for x in result[1:]):
-            raise _not_recomputed()
-        y, d_y = forward_ad.unpack_dual(_hidden(result))
-    # A view of the dual result would keep its tangent.
-    y = _Recomputed.apply(value, y.data, lambda again: _hidden(layer(again, *others)))
+            raise _recompute_error()
+        y, d_y = forward_ad.unpack_dual(_hidden_states(result))
+    # .data: a view of the dual result would keep its tangent alive.
+    y = _Recomputed.apply(value, y.data, lambda again: _hidden_states(layer(again, *others)))
     y = y if d_y is None else make_dual(y, d_y.detach())
     return (y, *result[1:]) if isinstance(result, tuple) else y
 
 
-def _not_recomputed() -> UserError:
+def _recompute_error() -> UserError:
     return UserError(
         "utility.fused: the layers of this architecture exchange activations beside their input and output, which the "
-        "forward with a graph and tangents cannot recompute; expected false (utility.fused=false)"
+        "fused forward cannot recompute; expected false (utility.fused=false)"
     )
 
 
-def _hidden(result: Any) -> Tensor:
-    """Hidden states that a layer gives, of some architectures (Falcon-H1, Bamba) in a tuple, the rest of it None."""
+def _hidden_states(result: Any) -> Tensor:
+    """Hidden states in a layer's result; some architectures (Falcon-H1, Bamba) return a tuple of them and None."""
     return result[0] if isinstance(result, tuple) else result
 
 
 class _Recomputed(torch.autograd.Function):
-    """`y`, as if `layer` had been differentiated when it was computed from `x`."""
+    """Returns `y`, computed from `x` without a graph; the backward recomputes `layer(x)` and differentiates it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, layer: Layer) -> Tensor:
-        # A view of a dual number would keep its tangent until the dual level ends.
+        # .data: a view of a dual tensor would keep its tangent alive until the dual level ends.
         ctx.save_for_backward(x.data)
         ctx.layer = layer
         return y.view_as(y)

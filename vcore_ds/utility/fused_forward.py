@@ -1,12 +1,12 @@
-"""The main forward with tangents beside it: losses with a graph, and utilities, of one forward.
+"""The fused forward: losses with a graph and utilities from one main forward.
 
-PyTorch's forward mode with gradients enabled records a graph of the tangents too, and keeps every one of them: 2.7
-times the memory. Here each function of dual numbers is taken apart. Its value is computed from values, with the graph
-that training has; its tangent is computed from values and tangents without a graph, and lives as long as the forward
-needs it. So losses and gradients are those of the plain forward, bit for bit.
+With gradients enabled, PyTorch's forward mode also records a graph of the tangents and keeps all of them: 2.7 times the
+memory. Here each function of dual tensors is computed in two parts: its value from values, with the graph of a plain
+training forward, and its tangent from values and tangents, without a graph, freed as soon as the forward no longer
+needs it. So losses and gradients equal those of the plain forward bit for bit.
 
-With activation checkpoints a layer's forward builds no graph, so ordinary forward mode serves inside the layers (see
-`dual_checkpoint`), and what is said above holds for what lies outside them.
+With activation checkpointing a layer's forward builds no graph, so PyTorch's forward mode is used inside the layers
+(see `checkpoint_with_tangent`), and the split outside them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,11 +27,11 @@ from vcore_ds.utility.forward_mode import checkpoint_with_tangent, dual_paramete
 
 @contextmanager
 def forward_mode_with_graph(engine: Engine, direction: Direction) -> Iterator[None]:
-    """A context in which `losses_and_utilities` gives losses with a graph, so that one forward serves both.
+    """A context in which the losses of `compute_losses_and_utilities` have a graph, so that one forward is enough.
 
-    Only for an engine for which `why_not_fused` finds no reason. Leave the context before the backward.
+    `why_not_fused` must be None for the engine. Leave the context before the backward.
     """
-    # Hugging Face's GradientCheckpointingLayer, of which type checkers know nothing but that it is a module.
+    # Hugging Face's GradientCheckpointingLayer; type checkers only see a module.
     layers: list[Any] = [layer for layer in engine.module.layers if getattr(layer, "gradient_checkpointing", False)]
     checkpoints_before = [layer._gradient_checkpointing_func for layer in layers]
     for layer in layers:
@@ -44,25 +44,25 @@ def forward_mode_with_graph(engine: Engine, direction: Direction) -> Iterator[No
             layer._gradient_checkpointing_func = checkpoint
 
 
-_LEFT_ALONE = frozenset(
+_HANDLED_BY_PYTORCH = frozenset(
     "__get__ _make_dual _unpack_dual backward expand permute register_hook requires_grad_ retain_grad select squeeze "
     "transpose unsqueeze view view_as".split()
 )
-"""Functions about the tensor itself, and views: PyTorch's forward mode does what is wanted."""
+"""Tensor methods and views that PyTorch's forward mode handles without extra memory."""
 
 _LINEAR = frozenset(
     "__getitem__ add cat chunk contiguous flatten float mean neg repeat_interleave reshape split stack sub sum to "
     "unflatten".split()
 )
-"""Functions whose tangent is the same function of the tangents, where all that they add up has one."""
+"""Functions whose tangent is the same function of the tangents, provided that all tensors added have one."""
 
 Function = Callable[..., Any]
 
 
 class TangentsBesideGraph(TorchFunctionMode):
-    """Within it a function of dual numbers records a graph of its value and none of its tangent.
+    """A mode in which autograd records the values of dual tensors but not their tangents.
 
-    Functions that write into an argument are left to PyTorch: the result is right, and the graph larger.
+    In-place functions are left to PyTorch: the result is right, the graph larger.
     """
 
     def __torch_function__(
@@ -70,51 +70,51 @@ class TangentsBesideGraph(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        is_product = name == "mul" and not kwargs
-        if name in _LEFT_ALONE or _is_below_autograd() or _writes(name, kwargs):
+        is_mul = name == "mul" and not kwargs
+        if name in _HANDLED_BY_PYTORCH or _is_below_autograd() or _is_in_place(name, kwargs):
             return function(*args, **kwargs)
-        if not torch.is_grad_enabled() and not is_product:
+        if not torch.is_grad_enabled() and not is_mul:
             return function(*args, **kwargs)
-        parts = _Parts()
-        values, named_values = parts.take(args), {key: parts.take(x) for key, x in kwargs.items()}
+        duals = _DualArguments()
+        values, named_values = duals.split(args), {key: duals.split(x) for key, x in kwargs.items()}
         value = function(*values, **named_values)
-        if parts.num_duals == 0 or not isinstance(value, Tensor | list | tuple):
+        if duals.num_duals == 0 or not isinstance(value, Tensor | list | tuple):
             return value
         if values and value is values[0]:
-            # A conversion to what it is already. As a number of its own it would collect gradients by itself, and they
-            # would be summed in another order than without tangents.
+            # A conversion to the dtype that it has. A new dual tensor would accumulate its gradients separately, so
+            # they would be summed in another order than without tangents.
             return args[0]
         with torch.no_grad():
-            if is_product:
-                tangent = _product_rule(*(parts.of(x) for x in args))
-            elif name in _LINEAR and parts.num_constants == 0 and (name not in ("add", "sub") or parts.num_duals == 2):
-                tangent = function(*parts.tangents(args), **{key: parts.tangents(x) for key, x in kwargs.items()})
+            if is_mul:
+                tangent = _product_rule(*(duals.unpack(x) for x in args))
+            elif name in _LINEAR and duals.num_constants == 0 and (name not in ("add", "sub") or duals.num_duals == 2):
+                tangent = function(*duals.tangents(args), **{key: duals.tangents(x) for key, x in kwargs.items()})
             else:
-                tangent = _tangent(function(*parts.detached(args), **{k: parts.detached(x) for k, x in kwargs.items()}))
+                tangent = _tangent(function(*duals.detached(args), **{k: duals.detached(x) for k, x in kwargs.items()}))
         return _with_tangent(value, tangent)
 
 
 def _is_below_autograd() -> bool:
-    """Whether autograd has done its part already: a mode that counts operations runs there, on plain tensors."""
+    """Whether the call comes from below autograd, as from a mode that counts operations, where tensors are plain."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
-def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of that name writes into an argument."""
+def _is_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function writes into an argument."""
     return "out" in kwargs or name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
 
 
-class _Parts:
-    """Arguments of a function taken apart into values and tangents."""
+class _DualArguments:
+    """The arguments of a function, split into values and tangents."""
 
     def __init__(self) -> None:
         self.num_duals = self.num_constants = 0
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def take(self, x: Any) -> Any:
-        """The values, with their graph."""
+    def split(self, x: Any) -> Any:
+        """The values of `x`, with their graph; counts dual and constant tensors."""
         if type(x) in (list, tuple):
-            return type(x)(map(self.take, x))
+            return type(x)(map(self.split, x))
         value, tangent = forward_ad.unpack_dual(x) if isinstance(x, Tensor) else (x, None)
         if tangent is None:
             self.num_constants += isinstance(x, Tensor) and x.is_floating_point()
@@ -123,7 +123,7 @@ class _Parts:
         self._parts[id(x)] = value, tangent
         return value
 
-    def of(self, x: Any) -> tuple[Any, Tensor | None]:
+    def unpack(self, x: Any) -> tuple[Any, Tensor | None]:
         return self._parts.get(id(x), (x, None))
 
     def tangents(self, x: Any) -> Any:
@@ -132,17 +132,17 @@ class _Parts:
         return self._parts[id(x)][1] if id(x) in self._parts else x
 
     def detached(self, x: Any) -> Any:
-        """The dual numbers, without a graph."""
+        """The dual tensors of `x`, without a graph."""
         if type(x) in (list, tuple):
             return type(x)(map(self.detached, x))
-        value, tangent = self.of(x)
+        value, tangent = self.unpack(x)
         if tangent is not None:
             return forward_ad.make_dual(value.detach(), tangent)
         return x.detach() if isinstance(x, Tensor) else x
 
 
 def _product_rule(left: tuple[Any, Tensor | None], right: tuple[Any, Tensor | None]) -> Tensor:
-    """The value is there already, and PyTorch would compute it again."""
+    """The tangent of `x * y`. PyTorch would compute the value again."""
     (x, d_x), (y, d_y) = left, right
     if d_x is None:
         return x * d_y

@@ -1,12 +1,12 @@
-"""A low-rank approximation of the probe direction, found on ZeRO-3 shards.
+"""A low-rank approximation of the probe direction, computed from ZeRO-3 shards.
 
-The gradient of a few traces is nearly of low rank. Of each matrix `G` of the direction, `Q B` is kept, with `Q`
+The gradient of a few traces has nearly low rank. Each matrix `G` of the direction is approximated by `Q B`, with `Q`
 `[out, r]` orthonormal and `B = Q^T G`: the projection of `G` onto the range of `G Omega` for a random `Omega` (Halko,
 Martinsson and Tropp 2011, https://arxiv.org/abs/0909.4061, algorithm 4.1). A JVP pass then needs no all-gather of the
-direction, and `dW x = Q (B x)` takes `r / out + r / in` of the arithmetic of `dW x`.
+direction, and `dW x = Q (B x)` takes `r / out + r / in` of the FLOPs of `dW x`.
 
-No rank ever holds a whole gradient: each multiplies the rows of its shard, and `G Omega` and `Q^T G` are summed over
-the ranks.
+No rank ever holds an unsharded gradient: each multiplies the rows of its shard, and `G Omega` and `Q^T G` are summed
+over the ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,13 +20,13 @@ from vcore_ds.engine.flat_shards import FlatShards, PartitionedParameter, is_blo
 from vcore_ds.models.dual_tensors import LowRank
 
 MAX_DEPARTURE = 1e-4
-"""Largest entry of `Q^T Q - I` that Cholesky QR may leave. Where it leaves more, Householder QR takes over."""
+"""Largest entry of `Q^T Q - I` accepted from Cholesky QR; above it, Householder QR is used."""
 
 
 def has_low_rank(parameter: PartitionedParameter, rank: int) -> bool:
-    """Whether a parameter's part of the direction is factorized: where its matrices are larger than the rank both ways.
+    """Whether the direction of a parameter is factorized: both dimensions of its matrices exceed the rank.
 
-    A parameter of more than two dimensions, such as grouped expert weights `[E, out, in]`, is a stack of matrices.
+    A parameter with more than two dimensions, such as grouped expert weights `[E, out, in]`, is a stack of matrices.
     """
     shape = parameter.ds_shape
     return len(shape) >= 2 and min(shape[-2:]) > rank
@@ -35,40 +35,40 @@ def has_low_rank(parameter: PartitionedParameter, rank: int) -> bool:
 def factorize(
     shards: FlatShards, vector: Sequence[Tensor], parameters: Sequence[PartitionedParameter], rank: int, seed: int
 ) -> dict[int, LowRank]:
-    """Factors of each parameter's part of `vector`, by `id(parameter)`, the same on all ranks that share it.
+    """Factorize the direction of each parameter; the factors, by `id(parameter)`, are the same on all its ranks.
 
     A collective: two all-reduces for each axis over which some of the parameters are sharded.
 
     Args:
-        vector: in the layout of `shards`.
-        parameters: those for which `has_low_rank`.
-        rank: columns of each `Q`.
-        seed: of `Omega`, the same on all ranks; equal seeds give equal factors.
+        vector: the direction, in the layout of `shards`.
+        parameters: parameters for which `has_low_rank` is true.
+        rank: number of columns of each `Q`.
+        seed: seed of `Omega`, the same on all ranks; equal seeds give equal factors.
 
     Returns:
         `Q` and `B` in the dtype of the vector.
     """
     factors: dict[int, LowRank] = {}
     for with_experts in (False, True):
-        chosen = [p for p in parameters if is_block_of_experts(p) == with_experts]
-        if not chosen:
+        matrices = [p for p in parameters if is_block_of_experts(p) == with_experts]
+        if not matrices:
             continue
-        held = [_HeldRows(shards, vector, p, "expert_shards" if with_experts else "shards") for p in chosen]
-        sketches = _sum_over_shards(held[0].axis, [rows.sketch(rank, seed) for rows in held])
+        shard_rows = [_ShardRows(shards, vector, p, "expert_shards" if with_experts else "shards") for p in matrices]
+        sketches = _sum_over_shards(shard_rows[0].axis, [rows.sketch(rank, seed) for rows in shard_rows])
         bases = [orthonormalize(sketch) for sketch in sketches]
-        projections = [rows.project(basis) for rows, basis in zip(held, bases, strict=True)]
-        projections = _sum_over_shards(held[0].axis, projections)
-        for parameter, basis, projection in zip(chosen, bases, projections, strict=True):
+        projections = [rows.project(basis) for rows, basis in zip(shard_rows, bases, strict=True)]
+        projections = _sum_over_shards(shard_rows[0].axis, projections)
+        for parameter, basis, projection in zip(matrices, bases, projections, strict=True):
             shape, dtype = parameter.ds_shape, vector[0].dtype
             left = basis.to(dtype).view(*shape[:-1], rank)
             factors[id(parameter)] = LowRank(left, projection.to(dtype).view(*shape[:-2], rank, shape[-1]))
     return factors
 
 
-class _HeldRows:
-    """The rows of a parameter that this rank's shard holds, of `n` matrices `[out, in]` one below the other.
+class _ShardRows:
+    """The rows of a parameter that this rank's shard overlaps, where the `n` matrices `[out, in]` are stacked.
 
-    A shard begins and ends anywhere in a row. Elements of these rows that other ranks hold are 0 here, so that sums
+    A shard may begin and end in the middle of a row. Elements of these rows on other ranks are 0 here, so that sums
     over the ranks are right.
     """
 
@@ -79,18 +79,18 @@ class _HeldRows:
         self.num_matrices = torch.Size(stack).numel()
         self.axis = axis
         shard = shards.shard(vector, parameter)
-        place = layout.rank("expert_shards") if axis == "expert_shards" else layout.rank("shards")
-        first = place * len(shard)
+        shard_rank = layout.rank("expert_shards") if axis == "expert_shards" else layout.rank("shards")
+        first = shard_rank * len(shard)
         shard = shard[: shards.numel(parameter)]
-        self.first_row, before = divmod(first, self.num_columns)
-        after = -(before + len(shard)) % self.num_columns
-        self.rows = torch.nn.functional.pad(shard.float(), (before, after)).view(-1, self.num_columns)
+        self.first_row, num_before = divmod(first, self.num_columns)
+        num_after = -(num_before + len(shard)) % self.num_columns
+        self.rows = torch.nn.functional.pad(shard.float(), (num_before, num_after)).view(-1, self.num_columns)
         if len(shard) == 0:
             self.first_row = 0
 
     def sketch(self, rank: int, seed: int) -> Tensor:
-        """This rank's part of `G Omega`, `[n, out, r]`. Matrices of equal width share an `Omega`: it is independent of
-        each of them, which is all that the method asks."""
+        """This rank's part of `G Omega`, `[n, out, r]`. Matrices of equal width share an `Omega`: the method only needs
+        it to be independent of each matrix."""
         generator = torch.Generator(self.rows.device).manual_seed(
             torch_seed(Stream.LOW_RANK_START, seed, self.num_columns)
         )
@@ -102,12 +102,12 @@ class _HeldRows:
     def project(self, basis: Tensor) -> Tensor:
         """This rank's part of `Q^T G`, `[n, r, in]`."""
         projection = self.rows.new_zeros(self.num_matrices, basis.shape[2], self.num_columns)
-        for matrix, in_matrix, held in self._matrices():
-            torch.mm(basis[matrix, in_matrix].t(), self.rows[held], out=projection[matrix])
+        for matrix, in_matrix, in_shard in self._matrices():
+            torch.mm(basis[matrix, in_matrix].t(), self.rows[in_shard], out=projection[matrix])
         return projection
 
     def _matrices(self) -> Iterator[tuple[int, slice, slice]]:
-        """The matrices of which this rank holds rows: number, rows within it, and the same rows within `rows`."""
+        """Index of each matrix with rows on this rank, the slice of these rows in it, and their slice in `rows`."""
         end = self.first_row + len(self.rows)
         for matrix in range(self.first_row // self.num_rows, -(-end // self.num_rows)):
             offset = matrix * self.num_rows
@@ -117,7 +117,7 @@ class _HeldRows:
 
 
 def _sum_over_shards(axis: layout.Axis, parts: Sequence[Tensor]) -> list[Tensor]:
-    """The sum of each tensor over the ranks of an axis, by one all-reduce. A collective."""
+    """Sum each tensor over the ranks of an axis, by one all-reduce. A collective."""
     total = torch.cat([part.flatten() for part in parts])
     if axis == "expert_shards":
         layout.add_over("expert_shards", total)
@@ -129,9 +129,9 @@ def _sum_over_shards(axis: layout.Axis, parts: Sequence[Tensor]) -> list[Tensor]
 def orthonormalize(sketch: Tensor) -> Tensor:
     """An orthonormal basis of the range of each matrix, `[n, m, r]` with `m >= r`, in fp32.
 
-    Shifted Cholesky QR, three times (Fukaya et al. 2020, https://arxiv.org/abs/1809.11085), needs the small matrices
-    `Q^T Q` alone, and is right for any condition number up to 1e16 in fp64. What it leaves is checked: matrices that
-    fail, such as zeros (experts without tokens), go through Householder QR, which cannot fail.
+    Three rounds of shifted Cholesky QR (Fukaya et al. 2020, https://arxiv.org/abs/1809.11085) only factorize the small
+    matrices `Q^T Q`, and are accurate up to a condition number of 1e16 in fp64. Matrices for which the result is not
+    orthonormal, such as zeros (experts without tokens), go through Householder QR, which cannot fail.
     """
     basis = sketch.double()
     identity = torch.eye(sketch.shape[2], dtype=basis.dtype, device=basis.device)
@@ -148,5 +148,5 @@ def orthonormalize(sketch: Tensor) -> Tensor:
 
 
 def squared_norm(tangent: Tensor | LowRank) -> float:
-    """Squared 2-norm; of `Q B`, since `Q` is orthonormal, that of `B`."""
+    """Squared 2-norm of a tangent. `Q` is orthonormal, so `Q B` has the norm of `B`."""
     return float((tangent.right if isinstance(tangent, LowRank) else tangent).double().square().sum())

@@ -54,9 +54,9 @@ from vcore_ds.train.start_screen import describe_data, describe_method, describe
 from vcore_ds.train.step import take_direction
 from vcore_ds.train.weighting import token_weights
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import jvp_utilities, measured_losses
-from vcore_ds.utility.finite_difference import choose_epsilon, perturbed_losses, signal_to_noise
-from vcore_ds.utility.forward_mode import forward_mode, losses_and_utilities
+from vcore_ds.utility.estimators import compute_jvp_utilities, compute_losses
+from vcore_ds.utility.finite_difference import choose_epsilon, compute_perturbed_losses, signal_to_noise
+from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
 DEFAULT_KL_BUDGET = 0.05
 """Nats; makes the weights of a recipe whose method has none."""
@@ -259,17 +259,17 @@ class Bench:
         take_direction(self.direction, replace(settings, probe=probe), self.feed.probe_batches(ids))
 
     def jvp(self, direction: Direction | None = None) -> Tensor:
-        return self.over_ranks(jvp_utilities(self.engine, direction or self.direction, self.batches))
+        return self.over_ranks(compute_jvp_utilities(self.engine, direction or self.direction, self.batches))
 
     def reference(self) -> tuple[Tensor, Tensor]:
         """Losses and utilities in `reference_precision`."""
         with forward_mode(self.engine, self.direction, DTYPES[self.reference_precision]):
-            found = [losses_and_utilities(self.engine, batch) for batch in self.batches]
+            found = [compute_losses_and_utilities(self.engine, batch) for batch in self.batches]
         return self.over_ranks([losses for losses, _ in found]), self.over_ranks([utilities for _, utilities in found])
 
     def losses(self) -> Tensor:
         """Losses of this rank's tokens."""
-        return torch.cat(measured_losses(self.engine, self.batches, batches_per_pass=1))
+        return torch.cat(compute_losses(self.engine, self.batches, batches_per_pass=1))
 
     def own_epsilon(self) -> float | None:
         """The recipe's epsilon, after a search for `auto`; None with jvp."""
@@ -280,7 +280,7 @@ class Bench:
     def finite_difference(self, epsilon: float, base: Tensor) -> tuple[Tensor, Estimate]:
         """Utilities, and the estimate without its agreement; `base`: this rank's `losses()`."""
         (of_below, changed_fraction), (of_above, _) = (
-            perturbed_losses(self.engine, self.direction, self.batches, signed, 1, self._rounding_seed)
+            compute_perturbed_losses(self.engine, self.direction, self.batches, signed, 1, self._rounding_seed)
             for signed in (epsilon, -epsilon)
         )
         below, above = torch.cat(of_below), torch.cat(of_above)

@@ -43,7 +43,7 @@ from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_checks import check_derivatives, check_memory, check_start
 from vcore_ds.train.start_screen import describe_data
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import ForwardMode, jvp_losses_and_utilities
+from vcore_ds.utility.estimators import ForwardMode, compute_jvp_losses_and_utilities
 
 # What a scoring takes of the memory of its ranks: a backward over trusted sets, a forward with tangents over data.
 
@@ -215,7 +215,7 @@ class Scoring:
         recipe, trusted = self.request.recipe, self.sets[one.set_name]
         batches = replace(self.feed, probe_dataset=trusted).probe_batches(range(len(trusted)))
         self.console.say(f"Gradient of {one.set_name}: {len(trusted):,} traces{_of(one.checkpoint)}")
-        found = direction.take(
+        found = direction.compute(
             batches,
             normalization=recipe.method.normalization,
             clip=recipe.probe.clip,
@@ -258,7 +258,7 @@ class Scoring:
         position_of = {int(self.store.sequence_ids[i]): i for i in chunk}
         batches = self.feed.batches(chunk, self.plan.utility_micro_batch_size_per_rank)
         own: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        found = jvp_losses_and_utilities(engine, direction, batches)
+        found = compute_jvp_losses_and_utilities(engine, direction, batches)
         for batch, values in zip(batches, found, strict=True):
             sizes = batch.num_supervised_tokens().tolist()
             losses, utilities = ([part.cpu().float().numpy() for part in value.split(sizes)] for value in values)
