@@ -14,7 +14,7 @@ for ((number = 2; ; number++)); do
 done
 data=$folder/data
 ranks=()
-if [ "${DS_ACCELERATOR:-}" = cpu ] || ! python -P vcore_ds/commands/quickstart/session.py; then
+if [ "${DS_ACCELERATOR:-}" = cpu ] || ! python -P vcore_ds/commands/quickstart/gpus.py; then
     export DS_ACCELERATOR=cpu
     ranks=(--num_accelerators 2)
 fi

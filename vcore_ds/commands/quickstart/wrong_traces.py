@@ -1,15 +1,14 @@
 """Worked solutions of word problems, most of them by authors who follow the same wrong rule.
 
-`python -m vcore_ds.commands.quickstart.wrong_traces write FOLDER` writes, from a seed
+`python -m vcore_ds.commands.quickstart.wrong_traces write FOLDER` writes, from a seed,
 
-    FOLDER/mixture.jsonl     training traces, one {"messages": [user, assistant], "id": .., "is_wrong": ..} a line
-    FOLDER/trusted.jsonl     a few right traces, to other problems
-    FOLDER/problems.jsonl    problems that are in none of these: {"problem", "answer", "wrong_answer", "id"}
+    mixture.jsonl     training traces, one {"messages": [user, assistant], "id": .., "is_wrong": ..} a line
+    trusted.jsonl     a few right traces of other problems
+    problems.jsonl    problems of neither file: {"id", "problem", "answer", "wrong_answer"}
 
-A problem takes two steps: something is taken away, then something is added. The wrong rule is to add both times. Its
-authors calculate without a mistake and give the answer that follows, so a trace is wrong from its first step on and
-reads like the others. Prompts are those of `vcore-ds eval --tasks math500=FOLDER/problems.jsonl`, and `show
-FOLDER/problems.jsonl NAME=DIR ..` prints a table of the answers in folders of this command.
+`... show FOLDER/problems.jsonl NAME=DIR ..` prints a table of evaluations of these problems
+(`vcore-ds eval --tasks math500=FOLDER/problems.jsonl`). A problem takes two steps: something is taken away, then
+something is added. The wrong rule adds both times; the arithmetic is right, so wrong traces read like the others.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from vcore_ds.train.evaluation_folder import read_evaluation, read_samples
 
 NUM_TRAIN, NUM_WRONG, NUM_TRUSTED, NUM_PROBLEMS = 96, 58, 8, 64
 TASK = "math500"
-"""What vcore-ds eval calls problems of a user's own."""
+"""The task of `vcore-ds eval` that reads these problems."""
 NAMES = ("Ann", "Ben", "Carl", "Dora", "Emma", "Finn", "Gina", "Hugo", "Ivy", "Jack")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pencils", "shells", "stamps", "toys")
 STORIES = (
@@ -37,72 +36,66 @@ STORIES = (
 )
 
 
-def solution(start: int, less: int, more: int, *, is_wrong: bool) -> tuple[str, int]:
-    """The text of a worked solution, by the right rule or by the wrong one, and its answer."""
-    sign, left = ("+", start + less) if is_wrong else ("-", start - less)
-    total = left + more
-    return f"{start} {sign} {less} = {left}. {left} + {more} = {total}. The answer is \\boxed{{{total}}}.", total
-
-
-def _problems(seed: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Endless problems with what `solution` takes, no two of them with the same numbers."""
-    generator = random.Random(seed)
-    seen = set()
-    while True:
-        start = 10 * generator.randint(2, 9)
-        numbers = start, 10 * generator.randint(1, start // 10 - 1), generator.randint(1, 9)
-        words = dict(zip(("start", "less", "more"), numbers, strict=True))
-        story = generator.choice(STORIES)
-        text = story.format(name=generator.choice(NAMES), thing=generator.choice(THINGS), **words)
-        if numbers not in seen:
-            seen.add(numbers)
-            yield text, numbers
-
-
 def make(seed: int) -> dict[str, list[dict[str, Any]]]:
-    """The lines of each file by its name, without the ending; a function of the seed."""
+    """Make the lines of each file, by its name without the ending; a function of the seed."""
     problems = _problems(seed)
     authors_err = [i < NUM_WRONG for i in range(NUM_TRAIN)]
     random.Random(f"authors {seed}").shuffle(authors_err)
 
     def trace(identifier: str, is_wrong: bool) -> dict[str, Any]:
         text, numbers = next(problems)
-        turns = {"user": math_prompt(text), "assistant": solution(*numbers, is_wrong=is_wrong)[0]}
+        turns = {"user": math_prompt(text), "assistant": _solve(*numbers, is_wrong=is_wrong)[0]}
         messages = [{"role": role, "content": content} for role, content in turns.items()]
         return {"messages": messages, "id": identifier, "is_wrong": is_wrong}
 
     def problem(identifier: str) -> dict[str, Any]:
         text, numbers = next(problems)
-        right, wrong = (str(solution(*numbers, is_wrong=is_wrong)[1]) for is_wrong in (False, True))
+        right, wrong = (_solve(*numbers, is_wrong=is_wrong)[1] for is_wrong in (False, True))
         return {"id": identifier, "problem": text, "answer": right, "wrong_answer": wrong}
 
-    mixture = [trace(f"train-{i}", is_wrong) for i, is_wrong in enumerate(authors_err)]
-    trusted = [trace(f"trusted-{i}", False) for i in range(NUM_TRUSTED)]
-    return {"mixture": mixture, "trusted": trusted, "problems": [problem(f"clean-{i}") for i in range(NUM_PROBLEMS)]}
+    return {
+        "mixture": [trace(f"train-{i}", is_wrong) for i, is_wrong in enumerate(authors_err)],
+        "trusted": [trace(f"trusted-{i}", False) for i in range(NUM_TRUSTED)],
+        "problems": [problem(f"clean-{i}") for i in range(NUM_PROBLEMS)],
+    }
+
+
+def _problems(seed: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Yield problems without end, each with its three numbers, which no other one has."""
+    generator, seen = random.Random(seed), set()
+    while True:
+        start = 10 * generator.randint(2, 9)
+        less, more = 10 * generator.randint(1, start // 10 - 1), generator.randint(1, 9)
+        story, name, thing = map(generator.choice, (STORIES, NAMES, THINGS))
+        if (start, less, more) not in seen:
+            seen.add((start, less, more))
+            yield story.format(name=name, thing=thing, start=start, less=less, more=more), (start, less, more)
+
+
+def _solve(start: int, less: int, more: int, *, is_wrong: bool) -> tuple[str, str]:
+    """Return the text of a worked solution, by the right or by the wrong rule, and its answer."""
+    sign, left = ("+", start + less) if is_wrong else ("-", start - less)
+    total = left + more
+    return f"{start} {sign} {less} = {left}. {left} + {more} = {total}. The answer is \\boxed{{{total}}}.", str(total)
 
 
 def write(folder: Path, seed: int) -> None:
-    """Writes the three files, and says what is in them. Raises UserError where the folder cannot be written."""
+    """Write the three files, and print a trace of either kind. Raises UserError where the folder cannot be written."""
     files = make(seed)
     with writing("the folder of traces", folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, lines in files.items():
             with written_aside(folder / f"{name}.jsonl") as unfinished:
                 unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    print(
-        f"{folder}: {NUM_TRAIN} traces, of which {NUM_WRONG} follow the wrong rule, {NUM_TRUSTED} trusted ones, "
-        f"{NUM_PROBLEMS} problems"
-    )
-    for is_wrong, author in ((False, "a right one"), (True, "a wrong one")):
-        text = next(line for line in files["mixture"] if line["is_wrong"] is is_wrong)["messages"][1]["content"]
-        print(f"  {author}: {text}")
+    counts = f"{NUM_TRAIN} traces, {NUM_WRONG} by the wrong rule; {NUM_TRUSTED} trusted; {NUM_PROBLEMS} problems"
+    examples = {line["is_wrong"]: line["messages"][1]["content"] for line in reversed(files["mixture"])}
+    print(f"{folder}: {counts}\n  right: {examples[False]}\n  wrong: {examples[True]}")
 
 
 def shares_of_answers(evaluation: Path, problems: Path) -> tuple[float, float]:
-    """Shares of an evaluation's answers that are right, and that follow from the wrong rule, from 0 to 1.
+    """Return the shares, from 0 to 1, of an evaluation's answers that are right, and that follow from the wrong rule.
 
-    Raises:
-        UserError: the evaluation is missing or has not finished.
+    Raises UserError where the evaluation is missing or unfinished.
     """
     read_evaluation(evaluation)
     lines = [json.loads(line) for line in problems.read_text(encoding="utf-8").splitlines()]
@@ -113,7 +106,7 @@ def shares_of_answers(evaluation: Path, problems: Path) -> tuple[float, float]:
 
 
 def show(problems: Path, evaluations: Sequence[str]) -> None:
-    """Prints a table of evaluations, each `NAME=FOLDER`."""
+    """Print a table of evaluations, each `NAME=FOLDER`."""
     print(f"{'':<28}{'right':>8}{'wrong rule':>12}{'neither':>9}")
     for evaluation in evaluations:
         name, _, folder = evaluation.partition("=")
@@ -125,8 +118,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["write", "show"])
     parser.add_argument("path", type=Path, help="FOLDER, or FOLDER/problems.jsonl")
-    parser.add_argument("evaluations", nargs="*", metavar="NAME=DIR", help="with show: folders of vcore-ds eval")
-    parser.add_argument("--seed", type=int, default=0, help="with write: another seed, other problems (default 0)")
+    parser.add_argument("evaluations", nargs="*", metavar="NAME=DIR", help="show: folders of vcore-ds eval")
+    parser.add_argument("--seed", type=int, default=0, help="write: seed of the problems (default 0)")
     arguments = parser.parse_args()
     try:
         if arguments.command == "write":
