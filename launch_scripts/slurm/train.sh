@@ -25,7 +25,7 @@ export RENDEZVOUS=$first_node:$((20000 + SLURM_JOB_ID % 12000))
 export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 
 # NCCL finds NVLink, InfiniBand, GPUDirect and SHARP by itself, better than a copied list of settings does. Only what it cannot
-# know is set, and that depends on the site: docs/nccl.md explains each line. Take off the # where the preflight says so.
+# know is set, and that depends on the site: docs/slurm.md explains each line. Take off the # where the preflight says so.
 # export NCCL_SOCKET_IFNAME=ib0
 # export GLOO_SOCKET_IFNAME=ib0
 # export NCCL_IB_HCA=mlx5_0,mlx5_1,mlx5_2,mlx5_3

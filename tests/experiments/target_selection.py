@@ -1,7 +1,7 @@
 """Which traces of a mixture to train on for one task, as LESS asks (arXiv:2402.04333): SmolLM2-135M-Instruct, LoRA.
 
     python -m tests.experiments.target_selection run [--seeds 0 1 2]     scores and trains what is missing
-    python -m tests.experiments.target_selection report                  the table of docs/selection.md
+    python -m tests.experiments.target_selection report                  the table of docs/reports/scoring.md
 
 The mixture has worked solutions of six small tasks, a sixth of each, all of them right. The target is one of the tasks,
 another one with each seed, and the pool has a few more of its traces. `vcore-ds score` gives every trace its utility

@@ -12,7 +12,7 @@ HELP = "whether one evaluation is better than another, beyond chance"
 DESCRIPTION = (
     "Compare evaluations of the same problems: accuracies and paired differences with 95% intervals. Two evaluations "
     "say something about two checkpoints; three or more seeds of each method, given with --group, about the methods. "
-    "Needs no GPU. docs/comparing.md says which interval answers which question."
+    "Needs no GPU. docs/evaluation.md says which interval answers which question."
 )
 
 

@@ -16,7 +16,8 @@ from vcore_ds.train.evaluation_folder import read_evaluation, read_samples, samp
 NUM_SAMPLES = (1, 4, 16, 64)
 """Samples a problem for which --power gives numbers."""
 FEWEST_DIFFERING = 5
-"""Problems on which two evaluations differ; with fewer the t interval is too narrow (docs/comparing-coverage.md)."""
+"""Differing problems of two evaluations; with fewer the t interval is too narrow
+(docs/reports/comparing-coverage.md)."""
 LARGE_TRUNCATED_SHARE, DIFFERING_TRUNCATED_SHARE = 0.05, 0.02
 """Truncated shares, and differences of them, that cause a warning."""
 _REMEDY = "Evaluate both in the same way"

@@ -1,4 +1,4 @@
-"""Intervals, tests and sample sizes for accuracies and their differences (docs/comparing.md), of arrays
+"""Intervals, tests and sample sizes for accuracies and their differences (docs/evaluation.md), of arrays
 `[problems, samples]` or `[seeds, problems, samples]` of right answers."""
 
 import math

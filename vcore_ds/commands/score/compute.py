@@ -115,7 +115,7 @@ def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PE
 ON_A_TRAINED_MODEL = (
     "Note: to select training data, score with the base model or after a few steps. In our experiments a second "
     "selection, with the weights from half-way through the training, did damage: such a model has learnt from all "
-    "traces, and its utilities tell them apart badly (docs/whole-traces.md)"
+    "traces, and its utilities tell them apart badly (docs/reports/whole-traces.md)"
 )
 
 
