@@ -155,7 +155,7 @@ def test_what_evaluations_do_not_tell_has_no_number(
     # One sample a problem: how much of the spread more samples would remove.
     one, _ = differences(capsys, *pair, "--power", "5")
     assert one["needed"]["1"] > 60 and one["needed"]["16"] is None
-    assert "One sample a problem does not tell" in run(capsys, *pair, "--power", "5")
+    assert "One sample per problem does not tell" in run(capsys, *pair, "--power", "5")
     # A single problem; equal answers.
     for name, first, second in (("single", [[0]], [[1]]), ("equal", answers(1, 0.5), answers(1, 0.5))):
         folders = [write_answers(tmp_path / name / side, {"aime": t}) for side, t in (("a", first), ("b", second))]
@@ -206,6 +206,30 @@ def test_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def incomparable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with evaluations that differ from `a` in one thing each, but for `b`, `c` and `d`."""
+    root = tmp_path_factory.mktemp("evaluations")
+    table = answers(1, 0.5, 12)
+    for name in ("a", "b", "c", "d", "damaged", "damaged_2", "damaged_3"):
+        write_answers(root / name, {"aime": table})
+    for name in ("nothing", "nothing_2"):
+        write_answers(root / name, {})
+    write_answers(root / "more_problems", {"aime": answers(1, 0.5, 17)})
+    write_answers(root / "more_samples", {"aime": answers(1, 0.5, 12, 4)})
+    write_answers(root / "more_tasks", {"aime": table, "gsm8k": table})
+    limits = {"max_new_tokens": {"aime": 8192, "gsm8k": 512}}
+    write_answers(root / "limits", {"aime": table, "gsm8k": table}, sampling=SAMPLING | limits)
+    changed = SAMPLING | {"temperature": 0.0, "top_k": 20, "seed": 7}
+    write_answers(root / "sampling", {"aime": table}, sampling=changed)
+    (root / "damaged" / EVALUATION).write_text('{"format": 2}')
+    for name, kept in (("damaged_2", 0), ("damaged_3", 1)):  # a line is missing, and another one twice
+        path = samples_path(root / name, "aime")
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join([*lines[:-1], *lines[:kept]]))
+    return root
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -241,28 +265,11 @@ def test_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_compared(
     words: list[str],
     message: str,
-    tmp_path: Path,
+    incomparable: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    table = answers(1, 0.5, 12)
-    for name in ("a", "b", "c", "d", "damaged", "damaged_2", "damaged_3"):
-        write_answers(Path(name), {"aime": table})
-    for name in ("nothing", "nothing_2"):
-        write_answers(Path(name), {})
-    write_answers(Path("more_problems"), {"aime": answers(1, 0.5, 17)})
-    write_answers(Path("more_samples"), {"aime": answers(1, 0.5, 12, 4)})
-    write_answers(Path("more_tasks"), {"aime": table, "gsm8k": table})
-    limits = {"max_new_tokens": {"aime": 8192, "gsm8k": 512}}
-    write_answers(Path("limits"), {"aime": table, "gsm8k": table}, sampling=SAMPLING | limits)
-    changed = SAMPLING | {"temperature": 0.0, "top_k": 20, "seed": 7}
-    write_answers(Path("sampling"), {"aime": table}, sampling=changed)
-    Path("damaged", EVALUATION).write_text('{"format": 2}')
-    for name, kept in (("damaged_2", 0), ("damaged_3", 1)):  # a line is missing, and another one twice
-        path = samples_path(Path(name), "aime")
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join([*lines[:-1], *lines[:kept]]))
+    monkeypatch.chdir(incomparable)
     assert message in refusal(capsys, *words)
 
 

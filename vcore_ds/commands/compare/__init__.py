@@ -11,8 +11,8 @@ from vcore_ds.common.errors import UserError
 HELP = "whether one evaluation is better than another, beyond chance"
 DESCRIPTION = (
     "Compare evaluations of the same problems: accuracies and paired differences with 95% intervals. Two evaluations "
-    "say something about two checkpoints; three or more seeds of each method, given with --group, about the methods. "
-    "Needs no GPU. docs/evaluation.md says which interval answers which question."
+    "compare two checkpoints; three or more seeds of each method, given with --group, compare the methods. Needs no "
+    "GPU. docs/evaluation.md says which interval answers which question."
 )
 
 
@@ -29,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar=("NAME", "EVAL"),
-        help="instead of EVAL: a method's evaluations, one for each seed, in the same order in every group, three or "
-        "more (--group sft runs/sft/seed_*/eval --group vcore runs/vcore/seed_*/eval)",
+        help="instead of EVAL: a method's evaluations, one per seed, three or more, in the same order in every group "
+        "(--group sft runs/sft/seed_*/eval --group vcore runs/vcore/seed_*/eval)",
     )
-    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="compare these only (default: all)")
+    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="tasks to compare (default: all)")
     parser.add_argument(
         "--two-way", action="store_true", help="with --group: also intervals for other problems like these"
     )
@@ -40,18 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--power",
         type=positive_number,
         metavar="POINTS",
-        help="also say how many problems, samples or seeds it takes to detect a difference of POINTS in accuracy",
+        help="also print how many problems, samples or seeds it takes to detect a difference of POINTS in accuracy",
     )
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
     parser.set_defaults(overrides=[])
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Raises UserError for evaluations that cannot be compared, and for options."""
+    """Compare and print. Raises UserError for wrong options and evaluations that cannot be compared."""
     from vcore_ds.commands.compare.comparison import compare, read_sides
     from vcore_ds.commands.compare.text import as_dict, describe
 
-    # argparse ends the list of evaluations where an option begins; cli.parse collects what follows.
+    # argparse ends a list where an option begins; cli.parse collects the evaluations that follow as overrides.
     evaluations, groups = [Path(word) for word in [*arguments.evaluations, *arguments.overrides]], arguments.group
     if evaluations and groups:
         raise UserError(f"EVAL: found {evaluations[0]} beside --group; expected one or the other")
@@ -74,10 +74,10 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def name_folders(folders: Sequence[Path]) -> list[str]:
-    """The part of each path in which they differ: `sft` and `vcore` for runs/sft/eval and runs/vcore/eval."""
+    """Return the part of each path that differs: `sft` and `vcore` for runs/sft/eval and runs/vcore/eval."""
     parts = [folder.resolve().parts for folder in folders]
-    for _ in range(2):  # from the beginning, then from the end; something of each path stays
+    for _ in range(2):  # from the beginning, then from the end; at least one part of each path stays
         shortest = min(map(len, parts), default=1)
-        shared = next((i for i in range(shortest - 1) if len({path[i] for path in parts}) > 1), shortest - 1)
-        parts = [path[shared:][::-1] for path in parts]
+        num_shared = next((i for i in range(shortest - 1) if len({path[i] for path in parts}) > 1), shortest - 1)
+        parts = [path[num_shared:][::-1] for path in parts]
     return ["/".join(path) for path in parts]

@@ -1,4 +1,4 @@
-"""Evaluations of the same problems, read side by side, and the differences of each side from the first."""
+"""Read evaluations of the same problems, and compare each side with the first."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,52 +11,40 @@ from vcore_ds.commands.compare import statistics
 from vcore_ds.commands.compare.statistics import Estimate, Interval
 from vcore_ds.commands.statistics import FEWEST_SEEDS
 from vcore_ds.common.errors import UserError
-from vcore_ds.train.evaluation_folder import read_evaluation, read_samples, samples_path
+from vcore_ds.train.evaluation_folder import Evaluation, read_evaluation, read_samples, samples_path
 
 NUM_SAMPLES = (1, 4, 16, 64)
-"""Samples a problem for which --power gives numbers."""
+"""Samples per problem for which --power gives numbers."""
 FEWEST_DIFFERING = 5
 """Differing problems of two evaluations; with fewer the t interval is too narrow
 (docs/reports/comparing-coverage.md)."""
 LARGE_TRUNCATED_SHARE, DIFFERING_TRUNCATED_SHARE = 0.05, 0.02
-"""Truncated shares, and differences of them, that cause a warning."""
+"""Truncated shares, and differences between them, that cause a warning."""
 _REMEDY = "Evaluate both in the same way"
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
-    """An evaluation's answers to one task."""
-
-    sampling: dict[str, Any]
-    """Without the seed, which draws other samples from the same distribution."""
-    problems: list[str]
-    correct: np.ndarray
-    """`[problems, samples]`, 0 or 1."""
-    lengths: tuple[float, float, float]
-    """Truncated share, share without an answer, mean number of tokens."""
-
-
-@dataclass(frozen=True, eq=False)
 class Evaluated:
-    """What a comparison uses of an evaluation's folder."""
+    """An evaluation's folder; problems in the same order in both dictionaries, by task."""
 
     folder: Path
-    model: Mapping[str, Any]
-    versions: Mapping[str, str]
-    tasks: dict[str, Answers]
+    evaluation: Evaluation
+    problems: dict[str, list[str]]
+    correct: dict[str, np.ndarray]
+    """`[problems, samples]`, 0 or 1."""
 
 
 Sides = Mapping[str, Sequence[Evaluated]]
-"""Name -> one evaluation, or one for each seed. The others are compared with the first."""
+"""Name -> one evaluation, or one per seed. The first side is the reference."""
 
 
 @dataclass
 class Difference:
-    """A side minus the reference on a task. None: the evaluations do not tell, or it was not asked for."""
+    """A side minus the reference on a task. None: unknown, or not asked for."""
 
     value: float
     interval: Interval | None
-    """Student's t, over problems for one evaluation a side, over pairs of seeds for several."""
+    """Student's t, over problems for one evaluation per side, else over pairs of seeds."""
     p_value: float | None
     holm_p_value: float | None
     """Adjusted for all differences of the comparison."""
@@ -64,13 +52,13 @@ class Difference:
     """Problems on which the side has more right answers, over all seeds."""
     num_worse: int
     sign_flip_p_value: float | None
-    """For one evaluation a side; McNemar's with one sample a problem."""
+    """For one evaluation per side; McNemar's with one sample per problem."""
     by_seed: list[float]
     two_way: Estimate | None
     needed: dict[int, int | None] | None
-    """Problems (one evaluation a side) or seeds that it takes to detect the difference of `--power`, by samples."""
+    """Problems (one evaluation per side) or seeds needed to detect the difference of `--power`, by samples."""
     detectable: float | None
-    """The difference that evaluations like these detect."""
+    """The smallest difference that evaluations of this size detect."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +77,11 @@ class Result:
     unanswered_share: float
     mean_tokens: float
     difference: Difference | None
-    """From the reference; None for the reference itself."""
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
+    """From the reference; None for the reference."""
 
 
 def read_sides(groups: Mapping[str, Sequence[Path]], tasks: Sequence[str]) -> Sides:
-    """Reads the evaluations of each side, the reference first; all tasks unless some are named.
+    """Read the evaluations of each side, the reference first; all tasks unless `tasks` names some.
 
     Raises UserError for groups that support no comparison, damaged evaluations, and evaluations that differ in tasks,
     problems, sampling or number of samples.
@@ -114,79 +99,68 @@ def read_sides(groups: Mapping[str, Sequence[Path]], tasks: Sequence[str]) -> Si
             f"--group: found {listed}; expected one evaluation of each, or the same number of seeds, {FEWEST_SEEDS} or "
             "more: differences are paired by seed, and fewer say too little about how seeds differ"
         )
-    sides = {name: [read_answers(folder, tasks) for folder in members] for name, members in groups.items()}
-    first, *others = (one for seeds in sides.values() for one in seeds)
-    names = dict.fromkeys(name for one in (first, *others) for name in one.tasks)
+    read = {folder: read_evaluation(folder) for members in groups.values() for folder in members}
+    names = list(dict.fromkeys(tasks or (name for evaluation in read.values() for name in evaluation.tasks)))
     if not names:
-        raise UserError(f"{first.folder}: found no graded task; expected one. Evaluate it with a task")
-    for one in (first, *others):
-        for name in names:
-            _check_task(one.folder, name, one.tasks)
+        raise UserError(f"{next(iter(read))}: found no graded task; expected one. Evaluate it with a task")
+    sides = {name: [_read(folder, read[folder], names) for folder in members] for name, members in groups.items()}
+    first, *others = (one for seeds in sides.values() for one in seeds)
     for one in others:
-        _check_alike(one, first)
+        _check_comparable(one, first)
     return sides
 
 
-def read_answers(folder: Path, tasks: Sequence[str]) -> Evaluated:
-    """Reads an evaluation's folder: `tasks`, or all that are graded. Only this function knows the format."""
-    evaluation = read_evaluation(folder)
-    answers = {}
-    for name in dict.fromkeys(tasks or evaluation.tasks):
-        _check_task(folder, name, evaluation.tasks)
-        result = evaluation.tasks[name]
-        samples = sorted(read_samples(folder, name), key=lambda sample: (sample.problem_id, sample.sample))
-        problems = list(dict.fromkeys(sample.problem_id for sample in samples))
-        whole = [(problem, k) for problem in problems for k in range(result.num_samples_per_problem)]
-        if len(problems) != result.num_problems or [(one.problem_id, one.sample) for one in samples] != whole:
+def _read(folder: Path, evaluation: Evaluation, tasks: Sequence[str]) -> Evaluated:
+    one = Evaluated(folder, evaluation, {}, {})
+    for task in tasks:
+        if task not in evaluation.tasks:
             raise UserError(
-                f"{samples_path(folder, name)}: is damaged: found {len(samples):,} samples of {len(problems):,} "
-                f"problems; expected {result.num_samples_per_problem} of each of {result.num_problems} problems, as "
-                "evaluation.json says. Evaluate again"
+                f"{folder}: found no graded task {task} (there: {', '.join(evaluation.tasks) or 'none'}); expected it "
+                "in every evaluation. Evaluate it there too, or name the tasks to compare with --tasks"
             )
-        correct = np.array([sample.correct for sample in samples], dtype=np.float64).reshape(len(problems), -1)
-        sampling = {  # what tasks do not share, such as the limit on new tokens, has a value for each
-            key: value[name] if isinstance(value, dict) and name in value else value
-            for key, value in evaluation.sampling.items()
-            if key != "seed"
-        }
-        lengths = (result.truncated_share, result.unanswered_share, result.mean_tokens)
-        answers[name] = Answers(sampling, problems, correct, lengths)
-    return Evaluated(folder, evaluation.model, evaluation.versions, answers)
+        samples = sorted(read_samples(folder, task), key=lambda sample: (sample.problem_id, sample.sample))
+        problems = one.problems[task] = list(dict.fromkeys(sample.problem_id for sample in samples))
+        num_problems, num_samples = evaluation.tasks[task].num_problems, evaluation.tasks[task].num_samples_per_problem
+        complete = [(problem, k) for problem in problems for k in range(num_samples)]
+        if len(problems) != num_problems or [(sample.problem_id, sample.sample) for sample in samples] != complete:
+            raise UserError(
+                f"{samples_path(folder, task)}: is damaged: found {len(samples):,} samples of {len(problems):,} "
+                f"problems; expected {num_samples} of each of {num_problems} problems, as evaluation.json says. "
+                "Evaluate again"
+            )
+        correct = np.array([sample.correct for sample in samples], dtype=np.float64)
+        one.correct[task] = correct.reshape(num_problems, num_samples)
+    return one
 
 
-def _check_task(folder: Path, name: str, tasks: Mapping[str, object]) -> None:
-    if name not in tasks:
-        raise UserError(
-            f"{folder}: found no graded task {name} (there: {', '.join(tasks) or 'none'}); expected it in every "
-            "evaluation. Evaluate it there too, or name the tasks to compare with --tasks"
-        )
+def _sampling(one: Evaluated, task: str) -> dict[str, Any]:
+    """Return the settings of a task, without the seed: another seed draws from the same distribution."""
+    sampling = one.evaluation.sampling.items()
+    # Values that differ between tasks, such as the limit on new tokens, are stored by task.
+    return {k: v[task] if isinstance(v, dict) and task in v else v for k, v in sampling if k != "seed"}
 
 
-def _check_alike(one: Evaluated, first: Evaluated) -> None:
-    """Raises UserError unless both answered the same problems in the same way."""
-    for task, expected in first.tasks.items():
-        answers, place = one.tasks[task], f"{one.folder}: {task}: found"
-        there, here = answers.sampling, expected.sampling
+def _check_comparable(one: Evaluated, first: Evaluated) -> None:
+    """Raise UserError unless both answered the same problems in the same way."""
+    for task in first.problems:
+        place, there, here = f"{one.folder}: {task}: found", _sampling(one, task), _sampling(first, task)
         if keys := [key for key in {**here, **there} if here.get(key) != there.get(key)]:
             lines = [f"  {key}: {there.get(key)!r} there, {here.get(key)!r} in {first.folder}" for key in keys]
             raise UserError("\n".join([f"{place} other sampling or prompts:", *lines, f"expected the same. {_REMEDY}"]))
-        if different := set(answers.problems) ^ set(expected.problems):
+        if different := set(one.problems[task]) ^ set(first.problems[task]):
             raise UserError(
                 f"{place} other problems than in {first.folder}: {len(different):,} are in one only, such as "
                 f"{min(different)}; expected the same, because differences are paired by problem. {_REMEDY}"
             )
-        counts = answers.correct.shape[1], expected.correct.shape[1]
-        if counts[0] != counts[1]:
+        num_there, num_here = one.correct[task].shape[1], first.correct[task].shape[1]
+        if num_there != num_here:
             raise UserError(
-                f"{place} {counts[0]} samples of each problem; expected {counts[1]}, as in {first.folder}. {_REMEDY}"
+                f"{place} {num_there} samples of each problem; expected {num_here}, as in {first.folder}. {_REMEDY}"
             )
 
 
-# ---- comparing -------------------------------------------------------------------------------------------------------
-
-
 def compare(sides: Sides, *, two_way: bool = False, power_difference: float | None = None) -> list[Result]:
-    """Compares each side with the first: a result for each task and side.
+    """Compare each side with the first; return a result for each task and side.
 
     Args:
         two_way: add the interval over seeds and problems; for sides with several seeds.
@@ -194,17 +168,18 @@ def compare(sides: Sides, *, two_way: bool = False, power_difference: float | No
     """
     reference = next(iter(sides.values()))
     results = []
-    for task in reference[0].tasks:
-        expected = np.stack([one.tasks[task].correct for one in reference])
+    for task in reference[0].correct:
+        expected = np.stack([one.correct[task] for one in reference])
         for name, seeds in sides.items():
-            correct = np.stack([one.tasks[task].correct for one in seeds])
-            truncated, unanswered, tokens = np.mean([one.tasks[task].lengths for one in seeds], axis=0).tolist()
-            over_seeds = statistics.t_estimate(correct.mean((1, 2))).interval
-            interval = statistics.accuracy_interval(correct[0]) if len(seeds) == 1 else over_seeds
+            correct = np.stack([one.correct[task] for one in seeds])
+            summaries = [one.evaluation.tasks[task] for one in seeds]
+            lengths = [(one.truncated_share, one.unanswered_share, one.mean_tokens) for one in summaries]
+            interval: Interval | None = statistics.accuracy_interval(correct[0])
+            if len(seeds) > 1:
+                interval = statistics.t_estimate(correct.mean((1, 2))).interval
             difference = None if seeds is reference else _difference(correct, expected, two_way, power_difference)
-            counts, accuracy = correct.shape, float(correct.mean())
-            values = (accuracy, interval, truncated, unanswered, tokens, difference)
-            results.append(Result(task, name, counts[0], counts[1], counts[2], *values))
+            values = float(correct.mean()), interval, *np.mean(lengths, axis=0).tolist(), difference
+            results.append(Result(task, name, *correct.shape, *values))
     tested = [one.difference for one in results if one.difference is not None and one.difference.p_value is not None]
     for difference, p_value in zip(tested, statistics.holm([one.p_value or 0.0 for one in tested]), strict=True):
         difference.holm_p_value = p_value
@@ -212,7 +187,7 @@ def compare(sides: Sides, *, two_way: bool = False, power_difference: float | No
 
 
 def _difference(correct: np.ndarray, expected: np.ndarray, two_way: bool, power_difference: float | None) -> Difference:
-    """Of right answers `[seeds, problems, samples]`."""
+    """Compare right answers `[seeds, problems, samples]`."""
     table = correct.mean(2) - expected.mean(2)
     counts = (correct - expected).sum((0, 2)).round().astype(int)
     is_single = len(table) == 1
@@ -239,7 +214,7 @@ def _difference(correct: np.ndarray, expected: np.ndarray, two_way: bool, power_
 def _sample_sizes(
     difference: float, correct: np.ndarray, expected: np.ndarray
 ) -> tuple[dict[int, int | None], float | None]:
-    """`needed` and `detectable`, over the first axis; without numbers where there is no spread to go by."""
+    """Return `needed` and `detectable` over the first axis; None where the values have no spread."""
     (between, within), num_samples = statistics.measure_spread(correct, expected), correct.shape[-1]
     variances = {k: between + (within or 0.0) / k for k in sorted({*NUM_SAMPLES, num_samples})}
     if variances[num_samples] < statistics.NO_SPREAD**2:
@@ -252,9 +227,9 @@ def _sample_sizes(
 
 
 def find_warnings(sides: Sides, results: Sequence[Result]) -> Iterator[str]:
-    """What makes the comparison's numbers doubtful."""
+    """Yield what makes the comparison's numbers doubtful."""
     reference, first = next(iter(sides.items()))
-    for task in first[0].tasks:
+    for task in first[0].problems:
         shares = {one.side: one.truncated_share for one in results if one.task == task}
         listed = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
         if max(shares.values()) - min(shares.values()) >= DIFFERING_TRUNCATED_SHARE:
@@ -270,11 +245,11 @@ def find_warnings(sides: Sides, results: Sequence[Result]) -> Iterator[str]:
                     f"{FEWEST_DIFFERING} the t interval may be too narrow. Use the exact test, or more problems"
                 )
     for name, seeds in sides.items():
-        models = [evaluated.model for evaluated in seeds]
-        if repeated := [str(one.folder) for one in seeds if models.count(one.model) > 1]:
+        models = [evaluated.evaluation.model for evaluated in seeds]
+        if repeated := [str(one.folder) for one in seeds if models.count(one.evaluation.model) > 1]:
             yield f"{name}: {', '.join(repeated)} are of the same model. Give an evaluation of each training seed"
         for evaluated in seeds:
-            there, here = evaluated.versions, first[0].versions
+            there, here = evaluated.evaluation.versions, first[0].evaluation.versions
             if keys := [key for key in {**here, **there} if here.get(key) != there.get(key)]:
                 listed = ", ".join(f"{key} {there.get(key)} ({here.get(key)})" for key in keys)
                 yield f"{evaluated.folder}: was made with other versions than {first[0].folder}: {listed}"

@@ -1,5 +1,7 @@
-"""Intervals, tests and sample sizes for accuracies and their differences (docs/evaluation.md), of arrays
-`[problems, samples]` or `[seeds, problems, samples]` of right answers."""
+"""Intervals, tests and sample sizes for accuracies and their differences (docs/evaluation.md).
+
+Right answers are arrays `[problems, samples]` or `[seeds, problems, samples]` of 0 and 1.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +15,9 @@ from vcore_ds.commands.statistics import FEWEST_SEEDS, student_t_probability, st
 POWER = 0.8
 """Share of comparisons that should detect the difference of `--power`."""
 NO_SPREAD = 1e-9
-"""Values that differ by less are equal up to rounding."""
+"""Values closer than this are equal up to rounding."""
 LARGEST_EXACT = 200
-"""Numbers of values up to which Student's t is used; beyond, Guenther's formula is right to less than 1."""
+"""Sample size up to which Student's t is used; beyond, Guenther's formula is off by less than 1."""
 Z = NormalDist().inv_cdf(0.975)
 
 Interval = tuple[float, float]
@@ -23,7 +25,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its 95% interval and the two-sided p-value of a mean of 0; None for too few or equal values."""
+    """A mean, its 95% interval and the two-sided p-value against 0; None for too few or equal values."""
 
     value: float
     interval: Interval | None
@@ -31,8 +33,11 @@ class Estimate:
 
 
 def t_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
-    """Student's t for the mean of independent values: differences of problems (means over their samples, which is the
-    standard error clustered by problem of Miller, arXiv 2411.00640), or of pairs of seeds."""
+    """Student's t interval of the mean of independent values.
+
+    These are differences between pairs of seeds, or of problems' means over samples: standard errors clustered by
+    problem (Miller, arXiv 2411.00640).
+    """
     table = np.asarray(values, dtype=np.float64)
     if len(table) < FEWEST_SEEDS or np.ptp(table) < NO_SPREAD:
         return Estimate(float(table.mean()), None, None)
@@ -40,8 +45,10 @@ def t_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
 
 
 def two_way_estimate(table: np.ndarray) -> Estimate:
-    """The mean of differences [seeds, problems], clustered by both (Cameron, Gelbach and Miller, 2011): the variance by
-    seed plus that by problem minus that of single values, and no less than either of the first two."""
+    """The mean of differences `[seeds, problems]`, clustered by both (Cameron, Gelbach and Miller, 2011).
+
+    The variance by seed plus that by problem minus that of single values, and at least each of the first two.
+    """
     mean = float(table.mean())
     if min(table.shape) < FEWEST_SEEDS:
         return Estimate(mean, None, None)
@@ -60,14 +67,13 @@ def _estimate(mean: float, variance: float, degrees: int) -> Estimate:
 
 
 def sign_flip_p_value(counts: np.ndarray) -> float:
-    """Exact two-sided p-value of the hypothesis that each problem's difference might as well have the other sign.
+    """Exact two-sided p-value of the sign-flip test; with one sample per problem McNemar's exact test.
 
-    With one sample a problem this is McNemar's exact test. `counts`: for each problem, the number of right answers of
-    one side minus that of the other.
+    Args:
+        counts: per problem, right answers of one side minus those of the other.
     """
     sizes, repeats = np.unique(np.abs(counts[counts != 0]), return_counts=True)
-    # Distribution of the sum over all choices of signs: problems with differences of the same size add `size` times a
-    # binomial number of steps of 2.
+    # Distribution of the sum over all signs: `repeat` problems that differ by `size` add a scaled binomial.
     total, probabilities = 0, np.ones(1)
     for size, repeat in zip(sizes.tolist(), repeats.tolist(), strict=True):
         steps = np.zeros(2 * size * repeat + 1)
@@ -81,8 +87,8 @@ def sign_flip_p_value(counts: np.ndarray) -> float:
 def accuracy_interval(correct: np.ndarray) -> Interval:
     """Wilson's interval (95%) of an accuracy, from `[problems, samples]`.
 
-    Samples of a problem are alike, so they count as the number of independent trials that would give the variance of
-    the problems' means (Korn and Graubard, 1998): with one sample a problem, the number of problems.
+    Samples of a problem are correlated, so the number of trials is the effective one, which gives the variance of the
+    problems' means (Korn and Graubard, 1998).
     """
     num_problems, num_samples = correct.shape
     share, variance = float(correct.mean()), float(correct.mean(1).var() / num_problems)
@@ -93,14 +99,14 @@ def accuracy_interval(correct: np.ndarray) -> Interval:
 
 
 def wilson_interval(share: float, num: float) -> Interval:
-    """Wilson's score interval (95%) of a share of `num` independent trials, which need not be a whole number."""
+    """Wilson's score interval (95%) of a share of `num` independent trials, which may be a fraction."""
     center = (share + Z**2 / (2 * num)) / (1 + Z**2 / num)
     half = Z / (1 + Z**2 / num) * math.sqrt(share * (1 - share) / num + Z**2 / (4 * num**2))
     return max(0.0, center - half), min(1.0, center + half)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values adjusted for their number, whatever their dependence (Holm, 1979)."""
+    """Adjust p-values for their number, whatever their dependence (Holm, 1979)."""
     order = np.argsort(p_values, kind="stable")
     scaled = np.asarray(p_values, dtype=np.float64)[order] * np.arange(len(order), 0, -1)
     adjusted = np.empty(len(order))
@@ -108,12 +114,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted.tolist()
 
 
-# ---- sample sizes ----------------------------------------------------------------------------------------------------
-
-
 def measure_spread(side: np.ndarray, reference: np.ndarray) -> tuple[float, float | None]:
-    """Variance over the first axis (problems or seeds) of a difference of right answers: what more samples do not
-    remove, and what is divided by their number, None (and part of the first) where one sample does not tell."""
+    """Variance of differences over the first axis (problems or seeds): what more samples do not reduce, and what is
+    divided by their number. With one sample the second is None, and part of the first."""
     differences = (side - reference).reshape(len(side), -1).mean(1)
     total = float(differences.var(ddof=1)) if len(differences) > 1 else 0.0
     num_samples = side.shape[-1]
@@ -124,14 +127,17 @@ def measure_spread(side: np.ndarray, reference: np.ndarray) -> tuple[float, floa
 
 
 def detectable_difference(variance: float, num: int) -> float:
-    """The mean that `POWER` of all comparisons of `num` values detect (p < 0.05, two-sided), by quantiles of Student's
-    t; 5% too small for three values, where exact power takes the noncentral distribution, and 1% for five."""
+    """The mean that is detected (p < 0.05, two-sided) with probability `POWER` from `num` values.
+
+    By quantiles of Student's t: against exact power (the noncentral distribution) 5% too small for three values, 1%
+    for five.
+    """
     quantiles = student_t_quantile(0.975, num - 1) + student_t_quantile(POWER, num - 1)
     return quantiles * math.sqrt(variance / num)
 
 
 def number_needed(difference: float, variance: float) -> int:
-    """Fewest values that detect a mean of `difference`; at least `FEWEST_SEEDS`."""
+    """The fewest values that detect a mean of `difference`, at least `FEWEST_SEEDS`."""
     quantiles = Z + NormalDist().inv_cdf(POWER)
     guess = math.ceil(variance * (quantiles / difference) ** 2 + Z**2 / 2)
     if guess > LARGEST_EXACT:

@@ -12,13 +12,13 @@ from vcore_ds.common.text import aligned
 
 NOTHING = "–"
 FORMAT = 2
-"""Number of the JSON's format."""
+"""Version of the JSON."""
 WIDTH = 120
 """Characters of a line of prose."""
 
 
 def as_dict(sides: Sides, results: Sequence[Result], power_difference: float | None) -> dict[str, Any]:
-    """The comparison for programs: shares from 0 to 1, null where something is not known."""
+    """The comparison for programs: shares from 0 to 1, null for unknown values."""
     has_seeds = results[0].num_seeds > 1
     return {
         "format": FORMAT,
@@ -31,7 +31,7 @@ def as_dict(sides: Sides, results: Sequence[Result], power_difference: float | N
 
 
 def describe(sides: Sides, results: Sequence[Result], power_difference: float | None) -> str:
-    """Returns the tables, what their intervals are about, and the warnings."""
+    """The tables, what their intervals are about, and the warnings."""
     reference, has_seeds = next(iter(sides)), results[0].num_seeds > 1
     compared = [(result, result.difference) for result in results if result.difference is not None]
     parts = [_accuracy_table(results, reference), _difference_table(compared, reference), _meaning(compared)]
@@ -47,15 +47,12 @@ def describe(sides: Sides, results: Sequence[Result], power_difference: float | 
 def _accuracy_table(results: Sequence[Result], reference: str) -> Iterator[str]:
     kind = "Wilson" if results[0].num_seeds == 1 else "Student's t over seeds"
     yield f"Accuracy in percent, with 95% intervals ({kind})"
-    head = "task,problems,samples,seeds,evaluation,accuracy,95% interval,truncated,no answer,tokens"
-    rows = [head.split(",")]
-    for result in results:
-        counts = [f"{count:,}" for count in (result.num_problems, result.num_samples_per_problem, result.num_seeds)]
-        cells = [result.task, *counts] if result.side == reference else [""] * 4
-        cells += [result.side, f"{100 * result.accuracy:.1f}", _interval(result.interval, sign="")]
-        rows.append(
-            [*cells, f"{result.truncated_share:.1%}", f"{result.unanswered_share:.1%}", f"{result.mean_tokens:,.0f}"]
-        )
+    rows = ["task,problems,samples,seeds,evaluation,accuracy,95% interval,truncated,no answer,tokens".split(",")]
+    for one in results:
+        counts = (f"{count:,}" for count in (one.num_problems, one.num_samples_per_problem, one.num_seeds))
+        cells = [one.task, *counts] if one.side == reference else [""] * 4
+        cells += [one.side, f"{100 * one.accuracy:.1f}", _interval(one.interval, sign="")]
+        rows.append([*cells, f"{one.truncated_share:.1%}", f"{one.unanswered_share:.1%}", f"{one.mean_tokens:,.0f}"])
     yield from aligned(rows, left=("evaluation",))
 
 
@@ -82,13 +79,12 @@ def _difference_table(compared: Compared, reference: str) -> Iterator[str]:
 
 
 def _meaning(compared: Compared) -> Iterator[str]:
+    about = "Intervals are about the methods, trained with other seeds, on these very problems."
     if compared[0][0].num_seeds == 1:
         about = (
             "Intervals are about these checkpoints on problems like these, not about the methods that trained them: "
             f"another seed may differ by more. For methods train {FEWEST_SEEDS} seeds or more of each, and use --group."
         )
-    else:
-        about = "Intervals are about the methods, trained with other seeds, on these very problems."
     if compared[0][1].two_way is not None:
         about += " Two-way intervals are about the methods on problems like these."
     yield from textwrap.wrap(about, WIDTH)
@@ -98,7 +94,7 @@ def _meaning(compared: Compared) -> Iterator[str]:
 
 def _power_table(compared: Compared, points: float) -> Iterator[str]:
     yield (
-        f"Number of {'problems' if compared[0][0].num_seeds == 1 else 'seeds'}, by samples a problem (k), to detect "
+        f"Number of {'problems' if compared[0][0].num_seeds == 1 else 'seeds'}, by samples per problem (k), to detect "
         f"{points:g} points: p < 0.05 in {POWER:.0%} of all comparisons"
     )
     counts = sorted({k for _, difference in compared for k in difference.needed or ()})
@@ -110,7 +106,7 @@ def _power_table(compared: Compared, points: float) -> Iterator[str]:
         rows.append([result.task, result.side, *cells, detectable])
     yield from aligned(rows, left=("evaluation",))
     if any(NOTHING in row for row in rows):
-        yield f"{NOTHING}: not known. One sample a problem does not tell how much of the spread more would remove."
+        yield f"{NOTHING}: unknown. One sample per problem does not tell how much of the spread more would remove."
 
 
 def _interval(interval: Interval | None, sign: str = "+") -> str:
