@@ -110,7 +110,7 @@ def _checkpoint_file() -> Place:
 
 
 def _names_checkpoint(_: Path, target: Path) -> bool:
-    return checkpoint_folder.step_of(Path(target)) is not None
+    return checkpoint_folder.parse_step(Path(target)) is not None
 
 
 def _always(*_: Any) -> bool:

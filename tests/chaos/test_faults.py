@@ -133,7 +133,7 @@ def test_flipped_bit_then_kill_while_files_are_written(run: TinyRun):
     content[len(content) // 2] ^= 0x10
     path.write_bytes(content)
     job = run_into(run, Fault("checkpoint file", rank=1, step=6, phase="checkpoint", call=5), resumed_after=2)
-    skipped = f"skipped checkpoint step_00000004: state/{path.name}: its SHA-256 is not that of manifest.json"
+    skipped = f"skipped checkpoint step_00000004: state/{path.name}: its SHA-256 differs from manifest.json"
     assert job.output.count(skipped) == 1, job.output
     partial = run.folder / "checkpoints" / "step_00000006.unfinished"
     assert list((partial / "state").iterdir()) and not (partial / "manifest.json").exists()
@@ -175,7 +175,7 @@ def test_full_disk(run: TinyRun, disk: Path):
         assert job.wait() == 1, job.output
     check_resumed(run, job, 4)
     filler.unlink()
-    assert job.output.count("skipped checkpoint step_00000006: no COMPLETE: writing it was not finished") == 1
+    assert job.output.count("skipped checkpoint step_00000006: no COMPLETE: its writing was interrupted") == 1
     said = rf"the checkpoint of step 6 could not be written: .*rank 1 on host {re.escape(socket.gethostname())}: "
     assert re.search(rf"{said}{run.folder}.* No space left on device \(0 bytes free", job.output), job.output
     assert "Earlier checkpoints are untouched" in job.output

@@ -20,8 +20,8 @@ from tests.helpers.streams import accelerator_with_streams
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.deepspeed_start import start_deepspeed
-from vcore_ds.engine.flat_shards import is_block_of_experts
-from vcore_ds.engine.parallel_weights import divide_experts
+from vcore_ds.engine.flat_shards import is_expert_block
+from vcore_ds.engine.parallel_weights import partition_experts
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 
 pytestmark = pytest.mark.dist
@@ -289,10 +289,10 @@ def marked_parameters_have_shards_and_reductions_of_their_own(e: Engine) -> bool
     model = tiny.token_loss_model(mixture_of="qwen3_moe")
     start_deepspeed()
     deepspeed.zero.Init(module=model, config_dict_or_path=tiny.deepspeed_config())
-    divide_experts(model)
+    partition_experts(model)
     engine = step_runs.make_engine(model, step_runs.recipe())
-    blocks = [p for _, p in engine.trainable if is_block_of_experts(p)]
-    others = [p for _, p in engine.trainable if not is_block_of_experts(p)]
+    blocks = [p for _, p in engine.trainable if is_expert_block(p)]
+    others = [p for _, p in engine.trainable if not is_expert_block(p)]
     with engine.accumulation(1):
         engine.backward(loss_on(engine))
     gradients = engine.shards.gradients()

@@ -27,7 +27,7 @@ from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.checkpoint_shards import read_state, write_state
 from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.engine.loading import load_sharded
-from vcore_ds.engine.parallel_weights import divide_experts
+from vcore_ds.engine.parallel_weights import partition_experts
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models import experts
 from vcore_ds.models import experts as expert_exchange
@@ -155,7 +155,7 @@ def start(folder: Path, degree: int) -> tuple[Engine, Estimator]:
     recipe = step_runs.recipe()
     options = dict(dtype=torch.float32, attention="auto", gradient_checkpointing=False)
     model = TokenLossModel(load_sharded(str(folder / "model"), tiny.deepspeed_config(), **options))
-    divide_experts(model)
+    partition_experts(model)
     engine = step_runs.make_engine(model, recipe)
     return engine, step_runs.make_estimator(recipe, engine)
 
@@ -236,7 +236,7 @@ def refused() -> list[str]:
     ):
         start_process_group(10, expert=degree)
         with pytest.raises(UserError) as error:
-            divide_experts(model)
+            partition_experts(model)
         messages.append(str(error.value))
     return messages
 

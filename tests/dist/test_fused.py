@@ -198,7 +198,7 @@ def outside_its_module() -> str:
 
 
 def test_a_parameter_that_carries_no_tangent_is_named(found_on_one_rank) -> None:
-    assert "reads causal_lm.model.scale.weight outside the module that has it" in found_on_one_rank[3]
+    assert "reads causal_lm.model.scale.weight outside the module that owns it" in found_on_one_rank[3]
 
 
 def test_on_one_rank_tangents_are_the_direction_itself(found_on_one_rank) -> None:

@@ -12,7 +12,7 @@ from tests.helpers.oracle import Reference
 from tests.helpers.ranks import run_ranks
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.distributed import layout
-from vcore_ds.engine.flat_shards import is_block_of_experts
+from vcore_ds.engine.flat_shards import is_expert_block
 from vcore_ds.models.dual_tensors import LowRank
 from vcore_ds.train.settings import step_settings
 from vcore_ds.train.setup import build_estimator
@@ -78,7 +78,7 @@ def measure(case: Case) -> dict[str, Any]:
                 whole[key] = gathered[id(parameter)].clone()
                 approximate[key] = tangent.matrix() if isinstance(tangent, LowRank) else tangent.clone()
                 assert isinstance(tangent, LowRank) == has_low_rank(parameter, case.rank)
-                assert not is_block_of_experts(parameter)
+                assert not is_expert_block(parameter)
     # The same state gives the same factors again, to the last bit: what a resumed run does.
     resumed = Direction(engine, case.rank)
     for mine, theirs in zip(resumed.buffers, direction.buffers, strict=True):

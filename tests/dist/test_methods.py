@@ -11,7 +11,7 @@ from tests.helpers.parity import keep_some
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.engine.log_probabilities import log_probabilities
+from vcore_ds.engine.log_probabilities import compute_log_probabilities
 from vcore_ds.train.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.dist
@@ -47,12 +47,12 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
     if method == "iw_sft" and not lora:
         for main in mains:  # what `vcore-ds reference` does, row by row: each rank has all rows here
             rows = [tiny.take(main, [row]) for row in range(num_rows)]
-            main.reference_log_probability = torch.cat(log_probabilities(engine, rows))
+            main.reference_log_probability = torch.cat(compute_log_probabilities(engine, rows))
     followed = tiny.rows(3, seed=90)
     followed_masks = keep_some(followed) if method == "random" else None
     if method == "iw_sft" and not lora:
         alone = [tiny.take(followed, [row]) for row in range(3)]
-        followed.reference_log_probability = torch.cat(log_probabilities(engine, alone))
+        followed.reference_log_probability = torch.cat(compute_log_probabilities(engine, alone))
     worst: dict[str, float] = dict.fromkeys(("weights", "alpha", "gradient", "parameters", "loss"), 0.0)
     for k, main in enumerate(mains):
         masks = keep_some(main) if method == "random" else None

@@ -530,7 +530,7 @@ def test_a_lack_of_room_is_reported_with_both_numbers(found: dict[str, Any]):
 
 def test_a_damaged_checkpoint_is_skipped_with_its_reason_and_the_one_before_it_taken(found: dict[str, Any]):
     said = "\n".join(found["damaged"]["said"])
-    assert "warning: skipped checkpoint step_00000007: state/__1_0.distcp: its SHA-256 is not that of" in said
+    assert "warning: skipped checkpoint step_00000007: state/__1_0.distcp: its SHA-256 differs from" in said
     assert "Resumed after step 3 from" in said
     assert "step_00000007.rejected" in said
     assert found["damaged"]["lost"] == [4, 5, 6, 7] and found["damaged"]["steps"] == [*range(1, 9)]
@@ -548,7 +548,7 @@ def test_no_checkpoint_that_verifies_is_an_error_not_a_new_start(found: dict[str
 
 def test_unfinished_checkpoints_alone_start_a_new_run(found: dict[str, Any]):
     said = "\n".join(found["unfinished_only"])
-    assert "skipped checkpoint step_00000001: no COMPLETE: writing it was not finished" in said
+    assert "skipped checkpoint step_00000001: no COMPLETE: its writing was interrupted" in said
     assert "skipped checkpoint step_00000002.unfinished: not finished" in said
     assert "holds this run without a checkpoint: it begins at its first step" in said
     assert found["unfinished_only"][-2:] == ["step_00000001.rejected", "step_00000002"]

@@ -24,7 +24,7 @@ def write_checkpoint(run: Path, step: int, masters: dict[str, Tensor]) -> Path:
     shapes = {name: list(tensor.shape) for name, tensor in masters.items()}
     (unfinished / "run_state.json").write_text(json.dumps({"step": step, "world_size": 1, "shapes": shapes}))
     written = [path for path in unfinished.rglob("*") if path.is_file()]
-    records = {path.relative_to(unfinished).as_posix(): checkpoint_folder.record_of(path) for path in written}
+    records = {path.relative_to(unfinished).as_posix(): checkpoint_folder.hash_file(path) for path in written}
     return checkpoint_folder.finish(run / "checkpoints", step, 1, records)
 
 

@@ -15,8 +15,8 @@ from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.deepspeed_start import start_deepspeed
-from vcore_ds.engine.log_probabilities import log_probabilities
-from vcore_ds.engine.parallel_weights import divide_experts
+from vcore_ds.engine.log_probabilities import compute_log_probabilities
+from vcore_ds.engine.parallel_weights import partition_experts
 from vcore_ds.method.baselines import random_mask
 
 
@@ -90,7 +90,7 @@ def run_case(case: Case) -> dict[str, float]:
     if case.expert > 1:
         start_deepspeed()
         deepspeed.zero.Init(module=model, config_dict_or_path=tiny.deepspeed_config(bf16=dtype == torch.bfloat16))
-    divide_experts(model)
+    partition_experts(model)
     if case.lora:
         plain = tiny.with_lora(plain, on_experts=case.expert == 1)
     plain = plain.float()  # the oracle computes in fp32, from the same weights
@@ -107,7 +107,7 @@ def run_case(case: Case) -> dict[str, float]:
     if recipe.method.name == "iw_sft" and not case.lora:  # what `vcore-ds reference` does, on every rank for all rows
         for main in mains:
             rows = [tiny.take(main, [row]) for row in range(case.num_main)]
-            main.reference_log_probability = torch.cat(log_probabilities(engine, rows))
+            main.reference_log_probability = torch.cat(compute_log_probabilities(engine, rows))
     worst = dict.fromkeys(("utilities", "weights", "alpha", "gradient", "parameters", "loss"), 0.0)
     for k, main in enumerate(mains):
         probe = tiny.rows(case.num_probe, seed=50 + k, vocabulary=case.vocabulary)

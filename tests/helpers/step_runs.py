@@ -13,7 +13,7 @@ from tests.helpers.oracle import Reference
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import Batch, StepBatches, idle_batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine.flat_shards import is_block_of_experts
+from vcore_ds.engine.flat_shards import is_expert_block
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.train.settings import step_settings
 from vcore_ds.train.setup import build_estimator
@@ -136,7 +136,7 @@ def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
 
 def of_all_experts(parameter: torch.nn.Parameter, gathered: torch.Tensor) -> torch.Tensor:
     """A copy of what a rank has gathered of a parameter; of a block of experts, that of all blocks. A collective."""
-    if not is_block_of_experts(parameter):
+    if not is_expert_block(parameter):
         return gathered.clone()
     return layout.all_gather("expert", gathered).flatten(0, 1)
 

@@ -13,7 +13,7 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.data.batches import Batch, StepBatches
-from vcore_ds.engine.log_probabilities import log_probabilities
+from vcore_ds.engine.log_probabilities import compute_log_probabilities
 from vcore_ds.method.baselines import random_mask
 
 NUM_STEPS, NUM_RANKS = 4, 2
@@ -95,7 +95,7 @@ def run_method(name: str, lora: bool) -> Trajectory:
             keep_some(main)
         if "reference_log_probabilities" in data:
             rows = [tiny.take(main, [row]) for row in range(NUM_MAIN)]
-            main.reference_log_probability = torch.cat(log_probabilities(engine, rows))
+            main.reference_log_probability = torch.cat(compute_log_probabilities(engine, rows))
     trajectory = []
     for k, main in enumerate(mains):
         probe = draw_rows(NUM_PROBE, seed=101 + k) if estimator.direction is not None else None

@@ -40,11 +40,11 @@ def write_checkpoint(checkpoints: Path, step: int) -> Path:
     unfinished = files.begin(checkpoints, step, num_bytes=1)
     for name, content in CONTENT.items():
         (unfinished / name).write_bytes(content)
-    return files.finish(checkpoints, step, 2, {name: files.record_of(unfinished / name) for name in CONTENT})
+    return files.finish(checkpoints, step, 2, {name: files.hash_file(unfinished / name) for name in CONTENT})
 
 
 def problem(folder: Path) -> str | None:
-    return files.problem_of(folder, say=lambda _: None)
+    return files.find_problem(folder, say=lambda _: None)
 
 
 def names(checkpoints: Path) -> list[str]:
@@ -102,14 +102,14 @@ def lose_manifest(folder: Path) -> None:
 def change_format(folder: Path) -> None:
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
-    (folder / "COMPLETE").write_text(files.record_of(path).sha256)
+    (folder / "COMPLETE").write_text(files.hash_file(path).sha256)
 
 
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (truncate, "state/__1_0.distcp: found 500 bytes; manifest.json says 1,089"),
-    (flip_a_bit, "state/__0_0.distcp: its SHA-256 is not that of manifest.json"),
+    (flip_a_bit, "state/__0_0.distcp: its SHA-256 differs from manifest.json"),
     (lose_a_file, "state/__1_0.distcp: missing"),
-    (lose_complete, "no COMPLETE: writing it was not finished"),
+    (lose_complete, "no COMPLETE: its writing was interrupted"),
     (empty_complete, "COMPLETE says ''"),
     (garble_complete, "COMPLETE cannot be read"),
     (change_manifest, "one of the two is damaged"),
@@ -131,7 +131,7 @@ def test_one_of_several_readers_finds_the_damage(tmp_path: Path, name: str):
     folder = write_checkpoint(tmp_path, 100)
     (folder / name).write_bytes(b"")
     said: list[str] = []
-    found = [files.problem_of(folder, said.append, part=part, num_parts=2) for part in range(2)]
+    found = [files.find_problem(folder, said.append, part=part, num_parts=2) for part in range(2)]
     assert sum(problem is not None and f"{name}: found 0 bytes" in problem for problem in found) == 1
     assert None in found and said == ["verifying step_00000100: 2.09e-06 GB"] * 2
 

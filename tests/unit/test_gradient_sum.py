@@ -12,8 +12,8 @@ def accumulate(gradients: list[torch.Tensor], parameter: nn.Parameter, in_fp32: 
     for i, gradient in enumerate(gradients):
         (parameter * gradient).sum().backward()
         if in_fp32 and i < len(gradients) - 1:
-            gradient_sum.take()
-    gradient_sum.give_back()
+            gradient_sum.add()
+    gradient_sum.write_back()
     assert parameter.grad is not None
     return parameter.grad.clone()
 
@@ -39,9 +39,9 @@ def test_a_parameter_that_only_some_micro_batches_use() -> None:
     used, other = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
     gradient_sum = GradientSum([used, other])
     used.sum().backward()
-    gradient_sum.take()
+    gradient_sum.add()
     (used + other).sum().backward()
-    gradient_sum.give_back()
+    gradient_sum.write_back()
     assert used.grad is not None and other.grad is not None
     assert (used.grad.tolist(), other.grad.tolist()) == ([2.0, 2.0], [1.0, 1.0])
 

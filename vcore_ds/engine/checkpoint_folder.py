@@ -1,10 +1,10 @@
-"""A checkpoint's files: written aside, verified, renamed, marked COMPLETE. No tensors, no ranks.
+"""A checkpoint's files: written under a temporary name, verified, renamed, marked COMPLETE. No tensors, no ranks.
 
 `checkpoints/step_00000100/` holds
 
 - `state/`: tensors, one file per rank, and their index
-- `run_state.json`: step, world size, shapes, and everything else that is not a tensor
-- `recipe.yaml`: resolved
+- `run_state.json`: step, world size, shapes, and all other values that are not tensors
+- `recipe.yaml`: the resolved recipe
 - `manifest.json`: size and SHA-256 of every file above
 - `COMPLETE`: SHA-256 of manifest.json; written last, so a folder without it is unfinished
 """
@@ -25,39 +25,39 @@ FORMAT = 1
 STATE, RUN_STATE, RECIPE, MANIFEST, COMPLETE = "state", "run_state.json", "recipe.yaml", "manifest.json", "COMPLETE"
 _STEP = re.compile(r"^step_(\d{8,})$")
 _REJECTED = ".rejected"
-"""Ending of a newer checkpoint that was passed over because it did not verify."""
+"""Suffix of a checkpoint that failed verification when a run resumed from an older one."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it was read back."""
+    """Size and checksum of a file as read back from disk."""
 
     bytes: int
     sha256: str
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
-    """`step`: number of optimizer steps done."""
+    """The folder of the checkpoint after `step` optimizer steps."""
     return checkpoints / f"step_{step:08d}"
 
 
-def step_of(folder: Path) -> int | None:
-    """Optimizer steps, from a finished checkpoint's name; None for any other name."""
+def parse_step(folder: Path) -> int | None:
+    """The number of optimizer steps in a checkpoint's name; None for other names."""
     match = _STEP.match(folder.name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """Folders that are checkpoints by their name, newest first, whether or not they are whole."""
+    """Folders named like checkpoints, newest first, complete or not."""
     if not checkpoints.is_dir():
         return []
     return sorted(
-        (folder for folder in checkpoints.iterdir() if step_of(folder) is not None), key=_number, reverse=True
+        (folder for folder in checkpoints.iterdir() if parse_step(folder) is not None), key=_number, reverse=True
     )
 
 
 def list_unfinished(checkpoints: Path) -> list[Path]:
-    """Checkpoints that were being written when a run ended: with the unfinished suffix, or renamed without COMPLETE."""
+    """Checkpoints whose writing was interrupted: with the unfinished suffix, or renamed but without COMPLETE."""
     if not checkpoints.is_dir():
         return []
     unmarked = [folder for folder in list_checkpoints(checkpoints) if not (folder / COMPLETE).exists()]
@@ -65,16 +65,13 @@ def list_unfinished(checkpoints: Path) -> list[Path]:
 
 
 def _number(folder: Path) -> int:
-    step = step_of(folder)
+    step = parse_step(folder)
     assert step is not None
     return step
 
 
-# ---- writing -------------------------------------------------------------------------------------------------------
-
-
 def begin(checkpoints: Path, step: int, num_bytes: int) -> Path:
-    """The empty folder that the checkpoint of `step` is written in. Raises `paths.NoRoom`."""
+    """Make the empty folder in which the checkpoint of `step` is written. Raises `paths.NoRoom`."""
     purpose = (
         "a checkpoint. Make room, lower checkpoint.keep_last (an old checkpoint is deleted only when the new one is "
         "complete), or move the run's folder to a larger disk"
@@ -84,9 +81,8 @@ def begin(checkpoints: Path, step: int, num_bytes: int) -> Path:
     return folder
 
 
-def record_of(path: Path) -> FileRecord:
-    """Size and checksum of a file, flushed, then read from the disk rather than from the page cache where the system
-    allows that."""
+def hash_file(path: Path) -> FileRecord:
+    """Flush a file and read its size and checksum back, from the disk instead of the page cache where possible."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -95,26 +91,26 @@ def record_of(path: Path) -> FileRecord:
 
 
 def finish(checkpoints: Path, step: int, world_size: int, records: Mapping[str, FileRecord]) -> Path:
-    """Writes the manifest, gives the folder that `begin` made its name, and marks it COMPLETE.
+    """Write the manifest, rename the folder that `begin` made, and mark it COMPLETE.
 
     Args:
-        records: every file's, by its name relative to the folder.
+        records: the record of every file, by its name relative to the folder.
 
     Raises:
-        OSError: a file is missing, or differs from what its writer read back.
+        OSError: a file is missing, or has another size than its writer read back.
     """
     final = step_folder(checkpoints, step)
     unfinished = paths.unfinished_path(final)
     for name, record in records.items():
         path = unfinished / name
-        # Another node's file that is not here was written to that node's own disk.
+        # A missing file of another node was written to that node's local disk.
         if not path.is_file():
             raise OSError(
                 f"{path}: found no such file, though another rank has written it; expected run.output_dir on a file "
                 "system that all nodes share"
             )
         if path.stat().st_size != record.bytes:
-            raise OSError(f"{path}: found {path.stat().st_size:,} bytes; its writer has read {record.bytes:,} back")
+            raise OSError(f"{path}: found {path.stat().st_size:,} bytes; its writer read {record.bytes:,} bytes back")
     manifest = json.dumps(
         {
             "format": FORMAT,
@@ -125,22 +121,22 @@ def finish(checkpoints: Path, step: int, world_size: int, records: Mapping[str, 
         indent=2,
     )
     (unfinished / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
-    remove(final)  # one that did not verify, or that a run resumed at an earlier step has left behind
+    remove(final)  # one that failed verification, or is newer than the checkpoint from which the run resumed
     paths.finish_folder(final)
     with paths.written_aside(final / COMPLETE) as mark:
-        mark.write_text(record_of(final / MANIFEST).sha256 + "\n", encoding="utf-8")
+        mark.write_text(hash_file(final / MANIFEST).sha256 + "\n", encoding="utf-8")
     return final
 
 
 def remove(folder: Path) -> None:
-    """Deletes a checkpoint so that what an interruption leaves of it never counts as one."""
+    """Delete a checkpoint, COMPLETE first, so that an interrupted deletion leaves no valid checkpoint."""
     if folder.exists():
         (folder / COMPLETE).unlink(missing_ok=True)
         shutil.rmtree(folder)
 
 
 def remove_old(checkpoints: Path, *, keep_last: int, keep_every_steps: int | None) -> list[Path]:
-    """Deletes all complete checkpoints but the newest `keep_last` and every `keep_every_steps`-th; returns them."""
+    """Delete complete checkpoints except the newest `keep_last` and every `keep_every_steps`-th; return them."""
     complete = [folder for folder in list_checkpoints(checkpoints) if (folder / COMPLETE).is_file()]
     old = [f for f in complete[keep_last:] if keep_every_steps is None or _number(f) % keep_every_steps != 0]
     for folder in old:
@@ -149,10 +145,10 @@ def remove_old(checkpoints: Path, *, keep_last: int, keep_every_steps: int | Non
 
 
 def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
-    """Renames the checkpoints after `step`, which a run resumes from, and removes unfinished ones; returns new names.
+    """Rename checkpoints newer than `step`, from which a run resumes; remove unfinished ones. Returns the new paths.
 
-    Newer checkpoints did not verify. Under their old names they would count among the newest that are kept, and good
-    ones would be deleted instead of them.
+    The newer checkpoints failed verification. Under their old names `remove_old` would keep them as the newest, and
+    delete valid ones.
     """
     for folder in checkpoints.glob(f"step_*{paths.SUFFIX}"):
         shutil.rmtree(folder)
@@ -167,28 +163,25 @@ def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
     return renamed
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------
-
-
-def newest_usable(
-    candidates: Iterable[Path], problem_of: Callable[[Path], str | None]
+def find_newest_usable(
+    candidates: Iterable[Path], find_problem: Callable[[Path], str | None]
 ) -> tuple[Path | None, list[str]]:
-    """The first candidate without a problem, None where all have one; and `NAME: PROBLEM` of each one before it."""
+    """The first candidate without a problem, or None; and `NAME: PROBLEM` of each one before it."""
     problems: list[str] = []
     for folder in candidates:
-        problem = problem_of(folder)
+        problem = find_problem(folder)
         if problem is None:
             return folder, problems
         problems.append(f"{folder.name}: {problem}")
     return None, problems
 
 
-def problem_of(folder: Path, say: Callable[[str], None], *, part: int = 0, num_parts: int = 1) -> str | None:
-    """Why a checkpoint cannot be used, for a resume and an export alike; None where it can.
+def find_problem(folder: Path, say: Callable[[str], None], *, part: int = 0, num_parts: int = 1) -> str | None:
+    """Verify a checkpoint: why it cannot be resumed from or exported, or None.
 
     Args:
-        say: hears what is about to be read, which can take minutes.
-        part: of the files, largest first, every `num_parts`-th from this one is read; the manifest always is.
+        say: receives a line before files are read, which can take minutes.
+        part: with the files sorted by size, read every `num_parts`-th from this one on; the manifest is always read.
     """
     try:
         records = _read_manifest(folder)
@@ -207,17 +200,17 @@ class _Unusable(Exception):
 
 
 def _read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Name -> record of every file, provided that COMPLETE vouches for the manifest."""
+    """Name -> record of every file, if the manifest has the checksum in COMPLETE."""
     try:
         mark = (folder / COMPLETE).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        raise _Unusable(f"no {COMPLETE}: writing it was not finished") from None
+        raise _Unusable(f"no {COMPLETE}: its writing was interrupted") from None
     except (OSError, UnicodeDecodeError) as error:
         raise _Unusable(f"{COMPLETE} cannot be read: {error}") from None
     try:
-        found = record_of(folder / MANIFEST).sha256
-        if found != mark:
-            raise _Unusable(f"{MANIFEST}: found SHA-256 {found}; {COMPLETE} says {mark!r}: one of the two is damaged")
+        sha256 = hash_file(folder / MANIFEST).sha256
+        if sha256 != mark:
+            raise _Unusable(f"{MANIFEST}: found SHA-256 {sha256}; {COMPLETE} says {mark!r}: one of the two is damaged")
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise _Unusable(f"{MANIFEST}: found format {manifest['format']}; this version reads format {FORMAT}")
@@ -227,14 +220,14 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def _verify_file(folder: Path, name: str, expected: FileRecord) -> None:
-    """Reads all of a file."""
+    """Read a file completely. Raises _Unusable."""
     path = folder / name
     try:
-        found = path.stat().st_size
-        if found != expected.bytes:
-            raise _Unusable(f"{name}: found {found:,} bytes; {MANIFEST} says {expected.bytes:,}")
-        if record_of(path) != expected:
-            raise _Unusable(f"{name}: its SHA-256 is not that of {MANIFEST}: the file is damaged")
+        num_bytes = path.stat().st_size
+        if num_bytes != expected.bytes:
+            raise _Unusable(f"{name}: found {num_bytes:,} bytes; {MANIFEST} says {expected.bytes:,}")
+        if hash_file(path) != expected:
+            raise _Unusable(f"{name}: its SHA-256 differs from {MANIFEST}: the file is damaged")
     except FileNotFoundError:
         raise _Unusable(f"{name}: missing") from None
     except OSError as error:
@@ -242,10 +235,10 @@ def _verify_file(folder: Path, name: str, expected: FileRecord) -> None:
 
 
 def read_digest(folder: Path) -> str:
-    """SHA-256 of a complete checkpoint's manifest, and so of all its contents; nothing but COMPLETE is read."""
+    """SHA-256 of a complete checkpoint's manifest, which covers all its contents; only COMPLETE is read."""
     return (folder / COMPLETE).read_text(encoding="utf-8").strip()
 
 
 def read_run_state(folder: Path) -> dict[str, Any]:
-    """The contents of run_state.json, of a checkpoint that `problem_of` found no problem with."""
+    """The contents of run_state.json of a checkpoint that `find_problem` has verified."""
     return json.loads((folder / RUN_STATE).read_text(encoding="utf-8"))

@@ -1,16 +1,15 @@
-"""The engine's shards to files and back, at any world size, through torch.distributed.checkpoint.
+"""Checkpoints of the engine's shards through torch.distributed.checkpoint, readable at any world size.
 
-Every tensor is stored flat and whole over the ranks, without ZeRO-3's padding: its partition, `ceil(numel / ranks)`
-elements a rank, is that of `torch.chunk`, which is what `Shard(0)` means. So the ranks' shards are the shards of a
-`DTensor`, and reading them at another world size needs no conversion. Tensors are the optimizer's own, where they are
-(offloaded ones on the CPU): no copy of the state is made.
+Every tensor is stored as one flat tensor, without ZeRO-3's padding. ZeRO-3's partition, `ceil(numel / ranks)` elements
+a rank, is that of `torch.chunk`, which is `Shard(0)`. So the ranks' shards are the shards of a `DTensor`, and reading
+them at another world size needs no conversion. The `DTensor`s are views of the optimizer's tensors on their device (the
+CPU for offloaded ones): the state is not copied.
 
-Of experts that are divided among the ranks of expert-parallel groups the tensor is that of all of them, too: a block
-of experts is contiguous in it, and the shards of a block lie one after the other. So the degree that reads a checkpoint
-need not be the one that wrote it.
+With expert parallelism the stored tensor holds all experts too: a block of experts is contiguous in it, and its shards
+are adjacent. So a checkpoint can be read at another expert-parallel size.
 
-With tensor parallelism each place along the tensor axis has tensors of its own, with names that say which
-(`stored_name`): they are read at the tensor-parallel degree that wrote them.
+With tensor parallelism each tensor-parallel rank stores separate tensors, with its rank in their names
+(`checkpoint_name`), which can only be read at the same tensor-parallel size.
 """
 
 import platform
@@ -31,14 +30,14 @@ from torch.distributed.tensor import DTensor, Shard
 from vcore_ds.common.paths import free_space
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import cpu_group
-from vcore_ds.engine.flat_shards import PartitionedParameter, is_block_of_experts, shape_of_all
+from vcore_ds.engine.flat_shards import PartitionedParameter, full_shape, is_expert_block
 from vcore_ds.engine.zero3 import Engine
 
 Result = TypeVar("Result")
 
 
 class ShardedVector(Protocol):
-    """A vector shaped like the trainable parameters, in shards."""
+    """A vector over the trainable parameters, in ZeRO-3 shards."""
 
     def shard(self, parameter: nn.Parameter) -> Tensor:
         """This rank's shard for `parameter`, flat, padded like `parameter.ds_tensor`."""
@@ -49,11 +48,10 @@ class CheckpointFailed(RuntimeError):
     """A checkpoint could not be written or read; the message names rank, host, path and cause."""
 
 
-def on_all_ranks(folder: Path, action: Callable[[], Result]) -> list[Result]:
-    """Runs `action` and returns the results of all ranks. A collective.
+def run_on_all_ranks(folder: Path, action: Callable[[], Result]) -> list[Result]:
+    """Run `action` and return the results of all ranks. A collective.
 
-    What fails on one rank is raised on all of them: a rank that raised alone would leave the others waiting for it in
-    the next collective.
+    An error on one rank is raised on all of them: otherwise the others would hang in the next collective.
     """
     outcome: tuple[Result | None, str | None]
     try:
@@ -72,10 +70,10 @@ def on_all_ranks(folder: Path, action: Callable[[], Result]) -> list[Result]:
 
 
 def write_state(engine: Engine, direction: ShardedVector | None, folder: Path) -> None:
-    """Writes this rank's part of the state, flushed, as a file of its own into `folder`. A collective.
+    """Write this rank's shards of the state into one file in `folder`, and flush it. A collective.
 
     Args:
-        direction: None where no later step needs the one that is there.
+        direction: None if no later step needs the current direction.
 
     Raises:
         CheckpointFailed: on all ranks alike.
@@ -86,8 +84,8 @@ def write_state(engine: Engine, direction: ShardedVector | None, folder: Path) -
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Says why a file could not be written. `torch.save` closes its archive on the way out and fails again: "unexpected
-    pos 704 vs 598" is what is left of a full disk."""
+    """A writer that raises the first cause of an error. When a disk is full, `torch.save` fails again while closing its
+    archive, and only says "unexpected pos 704 vs 598"."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         try:
@@ -100,11 +98,11 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def read_state(engine: Engine, direction: ShardedVector | None, folder: Path, num_updates: int) -> None:
-    """Puts what `write_state` has written, at whatever world size, in place of the state of a new engine. A collective.
+    """Load the state that `write_state` wrote, at any world size, into a new engine. A collective.
 
     Args:
         direction: as in `write_state`.
-        num_updates: `engine.num_updates` of then.
+        num_updates: `engine.num_updates` at that time.
 
     Raises:
         CheckpointFailed: on all ranks alike.
@@ -127,22 +125,22 @@ def read_state(engine: Engine, direction: ShardedVector | None, folder: Path, nu
 
 
 def state_bytes(engine: Engine, direction: ShardedVector | None) -> int:
-    """Bytes of all ranks' shards together, as `write_state` would write them. A collective."""
+    """Bytes that `write_state` would write on all ranks together. A collective."""
     local = [tensor.to_local() for tensor in _state_tensors(engine, direction).values()]
     return int(layout.sum_over("job", [float(sum(t.numel() * t.element_size() for t in local))])[0])
 
 
-def files_of_this_rank(folder: Path) -> list[Path]:
-    """What this rank has written into `folder` in `write_state`; rank 0 also writes the index."""
+def list_files_of_this_rank(folder: Path) -> list[Path]:
+    """The files that `write_state` wrote on this rank; rank 0 also writes the index."""
     names = [f"__{layout.rank('job')}_*", ".metadata"] if layout.is_first() else [f"__{layout.rank('job')}_*"]
     return [path for name in names for path in sorted(folder.glob(name))]
 
 
 def _state_tensors(engine: Engine, direction: ShardedVector | None) -> dict[str, DTensor]:
-    """Views of everything that a step changes, by its name in the checkpoint."""
+    """Views of all tensors that a step changes, by their names in the checkpoint."""
     tensors = {}
     for name, parameter in engine.trainable:
-        name = stored_name(name, layout.rank("tensor"), layout.size("tensor"))
+        name = checkpoint_name(name, layout.rank("tensor"), layout.size("tensor"))
         tensors[f"master.{name}"] = _shard(engine, parameter, _padded_shard(engine, parameter, None))
         for key in _buffer_names(engine, parameter):
             tensors[f"{key}.{name}"] = _shard(engine, parameter, _padded_shard(engine, parameter, key))
@@ -151,23 +149,23 @@ def _state_tensors(engine: Engine, direction: ShardedVector | None) -> dict[str,
     return tensors
 
 
-def stored_name(name: str, tensor_rank: int, tensor: int) -> str:
-    """A parameter's name in a checkpoint, after the kind of the tensor (`master.`)."""
+def checkpoint_name(name: str, tensor_rank: int, tensor: int) -> str:
+    """A parameter's name in a checkpoint, without the prefix for the kind of tensor (`master.`)."""
     return name if tensor == 1 else f"{name}@{tensor_rank}"
 
 
 def _shard(engine: Engine, parameter: PartitionedParameter, padded: Tensor) -> DTensor:
     local = padded.detach()[: engine.local_numel(parameter)]
-    shape = torch.Size([shape_of_all(parameter).numel()])
-    num_blocks = layout.size("expert") if is_block_of_experts(parameter) else 1
+    shape = torch.Size([full_shape(parameter).numel()])
+    num_blocks = layout.size("expert") if is_expert_block(parameter) else 1
     mesh = _mesh(layout.group("shards"), local.device.type, num_blocks)
     return DTensor.from_local(local, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=(1,))
 
 
 def _padded_shard(engine: Engine, parameter: nn.Parameter, key: str | None) -> Tensor:
-    """The optimizer's own shard of the fp32 parameter (key None) or of a buffer: flat, padded, on its own device.
+    """The optimizer's shard of the fp32 parameter (key None) or of a buffer: flat, padded, on its device.
 
-    Not `safe_get_local_fp32_param`: that gives a copy on the accelerator, which an offloaded state does not fit on.
+    Not `safe_get_local_fp32_param`, which copies to the accelerator, where an offloaded state does not fit.
     """
     shard, _ = engine.optimizer._get_fp32_opt_state_partition(
         parameter, release_swap_buffers=False, optim_state_key=key
@@ -176,7 +174,7 @@ def _padded_shard(engine: Engine, parameter: nn.Parameter, key: str | None) -> T
 
 
 def _buffer_names(engine: Engine, parameter: nn.Parameter) -> list[str]:
-    """Names of the optimizer's tensors as large as its parameter: `exp_avg` and `exp_avg_sq`; none of plain SGD's."""
+    """Names of the optimizer's tensors of the parameter's shape: `exp_avg` and `exp_avg_sq`; none for plain SGD."""
     group, _, _ = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
     flat = engine.optimizer.fp32_partitioned_groups_flat[group]
     state = engine.optimizer.optimizer.state.get(flat, {})
@@ -184,8 +182,8 @@ def _buffer_names(engine: Engine, parameter: nn.Parameter) -> list[str]:
 
 
 def _dcp_on_all_ranks(folder: Path, action: Callable[[], object]) -> None:
-    """Runs a call of torch.distributed.checkpoint. It raises on all ranks what failed on some; here each rank says what
-    failed on itself, so that the message can name it."""
+    """Run a call of torch.distributed.checkpoint. Its exception holds the errors of all ranks; here each rank reports
+    its error, so that the message can name rank and host."""
     failure: list[CheckpointException] = []
 
     def run() -> None:
@@ -197,15 +195,15 @@ def _dcp_on_all_ranks(folder: Path, action: Callable[[], object]) -> None:
                 cause = error.failures[layout.rank("job")][0]
                 raise RuntimeError(f"{type(cause).__name__}: {cause}") from cause
 
-    on_all_ranks(folder, run)
+    run_on_all_ranks(folder, run)
     if failure:
         raise CheckpointFailed(f"{folder}: {failure[0]}")
 
 
 @cache
 def _mesh(shards: ProcessGroup, device_type: str, num_blocks: int) -> DeviceMesh:
-    """The ranks that hold shards, in a row, or by block of experts: which part of a tensor a rank has. Nothing is
-    communicated over it."""
+    """Mesh of the ranks that hold shards, in one dimension, or in two with blocks of experts. It only determines each
+    rank's slice; nothing is communicated over it."""
     if num_blocks == 1:
         return DeviceMesh.from_group(shards, device_type)
     ranks = torch.arange(layout.size("shards")).view(-1, num_blocks).t()

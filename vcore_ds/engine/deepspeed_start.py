@@ -1,5 +1,4 @@
-"""What must be in place before DeepSpeed is imported and before it shards the first parameter, and what it has to know
-of the ranks.
+"""Initialization of DeepSpeed: settings before its import, its process groups, the tensor-parallel group.
 
 The package imports this module first, before any that imports deepspeed.
 """
@@ -13,7 +12,7 @@ if not torch.cuda.is_available():
     # Read by deepspeed when it is imported.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-# zero.Init patches tensor constructors. If transformers imported torch._dynamo lazily afterwards, the import would meet
+# zero.Init patches tensor constructors. If transformers imported torch._dynamo lazily afterwards, the import would see
 # the patched signatures and fail with a TypeError.
 import deepspeed
 import torch._dynamo
@@ -24,42 +23,41 @@ from vcore_ds.common.imports import without_compiler
 from vcore_ds.distributed import layout
 
 with without_compiler():
-    # When an engine starts, DeepSpeed asks whether the optimizer is its Muon, which no recipe has.
+    # DeepSpeed imports its Muon optimizer whenever an engine starts; import it here, where the compiler is off.
     import deepspeed.runtime.zero.muon.original_muon
 
 
-_served: torch.distributed.ProcessGroup | None = None
-"""The process group that DeepSpeed works on."""
+_process_group: torch.distributed.ProcessGroup | None = None
+"""The default process group for which DeepSpeed was last initialized."""
 
 
 def start_deepspeed() -> None:
-    """Makes DeepSpeed use the existing process group. A collective; calling it again has no effect."""
-    global _served
-    if _served is not torch.distributed.group.WORLD:
-        # It keeps groups of a process group that has ended: of the last command in this process.
+    """Initialize DeepSpeed on the existing process group. A collective; calling it again has no effect."""
+    global _process_group
+    if _process_group is not torch.distributed.group.WORLD:
+        # DeepSpeed keeps groups of a process group that was destroyed, by the last command in this process.
         groups._release_process_group_references()
-        # For reductions. One that it makes itself has PyTorch's limit of time, not the recipe's.
+        # For reductions. A group that DeepSpeed makes itself would have PyTorch's timeout, not the recipe's.
         groups._WORLD_GROUP = layout.copy_of_job()
-        _served = torch.distributed.group.WORLD
+        _process_group = torch.distributed.group.WORLD
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.utils.logger.addFilter(_concerns_the_user)
     if get_accelerator().device_name() == "cpu":
-        # It would be compiled at first use, for minutes, and serves inference only; gloo does everything here.
+        # It would be compiled at first use, for minutes, and is for inference only.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
 def _concerns_the_user(record: logging.LogRecord) -> bool:
-    """False for the warning of an optimizer that DeepSpeed has not tried under ZeRO: torch's SGD, with which ours is
-    tested."""
+    """False for DeepSpeed's warning about an optimizer untested with ZeRO: torch's SGD, which our tests cover."""
     return "untested optimizer" not in record.getMessage()
 
 
 class TensorAxis:
-    """The tensor-parallel group, as DeepSpeed asks for them ("mpu").
+    """DeepSpeed's interface to the tensor-parallel group (`mpu`).
 
-    With it ZeRO-3 shards over the other axes, and the norm of the gradient is taken over all parts of each layer.
-    Parameters without the mark `tensor_model_parallel` count once.
+    With it ZeRO-3 shards over the other axes, and the gradient norm covers all tensor-parallel shards of each layer.
+    Parameters without the attribute `tensor_model_parallel` count once.
     """
 
     @staticmethod
@@ -87,6 +85,6 @@ class TensorAxis:
         return layout.group("shards")
 
     @classmethod
-    def if_shared(cls) -> "type[TensorAxis] | None":
-        """None where every rank has whole layers, which DeepSpeed takes for granted."""
+    def if_parallel(cls) -> "type[TensorAxis] | None":
+        """This class, or None without tensor parallelism."""
         return cls if layout.size("tensor") > 1 else None

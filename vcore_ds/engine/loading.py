@@ -1,7 +1,7 @@
-"""Loading a pretrained model straight into ZeRO-3 shards: every rank reads the bytes of its own.
+"""Loading a pretrained model directly into ZeRO-3 shards: every rank reads only the bytes of its shards.
 
-What cannot be read by range (weights that are converted, quantized, pickled) is read by one process, which broadcasts
-parameter by parameter, as transformers does it.
+Weights that cannot be read by range (converted, quantized or pickled ones) are read by rank 0, which broadcasts them
+parameter by parameter, as in transformers.
 """
 
 import platform
@@ -42,17 +42,16 @@ def load_sharded(
     gradient_checkpointing: bool,
     say: Callable[[str], None] = lambda text: None,
 ) -> PreTrainedModel:
-    """The pretrained model, ready to train, of which this rank holds its shards only. A collective.
+    """Load a pretrained model into ZeRO-3 shards, ready to train. A collective.
 
     Args:
         path: folder or hub id.
-        dtype: of the parameters, the one that the configuration names.
+        dtype: dtype of the parameters; must be that of `deepspeed_config`.
         attention: as in `load_causal_lm`.
-        say: takes lines about the progress; called on the first rank alone.
+        say: receives lines about the progress; called on rank 0 only.
 
     Raises:
-        UserError: on all ranks alike, where there is no model that can be used, not all of its weights, or a rank that
-            cannot read them.
+        UserError: on all ranks alike: no usable model, missing weights, or a rank that cannot read them.
     """
     start_deepspeed()
     config, weights = find_on_all_ranks(path)
@@ -67,46 +66,44 @@ def load_sharded(
             gradient_checkpointing=gradient_checkpointing,
         )
     with refuse_failing_code(path):
-        with _announced(deepspeed_config), _unfilled_shards(dtype):
+        with _announce_zero3(deepspeed_config), _uninitialized_shards(dtype):
             model = auto_class(config).from_config(
                 config, dtype=dtype, attn_implementation=attention_name(config, attention), trust_remote_code=False
             )
         model.eval()
         model.tie_weights(missing_keys=set(weights.missing), recompute_mapping=False)
         _initialize_buffers(model)
-    read_shards(path, _wanted(model, weights), say)
+    read_shards(path, _list_reads(model, weights), say)
     return prepare_for_training(model, gradient_checkpointing)
 
 
 def load_and_broadcast(path: str, deepspeed_config: dict[str, Any], **options: Any) -> PreTrainedModel:
-    """The same by way of `from_pretrained`: the first rank reads, and broadcasts parameter by parameter. A collective.
+    """Load with `from_pretrained`: rank 0 reads, and broadcasts parameter by parameter. A collective.
 
     Args:
-        options: those of `load_causal_lm`.
+        options: the options of `load_causal_lm`.
     """
     start_deepspeed()
-    with _announced(deepspeed_config):
+    with _announce_zero3(deepspeed_config):
         return load_causal_lm(path, **options)
 
 
 @contextmanager
-def _announced(deepspeed_config: dict[str, Any]) -> Iterator[None]:
-    """A context in which transformers builds models in ZeRO-3 shards.
-
-    It finds out through a global weak reference whether ZeRO-3 is on: its target must stay alive meanwhile.
-    """
-    announced = HfDeepSpeedConfig(deepspeed_config)
+def _announce_zero3(deepspeed_config: dict[str, Any]) -> Iterator[None]:
+    """A context in which transformers builds models in ZeRO-3 shards."""
+    # transformers holds the configuration by a weak reference, so it must stay alive in this context.
+    config = HfDeepSpeedConfig(deepspeed_config)
     try:
         yield
     finally:
-        del announced
+        del config
         unset_hf_deepspeed_config()
 
 
 def find_on_all_ranks(path: str) -> tuple[PretrainedConfig, StoredWeights]:
-    """The model's configuration, and the places of its weights. A collective.
+    """The model's configuration, and where its weights are stored. A collective.
 
-    Raises UserError, on all ranks alike, where there is no such model, or ranks find different ones.
+    Raises UserError, on all ranks alike, if there is no such model or ranks have different ones.
     """
 
     def find() -> tuple[PretrainedConfig, StoredWeights]:
@@ -119,24 +116,20 @@ def find_on_all_ranks(path: str) -> tuple[PretrainedConfig, StoredWeights]:
 
 
 def _check_same_files(path: str, weights: StoredWeights) -> None:
-    """Raises UserError, on all ranks alike, where ranks would read parts of different models: nodes may have copies of
-    their own. Headers are compared; the weights themselves are not."""
-    found = layout.gather_objects("job", (weights.fingerprint(), platform.node()))
-    for rank, (fingerprint, host) in enumerate(found):
-        if fingerprint != found[0][0]:
+    """Raise UserError, on all ranks alike, if nodes have copies of different models. Only headers are compared."""
+    by_rank = layout.gather_objects("job", (weights.fingerprint(), platform.node()))
+    first_fingerprint, first_host = by_rank[0]
+    for rank, (fingerprint, host) in enumerate(by_rank):
+        if fingerprint != first_fingerprint:
             raise UserError(
                 f"model.path: {path}: found other weights on rank {rank} (host {host}) than on rank 0 (host "
-                f"{found[0][1]}); expected copies of one model on all nodes"
+                f"{first_host}); expected copies of one model on all nodes"
             )
 
 
-# ---- shards without values -----------------------------------------------------------------------------------------
-
-
 @contextmanager
-def _unfilled_shards(dtype: torch.dtype) -> Iterator[None]:
-    """The contexts in which `from_pretrained` builds a model in shards, without the broadcast of every parameter's
-    initial values, which nobody has set."""
+def _uninitialized_shards(dtype: torch.dtype) -> Iterator[None]:
+    """The contexts in which `from_pretrained` builds a sharded model, without broadcasting its values."""
     with ExitStack() as stack:
         for context in PreTrainedModel.get_init_context(dtype, False, False, None):
             stack.enter_context(context)
@@ -147,15 +140,15 @@ def _unfilled_shards(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def without_broadcast(init: deepspeed.zero.Init) -> Iterator[None]:
-    """Inside, `init` divides parameters without asking the first rank for values. Later it does again: parameters keep
-    it, and DeepSpeed uses it for adapters."""
+    """A context in which `init` shards parameters without broadcasting rank 0's values. Restored on exit, because
+    parameters refer to `init`, and DeepSpeed uses it later for adapters."""
 
     def divide(parameter: nn.Parameter) -> None:
         init._convert_to_deepspeed_param(parameter)
         divided = as_partitioned(parameter)
         divided.partition()
-        # With hierarchical partitioning it would be copied from the parameter; as after every step, the first gather
-        # reads the shards and makes it.
+        # With hierarchical partitioning this is a copy of the uninitialized parameter; without it, the first all-gather
+        # copies the shards, as after every step.
         divided.ds_secondary_tensor = None
 
     init._zero_init_param = divide
@@ -166,53 +159,50 @@ def without_broadcast(init: deepspeed.zero.Init) -> Iterator[None]:
 
 
 def _initialize_buffers(model: PreTrainedModel) -> None:
-    """Computes the buffers that are in no file (rotary frequencies), as `from_pretrained` does once weights are there:
-    those computed while zero.Init replaces torch's constructors may have passed through bf16."""
+    """Compute the buffers that files do not hold (rotary frequencies), as `from_pretrained` does after loading: while
+    zero.Init replaces torch's constructors, they may have been rounded to bf16."""
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     model.initialize_weights()
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------
+def read_shards(path: str, reads: list[Wanted], say: Callable[[str], None]) -> None:
+    """Read this rank's ranges. A collective at its end.
 
-
-def read_shards(path: str, wanted: list[Wanted], say: Callable[[str], None]) -> None:
-    """Reads what this rank wants. A collective at its end.
-
-    Raises UserError, on all ranks alike, where a rank cannot read its part.
+    Raises UserError, on all ranks alike, if a rank cannot read its ranges.
     """
-    num_bytes = sum(one.num_bytes for one in wanted)
+    num_bytes = sum(read.num_bytes for read in reads)
     title = f"Loading {path}, {num_bytes / 1e9:.1f} GB on each rank"
-    mine = None
+    failure = None
     try:
         with torch.no_grad(), Progress(title, num_bytes, enabled=layout.is_first(), say=say) as progress:
-            read_ranges(wanted, progress.advance)
-    except OSError as error:  # the others would wait for a rank that has left
-        mine = first_line(error)
-    for rank, (problem, host) in enumerate(layout.gather_objects("job", (mine, platform.node()))):
+            read_ranges(reads, progress.advance)
+    except OSError as error:  # raised below on all ranks, so that none hangs
+        failure = first_line(error)
+    for rank, (problem, host) in enumerate(layout.gather_objects("job", (failure, platform.node()))):
         if problem is not None:
             raise UserError(f"model.path: {path}: no weights can be read on rank {rank} (host {host}): {problem}")
 
 
-def _wanted(model: PreTrainedModel, weights: StoredWeights) -> list[Wanted]:
-    """What this rank reads: its part of every parameter once, and all of every buffer."""
-    wanted: dict[int, Wanted] = {}
-    # Where files hold both of two tied weights, the one that others are tied to counts.
+def _list_reads(model: PreTrainedModel, weights: StoredWeights) -> list[Wanted]:
+    """The ranges that this rank reads: its shard of every parameter, tied ones once, and every buffer."""
+    reads: dict[int, Wanted] = {}
+    # If files hold two tied weights, the one to which the other is tied is read.
     for name in sorted(weights.tensors, key=lambda name: name in model.all_tied_weights_keys):
         tensor, stored = model.get_parameter_or_buffer(name), weights.tensors[name]
-        if id(tensor) in wanted:
+        if id(tensor) in reads:
             continue
         if not isinstance(tensor, nn.Parameter):
-            wanted[id(tensor)] = Wanted(stored, 0, tensor.view(-1))
+            reads[id(tensor)] = Wanted(stored, 0, tensor.view(-1))
             continue
-        start, shard = shard_of(as_partitioned(tensor))
-        wanted[id(tensor)] = Wanted(stored, start, shard)
-    return list(wanted.values())
+        start, shard = local_shard(as_partitioned(tensor))
+        reads[id(tensor)] = Wanted(stored, start, shard)
+    return list(reads.values())
 
 
-def shard_of(parameter: PartitionedParameter) -> tuple[int, torch.Tensor]:
-    """This rank's part of the flattened parameter: its first element, and the shard without its padding, which is set
-    to zero."""
+def local_shard(parameter: PartitionedParameter) -> tuple[int, torch.Tensor]:
+    """This rank's shard of a parameter: its offset in the flattened parameter, and the shard without its padding. Sets
+    the padding to zero."""
     shard = parameter.ds_tensor
     start = layout.rank("shards") * shard.numel()
     numel = max(0, min(shard.numel(), parameter.ds_numel - start))

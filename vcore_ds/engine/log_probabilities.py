@@ -1,4 +1,4 @@
-"""Log-probabilities of whole sequences, under the model and under the reference of a LoRA run."""
+"""Log-probabilities of sequences, under the model and under the reference model of a LoRA run."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,25 +10,23 @@ from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.weights import segment_sum
 
 
-def log_probabilities(engine: Engine, batches: Sequence[Batch]) -> list[Tensor]:
+def compute_log_probabilities(engine: Engine, batches: Sequence[Batch]) -> list[Tensor]:
     """Log-probability `sum_t log p(y_t)` of each sequence, for every micro-batch of this rank. A collective.
 
     Returns:
         `[num_sequences]` fp32 for each micro-batch, in nats.
     """
-    found = []
+    log_probabilities = []
     with engine.without_gradient():
         for batch in batches:
             losses = engine.token_losses(batch)
-            found.append(-segment_sum(losses, batch.sequence_index().to(losses.device), batch.num_sequences))
-    return found
+            index = batch.sequence_index().to(losses.device)
+            log_probabilities.append(-segment_sum(losses, index, batch.num_sequences))
+    return log_probabilities
 
 
-def with_reference_of_adapters(engine: Engine, batches: Sequence[Batch]) -> list[Batch]:
-    """The batches with log-probabilities under the model without its adapters. A collective.
-
-    Costs one forward and no second model.
-    """
+def add_reference_log_probabilities(engine: Engine, batches: Sequence[Batch]) -> list[Batch]:
+    """Batches with `reference_log_probability`, computed by a forward without LoRA adapters. A collective."""
     with engine.without_adapters():
-        found = log_probabilities(engine, batches)
-    return [replace(b, reference_log_probability=values) for b, values in zip(batches, found, strict=True)]
+        reference = compute_log_probabilities(engine, batches)
+    return [replace(b, reference_log_probability=values) for b, values in zip(batches, reference, strict=True)]

@@ -1,10 +1,10 @@
-"""Weights of a Hugging Face model into the shards of parallel layers, and back.
+"""Tensor-parallel and expert-parallel weights: loading them from Hugging Face files into ZeRO-3 shards, and gathering.
 
-In: of its part of every layer, each rank reads its ZeRO-3 shard from the files. Rows of a weight that belong together
-in a rank's part are one range of bytes; of a weight that is divided by columns (the output projections of attention and
-MLP) each row is one. Each byte is read once over all ranks, except norms, which every rank of a tensor group has.
+Loading tensor-parallel layers: each rank reads the ZeRO-3 shard of its tensor-parallel shard from the files. Adjacent
+rows of a weight are one range of bytes; in a weight sharded by columns (the output projections of attention and MLP)
+each row is a range. Each byte is read by one rank, except norms, which all ranks of a tensor-parallel group hold.
 
-Out: a layer is gathered over the ranks that hold its shards, then over those that share it.
+Gathering: a layer is all-gathered over the ranks that hold its ZeRO-3 shards, then over its tensor-parallel group.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
 from vcore_ds.engine.deepspeed_start import TensorAxis, start_deepspeed
 from vcore_ds.engine.flat_shards import EXPERT_FAMILY, PartitionedParameter, as_partitioned
-from vcore_ds.engine.loading import find_on_all_ranks, read_shards, shard_of, without_broadcast
+from vcore_ds.engine.loading import find_on_all_ranks, local_shard, read_shards, without_broadcast
 from vcore_ds.models.experts import mark_sharded, uses_our_experts
 from vcore_ds.models.megatron.configuration import copy_to_weight, pieces, runs
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
@@ -39,29 +39,28 @@ def load_parallel(
     activation_offload: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> ParallelTokenLossModel:
-    """The pretrained model in parallel layers, ready to train, of which this rank holds its shards only. A collective.
+    """Load a pretrained model into tensor-parallel layers in ZeRO-3 shards, ready to train. A collective.
 
     Args:
         path: folder or hub id.
-        dtype: of the parameters, the one that the configuration names.
+        dtype: dtype of the parameters; must be that of `deepspeed_config`.
         gradient_checkpointing, activation_offload: as in `ParallelTokenLossModel`.
-        say: takes lines about the progress; called on the first rank alone.
+        say: receives lines about the progress; called on rank 0 only.
 
     Raises:
-        UserError: on all ranks alike, where there is no model that can be used, or weights cannot be read as they are
-            stored.
+        UserError: on all ranks alike: no usable model, or weights that transformers has to convert.
     """
     start_deepspeed()
     config, weights = find_on_all_ranks(path)
     if weights.obstacle is not None:
         raise UserError(
             f"model.provider: found megatron together with model.path {path}, whose weights transformers has to "
-            f"convert ({weights.obstacle}); expected plain safetensors files, of which each rank reads its parts"
+            f"convert ({weights.obstacle}); expected plain safetensors files, of which each rank reads its shards"
         )
     init = deepspeed.zero.Init(
         data_parallel_group=layout.group("shards"),
         config_dict_or_path=deepspeed_config,
-        mpu=TensorAxis.if_shared(),
+        mpu=TensorAxis.if_parallel(),
     )
     with local_torch_dtype(dtype), init, without_broadcast(init):
         model = ParallelTokenLossModel(
@@ -72,118 +71,116 @@ def load_parallel(
             activation_offload=activation_offload,
         )
     model.compute_buffers()
-    read_shards(path, _wanted(model, weights), say)
+    read_shards(path, _list_reads(model, weights), say)
     return model
 
 
-def _wanted(model: ParallelTokenLossModel, weights: StoredWeights) -> list[Wanted]:
-    """What this rank reads; rows of no token become zero."""
+def _list_reads(model: ParallelTokenLossModel, weights: StoredWeights) -> list[Wanted]:
+    """The ranges that this rank reads. Padding rows of the vocabulary are set to zero."""
     shapes = {name: stored.shape for name, stored in weights.tensors.items()}
-    wanted = []
-    own = pieces(model.config, rank=layout.rank("tensor"), size=layout.size("tensor"))
-    for name, piece in own.items():
-        start, shard = shard_of(as_partitioned(model.get_parameter(name)))
+    reads = []
+    local_pieces = pieces(model.config, rank=layout.rank("tensor"), size=layout.size("tensor"))
+    for name, piece in local_pieces.items():
+        start, shard = local_shard(as_partitioned(model.get_parameter(name)))
         shard.zero_()
-        wanted += [
+        reads += [
             Wanted(weights.tensors[run.name], run.start, shard[run.offset : run.offset + run.numel])
             for run in runs(piece, shapes, start, start + len(shard))
         ]
-    return wanted
+    return reads
 
 
-def gathered_parallel(
+def gather_parallel_weights(
     model: ParallelTokenLossModel, keepers: Mapping[str, Collection[int]], *, weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Name and whole tensor of each of `weights`, on the CPU of the ranks that keep it, None on the others.
+    """Gather the weights one by one: name and full tensor, on the CPU of the ranks that keep it, None on the others.
 
-    Each item may be a collective: all ranks take all.
+    Each item may be a collective: all ranks must take all items.
 
     Args:
-        keepers: the ranks of the job by the weight's name.
+        keepers: the ranks that keep each weight, by name.
         weights: shape and dtype of every trained weight of the Hugging Face model, or of its adapters, in its order.
     """
     size, order = layout.size("tensor"), {name: i for i, name in enumerate(weights)}
-    of_ranks = [model.trained_pieces(rank=rank, size=size) for rank in range(size)]
+    pieces_by_rank = [model.trained_pieces(rank=rank, size=size) for rank in range(size)]
     layer_of = {id(p): number for number, layer in enumerate(model.layers) for p in layer.parameters()}
-    named = [(name, p) for name, p in model.named_parameters() if name in of_ranks[0]]
+    named = [(name, p) for name, p in model.named_parameters() if name in pieces_by_rank[0]]
 
     def layer_or_name(item: tuple[str, nn.Parameter]) -> int | str:
         return layer_of[id(item[1])] if id(item[1]) in layer_of else item[0]
 
     for _, group in itertools.groupby(named, key=layer_or_name):
         parameters: list[tuple[str, nn.Parameter]] = list(group)
-        names = {of_ranks[0][name].name for name, _ in parameters}
-        mine = {
+        names = {pieces_by_rank[0][name].name for name, _ in parameters}
+        kept = {
             name: torch.empty(weights[name].shape, dtype=weights[name].dtype)
             for name in names
             if layout.rank("job") in keepers[name]
         }
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in parameters]):
             for name, parameter in parameters:
-                of_all = layout.all_gather("tensor", parameter.detach())
-                for pieces_of_rank, of_rank in zip(of_ranks, of_all, strict=True):
-                    copy_to_weight(mine, of_rank, pieces_of_rank[name])
+                parts = layout.all_gather("tensor", parameter.detach())
+                for rank_pieces, part in zip(pieces_by_rank, parts, strict=True):
+                    copy_to_weight(kept, part, rank_pieces[name])
         for name in sorted(names, key=order.__getitem__):
-            yield name, mine.pop(name, None)
+            yield name, kept.pop(name, None)
 
 
-# Experts of a mixture, each rank of an expert-parallel group with its block of them.
-#
-# A layer's experts are parameters `[E, ...]`. Here they become parameters `[E / N, ...]`, which ZeRO-3 shards over
-# `expert_shards`, the ranks that have the same block. DeepSpeed knows of such parameters, for a mixture layer of its
-# own: those with its marks are gathered and reduced over their group, divided by all ranks like other gradients, and
-# counted in the norm of the gradient over both axes.
+# DeepSpeed shards expert parameters over a group of their own for its MoE layer. The attributes set below make it treat
+# ours alike: gathered and reduced over `expert_shards`, gradients divided by the number of all ranks, and the gradient
+# norm summed over both axes.
+
+_GROUP_NAME = "vcore_experts"
+"""Key of the experts' process groups in DeepSpeed."""
 
 
-_NAME = "vcore_experts"
-"""Under which DeepSpeed looks up the process groups of experts' parameters."""
+def partition_experts(model: nn.Module) -> None:
+    """Shard the experts of MoE layers: `[E, ...]` -> `[E / N, ...]` on each of N expert-parallel ranks. A collective.
 
-
-def divide_experts(model: nn.Module) -> None:
-    """Leaves each rank its block of the experts, where `expert` has more than one rank. A collective.
-
-    After the weights are loaded, one parameter of a layer at a time: files hold experts joined, one by one, or
-    transposed, and what loads them knows of whole ones only. Before the optimizer is built, as parameters are replaced.
+    Call it after loading, since files hold experts fused, separate or transposed, and transformers loads all experts of
+    a layer; and before the optimizer is built, since parameters are replaced.
 
     Args:
-        model: in shards already: DeepSpeed gives all ranks the first one's values of whatever is not.
+        model: in ZeRO-3 shards: DeepSpeed would broadcast unsharded parameters from rank 0.
 
     Raises:
-        UserError: there are no experts that can be divided, not into so many parts, or they have adapters.
+        UserError: no MoE layers that can be sharded, a number of experts that N does not divide, or adapters on them.
     """
     num_ranks = layout.size("expert")
     if num_ranks == 1:
         return
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
-        raise _refused("with adapters on experts", "1, or lora.target_modules without experts")
-    found = [module for module in model.modules() if uses_our_experts(module)]
-    if not found:
-        raise _refused("on a model without experts that transformers computes by its interface for experts", "1")
-    groups._EXPERT_PARALLEL_GROUP[_NAME] = layout.group("expert")
-    groups._EXPERT_DATA_PARALLEL_GROUP[_NAME] = layout.group("expert_shards")
-    for experts in found:
+        raise _expert_parallel_error("with adapters on experts", "1, or lora.target_modules without experts")
+    moe_layers = [module for module in model.modules() if uses_our_experts(module)]
+    if not moe_layers:
+        raise _expert_parallel_error("on a model without experts behind transformers' experts interface", "1")
+    groups._EXPERT_PARALLEL_GROUP[_GROUP_NAME] = layout.group("expert")
+    groups._EXPERT_DATA_PARALLEL_GROUP[_GROUP_NAME] = layout.group("expert_shards")
+    for experts in moe_layers:
         num_experts: int = experts.num_experts  # type: ignore[assignment]  # not a tensor
         if num_experts % num_ranks:
-            raise _refused(f"on a model with {num_experts} experts a layer", f"a divisor of {num_experts}")
+            raise _expert_parallel_error(
+                f"on a model with {num_experts} experts a layer", f"a divisor of {num_experts}"
+            )
         for name, parameter in list(experts.named_parameters(recurse=False)):
-            setattr(experts, name, _own_block(as_partitioned(parameter), num_experts // num_ranks))
+            setattr(experts, name, _extract_block(as_partitioned(parameter), num_experts // num_ranks))
         mark_sharded(experts)
 
 
-def _refused(found: str, expected: str) -> UserError:
+def _expert_parallel_error(found: str, expected: str) -> UserError:
     return UserError(f"parallel.expert: found {layout.size('expert')} {found}; expected {expected}")
 
 
-def _own_block(parameter: PartitionedParameter, num_own: int) -> PartitionedParameter:
-    """This rank's experts of a parameter of all of them, in shards like it."""
-    start = layout.rank("expert") * num_own
+def _extract_block(parameter: PartitionedParameter, num_local: int) -> PartitionedParameter:
+    """This rank's experts of a parameter of all experts, in ZeRO-3 shards like it."""
+    start = layout.rank("expert") * num_local
     with deepspeed.zero.GatheredParameters([parameter]):
-        values = parameter.data[start : start + num_own].clone()
+        values = parameter.data[start : start + num_local].clone()
     block = as_partitioned(nn.Parameter(values, requires_grad=parameter.requires_grad))
     block.ds_zero_placement_family = EXPERT_FAMILY
-    block.ds_zero_partition_group_name = _NAME
+    block.ds_zero_partition_group_name = _GROUP_NAME
     block.ds_zero_partition_process_group = layout.group("expert_shards")
     parameter.convert_to_zero_parameters(param_list=[block])
-    # What DeepSpeed has attached to the old one refers to it, so it would keep its shard for a while.
+    # DeepSpeed's hooks still refer to the old parameter, which would keep its shard alive.
     parameter.ds_tensor.data = values.new_empty(0)
     return block

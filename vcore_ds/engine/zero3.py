@@ -1,7 +1,7 @@
-"""A wrapper around `deepspeed.initialize` with ZeRO-3.
+"""The training engine: a wrapper around `deepspeed.initialize` with ZeRO-3.
 
-The caller scales losses by global counts before the first backward. So gradients are summed here: nothing is averaged
-over micro-batches, and DeepSpeed's division by the world size is undone.
+Gradients are summed over micro-batches and ranks, not averaged (DeepSpeed's division by the world size is undone):
+callers divide losses by global counts before the first backward.
 
 docs/zero3.md lists the DeepSpeed internals on which this package relies.
 """
@@ -38,36 +38,30 @@ from vcore_ds.models.dropout import TokenDropout, make_token_keys
 from vcore_ds.models.experts import mark_padding, uses_our_experts
 from vcore_ds.models.sequence_exchange import gather_losses, take_local_columns
 
-# Errors for losses and gradients that are inf or nan, raised before an update and on all ranks alike.
-
 
 class NonFiniteLoss(RunFailed):
-    """A loss of the batch, or the probe, is inf or nan. The optimizer was not stepped."""
+    """A loss of the batch or of the probe is inf or NaN. Raised on all ranks alike, before the optimizer's step."""
 
 
 class NonFiniteGradient(RunFailed):
-    """The gradient of the batch holds inf or nan. The optimizer was not stepped."""
+    """The gradient of the batch contains inf or NaN. Raised on all ranks alike; the update was skipped."""
 
 
-def sequences_by_rank(own_sequence_ids: Sequence[int], sequence_parallel: int) -> str:
-    """Sequence ids by rank, for a message; ranks without any are left out, and of a sequence- or tensor-parallel
-    group all but the first. A collective.
+def describe_sequences(sequence_ids: Sequence[int], sequence_parallel: int) -> str:
+    """Sequence ids by rank, for a message; each sequence- or tensor-parallel group is listed once. A collective.
 
     Args:
-        sequence_parallel: degree of the pass that computed the sequences.
+        sequence_parallel: sequence-parallel size of the pass that computed the sequences.
     """
     is_first = layout.rank("sequence", sequence_parallel) == layout.rank("tensor") == 0
-    per_rank = layout.gather_objects("job", list(own_sequence_ids) if is_first else [])
+    per_rank = layout.gather_objects("job", list(sequence_ids) if is_first else [])
     return "; ".join(f"rank {rank}: sequence ids {ids}" for rank, ids in enumerate(per_rank) if ids)
 
 
-# The optimizer over the trainable parameters, built before DeepSpeed shards them.
-
-
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW, or SGD without momentum, over the trainable parameters, with weight decay on matrices only.
+    """Build AdamW, or SGD without momentum, over the trainable parameters, with weight decay on matrices only.
 
-    AdamW is fused, one kernel for all tensors: under ZeRO-3 it updates a few large shards.
+    AdamW is PyTorch's fused one: under ZeRO-3 it updates a few large shards.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trainable if _num_axes(parameter) >= 2]
@@ -84,16 +78,16 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
 
 
-def make_moments(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> None:
-    """AdamW's moments of zeros and counters at 0, as its first step makes them where there are none.
+def initialize_moments(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> None:
+    """Allocate AdamW's moments and counters, all 0, as its first step would.
 
-    Made at the start, so that a run for which they are too large fails there and not after its first backward.
+    So a run without the memory for them fails at its start and not after its first backward.
 
     Args:
-        masters: the fp32 shards that the optimizer will update, each on the device where its moments are to be.
+        masters: the fp32 shards that the optimizer updates, on the devices of their moments.
     """
     if not isinstance(optimizer, torch.optim.AdamW):
-        return  # SGD without momentum keeps nothing
+        return  # SGD without momentum has no state
     for master in masters:
         optimizer.state[master] = {
             "step": torch.zeros((), dtype=torch.float32, device=master.device),
@@ -103,7 +97,7 @@ def make_moments(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) ->
 
 
 def _num_axes(parameter: nn.Parameter) -> int:
-    return len(getattr(parameter, "ds_shape", parameter.shape))  # a sharded parameter looks empty
+    return len(getattr(parameter, "ds_shape", parameter.shape))  # a sharded parameter has the shape of an empty tensor
 
 
 if TYPE_CHECKING:  # megatron-core takes seconds
@@ -116,8 +110,8 @@ class Engine:
     Attributes:
         module: the wrapped model.
         trainable: names and trained parameters, in the model's order, which is the same on every rank.
-        shards: this rank's part of the trained parameters, their gradient and the optimizer's state.
-        coalesces: whether gradients are reduced once a step.
+        shards: this rank's shards of the trained parameters, their gradient and the optimizer's state.
+        coalesces: whether gradients are reduced once per step.
     """
 
     def __init__(
@@ -137,18 +131,18 @@ class Engine:
         start_deepspeed()
         layers = model.layers
         if layers:
-            # One gather, one release and one pair of hooks per decoder layer instead of per weight: hooks and small
-            # collectives take a large part of a pass. And ranks take part in the same gathers whichever experts their
-            # tokens reach.
+            # One all-gather, one release and one pair of hooks per decoder layer instead of per weight: hooks and small
+            # collectives take a large part of a pass. It also keeps all-gathers the same on all ranks, whichever
+            # experts their tokens are routed to.
             set_z3_leaf_modules(model, list({type(layer): None for layer in layers}))
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
             config=deepspeed_config,
-            mpu=TensorAxis.if_shared(),
+            mpu=TensorAxis.if_parallel(),
             dist_init_required=False,
         )
-        make_moments(self.optimizer.optimizer, self.optimizer.fp32_partitioned_groups_flat)
+        initialize_moments(self.optimizer.optimizer, self.optimizer.fp32_partitioned_groups_flat)
         self.module: TokenLossModel | ParallelTokenLossModel = model
         self.trainable: list[tuple[str, PartitionedParameter]] = [
             (name, as_partitioned(parameter)) for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -164,40 +158,38 @@ class Engine:
         self._dropout_seed = 0
         self._experts = [m for m in model.modules() if uses_our_experts(m)]
 
-    # ---- passes over the model -------------------------------------------------------------------------------------
-
     def token_losses(self, batch: Batch) -> Tensor:
         """Loss in nats of each supervised token of `batch`, fp32 `[N]`, row-major; with a graph unless under no_grad.
 
-        Ranks that share the batch each compute a part of its columns, and all get all of its losses; the gradient of
-        what they make of them is, on each rank, that of its own part.
+        The ranks of a sequence-parallel group each compute a slice of the columns, and all get all losses; in the
+        backward each rank differentiates the losses of its slice.
 
-        A collective: every rank must call it as often as the others, with an idle batch if it has no data.
+        A collective: all ranks must call it equally often, with an idle batch on ranks without data.
         """
         supervised = batch.targets() != IGNORED_LABEL
         return gather_losses(self._forward(batch), supervised, batch.sequence_parallel)
 
     def losses_and_entropies(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The same losses, and the entropy in nats of each supervised token's prediction, both `[N]`; for passes
-        without a gradient. A collective, as `token_losses`."""
+        """Losses as in `token_losses`, and the entropy in nats of each supervised token's prediction, both `[N]`; for
+        passes without a gradient. A collective."""
         supervised, k = batch.targets() != IGNORED_LABEL, batch.sequence_parallel
         losses, entropies = self._forward(batch, with_entropies=True)
         return gather_losses(losses, supervised, k), gather_losses(entropies, supervised, k)
 
     def own_logits(self, batch: Batch) -> Tensor:
-        """Logits `[b, T, V]` of the architecture's own forward, fp32 unless it changes that; of a batch that is not
-        shared, on a Hugging Face model. A collective, as `token_losses`."""
+        """Logits `[b, T, V]` of the Hugging Face forward, usually fp32; only without sequence and tensor parallelism. A
+        collective."""
         return self._forward(batch, own_logits=True)
 
     def _forward(self, batch: Batch, **options: bool) -> Any:
-        """What the model gives for this rank's columns."""
+        """The model's output for this rank's columns."""
         k, positions = batch.sequence_parallel, batch.position_ids()
         if self._dropouts and self._dropouts[0].training:
             keys = make_token_keys(self._dropout_seed, batch.token_sequence_ids(), positions)
-            own_keys = to_device(take_local_columns(keys, k), self.device)
+            local_keys = to_device(take_local_columns(keys, k), self.device)
             for dropout in self._dropouts:
-                # Kept until the next forward: layers that are recomputed in the backward draw their masks again.
-                dropout.token_keys = own_keys
+                # Kept until the next forward: layers that are recomputed in the backward need the same masks.
+                dropout.token_keys = local_keys
         if self._experts:
             mark_padding(self._experts, to_device(take_local_columns(batch.is_token(), k), self.device))
         with self._saved_parameters.as_references():
@@ -210,15 +202,15 @@ class Engine:
             )
 
     def seed_dropout(self, seed: int) -> None:
-        """Makes the masks of the next forwards a function of the token and of `seed`, the same on all ranks."""
+        """Seed the dropout masks of the next forwards, which depend on token and seed only; the same on all ranks."""
         self._dropout_seed = torch_seed(Stream.DROPOUT, seed)
 
     @contextmanager
     def accumulation(self, num_backwards: int) -> Iterator[None]:
-        """The context of all `backward` calls of one gradient: the first overwrites the shards, the others add to them.
+        """A context for the `backward` calls of one gradient: the first overwrites the gradient shards, the others add.
 
-        DeepSpeed counts micro-steps itself, and a probe within a step would disturb that count. So the boundary is set
-        explicitly here, and the counter that decides between overwriting and adding is reset.
+        DeepSpeed counts micro-steps itself, and a probe within a step would disturb that count. So the accumulation
+        boundary is set explicitly here, and the counter that decides between overwriting and adding is reset.
         """
         self.optimizer.zero_grad()
         self._num_backwards_left = num_backwards
@@ -226,46 +218,46 @@ class Engine:
             try:
                 yield
             except BaseException:
-                # DeepSpeed would reduce what there is, after an error too. Where ranks share layers and one of them is
-                # lost, the other ranks of that reduction are not in it: gloo aborts the process, NCCL waits.
+                # DeepSpeed would reduce the gradients even after an error. If only some ranks raised, the others do not
+                # join that reduction: gloo aborts the process, NCCL hangs.
                 for _, parameter in self.trainable:
                     parameter.grad = None
                 raise
             self._gradient_sum.give_back()
         if any(parameter.grad is not None for _, parameter in self.trainable):
-            # ZeRO-3 takes the gradients of a layer when that of its input is there, zeros for what is missing, and one
-            # that comes later would be lost.
-            raise RuntimeError("a gradient was computed after ZeRO-3 had reduced those of its layer")
-        self.shards.add_up_replicas()
+            # ZeRO-3 reduces a layer's gradients once that of its input is computed, with zeros for missing ones. A
+            # gradient that comes later would be lost.
+            raise RuntimeError("a gradient was computed after ZeRO-3 had reduced its layer's gradients")
+        self.shards.sum_replicated_gradients()
         self.deepspeed.set_gradient_accumulation_boundary(True)
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of `loss` to the accumulation; gradients of ranks are summed, not averaged.
+        """Accumulate the gradient of `loss`, summed over ranks, not averaged. A collective.
 
-        A collective; a rank without tokens passes the sum of its empty losses, a zero that keeps the graph.
+        A rank without tokens passes the sum of its empty losses, a zero with a graph.
 
         Raises:
-            UserError: on this rank, where a layer that is recomputed has sent its tokens to other experts.
+            UserError: on this rank, if a recomputed layer has routed its tokens to other experts than in the forward.
         """
         self._num_backwards_left -= 1
         self.deepspeed.set_gradient_accumulation_boundary(self._num_backwards_left == 0)
         try:
             self.deepspeed.backward(loss * layout.size("shards"), scale_wrt_gas=False)
         except CheckpointError as error:
-            if layout.size("expert") == 1:  # then shapes do not depend on which experts a token has
+            if layout.size("expert") == 1:  # then no shape depends on the routing
                 raise
             raise UserError(
-                "model.gradient_checkpointing: a layer that was recomputed has got another number of tokens for its "
-                "experts than in the forward; expected the same. A router whose scores are about equal may choose "
-                "another expert where the device does not round twice alike. Set model.gradient_checkpointing=false or "
-                f"parallel.expert=1; a run may be resumed with either. PyTorch says: {first_line(error)}"
+                "model.gradient_checkpointing: found a layer whose recomputation routed another number of tokens to "
+                "its experts than its forward; expected the same number. This can happen where router scores are "
+                "almost equal and the device does not round deterministically. Set model.gradient_checkpointing=false "
+                f"or parallel.expert=1 and resume the run. PyTorch says: {first_line(error)}"
             ) from error
         if self.coalesces and self._num_backwards_left > 0:
             self._gradient_sum.take()
 
     @contextmanager
     def without_gradient(self) -> Iterator[None]:
-        """A context without graph, dropout or activation checkpointing, for passes that only measure."""
+        """A context for evaluation passes: no graph, dropout or activation checkpointing."""
         was_training = self.module.training
         self.module.eval()
         try:
@@ -287,25 +279,23 @@ class Engine:
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """A context in which LoRA adapters are disabled: the reference model of a run, without a second copy."""
+        """A context with LoRA adapters disabled, so that the model is the run's reference model."""
         with self.module.without_adapters():
             yield
 
     @property
     def has_dropout(self) -> bool:
-        """Whether any layer drops activations in training."""
+        """Whether any layer has dropout."""
         return bool(self._dropouts)
-
-    # ---- this rank's shards ----------------------------------------------------------------------------------------
 
     @property
     def num_updates(self) -> int:
-        """Number of steps that the optimizer has taken, by its own count."""
+        """Number of steps that the optimizer has taken, from its state."""
         states = list(self.optimizer.optimizer.state.values())
         return int(states[0]["step"]) if states and "step" in states[0] else 0
 
     def local_numel(self, parameter: nn.Parameter) -> int:
-        """Elements of a trained parameter in this rank's shard, without padding."""
+        """Number of elements of a trained parameter in this rank's shard, without padding."""
         return self.shards.numel(parameter)
 
     def gradient_norm(self) -> float:
@@ -317,17 +307,17 @@ class Engine:
         return self.shards.norm(self.shards.masters())
 
     def scale_gradient(self, factor: float) -> None:
-        """Multiplies the reduced gradient in the shards, before it is clipped."""
+        """Multiply the reduced gradient, before it is clipped."""
         self.shards.scale_gradient(factor)
 
     @contextmanager
     def changing_shards(self) -> Iterator[None]:
-        """The context of every change of a parameter's shard outside `step`: the next forward computes with it.
+        """A context for changes of parameter shards outside `step`: the next forward reads the changed values.
 
         ZeRO-3 keeps gathered parameters alive between passes (small ones always, others within the reuse distance), and
-        a forward would silently read the old values, so they are dropped. Gathers on a stream of their own are ordered
-        around the change. DeepSpeed's own `engine.empty_partition_cache()` would also run Python's garbage collector
-        (half a second) and empty the accelerator's memory cache, twice a step.
+        a forward would silently read the old values, so they are dropped. All-gathers on the side stream are ordered
+        around the change. DeepSpeed's `engine.empty_partition_cache()` would also run Python's garbage collector (half
+        a second) and empty the accelerator's memory cache, twice per step.
         """
         self._streams.wait_for_gathers()
         try:
@@ -335,44 +325,39 @@ class Engine:
         finally:
             self.optimizer.empty_partition_cache()
             # Hierarchical partitioning (zero_hpz_partition_size) gathers from a second copy of the shards that lives
-            # until the next step: a changed shard would not be seen, and utilities would be exactly 0. Emptying the
-            # cache makes such copies of the gathered parameters, so they are dropped last.
+            # until the next step: with it the change would be ignored, and utilities would be exactly 0. Emptying the
+            # cache makes such copies of gathered parameters, so they are dropped last.
             self.optimizer.invalidate_secondary_tensor()
             self._streams.let_gathers_wait()
 
-    # ---- the update ------------------------------------------------------------------------------------------------
-
     def step(self, learning_rate: float) -> float:
-        """Clips the gradient, updates the parameters and returns the gradient norm before clipping. A collective.
+        """Clip the gradient and update the parameters; return the gradient norm before clipping. A collective.
 
         Raises:
-            NonFiniteGradient: on all ranks alike, with nothing updated.
+            NonFiniteGradient: on all ranks alike; nothing was updated.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.deepspeed.step()
         self._streams.let_gathers_wait()
-        # DeepSpeed skips an update whose global norm is not finite, in fp32 and bf16 without a message.
+        # DeepSpeed silently skips an update whose global norm is not finite.
         if self.optimizer.overflow:
             raise NonFiniteGradient("the gradient is not finite")
         return float(self.deepspeed.get_global_grad_norm())
 
     def close(self) -> None:
-        """Releases what DeepSpeed attached to the model; required before a second engine in one process."""
+        """Remove DeepSpeed's hooks from the model; required before a second engine in one process."""
         self.deepspeed.destroy()
 
 
-# The numbers of sequences and tokens of a global batch, by which its losses are divided.
-
-
 def count_globally(batches: Sequence[Batch], *, kept_only: bool = False) -> GlobalCounts:
-    """Counts sequences and supervised tokens over all ranks; needed before the first backward. A collective.
+    """Count the sequences and supervised tokens of a batch over all ranks, by which losses are divided. A collective.
 
     Args:
-        batches: this rank's micro-batches, at least one, all of one degree of sequence parallelism.
+        batches: this rank's micro-batches, at least one, all of one sequence-parallel size.
         kept_only: count only tokens that the batch's mask keeps (`Batch.kept`).
     """
     num_tokens = torch.cat([b.num_kept_tokens() if kept_only else b.num_supervised_tokens() for b in batches])
-    own = [float((num_tokens > 0).sum()), float(num_tokens.sum())]
-    sequences, tokens = layout.sum_over("data", own, batches[0].sequence_parallel)
+    counts = [float((num_tokens > 0).sum()), float(num_tokens.sum())]
+    sequences, tokens = layout.sum_over("data", counts, batches[0].sequence_parallel)
     return GlobalCounts(num_sequences_global=int(sequences), num_supervised_tokens_global=int(tokens))

@@ -16,13 +16,13 @@ from vcore_ds.distributed.process_group import on_first_rank
 from vcore_ds.engine import checkpoint_folder
 from vcore_ds.engine.checkpoint_shards import (
     CheckpointFailed,
-    files_of_this_rank,
-    on_all_ranks,
+    list_files_of_this_rank,
     read_state,
+    run_on_all_ranks,
     state_bytes,
     write_state,
 )
-from vcore_ds.engine.flat_shards import shape_of_all
+from vcore_ds.engine.flat_shards import full_shape
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.train.console import Console
@@ -107,12 +107,12 @@ class Checkpoints:
         Raises:
             UserError: there are checkpoints, and none of them verifies.
         """
-        unfinished, candidates = on_all_ranks(  # rank 0's view serves all
+        unfinished, candidates = run_on_all_ranks(  # rank 0's view serves all
             self._folder,
             lambda: (checkpoint_folder.list_unfinished(self._folder), checkpoint_folder.list_checkpoints(self._folder)),
         )[0]
         skipped = [f"{folder.name}: not finished" for folder in unfinished if folder not in candidates]
-        found, problems = checkpoint_folder.newest_usable(candidates, self._problem_of)
+        found, problems = checkpoint_folder.find_newest_usable(candidates, self._problem_of)
         skipped += problems
         # A run that was killed between renaming and marking its first checkpoint has lost nothing.
         if found is None and not set(candidates) <= set(unfinished):
@@ -129,7 +129,7 @@ class Checkpoints:
     def clear_above(self, step: int) -> None:
         """Sets aside the checkpoints newer than `step`, which a run that resumes there did not verify."""
         is_first = layout.is_first()
-        for renamed in on_all_ranks(
+        for renamed in run_on_all_ranks(
             self._folder, lambda: checkpoint_folder.set_aside_newer(self._folder, step) if is_first else []
         )[0]:
             self._console.warn(f"renamed a checkpoint that did not verify: {renamed}")
@@ -181,7 +181,7 @@ class Checkpoints:
         folder = checkpoint_folder.step_folder(self._folder, step)
         problem = self._problem_of(folder)
         if problem is None:
-            digests = on_all_ranks(folder, lambda: {digest, checkpoint_folder.read_digest(folder)})
+            digests = run_on_all_ranks(folder, lambda: {digest, checkpoint_folder.read_digest(folder)})
             if len(set().union(*digests)) > 1:
                 problem = "it was written anew after this command had begun"
         if problem is not None:
@@ -253,13 +253,13 @@ class Checkpoints:
         num_bytes = state_bytes(engine, needed) + MARGIN_BYTES
         unfinished = unfinished_path(checkpoint_folder.step_folder(self._folder, step))
         try:
-            on_all_ranks(
+            run_on_all_ranks(
                 unfinished, lambda: checkpoint_folder.begin(self._folder, step, num_bytes) if is_first else None
             )
             write_state(engine, needed, unfinished / checkpoint_folder.STATE)
-            written = on_all_ranks(unfinished, lambda: self._write_rest(unfinished, state))
+            written = run_on_all_ranks(unfinished, lambda: self._write_rest(unfinished, state))
             records = {name: record for of_rank in written for name, record in of_rank.items()}
-            folder = on_all_ranks(
+            folder = run_on_all_ranks(
                 unfinished,
                 lambda: checkpoint_folder.finish(self._folder, step, state.world_size, records) if is_first else None,
             )[0]
@@ -269,7 +269,7 @@ class Checkpoints:
             raise CheckpointFailed(
                 f"the checkpoint of step {step} could not be written: {error}. Earlier checkpoints are untouched"
             ) from None
-        on_all_ranks(self._folder, lambda: self.remove_old() if is_first else None)
+        run_on_all_ranks(self._folder, lambda: self.remove_old() if is_first else None)
         seconds, total = time.perf_counter() - started, sum(record.bytes for record in records.values())
         self._console.say(f"checkpoint: {folder}: {total / 1e9:.3g} GB in {seconds:.1f} s")
         self._last_end = time.monotonic()
@@ -293,31 +293,31 @@ class Checkpoints:
 
     def _write_rest(self, unfinished: Path, state: RunState) -> dict[str, checkpoint_folder.FileRecord]:
         """Writes the small files, on rank 0; reads this rank's files back and returns their records."""
-        own = files_of_this_rank(unfinished / checkpoint_folder.STATE)
+        own = list_files_of_this_rank(unfinished / checkpoint_folder.STATE)
         if layout.is_first():
             (unfinished / checkpoint_folder.RUN_STATE).write_text(
                 json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8"
             )
             (unfinished / checkpoint_folder.RECIPE).write_text(dump_recipe(self._recipe), encoding="utf-8")
             own += [unfinished / checkpoint_folder.RUN_STATE, unfinished / checkpoint_folder.RECIPE]
-        return {path.relative_to(unfinished).as_posix(): checkpoint_folder.record_of(path) for path in own}
+        return {path.relative_to(unfinished).as_posix(): checkpoint_folder.hash_file(path) for path in own}
 
     def _problem_of(self, folder: Path) -> str | None:
-        """`checkpoint_folder.problem_of`, each rank reading every so many of the files. A collective."""
+        """`checkpoint_folder.find_problem`, each rank reading every so many of the files. A collective."""
         part, num_parts = layout.rank("job"), layout.size("job")
-        problem = checkpoint_folder.problem_of(folder, self._console.say, part=part, num_parts=num_parts)
+        problem = checkpoint_folder.find_problem(folder, self._console.say, part=part, num_parts=num_parts)
         found = [of_rank for of_rank in layout.gather_objects("job", problem) if of_rank is not None]
         return "; ".join(dict.fromkeys(found)) or None
 
     def _read_run_state(self, folder: Path) -> RunState:
-        values: dict[str, Any] = on_all_ranks(folder, lambda: checkpoint_folder.read_run_state(folder))[
+        values: dict[str, Any] = run_on_all_ranks(folder, lambda: checkpoint_folder.read_run_state(folder))[
             layout.rank("job")
         ]
         return RunState(**{field.name: values[field.name] for field in fields(RunState) if field.name in values})
 
 
 def _shapes(engine: Engine) -> dict[str, list[int]]:
-    return {name: list(shape_of_all(parameter)) for name, parameter in engine.trainable}
+    return {name: list(full_shape(parameter)) for name, parameter in engine.trainable}
 
 
 def _data_digests(feed: Feed) -> dict[str, str]:

@@ -18,7 +18,7 @@ from vcore_ds.data.dataset import Dataset, keep_random_tokens
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.watchdog import mark
-from vcore_ds.engine.log_probabilities import with_reference_of_adapters
+from vcore_ds.engine.log_probabilities import add_reference_log_probabilities
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import Feed, batches_of_rank
@@ -110,7 +110,7 @@ def measure_followed(
         known = estimator.begin(batches, seed=seed, precompute=True).precomputed
         utilities = [found for _, found in known] if known else [None] * len(batches)
         if settings.reference_is_base:
-            batches = with_reference_of_adapters(engine, batches)
+            batches = add_reference_log_probabilities(engine, batches)
         # Ranks of a sequence-parallel group hold the same traces: the first of them speaks.
         if layout.rank("sequence", k) == 0:
             for batch, (losses, entropies), own in zip(batches, measured, utilities, strict=True):

@@ -18,7 +18,7 @@ from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import first_rank_first
 from vcore_ds.distributed.stops import Stops
 from vcore_ds.distributed.watchdog import mark
-from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss, sequences_by_rank
+from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss, describe_sequences
 from vcore_ds.models.architecture_check import advise_on_noise
 from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.hardware import peak_flops
@@ -132,7 +132,7 @@ def describe_fault(error: Exception, batches: StepBatches) -> str:
     if isinstance(error, NonFiniteLoss):
         return f"{error}. The parameters were not updated."
     ids = [i for batch in batches.main for i in batch.sequence_ids]
-    sequences = sequences_by_rank(ids, batches.main[0].sequence_parallel)
+    sequences = describe_sequences(ids, batches.main[0].sequence_parallel)
     return f"{error}; it is summed over {sequences}. The parameters were not updated."
 
 

@@ -11,7 +11,7 @@ from vcore_ds.distributed.device import device, num_local_ranks, total_memory_by
 from vcore_ds.distributed.process_group import first_rank_first, start_process_group
 from vcore_ds.engine.flat_shards import unsharded_gradient_bytes
 from vcore_ds.engine.loading import load_sharded
-from vcore_ds.engine.parallel_weights import divide_experts
+from vcore_ds.engine.parallel_weights import partition_experts
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import read_model_shape
@@ -62,7 +62,7 @@ def build_engine(recipe: Recipe, ds_config: dict) -> Engine:
     # The same on every rank: adapters are initialised before they are sharded.
     torch.manual_seed(recipe.run.seed)
     model = load_model(recipe, ds_config)
-    divide_experts(model)
+    partition_experts(model)
     model.train()
     return Engine(
         model,

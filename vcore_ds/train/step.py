@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.engine.log_probabilities import with_reference_of_adapters
-from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, sequences_by_rank
+from vcore_ds.engine.log_probabilities import add_reference_log_probabilities
+from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describe_sequences
 from vcore_ds.method.objective import sequence_shares, token_coefficients
 from vcore_ds.method.weights import segment_sum
 from vcore_ds.models.experts import measure_expert_load, reset_token_counts
@@ -63,7 +63,7 @@ def train_step(
         factors, tilt = sequence_factors(method, counts, main, forward.precomputed) if precompute else (None, {})
         measured |= {**forward.metrics, **tilt}
         if settings.reference_is_base:
-            main = with_reference_of_adapters(engine, main)
+            main = add_reference_log_probabilities(engine, main)
     measure_followed(engine, settings, batches.followed, estimator, recorder, seed=seed)
 
     reset_token_counts(engine.module)  # of experts in other passes
@@ -102,7 +102,7 @@ def train_step(
 def check_finite(totals: StepTotals, recorder: StepRecorder, sequence_parallel: int) -> None:
     """Raises NonFiniteLoss, on all ranks alike, where a loss or utility of the step is inf or nan. A collective."""
     if totals.num_non_finite > 0:
-        sequences = sequences_by_rank(recorder.non_finite_sequence_ids(), sequence_parallel)
+        sequences = describe_sequences(recorder.non_finite_sequence_ids(), sequence_parallel)
         raise NonFiniteLoss(f"the loss is not finite; {sequences}")
 
 

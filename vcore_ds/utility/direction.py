@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine.flat_shards import PartitionedParameter, chunks, is_block_of_experts
-from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, sequences_by_rank
+from vcore_ds.engine.flat_shards import PartitionedParameter, chunks, is_expert_block
+from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describe_sequences
 from vcore_ds.method.adam import adam_direction
 from vcore_ds.method.baselines import dft_weights
 from vcore_ds.method.objective import Normalization, sequence_shares, token_coefficients
@@ -94,7 +94,7 @@ class Direction:
         loss = layout.sum_over("data", [loss], batches[0].sequence_parallel)[0]
         if not (math.isfinite(loss) and math.isfinite(norm)):
             what = "gradient" if math.isfinite(loss) else "loss"
-            sequences = sequences_by_rank([i for b in batches for i in b.sequence_ids], batches[0].sequence_parallel)
+            sequences = describe_sequences([i for b in batches for i in b.sequence_ids], batches[0].sequence_parallel)
             raise NonFiniteLoss(f"the {what} of the probe batch is not finite; it is summed over {sequences}")
         self._low_rank_seed, self._tangents = seed, None
         return Probe(loss, norm, None if self.rank is None else self._measure_energy())
@@ -173,7 +173,7 @@ class Direction:
         tangents, energy = self.low_rank_tangents(), 0.0
         for _, parameter in self._engine.trainable:
             # Factors are replicated: one rank counts each of them.
-            shard_rank = layout.rank("expert_shards") if is_block_of_experts(parameter) else layout.rank("shards")
+            shard_rank = layout.rank("expert_shards") if is_expert_block(parameter) else layout.rank("shards")
             is_replica = layout.rank("tensor") > 0 and not getattr(parameter, "tensor_model_parallel", False)
             if shard_rank == 0 and not is_replica:
                 energy += squared_norm(tangents[id(parameter)])
@@ -185,8 +185,8 @@ class Direction:
         return self._start_gather(self.groups[group][1])
 
     def _start_gather(self, parameters: Sequence[PartitionedParameter]) -> list["ShardGroupGather"]:
-        blocks = [parameter for parameter in parameters if is_block_of_experts(parameter)]
-        others = [parameter for parameter in parameters if not is_block_of_experts(parameter)]
+        blocks = [parameter for parameter in parameters if is_expert_block(parameter)]
+        others = [parameter for parameter in parameters if not is_expert_block(parameter)]
         gathers = []
         if others:
             is_unsharded = layout.size("shards") == 1

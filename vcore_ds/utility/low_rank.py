@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.distributed import layout
-from vcore_ds.engine.flat_shards import FlatShards, PartitionedParameter, is_block_of_experts
+from vcore_ds.engine.flat_shards import FlatShards, PartitionedParameter, is_expert_block
 from vcore_ds.models.dual_tensors import LowRank
 
 MAX_DEPARTURE = 1e-4
@@ -50,7 +50,7 @@ def factorize(
     """
     factors: dict[int, LowRank] = {}
     for with_experts in (False, True):
-        matrices = [p for p in parameters if is_block_of_experts(p) == with_experts]
+        matrices = [p for p in parameters if is_expert_block(p) == with_experts]
         if not matrices:
             continue
         shard_rows = [_ShardRows(shards, vector, p, "expert_shards" if with_experts else "shards") for p in matrices]

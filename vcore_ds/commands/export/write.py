@@ -25,7 +25,7 @@ from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.engine import checkpoint_folder
-from vcore_ds.engine.checkpoint_shards import stored_name
+from vcore_ds.engine.checkpoint_shards import checkpoint_name
 from vcore_ds.engine.export_shards import PREFIX, CheckpointTensors
 from vcore_ds.models import model_folder
 from vcore_ds.models.configuration import read_config
@@ -131,7 +131,10 @@ def export_run(
     kind: Kind = "model" if recipe.lora is None else "merged" if merge else "adapter"
     folder = output if output is not None else run / "export" / trained.name / kind
     request = CardRequest(
-        kind, checkpoint_folder.step_of(Path(trained.name)), base or identify_base_model(recipe.model.path), evaluations
+        kind,
+        checkpoint_folder.parse_step(Path(trained.name)),
+        base or identify_base_model(recipe.model.path),
+        evaluations,
     )
     card = model_card(run, recipe, request)
     if reuse and folder.is_dir():
@@ -188,7 +191,9 @@ def find_trained_weights(run: Path, name: str | None, recipe: Recipe) -> Trained
     found = checkpoint_folder.list_checkpoints(run / "checkpoints")
     candidates = [folder for folder in found if name in (None, folder.name)]
     say = partial(print, flush=True)
-    usable, problems = checkpoint_folder.newest_usable(candidates, lambda f: checkpoint_folder.problem_of(f, say))
+    usable, problems = checkpoint_folder.find_newest_usable(
+        candidates, lambda f: checkpoint_folder.find_problem(f, say)
+    )
     if usable is not None:
         for skipped in problems:
             say(f"skipped checkpoint {skipped}")
@@ -331,7 +336,7 @@ class ParallelCheckpointWeights:
         for rank in range(size):
             for name, piece in of_rank(rank=rank, size=size).items():
                 found = self._parameters.setdefault(piece.name, [])
-                found.append((name, f"master.{stored_name(name, rank, size)}", piece))
+                found.append((name, f"master.{checkpoint_name(name, rank, size)}", piece))
 
     def read(self, name: str) -> Tensor:
         """The whole weight, fp32, on the CPU."""

@@ -17,7 +17,7 @@ from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import on_first_rank
 from vcore_ds.distributed.watchdog import watching
-from vcore_ds.engine.log_probabilities import log_probabilities
+from vcore_ds.engine.log_probabilities import compute_log_probabilities
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.train.console import Console
@@ -85,7 +85,7 @@ def _group_values(feed: Feed, dataset: TokenStore, engine: Engine, positions: li
     position_of = {int(dataset.sequence_ids[i]): i for i in positions}
     batches = feed.batches(positions, feed.plan.utility_micro_batch_size_per_rank)
     own: dict[int, float] = {}
-    for batch, values in zip(batches, log_probabilities(engine, batches), strict=True):
+    for batch, values in zip(batches, compute_log_probabilities(engine, batches), strict=True):
         own.update(zip(batch.sequence_ids, values.double().tolist(), strict=False))  # an idle row has no id
     every_rank = layout.gather_objects("job", own)
     return {position_of[i]: value for of_rank in every_rank for i, value in of_rank.items()}

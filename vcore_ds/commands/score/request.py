@@ -137,7 +137,7 @@ def _checkpoints(run: Path, name: str | None) -> list[ScoredCheckpoint]:
             folder.name: (step, checkpoint_folder.read_digest(folder))
             for folder in reversed(checkpoint_folder.list_checkpoints(run / "checkpoints"))
             if (folder / checkpoint_folder.COMPLETE).is_file()
-            and (step := checkpoint_folder.step_of(folder)) is not None
+            and (step := checkpoint_folder.parse_step(folder)) is not None
         }
     if not complete or name not in (None, "all", *complete):
         there = ", ".join(complete) or "no finished one"

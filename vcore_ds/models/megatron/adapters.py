@@ -5,9 +5,9 @@
 
 What every rank has sees a part of the sum on each: A the rank's own tokens, B the rank's part of `x A^T`. So its
 gradient is a part of a sum too, and is summed in the ZeRO-3 shards, as that of a norm
-(`vcore_ds.engine.flat_shards.FlatShards.add_up_replicas`). A column-parallel layer gathers the tokens' `x A^T`, of the
-adapter's rank, beside the tokens; a row-parallel one adds its adapter to the product before the sum over the ranks,
-which is then one exchange for both.
+(`FlatShards.sum_replicated_gradients`). A column-parallel layer gathers the tokens' `x A^T`, of the adapter's rank,
+beside the tokens; a row-parallel one adds its adapter to the product before the sum over the ranks, which is then one
+exchange for both.
 """
 
 from collections.abc import Iterator
