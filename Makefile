@@ -16,12 +16,13 @@ LONGER_UNITS := \
 	peak_memory plan_command power_law preflight provider push report signals slurm_scripts stops sweep
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check test static chaos gpu .venv clean
+.PHONY: help quickstart check test soak static chaos gpu .venv clean
 
 help:
 	@echo "make quickstart   train a real small model on real reasoning traces (minutes, no GPU needed)"
 	@echo "make check        format, lint, types and the quick half of the unit tests; for every commit, minutes"
 	@echo "make test         format, lint, types and all tests"
+	@echo "make soak         all tests with every combination of options and the runs that are killed again and again; hours"
 	@echo "make chaos        runs that are killed 20 times at random and must come to the same end (KILLS=20 SEED=1 SEQUENCE_PARALLEL=2 TENSOR=2)"
 	@echo "make gpu          on a machine with a GPU: does it compute, does a run work, how fast (MINUTES=10 ONLY='kernel runs')"
 	@echo "make .venv        the environment for all of these, with the versions of constraints.txt"
@@ -35,6 +36,9 @@ check: static
 
 test: static
 	python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+soak: static
+	VCORE_DS_SOAK=1 python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 static: .venv
 	ruff format --check .

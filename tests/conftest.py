@@ -9,6 +9,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from tests.helpers.soak import IS_SOAK
 from vcore_ds.distributed.signals import stop_signals
 
 # In the background of a script, SIGINT is ignored, and every command that a test starts would inherit that.
@@ -76,7 +77,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return max(1, min(round(num_cores), num_bytes // BYTES_PER_WORKER))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not IS_SOAK:
+        left_out = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("soak")]
+
     def place(item: pytest.Item) -> int:
         return next((i for i, start in enumerate(FIRST) if item.nodeid.startswith(start)), len(FIRST))
 

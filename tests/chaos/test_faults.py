@@ -21,10 +21,11 @@ from tests.chaos.inject import Fault
 from tests.chaos.tiny_run import TinyRun, make_setup
 from tests.helpers.jobs import AnyJob, ForkedJob
 from tests.helpers.setups import sums
+from tests.helpers.soak import soak_only
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.data.dataset import MainOrder, RandomDraws
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, soak_only]
 
 NUM_STEPS = 8
 NUM_SEQUENCES = 32  # each comes once

@@ -12,11 +12,12 @@ from tests.chaos.inject import Fault
 from tests.chaos.tiny_run import RECIPE, TinyRun, make_setup
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums
+from tests.helpers.soak import soak_only
 from vcore_ds.common.errors import EXIT_STOPPED
 from vcore_ds.config.load import load_recipe
 from vcore_ds.train.run import train
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, soak_only]
 
 NUM_STEPS = 16
 

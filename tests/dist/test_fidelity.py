@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from tests.helpers import step_runs, tiny
 from tests.helpers.conversations import tokenize
 from tests.helpers.ranks import run_ranks
+from tests.helpers.soak import soak_only
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.config.load import load_recipe
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate
@@ -120,6 +121,7 @@ def fidelity(on_one_rank: list[tuple[dict[str, "Fidelity"], dict[str, "Upcast"]]
     return measured
 
 
+@soak_only
 def test_an_adapter_just_off_zero_is_not_lost_in_rounding(model_folder: Path) -> None:
     (found,) = run_ranks(measure_off_zero, 1, str(model_folder), timeout_seconds=500)
     print(

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Conf
 from tests.helpers import step_runs, tiny
 from tests.helpers.parity import Case, assert_equal, run_case
 from tests.helpers.ranks import run_ranks
+from tests.helpers.soak import soak
 from vcore_ds.distributed import layout
 from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.memory import AdapterShape, MemorySettings, parameter_counts
@@ -41,56 +42,62 @@ IW_SFT = {
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 CASES = {
     "sft, packed": Case(packed=True, sections=sections(method={"name": "sft"})),
-    "dft": Case(sections=sections(method={"name": "dft"})),
-    "random, packed": Case(packed=True, sections=sections(method={"name": "random", "keep_share": 0.4})),
-    "iw_sft, packed": Case(packed=True, sections=sections(**IW_SFT)),
     "lora, iw_sft": Case(lora=True, sections=sections(method={"name": "iw_sft"}, lora={"rank": 4, "alpha": 8})),
-    "jvp": Case(sections=sections()),
     "jvp, packed, tied, checkpointed": Case(packed=True, tied=True, checkpointing=True, sections=sections()),
-    "jvp, separate passes, tied, checkpointed": Case(tied=True, checkpointing=True, sections=sections(**SEPARATE)),
-    "jvp, padded vocabulary, packed": Case(vocabulary=121, packed=True, sections=sections()),
     "jvp, padded vocabulary, tied, one reduction": Case(vocabulary=121, tied=True, coalesce=True, sections=sections()),
-    "finite difference": Case(sections=sections(**FINITE_DIFFERENCE)),
     "finite difference, packed, tied": Case(packed=True, tied=True, sections=sections(**FINITE_DIFFERENCE)),
     "direction adam, clipped probe, variance": Case(
         sections={"optimizer": ADAM, "method": VARIANCE, "probe": {"direction": "adam", "clip": 0.1}}
     ),
-    "lora, direction adam": Case(lora=True, sections={"optimizer": ADAM, "probe": {"direction": "adam"}}),
     "base measure and probe loss dft": Case(
         sections=sections(method={"kl_budget": 0.1, "base_measure": "dft"}, probe={"loss": "dft"})
     ),
-    "clipped": Case(sections=sections(clipping=0.1, probe={"clip": 0.1})),
     "clipped, offloaded optimizer": Case(sections=sections(clipping=0.1), config=OFFLOAD),
-    "sequences and batch": Case(num_main=7, without_tokens=(2,), sections=sections(method=BATCH_WIDE)),
     "ranks without sequences": Case(num_main=5, num_probe=1, sections=sections()),
-    "lora": Case(lora=True, sections=sections()),
     "lora, packed, tied, checkpointed": Case(
         lora=True, packed=True, tied=True, checkpointing=True, sections=sections()
     ),
-    "lora, finite difference": Case(lora=True, sections=sections(**FINITE_DIFFERENCE)),
     "lora, clipped, one reduction": Case(
         lora=True, coalesce=True, sections=sections(clipping=0.1, probe={"clip": 0.1})
     ),
     "lora, sequence-parallel": Case(lora=True, sequence_parallel=(2, 2), sections=sections()),
-    "sequence-parallel": Case(sequence_parallel=(2, 2), sections=sections()),
     "sequence-parallel, packed, checkpointed": Case(
         sequence_parallel=(2, 1), packed=True, checkpointing=True, sections=sections(**SEPARATE)
     ),
-    "norms of a kernel, packed": Case(kernel_norm=True, packed=True, sections=sections()),
     "norms of a kernel, separate passes, checkpointed": Case(
         kernel_norm=True, checkpointing=True, sections=sections(**SEPARATE)
     ),
     "norms of a kernel, lora, checkpointed": Case(kernel_norm=True, lora=True, checkpointing=True, sections=sections()),
-}
+} | soak(
+    {
+        "dft": Case(sections=sections(method={"name": "dft"})),
+        "random, packed": Case(packed=True, sections=sections(method={"name": "random", "keep_share": 0.4})),
+        "iw_sft, packed": Case(packed=True, sections=sections(**IW_SFT)),
+        "jvp": Case(sections=sections()),
+        "jvp, separate passes, tied, checkpointed": Case(tied=True, checkpointing=True, sections=sections(**SEPARATE)),
+        "jvp, padded vocabulary, packed": Case(vocabulary=121, packed=True, sections=sections()),
+        "finite difference": Case(sections=sections(**FINITE_DIFFERENCE)),
+        "lora, direction adam": Case(lora=True, sections={"optimizer": ADAM, "probe": {"direction": "adam"}}),
+        "clipped": Case(sections=sections(clipping=0.1, probe={"clip": 0.1})),
+        "sequences and batch": Case(num_main=7, without_tokens=(2,), sections=sections(method=BATCH_WIDE)),
+        "lora": Case(lora=True, sections=sections()),
+        "lora, finite difference": Case(lora=True, sections=sections(**FINITE_DIFFERENCE)),
+        "sequence-parallel": Case(sequence_parallel=(2, 2), sections=sections()),
+        "norms of a kernel, packed": Case(kernel_norm=True, packed=True, sections=sections()),
+    }
+)
 OF_FOUR = Case(tensor=4, num_kv_heads=4, vocabulary=122, packed=True, checkpointing=True, sections=sections())
 BF16_CASES = {
-    "sft, packed": Case(packed=True, sections=sections(method={"name": "sft"}, **BF16)),
     "jvp": Case(sections=sections(**BF16)),
-    "jvp, separate passes, tied, checkpointed": Case(
-        tied=True, checkpointing=True, sections=sections(**SEPARATE, **BF16)
-    ),
     "lora, packed": Case(lora=True, packed=True, sections=sections(**BF16)),
-}
+} | soak(
+    {
+        "sft, packed": Case(packed=True, sections=sections(method={"name": "sft"}, **BF16)),
+        "jvp, separate passes, tied, checkpointed": Case(
+            tied=True, checkpointing=True, sections=sections(**SEPARATE, **BF16)
+        ),
+    }
+)
 SIZES = dict(
     hidden_size=32,
     intermediate_size=64,

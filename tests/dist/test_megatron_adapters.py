@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.dist.test_megatron_runs import COMPARED, PARALLEL, STOP, losses_of, make_recipe, save_models
 from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
+from tests.helpers.soak import soak
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.commands.fidelity.choice import FidelityOptions
 from vcore_ds.commands.fidelity.measure import measure_fidelity
@@ -27,8 +28,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "untied": {},
     "tied_some_layers": {"lora": {**LORA, "target_modules": ["q_proj", "v_proj", "down_proj"]}},
     "untied_bf16": {"model": {"precision": "bf16"}},
-    "untied_iw_sft": {"method": {"name": "iw_sft"}},
-}
+} | soak(
+    {
+        "untied_iw_sft": {"method": {"name": "iw_sft"}},
+    }
+)
 TOLERANCE = {"fp32": 2e-6, "bf16": 0.05}
 """Of a loss; in bf16 the layers that peft adapts round otherwise."""
 

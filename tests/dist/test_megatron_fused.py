@@ -7,27 +7,34 @@ import pytest
 
 from tests.dist.test_fused import Pass, check, main_pass, peak_bytes
 from tests.helpers.ranks import run_ranks
+from tests.helpers.soak import soak
 from vcore_ds.distributed import layout
 
 pytestmark = pytest.mark.dist
 
 PASSES = {
-    "full": Pass(),
     "full, tied, checkpointed, packed": Pass(tied=True, checkpointing=True, packed=True),
-    "full, checkpointed, row of 2 groups": Pass(checkpointing=True, sequence_parallel=2),
-    "full, bf16": Pass(precision="bf16"),
     "full, bf16, checkpointed, packed": Pass(precision="bf16", checkpointing=True, packed=True),
-    "lora, tied, checkpointed, packed": Pass(lora=True, tied=True, checkpointing=True, packed=True),
     "lora, row of 2 groups": Pass(lora=True, sequence_parallel=2),
     "lora, bf16, checkpointed": Pass(lora=True, precision="bf16", checkpointing=True),
-}
+} | soak(
+    {
+        "full": Pass(),
+        "full, checkpointed, row of 2 groups": Pass(checkpointing=True, sequence_parallel=2),
+        "full, bf16": Pass(precision="bf16"),
+        "lora, tied, checkpointed, packed": Pass(lora=True, tied=True, checkpointing=True, packed=True),
+    }
+)
 MEMORY_CASES = {
-    "full": Pass(),
     "full, checkpointed": Pass(checkpointing=True),
     "full, checkpointed, norms of a kernel": Pass(checkpointing=True, kernel_norm=True),
     "lora": Pass(lora=True),
-    "lora, checkpointed": Pass(lora=True, checkpointing=True),
-}
+} | soak(
+    {
+        "full": Pass(),
+        "lora, checkpointed": Pass(lora=True, checkpointing=True),
+    }
+)
 
 
 def run_all() -> tuple[dict[str, dict[bool, dict[str, Any]]], dict[str, dict[str, int]]]:

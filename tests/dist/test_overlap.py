@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import pytest
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.step_cases import CASES, steps
+from tests.helpers.soak import IS_SOAK
+from tests.helpers.step_cases import TESTED, steps
 from tests.helpers.streams import Races, accelerator_with_streams
 from vcore_ds.engine.flat_shards import Streams
 
@@ -24,7 +25,7 @@ class Recorded:
     """By what was read or written, and whether that was beside the default stream."""
 
 
-def record(overlap: bool, without: tuple[str, ...] = (), cases: Iterable[str] = tuple(CASES)) -> dict[str, Recorded]:
+def record(overlap: bool, without: tuple[str, ...] = (), cases: Iterable[str] = tuple(TESTED)) -> dict[str, Recorded]:
     """Two steps of each case. `without`: waits of the engine that are left out."""
     for name in without:
         setattr(Streams, name, lambda streams: None)
@@ -45,12 +46,16 @@ def record(overlap: bool, without: tuple[str, ...] = (), cases: Iterable[str] = 
     return found
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "one stream"])
+@pytest.fixture(
+    scope="module",
+    params=[True, False] if IS_SOAK else [True],
+    ids=lambda overlap: "overlap" if overlap else "one stream",
+)
 def recorded(request: pytest.FixtureRequest) -> tuple[bool, list[dict[str, Recorded]]]:
     return request.param, run_ranks(record, 2, request.param)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TESTED)
 def test_what_is_written_is_ordered_before_what_reads_it(recorded, case: str) -> None:
     overlap, every_rank = recorded
     for of_rank in every_rank:

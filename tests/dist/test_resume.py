@@ -24,6 +24,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
 from tests.helpers.scores import write_scores_of
 from tests.helpers.setups import sums, write_conversations
+from tests.helpers.soak import soak
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.fidelity.measure import train_steps
 from vcore_ds.commands.reference.compute import write_reference_log_probabilities
@@ -63,7 +64,6 @@ FOLLOWING = {"num_followed_traces": 2}
 """In some cases only: on these models a pass over two traces takes as long as a step."""
 
 CASES: dict[str, dict[str, Any]] = {
-    "vcore_jvp_full": {"method": VCORE, "batch": {"global_size": 4}},
     "vcore_jvp_lora": {"method": VCORE, "lora": LORA, "run": FOLLOWING},
     # Every 3: step 4 probes again, step 8 takes the stored direction. Every 2: both take the stored one.
     "vcore_difference_full": {
@@ -71,17 +71,6 @@ CASES: dict[str, dict[str, Any]] = {
         "utility": FINITE_DIFFERENCE,
         "probe": {"every": 3, "batch_size": 2},
         "run": FOLLOWING,
-    },
-    "vcore_difference_lora": {
-        "method": VCORE,
-        "utility": FINITE_DIFFERENCE,
-        "probe": {"every": 2, "batch_size": 2},
-        "lora": LORA,
-    },
-    "mixture_adam_full": {
-        "method": VCORE,
-        "probe": {"direction": "adam", "batch_size": 2},
-        "model": {"path": "mixture"},
     },
     # Bit for bit also where it was resumed: the ranks have the same experts again.
     "expert_parallel_full": {"method": VCORE, "model": {"path": "mixture"}, "parallel": {"expert": 2}},
@@ -94,29 +83,47 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "sft_sgd_full": {"method": {"name": "sft"}, "optimizer": {"name": "sgd", "learning_rate": 0.1}},
     "sft_lora": {"method": {"name": "sft"}, "lora": LORA, "run": FOLLOWING},
-    "dft_full": {"method": {"name": "dft"}},
-    "dft_lora": {"method": {"name": "dft"}, "lora": LORA},
     "iw_sft_full": {"method": {"name": "iw_sft"}, "data": {"keep": KEEP}},
-    "iw_sft_lora": {"method": {"name": "iw_sft"}, "lora": LORA},
     "random_full": {"method": {"name": "random"}, "data": {"keep": KEEP}},
-    "random_lora": {"method": {"name": "random"}, "lora": LORA},
     "bf16": {
         "method": VCORE,
         "utility": FINITE_DIFFERENCE | {"rounding": "stochastic"},
         "probe": {"every": 3, "batch_size": 2},
         "model": {"precision": "bf16"},
     },
-    "bf16_offload_optimizer": {"method": VCORE, "model": {"precision": "bf16"}},
     "bf16_offload_all": {"method": VCORE, "model": {"precision": "bf16"}},
-}
+} | soak(
+    {
+        "vcore_jvp_full": {"method": VCORE, "batch": {"global_size": 4}},
+        "vcore_difference_lora": {
+            "method": VCORE,
+            "utility": FINITE_DIFFERENCE,
+            "probe": {"every": 2, "batch_size": 2},
+            "lora": LORA,
+        },
+        "mixture_adam_full": {
+            "method": VCORE,
+            "probe": {"direction": "adam", "batch_size": 2},
+            "model": {"path": "mixture"},
+        },
+        "dft_full": {"method": {"name": "dft"}},
+        "dft_lora": {"method": {"name": "dft"}, "lora": LORA},
+        "iw_sft_lora": {"method": {"name": "iw_sft"}, "lora": LORA},
+        "random_lora": {"method": {"name": "random"}, "lora": LORA},
+        "bf16_offload_optimizer": {"method": VCORE, "model": {"precision": "bf16"}},
+    }
+)
 OFFLOADED = {
     "offload_optimizer": ["offload_optimizer"],
     "offload_all": ["offload_optimizer", "offload_param"],
 }
 DRAWN_IN_STEPS: dict[str, dict[str, Any]] = {
     "dropout": {"method": VCORE, "utility": FINITE_DIFFERENCE, "lora": LORA | {"dropout": 0.2}},
-    "stochastic_rounding": CASES["bf16"],
-}
+} | soak(
+    {
+        "stochastic_rounding": CASES["bf16"],
+    }
+)
 ACROSS_WORLD_SIZES = {
     "method": VCORE,
     "batch": {"global_size": 4},

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers import step_runs, tiny
 from tests.helpers.parity import Case, assert_equal, run_case
 from tests.helpers.ranks import run_ranks
+from tests.helpers.soak import soak
 from tests.unit.test_attention import CONFIGS
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, StepBatches
 from vcore_ds.distributed import layout
@@ -44,12 +45,10 @@ BATCH_WIDE = {
 }
 CASES = {
     "2 and 4, full": Case(sequence_parallel=(2, 4)),
-    "4 and 2, packed, tied, checkpointed": Case(sequence_parallel=(4, 2), packed=True, tied=True, checkpointing=True),
     "4 and 4, lora, packed, checkpointed": Case(sequence_parallel=(4, 4), packed=True, lora=True, checkpointing=True),
     "2 and 2, packed, separate passes": Case(
         sequence_parallel=(2, 2), packed=True, checkpointing=True, sections={"utility": {"fused": False}}
     ),
-    "1 and 4, lora": Case(sequence_parallel=(1, 4), lora=True),
     "2 and 1, one kv head, coalesced": Case(sequence_parallel=(2, 1), num_kv_heads=1, coalesce=True),
     "4 and 4, as many kv heads, merged passes": Case(
         sequence_parallel=(4, 4),
@@ -58,7 +57,6 @@ CASES = {
         batches_per_utility_pass=2,
         sections={"utility": {"fused": False}},
     ),
-    "finite difference, 2 and 4, packed": Case(sequence_parallel=(2, 4), packed=True, sections=FINITE_DIFFERENCE),
     "finite difference, 4 and 4, lora, checkpointed": Case(
         sequence_parallel=(4, 4), lora=True, checkpointing=True, sections=FINITE_DIFFERENCE
     ),
@@ -79,24 +77,32 @@ CASES = {
             "batch": {"micro_batch_size_per_rank": 2},
         },
     ),
-    "sequences and batch, 2 and 4, packed": Case(
-        sequence_parallel=(2, 4), packed=True, num_main=7, sections={"method": BATCH_WIDE, **SGD}
-    ),
-    "base measure and probe loss dft": Case(
-        sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}, "probe": {"loss": "dft"}, **SGD}
-    ),
-    "direction adam, 4": Case(sequence_parallel=(4, 1), sections={"probe": {"direction": "adam"}}),
-    "ranks without targets": Case(sequence_parallel=(4, 2), without_tokens=(1, 3, 5, 7)),
     "an idle group": Case(sequence_parallel=(2, 2), num_main=5, num_probe=1),
-    "sft, token normalization": Case(
-        sequence_parallel=(2, 1), packed=True, sections={"method": {"name": "sft", "normalization": "token"}}
-    ),
-    "dft": Case(sequence_parallel=(4, 1), packed=True, sections={"method": {"name": "dft"}}),
     "iw_sft, lora": Case(
         sequence_parallel=(2, 1), lora=True, sections={"method": {"name": "iw_sft"}, "lora": {"rank": 4, "alpha": 8}}
     ),
     "random": Case(sequence_parallel=(2, 1), packed=True, sections={"method": {"name": "random", "keep_share": 0.4}}),
-}
+} | soak(
+    {
+        "4 and 2, packed, tied, checkpointed": Case(
+            sequence_parallel=(4, 2), packed=True, tied=True, checkpointing=True
+        ),
+        "1 and 4, lora": Case(sequence_parallel=(1, 4), lora=True),
+        "finite difference, 2 and 4, packed": Case(sequence_parallel=(2, 4), packed=True, sections=FINITE_DIFFERENCE),
+        "sequences and batch, 2 and 4, packed": Case(
+            sequence_parallel=(2, 4), packed=True, num_main=7, sections={"method": BATCH_WIDE, **SGD}
+        ),
+        "base measure and probe loss dft": Case(
+            sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}, "probe": {"loss": "dft"}, **SGD}
+        ),
+        "direction adam, 4": Case(sequence_parallel=(4, 1), sections={"probe": {"direction": "adam"}}),
+        "ranks without targets": Case(sequence_parallel=(4, 2), without_tokens=(1, 3, 5, 7)),
+        "sft, token normalization": Case(
+            sequence_parallel=(2, 1), packed=True, sections={"method": {"name": "sft", "normalization": "token"}}
+        ),
+        "dft": Case(sequence_parallel=(4, 1), packed=True, sections={"method": {"name": "dft"}}),
+    }
+)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
 from tests.helpers.setups import sums, write_conversations
+from tests.helpers.soak import IS_SOAK
 from tests.helpers.token_records import assert_same_followed, assert_same_records
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config.schema import Recipe
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.dist
 
 FOLLOWING = ("alone", "2_4", "resumed")
 """Runs with followed traces: on one rank, and on rows of two ranks, also of four after resuming."""
-DEGREES = [(1, 1), (2, 4), (4, 2), ("auto", "auto")]
+DEGREES = [(2, 4), ("auto", "auto"), *([(1, 1), (4, 2)] if IS_SOAK else [])]
 """Degrees of sequence parallelism of the main batch and of the probe batch, on 4 ranks."""
 
 

@@ -5,6 +5,7 @@ import pytest
 from tests.helpers import step_runs
 from tests.helpers.parity import Case, assert_equal, run_case
 from tests.helpers.ranks import run_ranks
+from tests.helpers.soak import soak
 
 pytestmark = pytest.mark.dist
 
@@ -16,29 +17,21 @@ SGD = {"optimizer": {"learning_rate": step_runs.LEARNING_RATE, "name": "sgd"}}
 BATCH_WIDE = {"kl_budget": 0.05, "scope": "sequence_and_batch", "batch_kl_budget": 0.1}
 CASES = {
     "full": Case(),
-    "full, tied, separate passes": Case(tied=True, persistence_threshold=100_000, sections=SEPARATE),
     "full, tied, checkpointed": Case(tied=True, checkpointing=True, coalesce=True),
     "full, checkpointed, separate passes": Case(checkpointing=True, coalesce=True, sections=SEPARATE),
     "full, tied, checkpointed, merged passes": Case(
         tied=True, checkpointing=True, batches_per_utility_pass=2, sections=SEPARATE
     ),
-    "lora": Case(lora=True, coalesce=True),
-    "lora, tied, checkpointed": Case(lora=True, tied=True, checkpointing=True, persistence_threshold=100_000),
     "lora, tied, checkpointed, separate passes": Case(
         lora=True, tied=True, checkpointing=True, persistence_threshold=100_000, sections=SEPARATE
     ),
-    "lora, checkpointed, merged passes": Case(
-        lora=True, checkpointing=True, batches_per_utility_pass=2, sections=SEPARATE
-    ),
     "mixture, idle experts": Case(mixture_of="qwen3_moe, idle experts", coalesce=True),
-    "mixture, checkpointed, separate passes": Case(mixture_of="deepseek_v3", checkpointing=True, sections=SEPARATE),
     "mixture, latent attention, checkpointed": Case(mixture_of="deepseek_v3", checkpointing=True),
     "mixture, lora on experts": Case(mixture_of="deepseek_v3", lora=True),
     "mixture, idle experts, lora on experts, checkpointed": Case(
         mixture_of="qwen3_moe, idle experts", lora=True, checkpointing=True
     ),
     "finite difference": Case(sections=FINITE_DIFFERENCE),
-    "finite difference, lora, checkpointed": Case(lora=True, checkpointing=True, sections=FINITE_DIFFERENCE),
     "token normalization, fixed temperature": Case(
         sections={"method": {"temperature": 0.7, "normalization": "token", "alpha_cap": None}}
     ),
@@ -48,10 +41,7 @@ CASES = {
             "optimizer": {"learning_rate": step_runs.LEARNING_RATE, "gradient_clipping": 0.1},
         }
     ),
-    "sgd": Case(sections=SGD),
     "sft": Case(sections={"method": {"name": "sft"}}),
-    "sft, token normalization": Case(sections={"method": {"name": "sft", "normalization": "token"}}),
-    "alpha variance": Case(sections={"method": {"kl_budget": 0.3, "alpha": "variance", "alpha_cap": None}}),
     "alpha variance, micro-batches, capped": Case(
         sections={
             "method": {"kl_budget": 0.3, "alpha": "variance", "alpha_scope": "micro_batch"},
@@ -68,16 +58,11 @@ CASES = {
             "probe": {"clip": 1.0},
         },
     ),
-    "direction adam": Case(sections={"probe": {"direction": "adam", "clip": 1.0}}),
     "direction adam, lora, one probe for two steps": Case(
         lora=True, probe_every=2, sections={"probe": {"direction": "adam", "clip": 1.0}}
     ),
     "probe loss dft": Case(sections={"probe": {"loss": "dft", "clip": 1.0}}),
     "base measure dft": Case(sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}}),
-    "base measure dft, fixed temperature, checkpointed": Case(
-        checkpointing=True,
-        sections={"method": {"temperature": 0.7, "base_measure": "dft", "alpha": "none"}},
-    ),
     "sequences and batch": Case(num_main=7, without_tokens=(2,), sections={"method": BATCH_WIDE}),
     "sequences and batch, token normalization, base measure dft, lora": Case(
         lora=True,
@@ -87,11 +72,30 @@ CASES = {
             **SGD,
         },
     ),
-    "sequences and batch, finite difference": Case(sections={"method": BATCH_WIDE, **FINITE_DIFFERENCE, **SGD}),
     "a rank without probe sequences": Case(num_probe=1),
-    "a rank without supervised tokens": Case(without_tokens=(1, 3, 5, 7)),
     "an idle micro-batch": Case(num_main=5),
-}
+} | soak(
+    {
+        "full, tied, separate passes": Case(tied=True, persistence_threshold=100_000, sections=SEPARATE),
+        "lora": Case(lora=True, coalesce=True),
+        "lora, tied, checkpointed": Case(lora=True, tied=True, checkpointing=True, persistence_threshold=100_000),
+        "lora, checkpointed, merged passes": Case(
+            lora=True, checkpointing=True, batches_per_utility_pass=2, sections=SEPARATE
+        ),
+        "mixture, checkpointed, separate passes": Case(mixture_of="deepseek_v3", checkpointing=True, sections=SEPARATE),
+        "finite difference, lora, checkpointed": Case(lora=True, checkpointing=True, sections=FINITE_DIFFERENCE),
+        "sgd": Case(sections=SGD),
+        "sft, token normalization": Case(sections={"method": {"name": "sft", "normalization": "token"}}),
+        "alpha variance": Case(sections={"method": {"kl_budget": 0.3, "alpha": "variance", "alpha_cap": None}}),
+        "direction adam": Case(sections={"probe": {"direction": "adam", "clip": 1.0}}),
+        "base measure dft, fixed temperature, checkpointed": Case(
+            checkpointing=True,
+            sections={"method": {"temperature": 0.7, "base_measure": "dft", "alpha": "none"}},
+        ),
+        "sequences and batch, finite difference": Case(sections={"method": BATCH_WIDE, **FINITE_DIFFERENCE, **SGD}),
+        "a rank without supervised tokens": Case(without_tokens=(1, 3, 5, 7)),
+    }
+)
 
 
 def run_all_cases() -> dict[str, dict[str, float]]:

@@ -4,17 +4,22 @@ import pytest
 
 from tests.benchmarks.synchronisations import Counted, count_all
 from tests.helpers.ranks import run_ranks
-from tests.helpers.step_cases import CASES
+from tests.helpers.soak import IS_SOAK
+from tests.helpers.step_cases import TESTED
 
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "one stream"])
+@pytest.fixture(
+    scope="module",
+    params=[True, False] if IS_SOAK else [True],
+    ids=lambda overlap: "overlap" if overlap else "one stream",
+)
 def counted(request: pytest.FixtureRequest) -> list[dict[str, list[Counted]]]:
-    return run_ranks(count_all, 2, request.param)
+    return run_ranks(count_all, 2, request.param, TESTED)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TESTED)
 def test_more_layers_take_no_more_synchronisations(counted, case: str) -> None:
     for of_rank in counted:
         few, many = of_rank[case]
@@ -23,7 +28,7 @@ def test_more_layers_take_no_more_synchronisations(counted, case: str) -> None:
         assert few.counts == many.counts
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TESTED)
 def test_the_packages_own_code_waits_for_no_stream(counted, case: str) -> None:
     """It reads numbers. Waits for a stream or for the device are DeepSpeed's, once for each backward and step."""
     for of_rank in counted:

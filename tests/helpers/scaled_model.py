@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from tests.helpers.soak import soak
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
@@ -59,11 +60,15 @@ class Case:
 CASES = (
     Case("full"),
     Case("lora", lora=True),
-    Case("checkpoints", checkpoints=True),
     Case("packed", checkpoints=True, packed=True),
     Case("k = 2", checkpoints=True, sequence_parallel=2),
-    Case("experts", checkpoints=True, model=MIXTURE),
     Case("experts / 2", checkpoints=True, model=MIXTURE, expert=2),
+    *soak(
+        {
+            "checkpoints": Case("checkpoints", checkpoints=True),
+            "experts": Case("experts", checkpoints=True, model=MIXTURE),
+        }
+    ).values(),
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.parity import keep_some
+from tests.helpers.soak import IS_SOAK
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.engine.zero3 import Engine, build_optimizer
@@ -41,6 +42,21 @@ CASES: dict[str, dict[str, Any]] = {
     ),
 }
 """Each by its sections of a recipe."""
+
+TESTED = [
+    name
+    for name in CASES
+    if IS_SOAK
+    or name
+    in (
+        "sft",
+        "iw_sft, LoRA",
+        "vcore, jvp, Adam's direction, clipped",
+        "vcore, jvp, fused",
+        "vcore, finite difference, stochastic rounding, bf16",
+    )
+]
+"""Names of those that every run of the tests takes; `make soak` takes all."""
 
 
 @dataclass(frozen=True)

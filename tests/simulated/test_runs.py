@@ -16,6 +16,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.simulated_cuda import host_waits
 from tests.helpers.simulated_cuda.ranks import run_simulated
+from tests.helpers.soak import soak
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.commands.fidelity.choice import FidelityOptions
@@ -52,20 +53,26 @@ ALONE: dict[str, dict[str, Any]] = {
         "batch": {"global_size": 4, "packed_row_tokens": 128},
         "model": {"gradient_checkpointing": True, "activation_offload": True},
     },
-    "full, optimizer offloaded": {"engine": {"deepspeed_config": "offload_optimizer.json"}},
     "full, all offloaded": {"engine": {"deepspeed_config": "offload_all.json"}},
-    "full, megatron": MEGATRON,
     "adapters": LORA,
-    "experts": MIXTURE,
     "sinks": SINKS,
     "softcap": SOFTCAP,
-}
+} | soak(
+    {
+        "full, optimizer offloaded": {"engine": {"deepspeed_config": "offload_optimizer.json"}},
+        "full, megatron": MEGATRON,
+        "experts": MIXTURE,
+    }
+)
 TOGETHER: dict[str, dict[str, Any]] = {
     "full, sequences on two ranks": {"batch": {"global_size": 4, "sequence_parallel": 2}},
     "full, layers on two ranks": {**MEGATRON, "parallel": {"tensor": 2}},
-    "experts, two ranks": MIXTURE,
     "experts, divided between two ranks": {**MIXTURE, "parallel": {"expert": 2}},
-}
+} | soak(
+    {
+        "experts, two ranks": MIXTURE,
+    }
+)
 """By what they are compared with on the CPU, up to the comma: how ranks and memory are used changes no loss."""
 
 DIVIDED = {

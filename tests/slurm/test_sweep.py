@@ -14,12 +14,13 @@ import pytest
 from tests.helpers.commands import HANG_SECONDS, num_steps_done, read_metrics, run_command
 from tests.helpers.jobs import Job
 from tests.helpers.setups import TinySetup
+from tests.helpers.soak import soak_only
 from tests.helpers.sweeps import losses_table, write_sweep
 from tests.slurm.cluster import Cluster, wait_until
 from vcore_ds.commands.sweep.folder import State, begin_sweep, read_sweep_folder
 from vcore_ds.planning.sweep import load_sweep
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, soak_only]
 
 NUM_STEPS = 60
 CHANGES = (f"schedule.num_steps={NUM_STEPS}", "checkpoint.every_steps=25", "run.num_token_records=0")

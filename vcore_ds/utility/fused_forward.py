@@ -71,9 +71,11 @@ class TangentsBesideGraph(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
         is_mul = name == "mul" and not kwargs
+        # PyTorch would add a tensor of zeros to the tangent, whose shape a Python kernel works out in 0.1 to 0.2 ms.
+        adds_number = name in ("add", "sub") and not kwargs and isinstance(args[0], Tensor) and _is_number(args[1])
         if name in _HANDLED_BY_PYTORCH or _is_below_autograd() or _is_in_place(name, kwargs):
             return function(*args, **kwargs)
-        if not torch.is_grad_enabled() and not is_mul:
+        if not torch.is_grad_enabled() and not (is_mul or adds_number):
             return function(*args, **kwargs)
         duals = _DualArguments()
         values, named_values = duals.split(args), {key: duals.split(x) for key, x in kwargs.items()}
@@ -85,13 +87,20 @@ class TangentsBesideGraph(TorchFunctionMode):
             # they would be summed in another order than without tangents.
             return args[0]
         with torch.no_grad():
-            if is_mul:
+            if adds_number:
+                # A copy: an operation that writes into the sum would otherwise write into the argument's tangent.
+                tangent = duals.tangents(args[0]).clone()
+            elif is_mul:
                 tangent = _product_rule(*(duals.unpack(x) for x in args))
             elif name in _LINEAR and duals.num_constants == 0 and (name not in ("add", "sub") or duals.num_duals == 2):
                 tangent = function(*duals.tangents(args), **{key: duals.tangents(x) for key, x in kwargs.items()})
             else:
                 tangent = _tangent(function(*duals.detached(args), **{k: duals.detached(x) for k, x in kwargs.items()}))
         return _with_tangent(value, tangent)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float)
 
 
 def _is_below_autograd() -> bool:

@@ -92,7 +92,12 @@ def _fit_law(
     generator = np.random.default_rng(0)
     draws = generator.integers(len(y), size=(NUM_RESAMPLES, len(y)))
     counts = np.stack([np.ones(len(y)), *(np.bincount(draw, minlength=len(y)) for draw in draws)])
-    best = _minimise(x, y, terms, counts, _starts(x, y, terms))
+    fit = _minimise(x, y, terms, counts[:1], _starts(x, y, terms))
+    # A resample differs little: its fits start from the best of all runs, with that E and with each start's, instead of
+    # from every start again, which takes ten times as long.
+    near = np.repeat(fit, 1 + len(START_SHARES), axis=0)
+    near[1:, -1] = np.log(START_SHARES) + y.min()
+    best = np.concatenate([fit, _minimise(x, y, terms, counts[1:], near)])
     at_largest = np.exp(_predict(table[largest][:1] - center, terms, best)[0][:, 0])
     places = _exponent_places(terms)
     found = np.concatenate([best[:, places], np.exp(best[:, -1:])], axis=1)
