@@ -223,7 +223,7 @@ class Engine:
                 for _, parameter in self.trainable:
                     parameter.grad = None
                 raise
-            self._gradient_sum.give_back()
+            self._gradient_sum.write_back()
         if any(parameter.grad is not None for _, parameter in self.trainable):
             # ZeRO-3 reduces a layer's gradients once that of its input is computed, with zeros for missing ones. A
             # gradient that comes later would be lost.
@@ -253,7 +253,7 @@ class Engine:
                 f"or parallel.expert=1 and resume the run. PyTorch says: {first_line(error)}"
             ) from error
         if self.coalesces and self._num_backwards_left > 0:
-            self._gradient_sum.take()
+            self._gradient_sum.add()
 
     @contextmanager
     def without_gradient(self) -> Iterator[None]:
