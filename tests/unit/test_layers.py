@@ -244,3 +244,31 @@ def test_what_a_typing_mistake_meets_first_imports_no_torch(module: str) -> None
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (result.stdout, result.returncode) == ("loaded:\n", 0), result.stderr
+
+
+def imports_at_once(source: str) -> Iterator[str]:
+    """Absolute names that importing the module imports: those outside functions and `if TYPE_CHECKING`."""
+    open_nodes: list[ast.AST] = [ast.parse(source)]
+    while open_nodes:
+        node = open_nodes.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            open_nodes += node.orelse if is_typing else ast.iter_child_nodes(node)
+
+
+def test_a_run_without_tensor_parallel_layers_imports_no_megatron() -> None:
+    """It brings wandb and much else: 0.8 of the 6.7 s of processor time that a rank needed for its imports."""
+    for path in PACKAGE.rglob("*.py"):
+        if "megatron" not in path.parts:
+            names = list(imports_at_once(path.read_text(encoding="utf-8")))
+            assert not [name for name in names if name.startswith(("megatron", "vcore_ds.models.megatron"))], path
+    assert list(
+        imports_at_once("if TYPE_CHECKING:\n    import a\nelse:\n    import b\ntry:\n    import c\nfinally:\n    pass")
+    ) == [
+        "c",
+        "b",
+    ]

@@ -9,7 +9,7 @@ Gathering: a layer is all-gathered over the ranks that hold its ZeRO-3 shards, t
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -24,10 +24,11 @@ from vcore_ds.engine.deepspeed_start import TensorAxis, start_deepspeed
 from vcore_ds.engine.flat_shards import EXPERT_FAMILY, PartitionedParameter, as_partitioned
 from vcore_ds.engine.loading import find_on_all_ranks, local_shard, read_shards, without_broadcast
 from vcore_ds.models.experts import mark_sharded, uses_our_experts
-from vcore_ds.models.megatron.configuration import copy_to_weight, pieces, runs
-from vcore_ds.models.megatron.model import ParallelTokenLossModel
 from vcore_ds.models.safetensors_ranges import Wanted
 from vcore_ds.models.stored_weights import StoredWeights
+
+if TYPE_CHECKING:
+    from vcore_ds.models.megatron.model import ParallelTokenLossModel
 
 
 def load_parallel(
@@ -38,7 +39,7 @@ def load_parallel(
     gradient_checkpointing: bool,
     activation_offload: bool = False,
     say: Callable[[str], None] = lambda text: None,
-) -> ParallelTokenLossModel:
+) -> "ParallelTokenLossModel":
     """Load a pretrained model into tensor-parallel layers in ZeRO-3 shards, ready to train. A collective.
 
     Args:
@@ -50,6 +51,8 @@ def load_parallel(
     Raises:
         UserError: on all ranks alike: no usable model, or weights that transformers has to convert.
     """
+    from vcore_ds.models.megatron.model import ParallelTokenLossModel  # here alone: megatron-core takes long to import
+
     start_deepspeed()
     config, weights = find_on_all_ranks(path)
     if weights.obstacle is not None:
@@ -75,8 +78,10 @@ def load_parallel(
     return model
 
 
-def _list_reads(model: ParallelTokenLossModel, weights: StoredWeights) -> list[Wanted]:
+def _list_reads(model: "ParallelTokenLossModel", weights: StoredWeights) -> list[Wanted]:
     """The ranges that this rank reads. Padding rows of the vocabulary are set to zero."""
+    from vcore_ds.models.megatron.configuration import pieces, runs
+
     shapes = {name: stored.shape for name, stored in weights.tensors.items()}
     reads = []
     local_pieces = pieces(model.config, rank=layout.rank("tensor"), size=layout.size("tensor"))
@@ -91,7 +96,7 @@ def _list_reads(model: ParallelTokenLossModel, weights: StoredWeights) -> list[W
 
 
 def gather_parallel_weights(
-    model: ParallelTokenLossModel, keepers: Mapping[str, Collection[int]], *, weights: Mapping[str, Tensor]
+    model: "ParallelTokenLossModel", keepers: Mapping[str, Collection[int]], *, weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Gather the weights one by one: name and full tensor, on the CPU of the ranks that keep it, None on the others.
 
@@ -101,6 +106,8 @@ def gather_parallel_weights(
         keepers: the ranks that keep each weight, by name.
         weights: shape and dtype of every trained weight of the Hugging Face model, or of its adapters, in its order.
     """
+    from vcore_ds.models.megatron.configuration import copy_to_weight
+
     size, order = layout.size("tensor"), {name: i for i, name in enumerate(weights)}
     pieces_by_rank = [model.trained_pieces(rank=rank, size=size) for rank in range(size)]
     layer_of = {id(p): number for number, layer in enumerate(model.layers) for p in layer.parameters()}

@@ -31,8 +31,6 @@ from vcore_ds.models import model_folder
 from vcore_ds.models.configuration import read_config
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import build_empty_adapted_model, find_adapters
-from vcore_ds.models.megatron.adapters import adapted_layers, adapter_pieces
-from vcore_ds.models.megatron.configuration import WeightSlice, copy_to_weight, pieces
 from vcore_ds.models.model_folder import check_model_folder
 from vcore_ds.models.model_identity import CARD, OWN_TAG, BaseModel, identify_base_model, read_card_metadata
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
@@ -320,6 +318,9 @@ class ParallelCheckpointWeights:
         folder: of the checkpoint.
         recipe: of its run.
         """
+        from vcore_ds.models.megatron.adapters import adapted_layers, adapter_pieces  # slow to import
+        from vcore_ds.models.megatron.configuration import WeightSlice, pieces
+
         self.name = folder.name
         path, lora, config = recipe.model.path, recipe.lora, read_config(recipe.model.path)
         if lora is None:
@@ -340,6 +341,8 @@ class ParallelCheckpointWeights:
 
     def read(self, name: str) -> Tensor:
         """The whole weight, fp32, on the CPU."""
+        from vcore_ds.models.megatron.configuration import copy_to_weight
+
         whole = torch.empty(self.shapes[name])
         for parameter, stored, piece in self._parameters[name]:
             values = self._tensors.read(stored).view(self._own_shapes[parameter])
