@@ -15,9 +15,8 @@ from vcore_ds.commands.fidelity.choice import (
     FidelityOptions,
     check_options,
     choose_sequences,
-    num_draws,
+    limit_to_recipe,
     prepare_output,
-    within_the_recipe,
 )
 from vcore_ds.commands.fidelity.report import (
     Agreement,
@@ -172,7 +171,7 @@ def test_measured_and_probe_sequences_share_none(n: int, probe: int, measured: i
     assert len(set(together)) == len(together) and set(together) <= set(range(n))
     assert choice.measured and choice.small_probes and bool(choice.large_probe) == (large > 0)
     assert len(choice.measured) <= measured and len(choice.large_probe) <= large
-    assert all(1 <= num_draws(choice, size) <= 4 for size in choice.probe_sizes)
+    assert all(1 <= len(choice.draws(size)) <= 4 for size in choice.probe_sizes)
     enough = n >= measured + max(32, probe) + large
     assert enough == (not choice.notes)
     if enough:
@@ -199,8 +198,8 @@ def test_too_little_data_and_numbers_that_mean_nothing() -> None:
 
 def test_training_ends_where_the_recipe_does() -> None:
     options = FidelityOptions(after_steps=3)
-    assert within_the_recipe(options, 11) == (options, [])
-    shorter, notes = within_the_recipe(options, 6)
+    assert limit_to_recipe(options, 11) == (options, [])
+    shorter, notes = limit_to_recipe(options, 6)
     assert shorter.stale_steps == (1, 2) and "kept for 4, 8" in notes[0]
     with pytest.raises(UserError, match="--after-steps 3: found more than the recipe's 2 steps"):
-        within_the_recipe(options, 2)
+        limit_to_recipe(options, 2)

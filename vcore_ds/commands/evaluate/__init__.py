@@ -1,4 +1,4 @@
-"""`vcore-ds eval`: how well a model, an adapter or a run's result answers problems."""
+"""`vcore-ds eval`: accuracy of a model, an adapter or a run's result on benchmarks."""
 
 import argparse
 import importlib.util
@@ -15,19 +15,17 @@ from vcore_ds.train.evaluation_folder import OF_A_RUN
 
 HELP = "accuracy on benchmarks, or on two small tasks that need no download"
 DESCRIPTION = (
-    "Let a model answer problems, and grade its final answers. Without --tasks: procedural arithmetic and the problems "
-    "that the quickstart holds out, a few minutes with a small model and no GPU. Prompts are rendered by the code "
-    "that training uses. Always reported: accuracy, the share of answers that were cut off, the share without an "
-    "answer, the mean length. Run again after an interruption, it resumes. Large models are asked through an "
-    "OpenAI-compatible server (--url). docs/evaluation.md has examples."
+    "Let a model answer problems, and grade its final answers: accuracy, shares of truncated and of missing answers, "
+    "mean length. Without --tasks: arithmetic and the quickstart's held-out problems, a few minutes with a small model "
+    "and no GPU. Prompts are rendered as in training. The same command resumes an interrupted evaluation. For large "
+    "models use an OpenAI-compatible server (--url). docs/evaluation.md has examples."
 )
 EPILOG = (
     "Tasks: arithmetic and champ need no download; aime (aime24, aime25), olympiad, math500, gsm8k, rbench and "
-    "supergpqa are read from the hub or from a file; livecodebench and ojbench give generations for their official "
-    "graders."
+    "supergpqa are read from the hub or a file; livecodebench and ojbench write generations for their official graders."
 )
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What launchers tell a rank."""
+"""Environment variables that launchers set for a rank."""
 PAPER_MAX_NEW_TOKENS = 8_192
 
 
@@ -35,44 +33,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add = parser.add_argument
     add("model", metavar="RUN|MODEL", help="a model's folder or hub id, an adapter's folder, or the folder of a run")
-    add(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="a folder for the result, new or of an unfinished evaluation",
-    )
+    add("--output", type=Path, required=True, metavar="DIR", help="a new folder, or an unfinished evaluation's")
     add(
         "--tasks",
         nargs="+",
         default=["arithmetic", "champ"],
         metavar="NAME[=FILE]",
-        help="tasks, each with a file (.jsonl, .parquet), folder or hub id where its own data set is not reachable "
-        "(default: arithmetic champ)",
+        help="tasks, each with a file (.jsonl, .parquet), folder or hub id to read instead of its data set (default: "
+        "arithmetic champ)",
     )
-    add("--base", metavar="MODEL", help="base model of an adapter (default: the one that it names)")
+    add("--base", metavar="MODEL", help="base model of an adapter (default: the one it names)")
     add(
         "--preset",
         choices=["paper"],
         help="paper: greedy, one answer, 8,192 new tokens (default: what generation_config.json recommends)",
     )
-    add("--samples", type=positive, metavar="N", help="answers to each problem (default: 16 for AIME, else 1)")
-    add("--limit", type=positive, metavar="N", help="only the first N problems of each task")
+    add("--samples", type=positive, metavar="N", help="answers per problem (default: 16 for AIME, else 1)")
+    add("--limit", type=positive, metavar="N", help="evaluate the first N problems of each task")
     add("--max-new-tokens", type=positive, metavar="N", help="(default: 32,768; arithmetic 96, champ 256)")
     add("--temperature", type=temperature, metavar="T", help="0 is greedy")
     add("--top-p", type=share, metavar="P")
     add("--top-k", type=int, metavar="K", help="-1 for all tokens")
-    add("--seed", type=int, metavar="N", help="of all answers together (default 42)")
-    add("--precision", choices=["bf16", "fp32"], default="bf16", help="of the model in this process (default bf16)")
+    add("--seed", type=int, metavar="N", help="seed of the evaluation (default 42)")
+    add("--precision", choices=["bf16", "fp32"], default="bf16", help="precision without --url (default bf16)")
     add(
         "--batch-size",
         type=positive,
         default=16,
         metavar="N",
-        help="answers at a time in this process, requests at a time to a server (default 16)",
+        help="answers generated together, or concurrent requests to a server (default 16)",
     )
-    add("--url", metavar="URL", help="an OpenAI-compatible server with the model, as http://localhost:8000/v1")
-    add("--served-name", metavar="NAME", help="the model's name there (default: the only one)")
+    add("--url", metavar="URL", help="OpenAI-compatible server of the model, such as http://localhost:8000/v1")
+    add("--served-name", metavar="NAME", help="the model's name on the server (default: the only one)")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -101,7 +93,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def check_packages() -> None:
-    """Raises UserError where the extra `eval` is not installed."""
+    """Raise UserError where the extra `eval` is not installed."""
     missing = [name for name in ("inspect_ai", "reasoning_gym") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
@@ -111,17 +103,19 @@ def check_packages() -> None:
 
 
 def after_training(recipe: str, overrides: Sequence[str]) -> None:
-    """Evaluates the trained model on the tasks that need no download: on rank 0, in a process that is no rank. An
-    evaluation that fails costs a warning and not the run."""
+    """Evaluate the run's result on the default tasks, on rank 0, in a process without the launcher's environment.
+
+    A failed evaluation is a warning; the run is finished.
+    """
     from vcore_ds.config.load import load_recipe
     from vcore_ds.distributed import layout
 
     if not layout.is_first():
         return
     run = Path(load_recipe(recipe, overrides).run.output_dir)
-    print("\nEvaluation of the result on arithmetic and held-out problems (a few minutes):", flush=True)
+    print("\nEvaluating the result on arithmetic and held-out problems (a few minutes):", flush=True)
     words = ["eval", str(run), "--output", str(run / OF_A_RUN)]
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # a script may have added to it
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # with what a script added
     if subprocess.run([sys.executable, "-m", "vcore_ds.commands.cli", *words], env=environment).returncode != 0:
-        print(f"warning: no evaluation; repeat it: {shlex.join(['vcore-ds', *words])}", flush=True)
+        print(f"warning: the evaluation failed; repeat it: {shlex.join(['vcore-ds', *words])}", flush=True)

@@ -1,4 +1,4 @@
-"""How answers are drawn, and a model in this process that inspect asks, in batches."""
+"""Sampling settings, and inspect's interface to a model in this process."""
 
 import json
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from vcore_ds.models.loading import DTYPES
 
 @dataclass(frozen=True)
 class Sampling:
-    """Every field that decides how a token is drawn, so that none is left to a server's defaults.
+    """All sampling fields, so that none is left to a server's defaults.
 
-    These defaults are the paper's (table "Inference hyperparameters").
+    Defaults are the paper's (table "Inference hyperparameters").
     """
 
     temperature: float = 0.0
@@ -41,10 +41,10 @@ class Sampling:
 
 
 def choose_sampling(model: str, preset: str | None, changes: dict[str, Any]) -> Sampling:
-    """The paper's or the model's sampling, with those of `changes` that are not None.
+    """Return the paper's or the model's sampling, changed by the values of `changes` that are not None.
 
-    The model's is what its generation_config.json recommends, greedy where it recommends no sampling. Its repetition
-    penalty is left out: it is meant for short chats, and changes what is graded.
+    The model's is that of its generation_config.json, or greedy, and without a repetition penalty, which is meant for
+    short chats and lowers accuracy.
     """
     sampling = Sampling()
     path = cached_file(model, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
@@ -62,13 +62,13 @@ def choose_sampling(model: str, preset: str | None, changes: dict[str, Any]) -> 
 
 
 def encode_prompt(question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-    """The prompt of a user's turn, as text and as tokens, as the chat template renders it in training."""
+    """Render a user's turn with the chat template, as in training; return text and tokens."""
     prompt = render_prompt([{"role": "user", "content": question}], tokenizer)
     return prompt, tokenizer(prompt, add_special_tokens=False)["input_ids"]
 
 
 class Request(NamedTuple):
-    """One answer to draw."""
+    """One answer to generate."""
 
     question: str
     seed: int
@@ -76,10 +76,9 @@ class Request(NamedTuple):
 
 
 class InProcessAPI(ModelAPI):
-    """A base model, with its adapter where it has one.
+    """A model, with its adapter if any, in this process.
 
-    Its batches are fixed, whatever order inspect asks in: a resumed evaluation forms the same ones, and so comes to the
-    same answers to the last bit.
+    Batches are fixed in advance, so that a resumed evaluation forms the same ones and gets bitwise equal answers.
     """
 
     def __init__(
@@ -90,13 +89,12 @@ class InProcessAPI(ModelAPI):
         precision: str,
         batches: Sequence[Sequence[Request]],
     ) -> None:
-        """Raises UserError where the model or its adapter cannot be loaded."""
+        """Load the model. Raises UserError where it or its adapter cannot be loaded."""
         super().__init__(model.name)
         self._model = load_to_answer(model, DTYPES[precision])
         self.device = self._model.device
         ends = end_token_ids(self._model.generation_config, tokenizer)
-        # Other fields of generation_config.json must not take effect.
-        self._model.generation_config = GenerationConfig()
+        self._model.generation_config = GenerationConfig()  # its fields would fill in for unset ones
         self._settings = GenerationConfig(
             eos_token_id=ends, pad_token_id=ends[0], use_cache=True, repetition_penalty=sampling.repetition_penalty
         )
@@ -111,7 +109,7 @@ class InProcessAPI(ModelAPI):
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
     ) -> ModelOutput:
-        """The answer to a user message, generated with its batch."""
+        """Answer a user message, together with its batch."""
         assert config.seed is not None and config.max_tokens is not None
         request = Request(input[0].text, config.seed, config.max_tokens)
         async with self._lock:
@@ -121,11 +119,7 @@ class InProcessAPI(ModelAPI):
         return self._outputs[request]
 
     def answer(self, requests: Sequence[Request]) -> list[ModelOutput]:
-        """An answer to each request, all in one batch, whose draws depend on the first seed.
-
-        Raises:
-            UserError: a prompt leaves no room for an answer.
-        """
+        """Answer a batch, with the first request's seed. Raises UserError where a prompt leaves no room for an answer."""
         prompts = [encode_prompt(request.question, self._tokenizer)[1] for request in requests]
         longest = longest_sequence(self._model)
         if max(map(len, prompts)) >= longest:

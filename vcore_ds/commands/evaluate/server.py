@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that inspect asks: whether it serves this model, and what its requests have to say."""
+"""inspect's interface to an OpenAI-compatible server, checked to serve this model with these prompts."""
 
 import json
 import os
@@ -17,11 +17,11 @@ from vcore_ds.commands.named_model import NamedModel, end_token_ids
 from vcore_ds.common.errors import UserError, first_line
 
 REQUEST_SECONDS = 3_600.0
-"""Longest time for one answer: tens of thousands of tokens on a busy GPU take many minutes."""
+"""Timeout of one answer: tens of thousands of tokens on a busy GPU take many minutes."""
 
 
 class ServerAPI(OpenAICompatibleCompletionsAPI):
-    """A server that has said what it serves. It is sent prompts as tokens, and every sampling field."""
+    """A server, which is sent prompts as tokens and every sampling field."""
 
     def __init__(
         self,
@@ -31,19 +31,16 @@ class ServerAPI(OpenAICompatibleCompletionsAPI):
         tokenizer: PreTrainedTokenizerBase,
         sampling: Sampling,
     ) -> None:
-        """Asks the server for its models and its version.
+        """Ask the server for its models and version. Raises UserError where it does not serve this model.
 
         Args:
-            url: base of the API, as http://localhost:8000/v1.
-            served_name: name of the model there; None where it is the only one, or has the same name.
-
-        Raises:
-            UserError: the server cannot be reached, or does not serve this model.
+            url: base of the API, such as http://localhost:8000/v1.
+            served_name: name of the model there; None where it is the only one, or the path.
         """
         url = url.rstrip("/")
         data = (_get(f"{url}/models") or {}).get("data")
         entries = {entry["id"]: entry for entry in data} if isinstance(data, list) else {}
-        # A name that is given is believed: `transformers serve` serves folders that it does not list.
+        # A given name is not checked: `transformers serve` serves folders that it does not list.
         name = served_name or (model.path if model.path in entries or len(entries) != 1 else next(iter(entries)))
         if not served_name and name not in entries:
             raise UserError(
@@ -72,7 +69,7 @@ class ServerAPI(OpenAICompatibleCompletionsAPI):
         return self.model_name
 
     def _check_adapter(self, parent: str | None, model: NamedModel) -> None:
-        """Raises UserError where the server says that it serves no adapter, or one on another base (`parent`)."""
+        """Raise UserError where the server reports no adapter, or one on another base (`parent`)."""
         if self.software == "transformers":
             raise UserError(
                 f"--url: {self.base_url}: `transformers serve` cannot serve adapters; expected vLLM or SGLang for "
@@ -80,7 +77,7 @@ class ServerAPI(OpenAICompatibleCompletionsAPI):
             )
         if (parent is None and self.software == "vllm") or (parent and Path(parent).name != Path(model.weights).name):
             raise UserError(
-                f"--url: {self.base_url}: found {self.model_name} {f'on {parent}' if parent else 'as a whole model'}; "
+                f"--url: {self.base_url}: found {self.model_name} {f'on {parent}' if parent else 'as a model without adapter'}; "
                 f"expected the adapter {model.adapter} on {model.weights}. Serve it with --enable-lora --lora-modules "
                 f"{model.name}={model.adapter}, and give --served-name {model.name}"
             )
@@ -88,14 +85,12 @@ class ServerAPI(OpenAICompatibleCompletionsAPI):
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
     ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
-        """The answer to a user message.
+        """Answer a user message.
 
-        Raises:
-            UserError: the server sees another prompt, or does not say how the answer ended and how long it is.
+        Raises UserError where the server counts other prompt tokens, or reports no finish reason or usage.
         """
         prompt, ids = encode_prompt(input[0].text, self._tokenizer)
-        # `transformers serve` takes text only.
-        metadata = None if self.software == "transformers" else {"prompt_token_ids": ids}
+        metadata = {"prompt_token_ids": ids} if self.software != "transformers" else None  # which takes text only
         config = config.model_copy(update={"extra_body": self._extra_body(config.max_tokens)})
         answer = await super().generate(
             [ChatMessageUser(content=prompt, metadata=metadata)], tools, tool_choice, config
@@ -117,7 +112,7 @@ class ServerAPI(OpenAICompatibleCompletionsAPI):
         return answer
 
     def _extra_body(self, max_new_tokens: int | None) -> dict[str, Any]:
-        """The sampling fields that OpenAI's API does not have, each under the name that this server knows."""
+        """Return the sampling fields that OpenAI's API lacks, under this server's names."""
         sampling = self._sampling
         drawn: dict[str, Any] = {"top_k": sampling.top_k, "min_p": sampling.min_p}
         if self.software != "transformers":
@@ -131,7 +126,7 @@ class ServerAPI(OpenAICompatibleCompletionsAPI):
 
 
 def _identify_software(root: str) -> tuple[str, str | None]:
-    """`vllm`, `sglang`, `transformers` or `unknown`, by an endpoint that only this one has; its version."""
+    """Return `vllm`, `sglang`, `transformers` or `unknown`, by an endpoint that no other has, and the version."""
     for software, path in (("vllm", "/version"), ("sglang", "/get_server_info")):
         if (answer := _get(root + path)) and "version" in answer:
             return software, str(answer["version"])
@@ -140,7 +135,7 @@ def _identify_software(root: str) -> tuple[str, str | None]:
 
 
 def _get(url: str) -> dict[str, Any] | None:
-    """The JSON object at a URL; None where the answer is something else."""
+    """Return the JSON object at a URL; None for any other answer. Raises UserError where it cannot be reached."""
     try:
         answer = httpx.get(url, headers={"Authorization": f"Bearer {_api_key()}"}, timeout=10.0)
         value = answer.json() if answer.status_code == 200 else None
@@ -155,5 +150,5 @@ def _get(url: str) -> dict[str, Any] | None:
 
 
 def _api_key() -> str:
-    """The user's, or one that a server takes that asks for none."""
+    """Return the user's key, or any text for servers that need none."""
     return os.environ.get("OPENAI_API_KEY") or "none"

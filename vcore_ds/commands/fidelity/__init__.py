@@ -1,4 +1,4 @@
-"""`vcore-ds fidelity`: how right the utilities of a recipe are."""
+"""`vcore-ds fidelity`: accuracy of a recipe's utilities."""
 
 import argparse
 from pathlib import Path
@@ -8,11 +8,11 @@ from vcore_ds.commands.arguments import add_recipe, take_numbers
 from vcore_ds.common.imports import lasting_imports
 from vcore_ds.config.load import load_recipe
 
-HELP = "measure how right the utilities are"
+HELP = "measure how accurate the utilities are"
 DESCRIPTION = (
-    "Measure, on the recipe's own model, data, precision and parallelism, how right the utilities of jvp and of finite "
-    "differences are against a reference in higher precision, and how well small probes and kept directions agree with "
-    "a large probe. Lists are numbers separated by spaces; 0 leaves a part out."
+    "Compare the utilities of jvp and of finite differences with a reference in higher precision, and small probes and "
+    "stale directions with a large probe, on the recipe's model, data, precision and parallelism. Lists are numbers "
+    "separated by spaces; 0 leaves a part out."
 )
 
 
@@ -32,13 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=64,
         metavar="N",
-        help="|B'| that these and kept directions are compared with (default 64; 0 measures neither)",
+        help="|B'| that these and stale directions are compared with (default 64; 0 measures neither)",
     )
     parser.add_argument(
         "--stale-steps",
         **numbers,
         default="1 2 4 8".split(),
-        help="optimizer steps of the recipe's training to keep a direction for (default 1 2 4 8)",
+        help="ages of stale directions, in optimizer steps (default 1 2 4 8)",
     )
     parser.add_argument(
         "--after-steps", type=int, default=0, metavar="N", help="train N steps before measuring (default 0)"

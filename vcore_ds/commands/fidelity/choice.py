@@ -1,4 +1,4 @@
-"""The fidelity command's options and output folder, and the sequences that it measures on."""
+"""Options and output folder of the fidelity command, and the sequences that it measures on."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,12 +10,12 @@ from vcore_ds.common.random_streams import Stream, generator
 
 JSON_NAME = "fidelity.json"
 MAX_DRAWS = 4
-"""Disjoint probes of one size; their agreement with the large probe is averaged."""
+"""Disjoint probes of a size, whose agreement with the large probe is averaged."""
 
 
 @dataclass(frozen=True)
 class FidelityOptions:
-    """Requested measurements; sizes count sequences over all ranks."""
+    """Requested measurements; sizes are sequences over all ranks."""
 
     num_sequences: int = 4
     epsilons: tuple[float, ...] = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
@@ -24,27 +24,31 @@ class FidelityOptions:
     """0: neither probe sizes nor stale directions are measured."""
     stale_steps: tuple[int, ...] = (1, 2, 4, 8)
     after_steps: int = 0
-    """Optimizer steps to train before anything is measured."""
+    """Optimizer steps before the first measurement."""
     output: Path | None = None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Disjoint sets of sequences."""
+    """Disjoint lists of sequences."""
 
     measured: list[int]
-    """Positions in the training data; those of the probes are in the recipe's probe data."""
+    """Indices into the training data; those of the probes are into the recipe's probe data."""
     small_probes: list[int]
-    """The recipe's probe and all small ones are taken from its start."""
     recipe_probe_size: int
     probe_sizes: list[int]
     large_probe: list[int]
     notes: list[str]
     """Differences from the options."""
 
+    def draws(self, size: int) -> list[list[int]]:
+        """Disjoint small probes of `size` sequences, at most `MAX_DRAWS`."""
+        count = min(MAX_DRAWS, len(self.small_probes) // size)
+        return [self.small_probes[i * size : (i + 1) * size] for i in range(count)]
+
 
 def check_options(options: FidelityOptions) -> None:
-    """Raises UserError for numbers that nothing can be measured with."""
+    """Raise UserError for numbers out of range."""
     wrong = [f"--epsilons {epsilon:g}" for epsilon in options.epsilons if not 0 < epsilon < math.inf]
     wrong += [f"--probe-sizes {size}" for size in options.probe_sizes if size < 0]
     wrong += [f"--stale-steps {steps}" for steps in options.stale_steps if steps < 0]
@@ -57,26 +61,23 @@ def check_options(options: FidelityOptions) -> None:
 
 
 def prepare_output(folder: Path) -> None:
-    """Makes `folder`. Raises UserError where it cannot be made or written, and where it holds a result already."""
+    """Create `folder`. Raises UserError where it cannot be written or holds a result."""
     with writing("--output", folder):
-        folder.mkdir(parents=True, exist_ok=True)  # so that no rank's check removes it while another one looks
+        folder.mkdir(parents=True, exist_ok=True)  # check_folder would remove one that it made, under other ranks
         check_folder(folder)
         if (folder / JSON_NAME).exists():
             raise UserError(
-                f"--output: {folder}: holds a {JSON_NAME} already; expected a folder without a result, which is never "
-                "overwritten. Name another one, or remove it"
+                f"--output: {folder}: holds a {JSON_NAME} already; expected a folder without a result. Name another "
+                "one, or remove it"
             )
 
 
-def within_the_recipe(options: FidelityOptions, num_steps: int) -> tuple[FidelityOptions, list[str]]:
-    """Leaves out kept directions that would need training beyond the recipe's end, and notes them.
-
-    Raises UserError where `after_steps` does.
-    """
+def limit_to_recipe(options: FidelityOptions, num_steps: int) -> tuple[FidelityOptions, list[str]]:
+    """Drop stale steps beyond the recipe's end, with a note. Raises UserError where `after_steps` is beyond it."""
     if options.after_steps > num_steps:
         raise UserError(
             f"--after-steps {options.after_steps}: found more than the recipe's {num_steps} steps; expected at most "
-            "these. Lower it, or raise schedule.num_steps"
+            "that many. Lower it, or raise schedule.num_steps"
         )
     possible = tuple(steps for steps in options.stale_steps if options.after_steps + steps <= num_steps)
     notes = []
@@ -89,8 +90,12 @@ def within_the_recipe(options: FidelityOptions, num_steps: int) -> tuple[Fidelit
 def choose_sequences(
     num_training: int, num_trusted: int | None, probe_size: int, options: FidelityOptions, seed: int
 ) -> Choice:
-    """Draws the measured sequences from the training data and the probes from the rest of it, or from the sequences of
-    `data.probe_path` (`num_trusted`, None without). Where data is short, the probes become smaller.
+    """Draw the measured sequences from the training data, and the probes from the rest of it or from `data.probe_path`.
+
+    Where there are too few sequences, the probes become smaller.
+
+    Args:
+        num_trusted: sequences of `data.probe_path`; None without it.
 
     Raises UserError unless there is a sequence for each purpose.
     """
@@ -102,9 +107,9 @@ def choose_sequences(
         others = drawn.permutation(num_trusted).tolist()
     if not measured or len(others) < 2:
         key, expected = ("train_path", 3) if num_trusted is None else ("probe_path", 2)
-        found = num_training if num_trusted is None else num_trusted
+        num_sequences = num_training if num_trusted is None else num_trusted
         raise UserError(
-            f"data.{key}: found {found} sequence(s) within data.cutoff_length; expected at least {expected}: "
+            f"data.{key}: found {num_sequences} sequence(s) within data.cutoff_length; expected at least {expected}: "
             + ("one to measure, " if num_trusted is None else "")
             + "one as probe, one as the probe that this is compared with"
         )
@@ -120,8 +125,3 @@ def choose_sequences(
         left_out = ", ".join(str(size) for size in sizes if size not in fitting)
         notes.append(f"{len(small)} sequences remain for small probes, so |B'| {left_out} cannot be measured")
     return Choice(measured, small, min(probe_size, len(small)), fitting, large, notes)
-
-
-def num_draws(choice: Choice, size: int) -> int:
-    """Disjoint probes of a size."""
-    return min(MAX_DRAWS, len(choice.small_probes) // size)

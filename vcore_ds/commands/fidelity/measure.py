@@ -1,8 +1,8 @@
-"""Measures the utilities of a recipe on its own model, data, precision and parallelism.
+"""Measure the accuracy of a recipe's utilities on its model, data, precision and parallelism.
 
-The reference is the same model at the same parameters along the same direction, computed in the next higher precision
-while it stays sharded (`utility.forward_mode(..., precision)`). So the difference is the recipe's precision and the
-estimator, and nothing has to fit on one device.
+The reference is the same model at the same parameters along the same direction, in the next higher precision, and still
+sharded (`utility.forward_mode(..., precision)`): differences come from precision and estimator only, and nothing has to
+fit on one device.
 """
 
 import time
@@ -14,9 +14,8 @@ from itertools import count, islice, pairwise
 import torch
 from torch import Tensor
 
-from vcore_ds.commands.fidelity.choice import Choice, FidelityOptions, choose_sequences, num_draws, within_the_recipe
+from vcore_ds.commands.fidelity.choice import Choice, FidelityOptions, choose_sequences, limit_to_recipe
 from vcore_ds.commands.fidelity.report import (
-    NOTHING,
     Agreement,
     Estimate,
     FidelityReport,
@@ -59,20 +58,20 @@ from vcore_ds.utility.finite_difference import choose_epsilon, compute_perturbed
 from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
 DEFAULT_KL_BUDGET = 0.05
-"""Nats; makes the weights of a recipe whose method has none."""
+"""Nats; for the weights of a recipe whose method has no utilities."""
 REFERENCE_PRECISION = {"bf16": "fp32", "fp32": "fp64"}
 
 Say = Callable[[str], None]
 
 
 def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
-    """Measures, prints, and writes into `options.output`; every rank calls it. Raises UserError before loading."""
-    check_model_folder(recipe.model.path)
+    """Measure, print, and write into `options.output`. Collective. Raises UserError before the model is loaded."""
     path = recipe.model.path
+    check_model_folder(path)
     if is_on_disk(path) and not can_replace_attention(read_config(path, local_files_only=True)):
         raise UserError(
-            f"model.path: {path}: found an architecture whose attention is its own code; expected one whose attention "
-            "can be replaced: the reference is a forward-mode derivative, so nothing can be measured without it"
+            f"model.path: {path}: found an architecture with custom attention code; expected one whose attention can "
+            "be replaced, because the reference is a forward-mode derivative"
         )
     start_ranks(recipe)
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
@@ -84,7 +83,7 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     console = Console(enabled=layout.is_first())
     plan = plan_ranks(weighted)
     ds_config = deepspeed_config(weighted, plan)
-    ds_config["zero_optimization"]["memory_efficient_linear"] = False  # jvp is measured whatever the recipe uses
+    ds_config["zero_optimization"]["memory_efficient_linear"] = False  # its linear layers have no JVP
     tokenizer = load_tokenizer(recipe.model.path)
     dataset = read_training_data(recipe, tokenizer, console)
     trusted = None
@@ -92,7 +91,7 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
         trusted = read_dataset(recipe, recipe.data.probe_path, tokenizer, console)
     feed = build_feed(recipe, plan, dataset, tokenizer, trusted)
     schedule = schedule_of(recipe, len(dataset))
-    options, notes = within_the_recipe(options, schedule.num_steps)
+    options, notes = limit_to_recipe(options, schedule.num_steps)
     choice = choose_sequences(
         len(dataset),
         None if trusted is None else len(trusted),
@@ -102,7 +101,7 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     )
     notes += choice.notes
     if not recipe.method.uses_utilities:
-        notes.append(f"method {recipe.method.name} has no utilities; measured with those of method.name=vcore")
+        notes.append(f"method {recipe.method.name} has no utilities; measured with method.name=vcore")
     lines = [*(f"Note: {note}" for note in notes), f"Model: {describe_model(recipe, None)}"]
     lines.append(f"Data: {describe_data(recipe.data.train_path, dataset)}")
     if trusted is not None and recipe.data.probe_path is not None:
@@ -147,39 +146,35 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
 
 
 def _with_utilities(recipe: Recipe) -> Recipe:
-    """The recipe; for a method without utilities, with VCORE's weights along the direction of its probe section."""
+    """Return the recipe, with VCORE in place of a method without utilities."""
     method = recipe.method
     if not method.uses_utilities:
         method = MethodConfig(name="vcore", kl_budget=DEFAULT_KL_BUDGET, normalization=method.normalization)
     return recipe.model_copy(update={"method": method})
 
 
-# ---- measurements ----------------------------------------------------------------------------------------------------
-
-
 def _measure_estimators(bench: "Bench", report: FidelityReport, epsilons: Sequence[float], say: Say) -> None:
-    """Compares jvp and finite differences along `bench.direction` with the reference."""
+    """Compare jvp and finite differences along `bench.direction` with the reference."""
     reference_losses, reference = bench.reference()
     base = bench.losses()
     report.utility_std = float(reference.std())
-    report.loss_error_nats = float((bench.over_ranks([base]) - reference_losses).double().square().mean().sqrt())
+    report.loss_error_nats = float((bench.gather([base]) - reference_losses).double().square().mean().sqrt())
     report.uniform_weight_overlap = bench.agreement(torch.zeros_like(reference), reference).weight_overlap
     say(f"reference in {report.reference_precision}")
-    found = bench.agreement(bench.jvp(), reference)
-    report.estimators.append(Estimate("jvp", None, found, of_recipe=bench.recipe.utility.estimator == "jvp"))
-    say(f"jvp: Spearman {show(found.spearman)}")
-    own_epsilon = bench.own_epsilon()
+    agreement = bench.agreement(bench.jvp(), reference)
+    report.estimators.append(Estimate("jvp", None, agreement, of_recipe=bench.recipe.utility.estimator == "jvp"))
+    say(f"jvp: Spearman {show(agreement.spearman)}")
+    recipe_epsilon = bench.choose_epsilon()
     if bench.recipe.utility.epsilon == "auto":
-        say(f"search for epsilon: {own_epsilon:.3g}")
-    for epsilon in sorted({*epsilons, *({own_epsilon} if own_epsilon is not None else ())}, reverse=True):
-        utilities, estimate = bench.finite_difference(epsilon, base)
-        found = bench.agreement(utilities, reference)
-        report.estimators.append(replace(estimate, agreement=found, of_recipe=epsilon == own_epsilon))
-        say(f"finite difference, epsilon {epsilon:g}: Spearman {show(found.spearman)}")
+        say(f"search for epsilon: {recipe_epsilon:.3g}")
+    for epsilon in sorted({*epsilons, *({recipe_epsilon} if recipe_epsilon is not None else ())}, reverse=True):
+        estimate = bench.estimate_finite_difference(epsilon, base, reference, of_recipe=epsilon == recipe_epsilon)
+        report.estimators.append(estimate)
+        say(f"finite difference, epsilon {epsilon:g}: Spearman {show(estimate.agreement.spearman)}")
 
 
 def _measure_probe_sizes(bench: "Bench", report: FidelityReport, choice: Choice, say: Say) -> None:
-    """Compares utilities along small probes with those along the large one; at the recipe's size for both losses."""
+    """Compare utilities along small probes with those along the large one; for both losses at the recipe's size."""
     recipe_loss: ProbeLoss = bench.recipe.probe.loss
     other_loss: ProbeLoss = "uniform" if recipe_loss == "dft" else "dft"
     bench.take_direction(choice.large_probe)
@@ -188,10 +183,10 @@ def _measure_probe_sizes(bench: "Bench", report: FidelityReport, choice: Choice,
 
     def measure(size: int, loss: ProbeLoss) -> ProbeSize:
         draws = []
-        for draw in range(num_draws(choice, size)):
-            bench.take_direction(choice.small_probes[draw * size : (draw + 1) * size], loss)
+        for ids in choice.draws(size):
+            bench.take_direction(ids, loss)
             draws.append(bench.agreement(bench.jvp(), along_large))
-            label = f"probe of {size}, draw {draw + 1}" + (f", loss {loss}" if loss != recipe_loss else "")
+            label = f"probe of {size}, draw {len(draws)}" + (f", loss {loss}" if loss != recipe_loss else "")
             say(f"{label}: Spearman {show(draws[-1].spearman)}")
         known = [draw.spearman for draw in draws if draw.spearman is not None]
         return ProbeSize(
@@ -216,89 +211,90 @@ def _measure_staleness(
     stale_steps: Sequence[int],
     say: Say,
 ) -> None:
-    """Trains on, and compares utilities along the large probe's direction from before with its direction now."""
+    """Train on, and compare utilities along the large probe's old direction with those along its current one."""
     bench.take_direction(choice.large_probe)
-    kept = Direction(bench.engine)
-    for buffer, current in zip(kept.buffers, bench.direction.buffers, strict=True):
+    old = Direction(bench.engine)
+    for buffer, current in zip(old.buffers, bench.direction.buffers, strict=True):
         buffer.copy_(current)
     for before, steps in pairwise([0, *sorted(stale_steps)]):
         deque(islice(training, steps - before), maxlen=0)
-        stale = bench.jvp(kept)
+        stale = bench.jvp(old)
         bench.take_direction(choice.large_probe)
-        found = bench.agreement(stale, bench.jvp())
-        report.stale_directions.append(StaleDirection(steps, found.spearman, found.weight_overlap))
-        say(f"direction of {steps} steps ago: Spearman {show(found.spearman)}")
+        agreement = bench.agreement(stale, bench.jvp())
+        report.stale_directions.append(StaleDirection(steps, agreement.spearman, agreement.weight_overlap))
+        say(f"direction of {steps} steps ago: Spearman {show(agreement.spearman)}")
 
 
 class Bench:
-    """Passes over the measured sequences. Tensors are over all ranks' tokens, on the CPU; methods are collectives."""
+    """Passes over the measured sequences. Methods are collective; tensors hold all ranks' tokens, on the CPU."""
 
     def __init__(self, engine: Engine, recipe: Recipe, feed: Feed, measured: Sequence[int]):
-        """`recipe`: with utilities, see `_with_utilities`."""
+        """`recipe`: one with utilities (`_with_utilities`)."""
         self.engine, self.recipe, self.feed = engine, recipe, feed
         self.direction = Direction(engine)
         self._rounding_seed = recipe.run.seed if recipe.utility.rounding == "stochastic" else None
         self.reference_precision = REFERENCE_PRECISION[recipe.model.precision]
         self.batches = feed.batches(measured, feed.plan.utility_micro_batch_size_per_rank)
         ids = [torch.tensor(b.sequence_ids, dtype=torch.int64)[b.sequence_index()] for b in self.batches]
-        self.index = torch.unique(self.over_ranks(ids), return_inverse=True)[1]
-        """`[N]`, the measured sequence of each token, from 0."""
+        self.index = torch.unique(self.gather(ids), return_inverse=True)[1]
+        """`[N]`, each token's sequence, from 0."""
 
-    def over_ranks(self, parts: Sequence[Tensor]) -> Tensor:
-        """Joins the parts of all ranks, in the same order on each call. The ranks of a sequence-parallel group hold the
-        same values, of which the first rank's count."""
+    def gather(self, parts: Sequence[Tensor]) -> Tensor:
+        """All-gather the parts, always in the same order, from one rank of each sequence-parallel group."""
         is_first = layout.rank("sequence", self.batches[0].sequence_parallel) == 0
-        found = layout.gather_objects("shards", torch.cat(list(parts)).cpu() if is_first else None)
-        return torch.cat([of_rank for of_rank in found if of_rank is not None])
+        tensors = layout.gather_objects("shards", torch.cat(list(parts)).cpu() if is_first else None)
+        return torch.cat([tensor for tensor in tensors if tensor is not None])
 
     def take_direction(self, ids: Sequence[int], loss: ProbeLoss | None = None) -> None:
-        """Fills `self.direction` from the probe batch `ids` as a step would; `loss` replaces the recipe's
-        `probe.loss`."""
+        """Fill `self.direction` from the probe `ids` as a training step would; `loss` overrides `probe.loss`."""
         settings = step_settings(self.recipe)
         probe = settings.probe.model_copy(update={} if loss is None else {"loss": loss})
         take_direction(self.direction, replace(settings, probe=probe), self.feed.probe_batches(ids))
 
     def jvp(self, direction: Direction | None = None) -> Tensor:
-        return self.over_ranks(compute_jvp_utilities(self.engine, direction or self.direction, self.batches))
+        return self.gather(compute_jvp_utilities(self.engine, direction or self.direction, self.batches))
 
     def reference(self) -> tuple[Tensor, Tensor]:
-        """Losses and utilities in `reference_precision`."""
+        """Compute losses and utilities in `reference_precision`."""
         with forward_mode(self.engine, self.direction, DTYPES[self.reference_precision]):
-            found = [compute_losses_and_utilities(self.engine, batch) for batch in self.batches]
-        return self.over_ranks([losses for losses, _ in found]), self.over_ranks([utilities for _, utilities in found])
+            losses, utilities = zip(*(compute_losses_and_utilities(self.engine, b) for b in self.batches), strict=True)
+        return self.gather(losses), self.gather(utilities)
 
     def losses(self) -> Tensor:
-        """Losses of this rank's tokens."""
+        """Compute the losses of this rank's tokens."""
         return torch.cat(compute_losses(self.engine, self.batches, batches_per_pass=1))
 
-    def own_epsilon(self) -> float | None:
-        """The recipe's epsilon, after a search for `auto`; None with jvp."""
+    def choose_epsilon(self) -> float | None:
+        """Return the recipe's epsilon, after a search for `auto`; None with jvp."""
         if self.recipe.utility.epsilon != "auto":
             return self.recipe.utility.epsilon
         return choose_epsilon(self.engine, self.direction, self.batches, self._rounding_seed)
 
-    def finite_difference(self, epsilon: float, base: Tensor) -> tuple[Tensor, Estimate]:
-        """Utilities, and the estimate without its agreement; `base`: this rank's `losses()`."""
-        (of_below, changed_fraction), (of_above, _) = (
+    def estimate_finite_difference(
+        self, epsilon: float, base: Tensor, reference: Tensor, *, of_recipe: bool
+    ) -> Estimate:
+        """Compare a finite difference with the reference; `base`: this rank's `losses()`."""
+        (losses_below, changed_fraction), (losses_above, _) = (
             compute_perturbed_losses(self.engine, self.direction, self.batches, signed, 1, self._rounding_seed)
             for signed in (epsilon, -epsilon)
         )
-        below, above = torch.cat(of_below), torch.cat(of_above)
-        symmetric = self.over_ranks([above + below - 2 * base]).double()
-        return self.over_ranks([(base - below) / epsilon]), Estimate(
+        below, above = torch.cat(losses_below), torch.cat(losses_above)
+        symmetric = self.gather([above + below - 2 * base]).double()
+        return Estimate(
             "finite_difference",
             epsilon,
-            agreement=NOTHING,
+            self.agreement(self.gather([(base - below) / epsilon]), reference),
             changed_fraction=changed_fraction,
             signal_to_noise=signal_to_noise(below, base, above),
             rounding_floor_nats=float((symmetric.square().mean() / 6).sqrt()),
+            of_recipe=of_recipe,
         )
 
     def agreement(self, utilities: Tensor, reference: Tensor) -> Agreement:
-        """With the weights of the recipe's method."""
+        """Compare utilities, and the weights that the recipe's method makes of them, with the reference's."""
         num_sequences, losses = int(self.index.max()) + 1, torch.zeros_like(reference)
         if self.recipe.method.base_measure == "dft":  # weights depend on losses then
-            losses = self.over_ranks([self.losses()])
+            losses = self.gather([self.losses()])
         weights, reference_weights = (
             token_weights(self.recipe.method, Tokens(losses.double(), self.index, num_sequences, s.double())).weights
             for s in (utilities, reference)
@@ -307,7 +303,7 @@ class Bench:
 
 
 def train_steps(engine: Engine, recipe: Recipe, feed: Feed, schedule: Schedule, say: Say) -> Iterator[None]:
-    """Takes the first steps of a run of the recipe, one for each item; nothing is built before the first."""
+    """Take the first steps of a run of the recipe, one per item; the trainer is built at the first."""
     estimator = build_estimator(recipe, engine, batches_per_pass=feed.plan.batches_per_utility_pass)
     trainer = Trainer(engine, estimator, step_settings(recipe), schedule)
     for step in count():

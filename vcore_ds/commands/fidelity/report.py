@@ -1,4 +1,4 @@
-"""The measurements of `vcore-ds fidelity`: measures of agreement, tables, verdict and fidelity.json."""
+"""Results of `vcore-ds fidelity`: measures of agreement, tables, verdict and fidelity.json."""
 
 import json
 import math
@@ -17,26 +17,22 @@ from vcore_ds.common.text import aligned
 from vcore_ds.method.weights import segment_sum
 
 RELIABLE_SPEARMAN = 0.9
-"""Rank correlation from which on utilities order the tokens well enough to train with."""
+"""The lowest rank correlation with which utilities are good enough to train."""
 
 ProbeLoss = Literal["uniform", "dft"]
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of utilities with a reference's, over the tokens of the measured sequences; None: not defined."""
+    """Agreement of utilities with a reference over the measured tokens; None where undefined (constant, not finite)."""
 
     spearman: float | None
-    """Rank correlation over all tokens; None where either is constant or not finite."""
     spearman_within_sequences: float | None
-    """Mean over sequences of the rank correlation over a sequence's tokens, which alone decides its weights."""
+    """Mean over sequences; only the order within a sequence matters for its weights."""
     relative_error: float | None
-    """`|s - reference| / |reference|`, 2-norms over all tokens."""
+    """`|s - reference| / |reference|`, 2-norms."""
     weight_overlap: float | None
-    """`1 - total variation` of a sequence's token weights and the reference's, mean over sequences."""
-
-
-NOTHING = Agreement(None, None, None, None)
+    """`1 - total variation` between a sequence's token weights and the reference's, mean over sequences."""
 
 
 @dataclass(frozen=True)
@@ -49,32 +45,31 @@ class Estimate:
     changed_fraction: float | None = None
     """Share of the trainable parameters that the perturbation changed."""
     signal_to_noise: float | None = None
-    """Ratio for the loss change that the finite difference divides by epsilon, see `utility.signal_to_noise`."""
+    """Of the loss change that is divided by epsilon: `utility.finite_difference.signal_to_noise`."""
     rounding_floor_nats: float | None = None
-    """Rms over tokens of the error of one loss, from `l(theta + eps v) + l(theta - eps v) - 2 l(theta)`: rounding, and
-    curvature where epsilon is large."""
+    """RMS error of a token's loss, from `l(theta + eps v) + l(theta - eps v) - 2 l(theta)`; curvature where epsilon is
+    large."""
     of_recipe: bool = False
-    """Whether the recipe trains with this one."""
+    """Whether the recipe trains with it."""
 
 
 @dataclass(frozen=True)
 class ProbeSize:
-    """Utilities along a small probe's direction, compared with those along the large probe's."""
+    """Agreement of utilities along a small probe's direction with those along the large probe's, mean over draws."""
 
     batch_size: int
     num_draws: int
     spearman: float | None
-    """Mean over the draws, which share no sequence."""
     spearman_min: float | None
     weight_overlap: float | None
     of_recipe: bool = False
     loss: ProbeLoss = "uniform"
-    """`probe.loss` of the small probe; the large one's is the recipe's."""
+    """`probe.loss` of the small probe; the large one has the recipe's."""
 
 
 @dataclass(frozen=True)
 class StaleDirection:
-    """Utilities along the large probe's direction of some steps ago, compared with those along its direction now."""
+    """Agreement of utilities along the large probe's direction of some steps ago with those along the current one."""
 
     steps: int
     spearman: float | None
@@ -83,44 +78,44 @@ class StaleDirection:
 
 @dataclass
 class FidelityReport:
-    """Contents of fidelity.json but for the verdict."""
+    """Contents of fidelity.json without the verdict."""
 
     recipe: dict[str, Any]
     environment: dict[str, Any]
     precision: str
     reference_precision: str
     steps_before: int
-    """Optimizer steps trained before anything was measured."""
+    """Optimizer steps before the first measurement."""
     direction: str
     probe_batch_size: int
-    """Number of sequences whose gradient is the direction that the estimators are compared along."""
+    """Sequences whose gradient is the direction that the estimators are compared along."""
     num_sequences: int
     num_tokens: int
     utility_std: float | None = None
-    """Standard deviation of the reference's utilities, over all tokens."""
+    """Standard deviation of the reference's utilities over tokens."""
     uniform_weight_overlap: float | None = None
-    """Weight overlap of uniform weights with the reference's, which needs no utilities."""
+    """Weight overlap of uniform weights with the reference's: the baseline."""
     loss_error_nats: float | None = None
-    """Rms over tokens of the loss in the recipe's precision minus the reference's."""
+    """RMS over tokens of the loss in the recipe's precision minus the reference's."""
     large_probe_size: int = 0
     notes: list[str] = field(default_factory=list)
     """Deviations from the requested measurements, and their reasons."""
     estimators: list[Estimate] = field(default_factory=list)
-    """jvp first, then finite differences from the longest step."""
+    """jvp first, then finite differences from the largest epsilon."""
     probe_sizes: list[ProbeSize] = field(default_factory=list)
     other_probe_loss: ProbeSize | None = None
-    """The recipe's |B'| with the `probe.loss` that is not the recipe's."""
+    """The recipe's |B'| with the other `probe.loss`."""
     stale_directions: list[StaleDirection] = field(default_factory=list)
 
 
 def measure_agreement(
     utilities: Tensor, reference: Tensor, weights: Tensor, reference_weights: Tensor, sequence_index: Tensor
 ) -> Agreement:
-    """Agreement of utilities and their weights with a reference's.
+    """Measure how well utilities and their weights agree with a reference's.
 
     Args:
         utilities, reference, weights, reference_weights: `[N]`, on the CPU.
-        sequence_index: `[N]`, the measured sequence of each token, from 0.
+        sequence_index: `[N]`, each token's sequence, from 0.
     """
     num_sequences = int(sequence_index.max()) + 1
     utilities, reference = utilities.double(), reference.double()
@@ -140,42 +135,31 @@ def measure_agreement(
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Mean of the values that are defined; None where none is."""
+    """Average the values that are not None; None where all are."""
     defined = [value for value in values if value is not None]
     return sum(defined) / len(defined) if defined else None
 
 
-# ---- JSON ----------------------------------------------------------------------------------------------------------
-
-
 def write_report(report: FidelityReport, folder: Path) -> None:
-    """Writes `fidelity.json` into `folder`. Raises UserError where it cannot be written."""
-    text = json.dumps(as_json(report), indent=2, allow_nan=False) + "\n"
+    """Write fidelity.json, with null for undefined values. Raises UserError where it cannot be written."""
+    values = asdict(report) | {"verdict": list(judge(report))}
+    for estimate in values["estimators"]:
+        estimate |= estimate.pop("agreement")
+    text = json.dumps(_replace_nan(values), indent=2, allow_nan=False) + "\n"
     with writing("--output", folder), written_aside(folder / JSON_NAME) as unfinished:
         unfinished.write_text(text)
 
 
-def as_json(report: FidelityReport) -> dict[str, Any]:
-    """Contents of fidelity.json; null for values that are not defined."""
-    values = asdict(report)
-    for estimate in values["estimators"]:
-        estimate |= estimate.pop("agreement")
-    return _without_nan(values | {"verdict": list(judge(report))})
-
-
-def _without_nan(value: Any) -> Any:
+def _replace_nan(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: _replace_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
+        return [_replace_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# ---- tables --------------------------------------------------------------------------------------------------------
-
-
 def describe(report: FidelityReport) -> str:
-    """Returns the tables and the verdict."""
+    """The tables and the verdict."""
     verdict = [f"Reliable, with a Spearman correlation of at least {RELIABLE_SPEARMAN:g}:"]
     verdict += [f"  {line}" for line in judge(report)]
     parts = [_estimators(report), _probe_sizes(report), _stale_directions(report), verdict]
@@ -188,67 +172,65 @@ def _estimators(report: FidelityReport) -> Iterator[str]:
         f"direction {report.direction} of a probe of {report.probe_batch_size}"
     )
     yield (
-        f"Against {report.reference_precision}: standard deviation of utilities {show(report.utility_std, '.3g')}, rms "
+        f"Against {report.reference_precision}: standard deviation of utilities {show(report.utility_std, '.3g')}, RMS "
         f"error of a {report.precision} loss {show(report.loss_error_nats, '.3g')} nats"
     )
     rows = [
         ["estimator", "epsilon", "Spearman", "within a", "relative", "weight", "parameters", "signal", "rounding"],
         ["", "", "", "sequence", "error", "overlap", "changed", "to noise", "in nats"],
     ]
-    for found in report.estimators:
-        agreement, name = found.agreement, ("*" if found.of_recipe else " ") + found.estimator
-        cells = [name, show(found.epsilon, "g")]
+    for one in report.estimators:
+        agreement = one.agreement
+        cells = [("*" if one.of_recipe else " ") + one.estimator, show(one.epsilon, "g")]
         cells += [show(agreement.spearman), show(agreement.spearman_within_sequences)]
         cells += [show(agreement.relative_error, ".3g"), show(agreement.weight_overlap, ".2%")]
-        cells += [show(found.changed_fraction, ".2%"), show(found.signal_to_noise, ".3g")]
-        rows.append([*cells, show(found.rounding_floor_nats, ".3g")])
+        cells += [show(one.changed_fraction, ".2%"), show(one.signal_to_noise, ".3g")]
+        rows.append([*cells, show(one.rounding_floor_nats, ".3g")])
     yield from aligned(rows)
-    yield f"* of the recipe. Weight overlap of uniform weights: {show(report.uniform_weight_overlap, '.2%')}"
+    yield f"* the recipe's. Weight overlap of uniform weights: {show(report.uniform_weight_overlap, '.2%')}"
 
 
 def _probe_sizes(report: FidelityReport) -> Iterator[str]:
     other = report.other_probe_loss
     rows = [[" |B'|", "draws", "Spearman", "lowest", "weight overlap"]]
-    for found in (*report.probe_sizes, *([] if other is None else [other])):
-        name = f"{'*' if found.of_recipe else ' '}{found.batch_size}{f', {found.loss} loss' if found is other else ''}"
-        numbers = [show(found.spearman), show(found.spearman_min), show(found.weight_overlap, ".2%")]
-        rows.append([name, str(found.num_draws), *numbers])
+    for one in (*report.probe_sizes, *([] if other is None else [other])):
+        name = f"{'*' if one.of_recipe else ' '}{one.batch_size}{f', {one.loss} loss' if one is other else ''}"
+        numbers = [show(one.spearman), show(one.spearman_min), show(one.weight_overlap, ".2%")]
+        rows.append([name, str(one.num_draws), *numbers])
     if len(rows) > 1:
-        yield f"Probe size: utilities along a probe of |B'| against those along one of {report.large_probe_size}"
+        yield f"Probe size: utilities along a probe of |B'| sequences against those of {report.large_probe_size}"
         yield from aligned(rows)
 
 
 def _stale_directions(report: FidelityReport) -> Iterator[str]:
-    rows = [
-        [f" {found.steps}", show(found.spearman), show(found.weight_overlap, ".2%")]
-        for found in report.stale_directions
-    ]
-    if rows:
-        yield f"Stale direction of the probe of {report.large_probe_size} against the same probe's direction now"
-        yield from aligned([[" steps kept", "Spearman", "weight overlap"], *rows])
+    if report.stale_directions:
+        yield f"Stale direction of the probe of {report.large_probe_size} against the same probe's current direction"
+        rows = [
+            [f" {one.steps}", show(one.spearman), show(one.weight_overlap, ".2%")] for one in report.stale_directions
+        ]
+        yield from aligned([[" steps old", "Spearman", "weight overlap"], *rows])
 
 
 def judge(report: FidelityReport) -> Iterator[str]:
-    """The settings that the measurements support."""
+    """Yield the reliable values of each setting."""
     jvp, *differences = report.estimators
     yield f"utility.estimator=jvp: Spearman {show(jvp.agreement.spearman)}"
     if differences:
-        best = max(differences, key=lambda found: found.agreement.spearman or 0.0)
-        reliable = [f"{found.epsilon:g}" for found in differences if _is_reliable(found.agreement)]
-        best_spearman = show(best.agreement.spearman)
-        yield f"utility.epsilon: {' '.join(reliable) or 'none'} of those tried; best {best.epsilon:g}, {best_spearman}"
+        best = max(differences, key=lambda one: one.agreement.spearman or 0.0)
+        reliable = " ".join(f"{one.epsilon:g}" for one in differences if _is_reliable(one.agreement)) or "none"
+        yield f"utility.epsilon: {reliable} of those tried; best {best.epsilon:g}, {show(best.agreement.spearman)}"
     if report.probe_sizes:
-        sizes = [found.batch_size for found in report.probe_sizes if _is_reliable(found)]
+        sizes = [one.batch_size for one in report.probe_sizes if _is_reliable(one)]
         yield f"probe.batch_size: {f'at least {min(sizes)}' if sizes else 'none of those tried'}"
     if report.stale_directions:
-        kept = [found.steps for found in takewhile(_is_reliable, report.stale_directions)]
-        yield f"probe.every: at most {max(kept, default=1)}"
+        steps = [one.steps for one in takewhile(_is_reliable, report.stale_directions)]
+        yield f"probe.every: at most {max(steps, default=1)}"
 
 
-def _is_reliable(found: Agreement | ProbeSize | StaleDirection) -> bool:
-    return (found.spearman or 0.0) >= RELIABLE_SPEARMAN
+def _is_reliable(one: Agreement | ProbeSize | StaleDirection) -> bool:
+    return (one.spearman or 0.0) >= RELIABLE_SPEARMAN
 
 
 def show(value: float | None, form: str = ".3f") -> str:
-    """`-` where a value is not defined."""
+    """Format a value; `-` where it is undefined."""
     return "-" if value is None else f"{value:{form}}"
