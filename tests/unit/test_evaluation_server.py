@@ -170,7 +170,7 @@ def test_adapters_and_their_base(base: Path, tmp_path: Path, capsys) -> None:
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), "r": 8}))
     cases = [
-        ({}, "found m as a model without adapter; expected the adapter"),
+        ({}, "found m without adapter; expected the adapter"),
         ({"parent": "/models/Qwen3-8B"}, "found m on /models/Qwen3-8B; expected the adapter"),
     ]
     for entry, message in cases:

@@ -1,4 +1,4 @@
-"""The final answer in a model's output, and whether it is the expected one."""
+"""Prompts of problems, the final answer in a model's output, and whether it is right."""
 
 import re
 from collections.abc import Sequence
@@ -7,20 +7,18 @@ from typing import Literal
 from vcore_ds.data.verification import AnswerChecker
 
 Kind = Literal["math", "number", "choice"]
-"""How an answer is found and compared. `math`: the last box, equivalent by math-verify. `number`: the same, and the
-last number where the box is empty or there is none, as small models seldom box. `choice`: the last box, exactly the
-letter."""
+"""How an answer is extracted and compared. `math`: the last box, by math-verify. `number`: the same, or the last number
+without a filled box. `choice`: the last box, exactly the letter."""
 
 _BOXED = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""A brace, or an escaped character: `\\{` is text."""
+"""A brace, or an escaped character such as `\\{`."""
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/[1-9]\d*)?")
 _TEXT_MACRO = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
 def answer_spans(text: str) -> list[tuple[int, int]]:
-    r"""Ranges of characters between the braces of every `\boxed{...}`, nested braces included; unclosed ones are left
-    out. One pass, however many boxes are never closed."""
+    r"""Return the character ranges inside every closed `\boxed{...}`, in linear time also with unclosed ones."""
     boxes = {boxed.end() for boxed in _BOXED.finditer(text)}
     if not boxes:
         return []
@@ -34,11 +32,11 @@ def answer_spans(text: str) -> list[tuple[int, int]]:
 
 
 def final_answer(output: str, kind: Kind) -> str | None:
-    """What the output gives as its answer, thinking included; None where it gives none."""
+    """Extract the final answer of an output, thinking included; None where there is none."""
     spans = answer_spans(output)
     boxed = output[slice(*spans[-1])].strip() if spans else ""
     if boxed and kind == "choice":
-        # `(B)`, `\text{B}` and `B.` are the letter B.
+        # Accept `(B)`, `\text{B}` and `B.` as B.
         bare = _TEXT_MACRO.sub(r"\1", boxed).strip().strip("().:").strip()
         return bare if re.fullmatch(r"[A-Z]", bare) else boxed
     if not boxed and kind == "number" and (numbers := _NUMBER.findall(output)):
@@ -47,25 +45,21 @@ def final_answer(output: str, kind: Kind) -> str | None:
 
 
 def is_right(answer: str | None, expected: str, kind: Kind, checker: AnswerChecker) -> bool:
-    """Whether an answer is the expected one (LaTeX without dollar signs, or a letter); False where comparing took too
-    long."""
+    """Compare an answer with the expected one, LaTeX without dollar signs or a letter; False on a timeout."""
     if answer is None or kind == "choice" or answer == expected:
         return answer == expected
     return checker.check(expected, answer) == "equivalent"
 
 
 def last_code_block(text: str) -> str | None:
-    """What stands between the last two lines that begin with three backticks, as LiveCodeBench takes it; None where
-    there are not two."""
+    """Return the text between the last two lines of backticks, as LiveCodeBench does; None with fewer than two."""
     lines = text.split("\n")
     fences = [i for i, line in enumerate(lines) if line.lstrip().startswith("```")]
     return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) >= 2 else None
 
 
-# Prompts, one place for training and evaluation: the paper's (appendices "Dataset Curation for supervised tasks" and
-# "Evaluation Details") and CHAMP's own, which the quickstart trains with.
-
-
+# Prompts of training and evaluation: the paper's (appendices "Dataset Curation for supervised tasks" and "Evaluation
+# Details") and CHAMP's.
 _MATH = (
     "You are a helpful and accurate assistant for solving the following math problem:\n"
     "{question}\n"
@@ -103,20 +97,20 @@ _CHOICE = (
 )
 
 CHAMP = "Solve the following problem. Make sure to show your work before giving the final answer.\n\n{statement}"
-"""CHAMP's own, without the hints and examples that it gave in most conversations."""
+"""CHAMP's prompt, without the hints and examples of most of its conversations."""
 
 
 def math_prompt(question: str) -> str:
-    """The user's turn for a mathematical problem."""
+    """Return the user's turn for a mathematical problem."""
     return _MATH.format(question=question)
 
 
 def code_prompt(question: str) -> str:
-    """The user's turn for a problem of competitive programming in C++."""
+    """Return the user's turn for a competitive programming problem in C++."""
     return _CODE.format(question=question)
 
 
 def choice_prompt(question: str, options: Sequence[str]) -> str:
-    """The user's turn for a multiple-choice question; options are lettered from A."""
+    """Return the user's turn for a multiple-choice question with options from (A)."""
     lines = (f"({chr(ord('A') + i)}): {option}" for i, option in enumerate(options))
     return _CHOICE.format(question=question, options="\n".join(lines))

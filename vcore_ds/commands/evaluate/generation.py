@@ -119,7 +119,7 @@ class InProcessAPI(ModelAPI):
         return self._outputs[request]
 
     def answer(self, requests: Sequence[Request]) -> list[ModelOutput]:
-        """Answer a batch, with the first request's seed. Raises UserError where a prompt leaves no room for an answer."""
+        """Answer a batch, with the first request's seed. Raises UserError where a prompt leaves no room to answer."""
         prompts = [encode_prompt(request.question, self._tokenizer)[1] for request in requests]
         longest = longest_sequence(self._model)
         if max(map(len, prompts)) >= longest:

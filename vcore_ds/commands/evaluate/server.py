@@ -77,7 +77,7 @@ class ServerAPI(OpenAICompatibleCompletionsAPI):
             )
         if (parent is None and self.software == "vllm") or (parent and Path(parent).name != Path(model.weights).name):
             raise UserError(
-                f"--url: {self.base_url}: found {self.model_name} {f'on {parent}' if parent else 'as a model without adapter'}; "
+                f"--url: {self.base_url}: found {self.model_name} {f'on {parent}' if parent else 'without adapter'}; "
                 f"expected the adapter {model.adapter} on {model.weights}. Serve it with --enable-lora --lora-modules "
                 f"{model.name}={model.adapter}, and give --served-name {model.name}"
             )

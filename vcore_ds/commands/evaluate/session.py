@@ -1,4 +1,4 @@
-"""An evaluation from start to end: inspect asks, grades, logs and resumes; the result is read from its logs."""
+"""An evaluation: inspect asks, grades, logs and resumes; the result is read from its logs."""
 
 import hashlib
 import json
@@ -48,17 +48,17 @@ from vcore_ds.train.evaluation_folder import (
 )
 
 LOGS = "inspect_logs"
-"""Folder, in the evaluation's, of inspect's logs, from which it resumes."""
+"""Subfolder of inspect's logs, from which it resumes."""
 MAX_RETRIES = 4
-"""Attempts after the first for a request that a server fails."""
+"""Retries of a failed request."""
 ANSWER_SECONDS = 5
-"""CPU time to compare one answer."""
+"""CPU time limit of comparing one answer."""
 PACKAGES = ("inspect_ai", "math-verify", "transformers", "peft", "torch", "reasoning-gym")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asks for."""
+    """Settings of an evaluation, as on the command line."""
 
     output: Path
     tasks: Sequence[ChosenTask]
@@ -71,11 +71,11 @@ class Settings:
 
 
 def evaluate(model: NamedModel, settings: Settings) -> Evaluation:
-    """Answers and grades every task, writes the folder, and prints the table; resumes what an earlier attempt began.
+    """Answer and grade every task, or resume it, write the folder, and print the table.
 
     Raises:
         UserError: the model, the server or the folder cannot be used, or the folder holds another evaluation.
-        RunStopped: it was interrupted.
+        RunStopped: on Ctrl-C.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -104,16 +104,12 @@ def evaluate(model: NamedModel, settings: Settings) -> Evaluation:
     return evaluation
 
 
-# ---- inspect -------------------------------------------------------------------------------------------------------
-
-
 def _run(api: InProcessAPI | ServerAPI, model: NamedModel, settings: Settings) -> dict[str, EvalLog]:
-    """The finished log of each task, without its samples. inspect takes over the answers in earlier attempts' logs."""
-    # What attempts must share besides the problems. A server may have moved.
+    """Run inspect, which reuses the answers of earlier logs; return each task's log, without samples."""
+    # What an attempt must share with earlier ones to reuse their answers, besides the problems: not the server's URL.
     identity: list[Any] = [model.weights, model.adapter, asdict(settings.sampling)]
-    if settings.url is None:
-        # A run that was trained again has its old name.
-        identity += [settings.precision, settings.batch_size, _digest_of_weights(model)]
+    if settings.url is None:  # a model trained again has the same path but other weights
+        identity += [settings.precision, settings.batch_size, _weight_digests(model)]
     else:
         identity.append("served")
     checker = AnswerChecker(ANSWER_SECONDS)
@@ -129,7 +125,7 @@ def _run(api: InProcessAPI | ServerAPI, model: NamedModel, settings: Settings) -
         )
         for task in settings.tasks
     ]
-    # inspect wants the name that its decorator gives to a class.
+    # inspect requires a registered class, but takes any callable that returns an instance.
     named_api = modelapi(name="vcore_ds")(lambda: lambda: api)()  # type: ignore[call-arg]
     sampling = GenerateConfig(temperature=settings.sampling.temperature, top_p=settings.sampling.top_p)
     try:
@@ -141,8 +137,7 @@ def _run(api: InProcessAPI | ServerAPI, model: NamedModel, settings: Settings) -
             max_samples=settings.batch_size,
             max_connections=settings.batch_size,
             max_retries=MAX_RETRIES,
-            # The first error ends the evaluation, and is raised as it is.
-            debug_errors=True,
+            debug_errors=True,  # raise the first error unchanged
             retry_attempts=1,
             retry_immediate=False,
             display="plain",
@@ -157,19 +152,19 @@ def _run(api: InProcessAPI | ServerAPI, model: NamedModel, settings: Settings) -
     except (OpenAIError, RetryError) as error:
         raise UserError(
             f"--url: {api.base_url}: a request failed {MAX_RETRIES + 1} times or was refused: "
-            f"{first_line(error.__cause__ or error):.300}; expected an answer. Look into the server's log; the same "
+            f"{first_line(error.__cause__ or error):.300}; expected an answer. Read the server's log; the same "
             "command resumes"
         ) from None
     finally:
         checker.close()
     if len(logs) < len(tasks):
-        raise RunStopped("eval: interrupted; the answers so far are kept, and the same command resumes")
+        raise RunStopped("eval: interrupted; finished answers are kept, and the same command resumes")
     return {log.eval.task: log for log in logs}
 
 
 @solver
 def answer_with_seed(task: str, seed: int) -> Solver:
-    """Asks the model, with a seed for each answer."""
+    """Ask the model, with a seed per answer."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         return await generate(state, seed=answer_seed(seed, task, state.sample_id, state.epoch))
@@ -179,12 +174,12 @@ def answer_with_seed(task: str, seed: int) -> Solver:
 
 @scorer(name="final_answer", metrics=[accuracy(), stderr()])
 def final_answer_scorer(kind: Kind, checker: AnswerChecker) -> Scorer:
-    """Whether the output's final answer is the expected one."""
+    """Compare the output's final answer with the expected one."""
     lock = anyio.Lock()
 
     async def score(state: TaskState, target: Target) -> Score:
         answer = final_answer(state.output.completion, kind)
-        async with lock:  # one child process compares
+        async with lock:  # the checker has one child process
             right = await to_thread.run_sync(is_right, answer, target.text, kind, checker)
         return Score(value=CORRECT if right else INCORRECT, answer=answer)
 
@@ -192,12 +187,12 @@ def final_answer_scorer(kind: Kind, checker: AnswerChecker) -> Scorer:
 
 
 def answer_seed(seed: int, task: str, problem_id: int | str | None, epoch: int) -> int:
-    """A function of the problem's id and the number of the answer, in 31 bits: some servers take no more."""
+    """Derive a seed from the problem's id and the answer's number, in 31 bits: some servers take no more."""
     return torch_seed(Stream.EVALUATION, seed, zlib.crc32(f"{task}/{problem_id}".encode()), epoch - 1) % 2**31
 
 
 def _batches(settings: Settings) -> list[list[Request]]:
-    """The answers to draw, in the order in which inspect asks for those of a task."""
+    """Split the answers to generate into batches, in inspect's order of asking."""
     batches = []
     for task in settings.tasks:
         requests = [
@@ -210,13 +205,10 @@ def _batches(settings: Settings) -> list[list[Request]]:
     return batches
 
 
-# ---- the result ----------------------------------------------------------------------------------------------------
-
-
 def _write_result(
     settings: Settings, model: dict[str, Any], versions: dict[str, str], logs: dict[str, EvalLog]
 ) -> Evaluation:
-    """Writes each task's samples or programs, then evaluation.json; prints the table."""
+    """Write each task's samples or generations, then evaluation.json, and print the table."""
     results: dict[str, TaskResult] = {}
     generations: dict[str, dict[str, Any]] = {}
     rows = [("task", "problems", "samples", "accuracy", "std. error", "truncated", "no answer", "mean tokens")]
@@ -226,7 +218,7 @@ def _write_result(
         share, error = "graded elsewhere", ""
         if task.kind is None:
             numbers = {name: value for name, value in asdict(result).items() if name != "accuracy"}
-            generations[task.name] = {"file": _write_programs(settings.output, task, samples), **numbers}
+            generations[task.name] = {"file": _write_generations(settings.output, task, samples), **numbers}
         else:
             write_samples(settings.output, task.name, samples)
             results[task.name] = result
@@ -240,8 +232,7 @@ def _write_result(
     sampling = {
         **asdict(settings.sampling),
         "max_new_tokens": limits if len({*limits.values()}) > 1 else next(iter(limits.values())),
-        # So that a comparison of evaluations with other prompts is refused.
-        "prompts": {task.name: _digest(_describe_problems(task)) for task in settings.tasks},
+        "prompts": {task.name: _digest(_describe_problems(task)) for task in settings.tasks},  # for `vcore-ds compare`
     }
     evaluation = Evaluation(model, settings.preset, sampling, versions, results, generations)
     write_evaluation(settings.output, evaluation)
@@ -250,12 +241,12 @@ def _write_result(
 
 
 def _read_samples(log: EvalLog) -> list[SampleResult]:
-    """All samples in a task's log, by problem, then number."""
+    """Read all samples of a task's log, sorted by problem, then number."""
     results = []
     for sample in read_eval_log(log.location, exclude_fields={"messages", "events"}).samples or ():
         output, score = sample.output, (sample.scores or {}).get("final_answer")
         answer = score.answer if score is not None else last_code_block(output.completion)
-        assert output.usage is not None  # as both APIs give it
+        assert output.usage is not None  # both APIs set it
         results.append(
             SampleResult(
                 problem_id=str(sample.id),
@@ -271,11 +262,11 @@ def _read_samples(log: EvalLog) -> list[SampleResult]:
     return sorted(results, key=lambda result: (result.problem_id, result.sample))
 
 
-def _write_programs(folder: Path, task: ChosenTask, samples: Sequence[SampleResult]) -> str:
-    """Writes what the official grader of a code task reads, and returns the file's name.
+def _write_generations(folder: Path, task: ChosenTask, samples: Sequence[SampleResult]) -> str:
+    """Write the input of a code task's official grader, and return the file's name.
 
-    LiveCodeBench: one JSON list of {question_id, code_list}. OJBench: a line for each answer, all columns of the prompt
-    and `content`.
+    LiveCodeBench: a JSON list of {question_id, code_list}. OJBench: a JSON line per answer, with the row's columns and
+    `content`.
     """
     by_problem: dict[str, list[SampleResult]] = {str(problem.id): [] for problem in task.problems}
     for sample in samples:
@@ -295,8 +286,8 @@ def _write_programs(folder: Path, task: ChosenTask, samples: Sequence[SampleResu
     return name
 
 
-def _digest_of_weights(model: NamedModel) -> list[str]:
-    """Of the base model's files, as far as they are on this machine, and of the adapter's."""
+def _weight_digests(model: NamedModel) -> list[str]:
+    """Digests of the base model's files, where they are local, and of the adapter's."""
     digests = [compute_model_digest(model.weights)] if Path(model.weights).is_dir() else []
     if model.adapter is not None:
         files = sorted(Path(model.adapter).glob("adapter_*"))

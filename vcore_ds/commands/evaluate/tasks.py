@@ -1,4 +1,4 @@
-"""What can be evaluated: the paper's benchmarks, from the hub or a copy, and two tasks that need no download."""
+"""Tasks of `vcore-ds eval`: the paper's benchmarks, from the hub or a copy, and two that need no download."""
 
 import difflib
 import hashlib
@@ -16,7 +16,7 @@ from vcore_ds.data.prepare.sources import Broken, problem_rows, text_of
 
 SUBSET_SEED = 42
 SUBSET_SIZE = 1_000
-"""Problems of SuperGPQA-1k. The paper does not say which: these are fixed by a seed, see `supergpqa_1k`."""
+"""Problems of SuperGPQA-1k. The paper does not say which; these are chosen by `supergpqa_1k`."""
 
 Row = dict[str, Any]
 
@@ -26,30 +26,30 @@ class Benchmark:
     """A task that --tasks can name."""
 
     help: str
-    """For messages."""
+    """Description, for messages."""
     kind: Kind | None
-    """None for code: generations are written for the official graders."""
+    """None for code, whose generations are written for the official graders."""
     read: Callable[[Row], Sample] | None = None
-    """A row's problem, with an empty id where the row has none. Raises ValueError with what the row lacks."""
+    """Turns a row into a problem, with an empty id where it has none. Raises ValueError for unusable rows."""
     sources: tuple[dict[str, str], ...] = ()
     """Arguments of `datasets.load_dataset` for each data set on the hub."""
     select: Callable[[list[Sample]], list[Sample]] = list
-    """Which of the problems are evaluated."""
+    """Selects the problems to evaluate."""
     make: Callable[[], list[Sample]] | None = None
-    """The problems of a task that reads no data."""
+    """Makes the problems of a task without a data set."""
     num_samples: int = 1
-    """Answers to each problem, unless decoding is greedy or --samples says otherwise."""
+    """Default of --samples; greedy decoding gives one answer."""
     max_new_tokens: int = 32_768
-    """Unless --max-new-tokens or a preset says otherwise. Model cards of reasoning models recommend 32,768."""
+    """Default of --max-new-tokens, as model cards of reasoning models recommend; the preset has its own."""
 
 
 class ChosenTask(NamedTuple):
-    """A task as this evaluation runs it."""
+    """A task with the settings of this evaluation."""
 
     name: str
     kind: Kind | None
     problems: list[Sample]
-    """Input: the user's turn. Target: the expected answer, in LaTeX or as a letter; empty for code."""
+    """Input: the user's turn. Target: the answer, in LaTeX or as a letter; empty for code."""
     num_samples: int
     max_new_tokens: int
 
@@ -57,13 +57,12 @@ class ChosenTask(NamedTuple):
 def choose_tasks(
     words: Sequence[str], *, limit: int | None = None, num_samples: int | None = None, max_new_tokens: int | None = None
 ) -> list[ChosenTask]:
-    """The tasks that words NAME or NAME=FILE name, with the first `limit` problems of each.
+    """Read the tasks NAME or NAME=FILE, with the first `limit` problems of each.
 
     Args:
         num_samples, max_new_tokens: None for each task's default.
 
-    Raises:
-        UserError: a name is unknown or comes twice, or a task's data cannot be used.
+    Raises UserError where a name is unknown or repeated, or a task's data cannot be used.
     """
     chosen: dict[str, ChosenTask] = {}
     for word in words:
@@ -85,12 +84,12 @@ def choose_tasks(
 
 
 def _read_problems(name: str, task: Benchmark, files: str) -> list[Sample]:
-    """`files`: a file, folder, pattern or hub id to read instead of the task's sources; empty for these."""
+    """Read a task's problems from `files` (a file, folder, pattern or hub id), or from its sources if that is empty."""
     assert task.read is not None
     problems: dict[str, Sample] = {}
     sources = [("", problem_rows(files, "test"))] if files else [_hub_rows(name, source) for source in task.sources]
     for source, rows in sources:
-        # Data sets that belong together (AIME 2024 and 2025) may each count from 0.
+        # Ids of AIME 2024 and 2025 may coincide.
         prefix = f"{source.rpartition('/')[2]}/" if len(sources) > 1 else ""
         for number, (where, row) in enumerate(rows, start=1):
             try:
@@ -101,7 +100,7 @@ def _read_problems(name: str, task: Benchmark, files: str) -> list[Sample]:
                 raise UserError(f"--tasks: {name}: {where}: {error}; expected a row of {task.help}") from None
             problem.id = f"{prefix}{problem.id or f'{number:05d}'}"
             if problem.id in problems:
-                raise UserError(f"--tasks: {name}: {where}: found the problem {problem.id} twice; expected it once")
+                raise UserError(f"--tasks: {name}: {where}: found the problem {problem.id} twice; expected unique ids")
             problems[problem.id] = problem
     if not problems:
         raise UserError(f"--tasks: {name}={files}: found no problems; expected one a row")
@@ -109,7 +108,7 @@ def _read_problems(name: str, task: Benchmark, files: str) -> list[Sample]:
 
 
 def _hub_rows(name: str, source: dict[str, str]) -> tuple[str, Iterator[tuple[str, Any]]]:
-    """Id of a data set; (place for messages, columns) of each row."""
+    """Load a data set; return its id and its rows, each with its place for messages."""
     from datasets import load_dataset
 
     path = source.get("data_files", source["path"])
@@ -123,11 +122,8 @@ def _hub_rows(name: str, source: dict[str, str]) -> tuple[str, Iterator[tuple[st
     return path, ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-# ---- rows of the benchmarks ----------------------------------------------------------------------------------------
-
-
 def read_math(row: Row) -> Sample:
-    """A problem with one answer, as AIME, MATH-500 and OlympiadBench have it, whose answers are a list."""
+    """Read a problem of AIME, MATH-500 or OlympiadBench, which has a list of answers."""
     answers = row.get("final_answer")
     if isinstance(answers, list) and all(isinstance(answer, str) for answer in answers):
         row = {**row, "final_answer": ", ".join(answers)}
@@ -136,7 +132,7 @@ def read_math(row: Row) -> Sample:
 
 
 def _read_gsm8k(row: Row) -> Sample:
-    """GSM8K, whose answer is the number after `####` at the end of the solution."""
+    """Read a problem of GSM8K: the answer is the number after `####` at the end of the solution."""
     _, mark, number = text_of(row, "answer").rpartition("####")
     if not mark or not number.strip():
         raise ValueError("found no number behind #### in `answer`")
@@ -144,7 +140,7 @@ def _read_gsm8k(row: Row) -> Sample:
 
 
 def _read_choice(row: Row) -> Sample:
-    """SuperGPQA, with a list of up to ten options, or R-Bench-T, with a column for each option, from A."""
+    """Read a problem of SuperGPQA, with a list of options, or R-Bench-T, with a column per option, from A."""
     options = row.get("options", [text_of(row, letter) for letter in "ABCDEF" if letter in row])
     options = list(map(str, options)) if isinstance(options, list) else []
     letter = text_of(row, "answer_letter", "answer")
@@ -155,10 +151,9 @@ def _read_choice(row: Row) -> Sample:
 
 
 def supergpqa_1k(problems: list[Sample]) -> list[Sample]:
-    """1,000 problems with the disciplines' shares of all of them; all where there are no more.
+    """Choose 1,000 problems, with each discipline's share of the data set (largest remainder method).
 
-    The choice depends on the seed and the problems' ids alone: of each discipline those whose hashes come first.
-    Disciplines get their share rounded down, and those with the largest remainders one more.
+    Within a discipline the problems with the smallest hashes of seed and id are chosen, whatever their order.
     """
     if len(problems) <= SUBSET_SIZE:
         return problems
@@ -178,36 +173,33 @@ def supergpqa_1k(problems: list[Sample]) -> list[Sample]:
 
 
 def _read_livecodebench(row: Row) -> Sample:
-    """LiveCodeBench, with the training prompt, which asks for C++."""
+    """Read a problem of LiveCodeBench, with the training prompt, which asks for C++."""
     identifier = text_of(row, "question_id")
     return _problem(row, ("question_id",), code_prompt(text_of(row, "question_content")), question_id=identifier)
 
 
 def _read_ojbench(row: Row) -> Sample:
-    """OJBench, whose rows are prompts, one in C++ and one in Python for each problem."""
+    """Read a prompt of OJBench, which has one in C++ and one in Python per problem."""
     columns = {name: row.get(name) for name in ("id", "prompt", "dataset", "language", "difficulty")}
     return Sample(id=f"{row.get('id')}-{row.get('language')}", input=text_of(row, "prompt"), metadata=columns)
 
 
 def _only_cpp(problems: list[Sample]) -> list[Sample]:
-    """OJBench's 232 prompts that ask for C++, as the training data do."""
+    """Select OJBench's 232 prompts for C++, the language of the training data."""
     return [problem for problem in problems if (problem.metadata or {})["language"] == "cpp"]
 
 
 def _problem(row: Row, ids: Sequence[str], prompt: str, expected: str = "", **metadata: str) -> Sample:
-    """`ids`: columns that may hold the row's id."""
+    """Make a problem; `ids`: columns that may hold the row's id."""
     identifier = next((str(row[name]) for name in ids if row.get(name) not in (None, "")), "")
     return Sample(id=identifier, input=prompt, target=expected, metadata=metadata)
 
 
-# ---- tasks without data --------------------------------------------------------------------------------------------
-
-
 def _make_arithmetic() -> list[Sample]:
-    """100 sums and differences of two or three numbers and 100 products of two, of one or two digits.
+    """Make 100 sums and differences and 100 products of numbers of one or two digits.
 
-    The question is the library's: with the paper's prompt, which asks for a box, SmolLM2-135M writes an empty one and
-    gets fewer right. `basic_arithmetic` of the library is left out: its answers to unparenthesised divisions are wrong.
+    With the library's prompt: the paper's asks for a box, which SmolLM2-135M leaves empty. Without the library's
+    `basic_arithmetic`: its answers to unparenthesised divisions are wrong.
     """
     from reasoning_gym import create_dataset
 
@@ -221,7 +213,7 @@ def _make_arithmetic() -> list[Sample]:
 
 
 def _make_champ() -> list[Sample]:
-    """CHAMP's problems with a number as their answer, of which the quickstart trains on no trace."""
+    """Make the problems of CHAMP that the quickstart holds out."""
     rows = champ_problems()
     prompts = {name: CHAMP.format(statement=rows[name]["_text"].strip()) for name in HELD_OUT}
     return [Sample(id=name, input=prompts[name], target=rows[name]["_answer"], metadata={}) for name in HELD_OUT]
@@ -234,12 +226,12 @@ _MATH500 = {"path": "HuggingFaceH4/MATH-500", "split": "test"}
 _GSM8K = {"path": "openai/gsm8k", "name": "main", "split": "test"}
 _RBENCH = {"path": "R-Bench/R-Bench", "name": "rbench-t_en", "split": "test"}
 _SUPERGPQA = {"path": "m-a-p/SuperGPQA", "split": "train"}
-# The one is a loading script, the other holds more than its rows.
+# The former is a loading script, the latter has files other than its rows.
 _LCB = {"path": "json", "data_files": "hf://datasets/livecodebench/code_generation_lite/test*.jsonl", "split": "train"}
 _OJBENCH = {"path": "json", "data_files": "hf://datasets/He-Ren/OJBench_testdata/prompts/full.jsonl", "split": "train"}
 
 BENCHMARKS = {
-    # Small models seldom box an answer: the last number of the output counts where there is no box.
+    # Small models seldom box an answer, so these accept the last number.
     "arithmetic": Benchmark("procedural arithmetic", "number", make=_make_arithmetic, max_new_tokens=96),
     "champ": Benchmark("CHAMP, 30 held-out problems", "number", make=_make_champ, max_new_tokens=256),
     "aime": Benchmark("AIME 2024 and 2025, 60 problems", "math", read_math, (_AIME24, _AIME25), num_samples=16),
