@@ -48,7 +48,7 @@ def test_every_shipped_recipe_plans(path: Path) -> None:
 
 @pytest.mark.parametrize("num_gpus, sft, difference", [(16, 13.1, 18.6), (64, 3.8, 5.7), (128, 2.3, 3.7)])
 def test_seconds_agree_with_an_earlier_calculation(num_gpus: int, sft: float, difference: float) -> None:
-    """docs/parallelism.md has its numbers: another script, own draws of lengths, gathers that hide less."""
+    """docs/reports/parallelism.md has its numbers: another script, own draws of lengths, gathers that hide less."""
     cluster = Cluster(GPUS["H100"], num_gpus)
     words = ["utility.estimator=finite_difference", "utility.epsilon=auto", "probe.batch_size=4"]
     recipe = load_recipe(RECIPE, words)
