@@ -16,6 +16,7 @@ import pytest
 from tests.helpers.commands import free_port, read_metrics
 from tests.helpers.jobs import AnyJob, ForkedJob, Job
 from tests.helpers.setups import TinySetup
+from tests.helpers.soak import soak_only
 from vcore_ds.commands.cli import launch, main
 from vcore_ds.common.errors import EXIT_STOPPED
 
@@ -120,6 +121,7 @@ def test_sigterm_to_the_deepspeed_command(run: OneRun):
         run.check_stopped(job, "the end of its launcher", code=-signal.SIGTERM)
 
 
+@soak_only
 def test_sigterm_to_torchrun_itself(run: OneRun):
     """It passes the signal on and waits for the ranks, but does not return their exit code."""
     with run.start("torchrun --nproc_per_node 2") as job:

@@ -1,0 +1,53 @@
+"""`vcore-ds sweep` on real runs of a tiny model: a run that fails holds up no other, a run that is interrupted resumes,
+and the same command ends both. With seeds, kills and a job array: `slurm/test_sweep.py`, in `make soak`."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import HANG_SECONDS, num_steps_done, read_metrics, run_command
+from tests.helpers.jobs import Job
+from tests.helpers.setups import TinySetup
+from tests.helpers.sweeps import write_sweep
+
+pytestmark = pytest.mark.e2e
+
+NUM_STEPS = 60
+CHANGES = (f"schedule.num_steps={NUM_STEPS}", "run.num_token_records=0", "run.num_followed_traces=0")
+
+
+def test_a_sweep_ends_with_all_runs_done(setup: TinySetup, tmp_path: Path) -> None:
+    here, probes = tmp_path / "here", tmp_path / "here" / "probe.jsonl"
+    file = write_sweep(here, setup, [1], CHANGES, vcore=["schedule.num_steps=2", f"data.probe_path={probes}"])
+    line, sweep = f"vcore-ds sweep {file}", here / "sweep"
+
+    with Job(line, tmp_path / "interrupted.log") as job:
+        wait_for_step(job, sweep / "runs" / "sft" / "seed_1", 3)
+        job.launcher.send_signal(signal.SIGINT)
+        assert job.wait() == 85, job.output
+        assert "vcore-ds: stopped by SIGINT: 0 of 2 runs are done, 1 stopped" in job.output
+
+    failed = run_command(line)  # there are no probes yet
+    assert failed.returncode == 1 and "Traceback" not in failed.stdout, failed.stdout
+    end = failed.stdout.partition("\nvcore-ds: ")[2].splitlines()
+    assert end[0] == "1 of 2 runs are done, 1 failed:"
+    assert end[1].startswith(f"  vcore/seed_1: exit code 2: vcore-ds: {probes}: there is no such file")
+    assert "Resumed after step " in (sweep / "logs" / "sft" / "seed_1.log").read_text()
+    assert [line["step"] for line in read_metrics(sweep / "runs" / "sft" / "seed_1")] == [*range(1, NUM_STEPS + 1)]
+
+    probes.write_bytes(setup.validation.read_bytes())
+    finished = run_command(line)
+    assert finished.returncode == 0, finished.stdout
+    assert finished.stdout.startswith("[1/2] sft/seed_1: done already\n")
+    assert f"2 of 2 runs are done. Tables and curves: vcore-ds report {sweep}" in finished.stdout
+    status = run_command(f"{line} --status")
+    assert [row.split()[1] for row in status.stdout.splitlines()[:-1]] == ["done", "done"]
+
+
+def wait_for_step(job: Job, run: Path, step: int) -> None:
+    deadline = time.monotonic() + HANG_SECONDS
+    while num_steps_done(run) < step:
+        assert job.launcher.poll() is None and time.monotonic() < deadline, job.output
+        time.sleep(0.02)
