@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -12,7 +13,7 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.models.model_identity import BaseModel, identify_base_model
 from vcore_ds.train.evaluation_folder import Evaluation, TaskResult, write_evaluation
-from vcore_ds.train.model_card import CardRequest, model_card
+from vcore_ds.train.model_card import make_model_card
 from vcore_ds.train.run_reader import read_recipe_of
 
 ENVIRONMENT = {
@@ -55,8 +56,8 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def card_of(run: Path, request: CardRequest) -> tuple[ModelCard, str]:
-    text = model_card(run, read_recipe_of(run), request)
+def read_card(run: Path, *words: Any, **options: Any) -> tuple[ModelCard, str]:
+    text = make_model_card(run, read_recipe_of(run), *words, **options)
     return ModelCard(text), text
 
 
@@ -68,7 +69,7 @@ def evaluated(folder: Path) -> Path:
 
 def test_the_metadata_is_what_huggingface_hub_reads(run: Path, tmp_path: Path) -> None:
     evaluation = evaluated(tmp_path / "evaluation")
-    card, text = card_of(run, CardRequest("adapter", base=QWEN, evaluations=[evaluation]))
+    card, text = read_card(run, "adapter", base=QWEN, evaluations=[evaluation])
     assert card_problems(text) == []
     assert card.data.base_model == "Qwen/Qwen3-8B" and card.data.base_model_relation == "adapter"
     assert card.data.library_name == "peft" and card.data.pipeline_tag == "text-generation"
@@ -80,7 +81,7 @@ def test_the_metadata_is_what_huggingface_hub_reads(run: Path, tmp_path: Path) -
 
 def test_it_says_what_was_trained_and_what_came_of_it(run: Path, tmp_path: Path) -> None:
     evaluation = evaluated(tmp_path / "evaluation")
-    _, text = card_of(run, CardRequest("adapter", base=QWEN, evaluations=[evaluation]))
+    _, text = read_card(run, "adapter", base=QWEN, evaluations=[evaluation])
     for expected in (
         "# Qwen3-8B, fine-tuned with VCORE (LoRA)",
         "| training | traces.jsonl | 80 | 12,345 | 9,876 |",
@@ -98,7 +99,7 @@ def test_it_says_what_was_trained_and_what_came_of_it(run: Path, tmp_path: Path)
 
 def test_no_path_and_no_host_is_in_it(run: Path, tmp_path: Path) -> None:
     for kind in ("adapter", "merged"):
-        text = card_of(run, CardRequest(kind))[1]
+        text = read_card(run, kind)[1]
         assert str(tmp_path) not in text and "secret-host" not in text and "/home/me" not in text
         assert "base_model:" not in text  # a local folder of unknown origin has no id
         assert "path: Qwen3-8B" in text and "deepspeed_config: zero3.json" in text and "wrong: owner/wrong" in text
@@ -106,7 +107,7 @@ def test_no_path_and_no_host_is_in_it(run: Path, tmp_path: Path) -> None:
 
 
 def test_an_earlier_checkpoint_has_no_losses_of_later_steps(run: Path) -> None:
-    _, text = card_of(run, CardRequest("adapter", step=2, base=QWEN))
+    _, text = read_card(run, "adapter", step=2, base=QWEN)
     assert "those after 2 optimizer steps, before the end" in text
     assert "Trained for 2 of 3 optimizer steps on 8 sequences" in text and "held-out loss" not in text
 
@@ -114,7 +115,7 @@ def test_an_earlier_checkpoint_has_no_losses_of_later_steps(run: Path) -> None:
 def test_a_result_without_metrics_has_a_card(run: Path) -> None:
     for name in ("metrics.jsonl", "held_out.json", "data.json", "environment.json"):
         (run / name).unlink()
-    _, text = card_of(run, CardRequest("model", base=QWEN))
+    _, text = read_card(run, "model", base=QWEN)
     assert card_problems(text) == [] and "## Training" not in text and "## Data" not in text
 
 
@@ -159,12 +160,12 @@ def test_an_evaluation_of_another_format_is_refused(run: Path, tmp_path: Path, c
     path = folder / "evaluation.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UserError, match=rf"evaluation.json: is damaged, or of another version \({found}.*; expected"):
-        card_of(run, CardRequest("adapter", evaluations=[folder]))
+        read_card(run, "adapter", evaluations=[folder])
     with pytest.raises(UserError, match=f"--evaluation: {tmp_path}: found no evaluation.json; expected"):
-        card_of(run, CardRequest("adapter", evaluations=[tmp_path]))
+        read_card(run, "adapter", evaluations=[tmp_path])
 
 
 def test_damaged_counts_of_data_are_refused(run: Path) -> None:
     (run / "data.json").write_text('[{"part": "training"}]')
     with pytest.raises(UserError, match="data.json: is damaged"):
-        card_of(run, CardRequest("adapter"))
+        read_card(run, "adapter")

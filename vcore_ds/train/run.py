@@ -32,7 +32,7 @@ from vcore_ds.train.feed import Feed, build_feed, count_data, read_dataset, read
 from vcore_ds.train.followed import choose_followed
 from vcore_ds.train.loop import Run, RunData, RunLog, Trainer, run_steps, throughput_of, validate
 from vcore_ds.train.metrics_log import BackgroundSink, MetricsLog
-from vcore_ds.train.model_card import CardRequest, Kind, model_card
+from vcore_ds.train.model_card import Kind, make_model_card
 from vcore_ds.train.model_check import check_model
 from vcore_ds.train.run_folder import can_resume
 from vcore_ds.train.settings import schedule_of, step_settings
@@ -248,7 +248,7 @@ def write_result(run: Run, tokenizer: PreTrainedTokenizerBase, last_step: StepMe
 def describe_result(recipe: Recipe) -> str:
     """The model card of the run that has just ended."""
     kind: Kind = "adapter" if recipe.lora is not None else "model"
-    return model_card(Path(recipe.run.output_dir), recipe, CardRequest(kind))
+    return make_model_card(Path(recipe.run.output_dir), recipe, kind)
 
 
 def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:

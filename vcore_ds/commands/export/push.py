@@ -1,14 +1,11 @@
-"""`vcore-ds export --push`: a result as a repository on the hub, in one commit, without a path of this machine."""
+"""`vcore-ds export --push`: commit a result to a repository on the hub, without local paths."""
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from huggingface_hub import HfApi
+from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HTTPError  # the HTTP library's own
 from peft.utils import CONFIG_NAME
 
@@ -17,15 +14,15 @@ from vcore_ds.models.model_identity import BaseModel, is_hub_id
 
 
 def check_repository(repository: str, *, update: bool) -> HfApi:
-    """The hub, where `repository` can be made, or (`update`) may exist. Called before an export, which takes minutes.
+    """Return the hub's API, before an export, which takes minutes.
 
-    Raises:
-        UserError: the name is none, the hub does not know the token or cannot be reached, or the repository exists.
+    Raises UserError where the name is invalid, the hub cannot be reached or refuses the token, or the repository exists
+    without `update`.
     """
     if not is_hub_id(repository):
         raise UserError(f"--push: found {repository}; expected OWNER/NAME, a repository on the hub")
     api = HfApi()
-    with _explained(repository):
+    with _explaining(repository):
         api.whoami()
         exists = api.repo_exists(repository)
     if exists and not update:
@@ -37,34 +34,30 @@ def check_repository(repository: str, *, update: bool) -> HfApi:
 
 
 def push_folder(api: HfApi, folder: Path, repository: str, base: BaseModel, *, public: bool, update: bool) -> str:
-    """Makes the repository, private unless `public`, and commits all files of `folder` at once; returns its address.
+    """Create the repository, private unless `public`, commit all files of `folder` at once, and return its address.
 
-    The base model in an adapter's configuration becomes its id on the hub, or its name where that is not known; the
-    files here stay as they are.
+    An adapter's configuration is committed with the base model's id on the hub, or its name, in place of its path.
 
-    Raises:
-        UserError: the hub cannot be reached, or refuses. What was uploaded before that is not visible.
+    Raises UserError where the hub cannot be reached or refuses; nothing is visible then.
     """
-    with _explained(repository), TemporaryDirectory() as temporary:
-        links = shutil.copytree(folder.absolute(), Path(temporary, "links"), copy_function=os.symlink)
-        config = links / CONFIG_NAME
-        if config.is_file():
-            values = json.loads(config.read_text(encoding="utf-8")) | {"base_model_name_or_path": base.public_name}
-            config.unlink()
-            config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        # Without `private` the hub makes what the owner's settings say, mostly a public one.
+    files: dict[str, bytes | Path] = {path.name: path for path in sorted(folder.iterdir())}
+    if CONFIG_NAME in files:
+        config = json.loads((folder / CONFIG_NAME).read_bytes()) | {"base_model_name_or_path": base.public_name}
+        files[CONFIG_NAME] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    with _explaining(repository):
+        # Without `private` the owner's settings decide, and make most repositories public.
         api.create_repo(repository, private=not public, exist_ok=update)
-        api.upload_folder(repo_id=repository, folder_path=links, commit_message="Result of a run of vcore_ds")
+        operations = [CommitOperationAdd(name, content) for name, content in files.items()]
+        api.create_commit(repository, operations, commit_message="Result of a run of vcore_ds")
     return f"{api.endpoint}/{repository}"
 
 
 @contextmanager
-def _explained(repository: str) -> Iterator[None]:
+def _explaining(repository: str) -> Iterator[None]:
     try:
         yield
     except (OSError, HTTPError, ValueError) as error:  # no token, no connection, a refusal; ValueError of the card
         raise UserError(
             f"--push: {repository}: {' '.join(str(error).split())}. Expected a connection to the hub (HF_ENDPOINT) and "
-            "a token that may write there (hf auth login, or HF_TOKEN). An exported folder is pushed by repeating the "
-            "command"
+            "a token that may write there (hf auth login, or HF_TOKEN). The same command pushes an export again"
         ) from None

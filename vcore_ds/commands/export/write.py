@@ -32,9 +32,9 @@ from vcore_ds.models.configuration import read_config
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import build_empty_adapted_model, find_adapters
 from vcore_ds.models.model_folder import check_model_folder
-from vcore_ds.models.model_identity import CARD, OWN_TAG, BaseModel, identify_base_model, read_card_metadata
+from vcore_ds.models.model_identity import CARD, OWN_TAG, BaseModel, read_card_metadata
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
-from vcore_ds.train.model_card import CardRequest, Kind, model_card
+from vcore_ds.train.model_card import Kind, make_model_card
 
 NEW_FOLDER = "a new folder that can be written, with room for the weights"
 """What `--output` has to be, for messages."""
@@ -128,13 +128,8 @@ def export_run(
         trained = find_trained_weights(run, checkpoint, recipe)
     kind: Kind = "model" if recipe.lora is None else "merged" if merge else "adapter"
     folder = output if output is not None else run / "export" / trained.name / kind
-    request = CardRequest(
-        kind,
-        checkpoint_folder.parse_step(Path(trained.name)),
-        base or identify_base_model(recipe.model.path),
-        evaluations,
-    )
-    card = model_card(run, recipe, request)
+    step = checkpoint_folder.parse_step(Path(trained.name))
+    card = make_model_card(run, recipe, kind, step=step, base=base, evaluations=evaluations)
     if reuse and folder.is_dir():
         check_earlier_export(folder, kind)
         with writing("--output", folder, NEW_FOLDER), written_aside(folder / CARD) as unfinished:
