@@ -281,12 +281,12 @@ def test_a_cycle_names_its_chain(folder: Path) -> None:
         for name, base in zip(names, [*names[1:], names[0]], strict=True):
             write(folder / name, {"base": ["whole.yaml", f"./{base}"]})
         assert problem_of("0.yaml") == (
-            f'{names[-1]}:1: base: found "./0.yaml", which is read already ({" -> ".join([*names, "0.yaml"])}); '
-            "expected files that are not based on each other"
+            f'{names[-1]}:1: base: found "./0.yaml", which is based on itself ({" -> ".join([*names, "0.yaml"])}); '
+            "expected no cycle of bases"
         )
     write(folder / "a.yaml", {"base": "link.yaml"})
     (folder / "link.yaml").symlink_to(folder / "a.yaml")
-    assert "which is read already" in problem_of("a.yaml")
+    assert "which is based on itself" in problem_of("a.yaml")
 
 
 @pytest.mark.parametrize(

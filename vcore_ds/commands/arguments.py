@@ -4,7 +4,7 @@ import argparse
 import math
 from collections.abc import Callable
 
-from vcore_ds.config.sections import LARGEST_COUNT
+LARGEST_COUNT = 2**31 - 1
 
 RECIPE_HELP = "YAML file, or the name of a shipped one (`vcore-ds recipes` lists them)"
 OVERRIDE_METAVAR = "FRAGMENT.yaml | section.key=value"

@@ -1,7 +1,7 @@
-"""Recipe files: where the shipped ones are, and text and YAML in and out.
+"""Recipe files: folders of the shipped ones, reading and writing YAML.
 
-PyYAML's safe loader with three changes: numbers such as `1e-4` are numbers (YAML 1.2; PyYAML reads text), dates stay
-text (a folder may be called 2026-01-31), and keys are text as written.
+YAML is read by PyYAML's safe loader with three changes: `1e-4` is a number, as in YAML 1.2 (PyYAML reads a string),
+dates are strings (a folder may be called 2026-01-31), and keys are strings as written.
 """
 
 import re
@@ -13,32 +13,28 @@ import yaml
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "shipped"
-"""Where pyproject.toml puts the recipes and the DeepSpeed JSON in a wheel; a checkout has no such folder."""
+"""Folder of the recipes and DeepSpeed JSON files in a wheel, see pyproject.toml; a checkout does not have it."""
 
 SHIPPED_RECIPES = _INSTALLED / "recipes" if _INSTALLED.is_dir() else _PACKAGE.parent / "launch_scripts" / "recipes"
-"""The folder below which `methods/dft.yaml` and the like are found from any working directory."""
+"""Folder of the shipped recipes: `methods/dft.yaml` is found here from any working directory."""
 
 SHIPPED_DEEPSPEED_CONFIGS = (_INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent) / "ds_configs"
-"""The folder of the DeepSpeed JSON; `ds_configs/NAME.json` is found in its parent."""
+"""Folder of the shipped DeepSpeed JSON files."""
 
 _TAG = "tag:yaml.org,2002:"
 _EXPONENT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 
 
 class UnreadableFile(Exception):
-    """A file without text, or text that is not YAML; the message begins with `found` or `cannot be read`."""
+    """A file that cannot be read, or is not YAML. `position` is `:LINE:COLUMN` of the error, or empty."""
 
-    place = ""
-    """`:LINE:COLUMN`, from 1, of what cannot be read in the text; empty where it is the whole file."""
+    def __init__(self, problem: str, position: str = ""):
+        super().__init__(problem)
+        self.position = position
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file.
-
-    Raises:
-        FileNotFoundError: nothing has that name.
-        UnreadableFile: with the reason.
-    """
+    """Read a UTF-8 file. Raises FileNotFoundError, or UnreadableFile with the reason."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -49,36 +45,34 @@ def read_text(path: Path) -> str:
         raise UnreadableFile(f"found bytes that are not UTF-8 ({error.reason})") from None
 
 
-class _Loader(yaml.SafeLoader):
-    pass
+class _Loader(yaml.SafeLoader): ...
 
 
-class _Dumper(yaml.SafeDumper):
-    pass
+class _Dumper(yaml.SafeDumper): ...
 
 
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_TAG}timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-# The dumper has to know the pattern too, or it would write the text "1e-4" without quotes.
+# The dumper needs the pattern too, or it would write the string "1e-4" without quotes.
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(f"{_TAG}float", _EXPONENT, list("-+.0123456789"))
 
 
 @dataclass
 class ParsedYaml:
-    """A parsed text with what a message about it needs."""
+    """The value of a YAML document, and the lines of its keys."""
 
     value: Any = None
     lines: dict[str, int] = field(default_factory=dict)
-    """1-based line of each key, by dotted name."""
+    """Line of each key, from 1, by dotted name."""
     duplicates: list[tuple[str, int, int]] = field(default_factory=list)
-    """(dotted name, line, line of the first occurrence) of each repeated key; the value holds the last."""
+    """(dotted name, line, line of the first occurrence) of each repeated key; the last one is in the value."""
 
 
 def parse_yaml(text: str) -> ParsedYaml:
-    """Parses one YAML document. Raises UnreadableFile."""
+    """Parse one YAML document. Raises UnreadableFile."""
     parsed = ParsedYaml()
     try:
         loader = _Loader(text)
@@ -86,22 +80,22 @@ def parse_yaml(text: str) -> ParsedYaml:
         if node is not None:
             _note_keys(node, "", parsed)
             parsed.value = loader.construct_document(node)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
-        unreadable = UnreadableFile(f"cannot be read as YAML: {getattr(error, 'problem', None) or error}")
-        unreadable.place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
-        raise unreadable from None
+        position = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
+        problem = getattr(error, "problem", None) or error
+        raise UnreadableFile(f"cannot be read as YAML: {problem}", position) from None
     return parsed
 
 
 def dump_yaml(value: Any) -> str:
     """YAML text that `parse_yaml` reads back to the same value."""
-    # ASCII: with allow_unicode PyYAML writes U+0085 and U+2028 so that it reads them back as spaces.
+    # ASCII: with allow_unicode PyYAML writes U+0085 and U+2028 unescaped, and reads them back as spaces.
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=False, default_flow_style=False)
 
 
 def _note_keys(node: yaml.Node, parent: str, parsed: ParsedYaml) -> None:
-    """Makes the keys below a node text, and adds their names and lines to `parsed`."""
+    """Make the keys below a node strings, and add their names and lines to `parsed`."""
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_TAG}merge":
             continue

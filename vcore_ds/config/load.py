@@ -1,8 +1,8 @@
-"""From YAML files and overrides to a Recipe, or to one error that lists every problem at once.
+"""Reads YAML files and overrides into a Recipe, or raises one error that lists all problems.
 
-A file may name others under the top-level key `base`: they are read first, in order, each after its bases. Later values
-win, key by key within a section; a section that is null replaces what was there, and a mapping after null starts from
-nothing. So files grouped into a base mean the same as files named one by one.
+The top-level key `base` names other files: they are read first, in order, each after its own bases. Later values win,
+key by key within a section. A section that is null replaces what was there, and a mapping after null starts empty. So
+files grouped under a base mean the same as files named one by one.
 """
 
 import difflib
@@ -35,16 +35,16 @@ _OVERRIDE_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){0,2}")
 
 @dataclass
 class Draft:
-    """A recipe that is being read: plain values, where each came from, and the problems so far."""
+    """A recipe while it is read: plain values, where each was set, and the problems so far."""
 
     file: str = ""
-    """The recipe itself."""
+    """The recipe's file."""
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     """`FILE:LINE` or `override section.key=value`, by dotted name."""
     problems: list[str] = field(default_factory=list)
     is_complete: bool = True
-    """False where a file could not be read: what is missing then is not the recipe's fault."""
+    """False if a file could not be read, so that missing keys are not the recipe's mistake."""
 
     def source(self, *keys: str) -> str:
         """Where the keys were set: an override before a line of a file, a section's line for an absent key."""
@@ -53,28 +53,34 @@ class Draft:
         return min(sources, key=lambda source: not source.startswith("override "), default=self.file)
 
     def add(self, keys: Sequence[str], text: str) -> None:
+        """Add a problem of these keys, of which the first is named."""
         self.problems.append(f"{self.source(*keys)}: {keys[0]}: {text}")
 
+    def fail(self, problem: str) -> None:
+        """Add a problem because of which a file is missing from the draft."""
+        self.problems.append(problem)
+        self.is_complete = False
+
     def replace(self, name: str, value: Any, source: str) -> None:
-        """Sets a section, `section.key` or `section.key.key`; nothing of the value before is left."""
+        """Replace a section, `section.key` or `section.key.key`."""
         *parents, last = name.split(".")
         values = self.values
         for i, parent in enumerate(parents):
-            inside = values.get(parent)
-            if not isinstance(inside, dict):  # such as lora.rank=16 on lora: null
+            inner = values.get(parent)
+            if not isinstance(inner, dict):  # such as lora.rank=16 on lora: null
                 self.sources[".".join(parents[: i + 1])] = source
-            values[parent] = dict(inside) if isinstance(inside, dict) else {}  # a copy: two sections may be one alias
+            values[parent] = dict(inner) if isinstance(inner, dict) else {}  # two sections may be aliases in YAML
             values = values[parent]
         values[last] = value
         self.forget_sources(name)
         self.sources[name] = source
 
     def forget_sources(self, name: str) -> None:
-        """For a section or key whose whole value is replaced."""
+        """Remove the sources of a section or key, whose value is replaced, and of all keys in it."""
         self.sources = {key: source for key, source in self.sources.items() if not f"{key}.".startswith(f"{name}.")}
 
     def merge(self, values: dict[str, Any], sources: dict[str, str]) -> None:
-        """Merges the sections of a file over what was read before."""
+        """Merge the sections of a file over the current values."""
         for section, new in values.items():
             old = self.values.get(section)
             if isinstance(old, dict) and isinstance(new, dict):
@@ -88,19 +94,19 @@ class Draft:
                 self.forget_sources(section)
         self.sources.update(sources)
 
-    def cannot_continue(self, problem: str) -> None:
-        self.problems.append(problem)
-        self.is_complete = False
-
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, accept_retired: bool = False) -> Recipe:
-    """Reads a recipe with its bases (see `compose`) and applies overrides `section.key=value` (values are YAML).
+    """Read a recipe with its bases (see `compose`) and apply overrides `section.key=value`, whose values are YAML.
 
-    A word `FILE.yaml` among the overrides is a fragment, merged like a base but after the recipe: fragments first, in
-    order, then the overrides, the later ones last. `~` is expanded in every path. engine.deepspeed_config becomes the
-    name of a shipped file, `ds_configs/NAME.json`, which every installation finds, or else an absolute path; the other
-    paths stay as written. `accept_retired`: see `read_resolved_recipe`. Raises RecipeError, whose message lists all
-    problems of files and overrides together.
+    A word `FILE.yaml` among the overrides is a fragment, merged over the recipe. Fragments come first, in order, then
+    the overrides, in order. `~` is expanded in paths. engine.deepspeed_config becomes `ds_configs/NAME.json` for a
+    shipped file, which every installation finds, and an absolute path otherwise; other paths stay as written.
+
+    Args:
+        accept_retired: see `read_resolved_recipe`.
+
+    Raises:
+        RecipeError: with all problems of files and overrides.
     """
     fragments = [word for word in overrides if "=" not in word and word.endswith(".yaml")]
     draft = compose(path, fragments)
@@ -111,7 +117,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, accept_retir
     if not draft.is_complete:
         raise RecipeError(draft.problems)
     for section in SECTIONS.keys() - {"lora"}:
-        draft.values.setdefault(section, {})  # so that a missing section is reported by its missing keys
+        draft.values.setdefault(section, {})  # a missing section is reported by its missing keys
     _resolve_deepspeed_config(draft)
     recipe = _validate(draft)
     if draft.problems or recipe is None:
@@ -120,18 +126,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, accept_retir
 
 
 def make_override(key: str, value: object) -> str:
-    """The word `key=value` that `load_recipe` reads back to this value, with quotes only where YAML needs them."""
+    """The word `key=value` that `load_recipe` reads back to this value, quoted only where YAML needs it."""
     text = str(value) if isinstance(value, Path) else value
     with suppress(UnreadableFile):
         if isinstance(text, str) and parse_yaml(text).value == text:
             return f"{key}={text}"
-    quoted = json.dumps(text, ensure_ascii=False)  # YAML, once line breaks and the like beyond ASCII are escaped too
-    escaped = (char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted)
-    return f"{key}={''.join(escaped)}"
+    quoted = json.dumps(text, ensure_ascii=False)  # JSON is YAML except for unescaped U+0085 and the like
+    return f"{key}=" + "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted)
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """One YAML with every key written out and no base; loads to an equal recipe."""
+    """YAML text with every key and without bases; loads to an equal recipe."""
     values = recipe.model_dump(mode="json")
     if recipe.optimizer.name == "sgd":
         for key in ("betas", "eps"):  # refused with sgd
@@ -140,11 +145,10 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def compose(recipe: str | Path, fragments: Sequence[str] = ()) -> Draft:
-    """Reads a recipe with its bases, then fragments in order; nothing is validated yet.
+    """Read a recipe with its bases, then fragments in order, without validation.
 
-    A base is looked up in the folder of the file that names it, the recipe and the fragments in the working directory,
-    and then each of them among the shipped recipes. Problems (a missing file, a cycle, text that is not YAML) are
-    gathered in the draft.
+    A base is looked up in the folder of the file that names it, the recipe and fragments in the working directory, and
+    then each among the shipped recipes. Unreadable files are problems of the draft.
     """
     draft = Draft()
     for name in (str(recipe), *fragments):
@@ -153,70 +157,68 @@ def compose(recipe: str | Path, fragments: Sequence[str] = ()) -> Draft:
     return draft
 
 
-def _read(draft: Draft, name: str, folder: Path, chain: list[Path], where: str = "") -> None:
-    """Merges a file's bases, then the file.
+def _read(draft: Draft, name: str, folder: Path, chain: list[Path], prefix: str = "") -> None:
+    """Merge a file's bases, then the file.
 
     Args:
-        folder: where it is looked up first.
-        chain: the files that led here, the outermost first.
-        where: the line that names it, as the beginning of a message.
+        folder: where the file is looked up first.
+        chain: the files that led to this one as their base, the outermost first.
+        prefix: the line that names the file, as the beginning of a message.
     """
     candidates = [start / os.path.expanduser(name) for start in (folder, SHIPPED_RECIPES)]
-    path = next((path for path in candidates if os.path.exists(path)), None)
+    path = next((path for path in candidates if path.exists()), None)
     if path is None:
         tried = ", ".join(dict.fromkeys(os.path.abspath(path) for path in candidates))
-        near = did_you_mean(_nearest_files(name, folder))
-        draft.cannot_continue(f"{where}{name}: found no such file; expected a recipe file (YAML); tried {tried}{near}")
+        hint = did_you_mean(_nearest_files(name, folder))
+        draft.fail(f"{prefix}{name}: found no such file; expected a recipe file (YAML); tried {tried}{hint}")
         return
     draft.file = draft.file or str(path)
     if any(path.samefile(file) for file in chain):
-        arrows = " -> ".join(map(str, [*chain, path]))
-        expected = "expected files that are not based on each other"
-        draft.cannot_continue(f"{where}found {show(name)}, which is read already ({arrows}); {expected}")
+        cycle = " -> ".join(map(str, [*chain, path]))
+        draft.fail(f"{prefix}found {show(name)}, which is based on itself ({cycle}); expected no cycle of bases")
         return
     try:
         parsed = parse_yaml(read_text(path))
     except UnreadableFile as error:
-        draft.cannot_continue(f"{path}{error.place}: {error}; expected a recipe (a YAML file)")
+        draft.fail(f"{path}{error.position}: {error}; expected a recipe (a YAML file)")
         return
     if not isinstance(parsed.value, dict):
         found = "nothing" if parsed.value is None else show(parsed.value)
-        expected = f"expected sections ({', '.join(SECTIONS)}) with keys in them"
-        draft.cannot_continue(f"{path}: found {found}; {expected}")
+        draft.fail(f"{path}: found {found}; expected sections ({', '.join(SECTIONS)}) with keys in them")
         return
     for key, line, first_line in parsed.duplicates:
         draft.problems.append(f"{path}:{line}: {key}: found a second time (first in line {first_line}); expected once")
     bases = parsed.value.pop("base", [])
-    where = f"{path}:{parsed.lines.pop('base', 0)}: base: "
+    prefix = f"{path}:{parsed.lines.pop('base', 0)}: base: "
     names = [bases] if isinstance(bases, str) else bases
     if not isinstance(names, list) or not all(isinstance(base, str) and base for base in names):
-        draft.cannot_continue(f"{where}found {show(bases)}; expected a file name, or a list of file names")
+        draft.fail(f"{prefix}found {show(bases)}; expected a file name, or a list of file names")
         names = []
     for base in names:
-        _read(draft, base, path.parent, [*chain, path], where)
+        _read(draft, base, path.parent, [*chain, path], prefix)
     draft.merge(parsed.value, {key: f"{path}:{line}" for key, line in parsed.lines.items()})
 
 
 def _nearest_files(name: str, folder: Path) -> list[str]:
-    """Names like that of a missing file, beside it and among the shipped: the same, or else a similar spelling."""
-    beside = (folder / os.path.expanduser(name)).parent
+    """Files for a missing one: of the same name or else of a similar one, in its folder and among the shipped."""
+    stem = Path(name).stem
     shipped = sorted(SHIPPED_RECIPES.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
-    near = []
-    for known in (
-        [Path(name).with_name(path.name) for path in sorted(beside.glob("*.yaml"))],
+    nearest = []
+    for files in (
+        [Path(name).with_name(path.name) for path in sorted((folder / os.path.expanduser(name)).parent.glob("*.yaml"))],
         [path.relative_to(SHIPPED_RECIPES) for path in shipped],
     ):
-        same = [path for path in known if path.stem == Path(name).stem]
-        close = difflib.get_close_matches(Path(name).stem, [path.stem for path in known], n=2)
-        near += same or [path for stem in dict.fromkeys(close) for path in known if path.stem == stem]
-    return list(dict.fromkeys(map(str, near)))
+        stems = list(dict.fromkeys(path.stem for path in files))
+        for match in [stem] if stem in stems else difflib.get_close_matches(stem, stems, n=2):
+            nearest += [str(path) for path in files if path.stem == match]
+    return list(dict.fromkeys(nearest))
 
 
 def _apply_override(draft: Draft, override: str) -> None:
     source = f"override {override}"
     key, equals, text = override.partition("=")
-    is_inner = key.count(".") == 2
-    if not equals or not _OVERRIDE_KEY.fullmatch(key) or (is_inner and tuple(key.split(".")[:2]) not in SUBSECTIONS):
+    is_nested = key.count(".") == 2
+    if not equals or not _OVERRIDE_KEY.fullmatch(key) or (is_nested and tuple(key.split(".")[:2]) not in SUBSECTIONS):
         expected = "section.key=value" if equals else "section.key=value or FILE.yaml"
         draft.problems.append(f"{source}: found {show(override)}; expected {expected}{_override_hint(key, text)}")
         return
@@ -229,22 +231,21 @@ def _apply_override(draft: Draft, override: str) -> None:
         draft.problems.append(f"{source}: {key}: {error}; expected section.key=value")
         return
     if _COMMENT.search(text) and not text.startswith(("'", '"')) and isinstance(parsed.value, str | None):
-        draft.problems.append(
-            f"{source}: {key}: found a comment in {show(text)}; expected quotes around a text with #: "
-            f"{make_override(key, text)}"
-        )
+        quoted = make_override(key, text)
+        draft.problems.append(f"{source}: {key}: found a comment in {show(text)}; expected quotes around #: {quoted}")
         return
     for duplicate, _, _ in parsed.duplicates:
         draft.problems.append(f"{source}: {key}.{duplicate}: found a second time; expected once")
-    if isinstance(draft.values.get(key.partition(".")[0], {}), dict | None) or "." not in key:
-        draft.replace(key, parsed.value, source)  # where the section is no mapping, that is the problem
+    if "." not in key or isinstance(draft.values.get(key.partition(".")[0]), dict | None):
+        draft.replace(key, parsed.value, source)  # a section that is no mapping is reported by the validation
 
 
 def _override_hint(key: str, text: str) -> str:
-    """The hint for a word that is no override: what it lacks, or has too much of."""
-    bare, files = key.lstrip("-"), []
-    if not text:
-        files = [name for name in _nearest_files(f"{key}.yaml", Path()) if Path(name).stem == Path(key).name]
+    """The hint for a word that is not an override: a file, or the key that it resembles."""
+    bare = key.lstrip("-")
+    files = (
+        [] if text else [name for name in _nearest_files(f"{key}.yaml", Path()) if Path(name).stem == Path(key).name]
+    )
     if files or not _OVERRIDE_KEY.fullmatch(bare):
         return did_you_mean(files)
     names = [f"{bare}.KEY"] if bare in SECTIONS else [bare] if "." in bare else nearest_keys(bare)
@@ -255,50 +256,50 @@ def _resolve_deepspeed_config(draft: Draft) -> None:
     engine = draft.values["engine"]
     written = engine.get("deepspeed_config") if isinstance(engine, dict) else None
     if not written or not isinstance(written, str):
-        return  # the schema says so
+        return  # reported by the validation
     key = "engine.deepspeed_config"
     source = draft.sources.get(key, "override ")
-    beside = Path(draft.file if source.startswith("override ") else source.rpartition(":")[0]).parent
-    folders = (beside, Path.cwd(), SHIPPED_DEEPSPEED_CONFIGS.parent)
-    tried = list(dict.fromkeys(Path(os.path.realpath(folder / os.path.expanduser(written))) for folder in folders))
-    path = next((path for path in tried if os.path.isfile(path)), None)
+    naming_file = draft.file if source.startswith("override ") else source.rpartition(":")[0]
+    folders = (Path(naming_file).parent, Path.cwd(), SHIPPED_DEEPSPEED_CONFIGS.parent)
+    candidates = list(dict.fromkeys((folder / os.path.expanduser(written)).resolve() for folder in folders))
+    path = next((path for path in candidates if path.is_file()), None)
     if path is None:
         shipped = did_you_mean(f"ds_configs/{path.name}" for path in sorted(SHIPPED_DEEPSPEED_CONFIGS.glob("*.json")))
-        places = ", ".join(map(str, tried))
-        draft.add([key], f"found {show(written)}, which is no file; expected a DeepSpeed JSON; tried {places}{shipped}")
+        tried = ", ".join(map(str, candidates))
+        draft.add([key], f"found {show(written)}, which is no file; expected a DeepSpeed JSON; tried {tried}{shipped}")
         return
     is_shipped = path.parent == SHIPPED_DEEPSPEED_CONFIGS
     draft.values["engine"] = engine | {"deepspeed_config": f"ds_configs/{path.name}" if is_shipped else str(path)}
 
 
 def _validate(draft: Draft) -> Recipe | None:
-    """Adds the problems of single keys, and of rules over several keys where all of these are valid."""
+    """Validate the draft; add the problems of single keys, and of the rules whose keys are all valid."""
     try:
         return Recipe.model_validate(draft.values)
     except ValidationError as error:
         wrong = field_problems(error, draft.values)
     for location, text in wrong.items():
         draft.add([".".join(location)], text)
-    sound = _sound_part(draft.values, wrong)
-    for rule in broken_rules(sound):
+    recipe = _build_valid_part(draft.values, wrong)
+    for rule in broken_rules(recipe):
         if not any((key.split(".")[0],) in wrong or tuple(key.split(".")) in wrong for key in rule.keys):
-            draft.add(rule.keys, rule.describe(sound))
+            draft.add(rule.keys, rule.describe(recipe))
     return None
 
 
-def _sound_part(values: dict[str, Any], wrong: Iterable[tuple[str, ...]]) -> Recipe:
-    """A recipe of the valid keys, the others at their defaults; not validated, which suffices for the rules."""
+def _build_valid_part(values: dict[str, Any], wrong: Iterable[tuple[str, ...]]) -> Recipe:
+    """An unvalidated recipe for the rules, with the valid keys set and the others at their defaults."""
     wrong_keys = {location[:2] for location in wrong}
     sections: dict[str, Any] = {}
-    for name, kind in SECTIONS.items():
-        given = values.get(name)
-        if name == "lora" and given is None:
+    for name, section in SECTIONS.items():
+        keys = values.get(name)
+        if name == "lora" and keys is None:
             sections[name] = None
             continue
-        keys = given if isinstance(given, dict) else {}
-        sound = {key: value for key, value in keys.items() if (name, key) not in wrong_keys}
-        for key, value in sound.items():
+        keys = keys if isinstance(keys, dict) else {}
+        valid = {key: value for key, value in keys.items() if (name, key) not in wrong_keys}
+        for key, value in valid.items():
             if (name, key) in SUBSECTIONS and value is not None:
-                sound[key] = section_class(name, key).model_construct(set(value), **value)
-        sections[name] = kind.model_construct(set(sound), **sound)
+                valid[key] = section_class(name, key).model_construct(set(value), **value)
+        sections[name] = section.model_construct(set(valid), **valid)
     return Recipe.model_construct(set(sections), **sections)

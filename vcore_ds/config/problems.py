@@ -1,6 +1,6 @@
-"""Every key of a recipe in words (`vcore-ds keys`), and the problems of a recipe in the same words.
+"""The keys of a recipe in words, for `vcore-ds keys` and for messages about wrong values.
 
-A problem says where, what was found, what was expected, and the nearest valid name.
+A message says where the value was set, what was found, what is expected, and the nearest valid name.
 """
 
 import difflib
@@ -13,24 +13,13 @@ from pydantic import ValidationError
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, section_class
-from vcore_ds.config.sections import LARGEST_COUNT, LARGEST_FLOAT, LARGEST_MINUTES, LARGEST_SEED
+from vcore_ds.config.sections import REMOVED
 
-_MAX_SHOWN = 80
-"""Characters of a value in a message."""
-
-_UNBOUNDED = {LARGEST_COUNT, LARGEST_FLOAT, LARGEST_MINUTES, LARGEST_SEED, 60 * LARGEST_MINUTES}
-"""Bounds that only keep a number within what tensors and timers hold: named where a value exceeds them."""
-
-REMOVED = {
-    ("probe", "decay"): "the running mean over directions was removed after 0.6",
-    ("probe", "source"): "the direction is always the gradient of a probe batch; the previous step's was removed "
-    "after 0.6",
-}
-"""Keys of earlier versions, and what became of them."""
+_BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 
 
 class RecipeError(UserError):
-    """A recipe or its DeepSpeed JSON cannot work. The message has one line per problem, all of them at once."""
+    """Problems of a recipe or of its DeepSpeed JSON; the message has one line for each."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
@@ -38,17 +27,17 @@ class RecipeError(UserError):
 
 
 def show(value: Any) -> str:
-    """A value as it would be written in YAML or JSON, shortened."""
+    """A value as JSON, shortened."""
     return shorten(json.dumps(value, ensure_ascii=False, default=str))
 
 
-def shorten(text: str, limit: int = _MAX_SHOWN) -> str:
+def shorten(text: str, limit: int = 80) -> str:
     """The text, with the end of a long one replaced by `...`."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def did_you_mean(names: Iterable[str]) -> str:
-    """`; did you mean "a" or "b"?`, or nothing without names."""
+    """`; did you mean "a" or "b"?`; empty without names."""
     quoted = " or ".join(f'"{name}"' for name in names)
     return f"; did you mean {quoted}?" if quoted else ""
 
@@ -60,9 +49,9 @@ class Key:
     section: str
     name: str
     values: str
-    """The values that it may have, in words: `auto or a whole number of at least 1`."""
+    """Its valid values in words: `auto or a whole number of at least 1`."""
     default: str | None
-    """As YAML has it; None where the key has to be given."""
+    """As in YAML; None for a required key."""
     meaning: str
 
     @property
@@ -76,18 +65,18 @@ def recipe_keys() -> list[Key]:
 
 
 def section_meaning(section: str) -> str:
-    """The sentence that describes a section."""
+    """The description of a section."""
     return " ".join((SECTIONS[section].__doc__ or "").split())
 
 
 def _section_keys(*names: str) -> Iterator[Key]:
-    """The keys of a section; those of a section within it after its key."""
+    """The keys of a section; those of a nested section come after its key."""
     for name, schema in _key_schemas(*names).items():
         yield Key(
             section=names[0],
             name=".".join([*names[1:], name]),
-            values=_values(schema),
-            default=_yaml(schema["default"]) if "default" in schema else None,
+            values=_describe_values(schema),
+            default=_to_yaml(schema["default"]) if "default" in schema else None,
             meaning=" ".join(schema["description"].split()),
         )
         if (names[0], name) in SUBSECTIONS:
@@ -100,106 +89,91 @@ def _key_schemas(*section: str) -> dict[str, Any]:
     return properties
 
 
-def _values(schema: dict[str, Any], found: Any = None) -> str:
-    """The values that a JSON schema allows, in words; a bound that nobody chooses by only where `found` exceeds it."""
+def _describe_values(schema: dict[str, Any]) -> str:
+    """The values that a JSON schema allows, in words."""
     if "anyOf" in schema:
-        return _either(_values(one, found) for one in schema["anyOf"])
+        return _join_alternatives(map(_describe_values, schema["anyOf"]))
     if "$ref" in schema:
         return "a section"
     if "const" in schema or "enum" in schema:
-        return _either(_choices(schema))
+        return _join_alternatives(_list_choices(schema))
     match schema["type"]:
         case "integer" | "number" as kind:
-            number = "a whole number" if kind == "integer" else "a number"
-            return " ".join([number, " and ".join(_bounds(schema, found))]).rstrip()
+            bounds = [f"{words} {schema[name]:.10g}" for name, words in _BOUNDS.items() if name in schema]
+            return f"{'a whole number' if kind == 'integer' else 'a number'} {' and '.join(bounds)}".rstrip()
         case "array" if "prefixItems" in schema:
-            return f"[{', '.join(_values(item) for item in schema['prefixItems'])}]"
+            return f"[{', '.join(map(_describe_values, schema['prefixItems']))}]"
         case "array":
-            return f"a list of {_values(schema['items'])}"
+            return f"a list of {_describe_values(schema['items'])}"
         case "object":
             (value,) = schema["patternProperties"].values()
-            return f"{{NAME: {_values(value)}, ...}}"
+            return f"{{NAME: {_describe_values(value)}, ...}}"
         case "string" if schema.get("pattern", "").startswith("^\\w"):
             return "a name of letters, digits and underscores"
         case kind:
             return {"boolean": "true or false", "string": "text", "null": "null"}[kind]
 
 
-def _bounds(schema: dict[str, Any], found: Any) -> Iterator[str]:
-    for name, words in (
-        ("minimum", "of at least"),
-        ("exclusiveMinimum", "above"),
-        ("maximum", "at most"),
-        ("exclusiveMaximum", "below"),
-    ):
-        bound = schema.get(name)
-        is_exceeded = isinstance(found, int | float) and bound is not None and abs(found) > abs(bound)
-        if bound is not None and (abs(bound) not in _UNBOUNDED or is_exceeded):
-            yield f"{words} {f'{bound:g}' if isinstance(bound, float) else bound}"
-
-
-def _choices(schema: dict[str, Any]) -> list[str]:
+def _list_choices(schema: dict[str, Any]) -> list[str]:
     """The words among a key's values."""
-    branches = [choice for one in schema.get("anyOf", []) for choice in _choices(one)]
+    branches = [choice for branch in schema.get("anyOf", []) for choice in _list_choices(branch)]
     return [*branches, *map(str, schema.get("enum", [schema["const"]] if "const" in schema else []))]
 
 
-def _either(words: Iterable[str]) -> str:
+def _join_alternatives(words: Iterable[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _yaml(value: Any) -> str:
+def _to_yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def nearest_keys(name: str) -> list[str]:
-    """Valid dotted names for an unknown section or key, best first: like it in its section, the same or alike in
-    another one."""
+    """Valid dotted names for an unknown section or key, the likeliest first: a similar name in the same section, then
+    the same or a similar name elsewhere."""
     parent, _, word = name.rpartition(".")
+    sections = {**{(name,): cls for name, cls in SECTIONS.items()}, **SUBSECTIONS}
+    keys = [*SECTIONS, *(".".join([*names, key]) for names, cls in sections.items() for key in cls.model_fields)]
     by_word: dict[str, list[str]] = {}
-    for dotted in (
-        *SECTIONS,
-        *(f"{section}.{key}" for section, cls in SECTIONS.items() for key in cls.model_fields),
-        *(f"{section}.{key}.{inner}" for (section, key), cls in SUBSECTIONS.items() for inner in cls.model_fields),
-    ):
-        by_word.setdefault(dotted.rpartition(".")[2], []).append(dotted)
-    siblings = {other: dotted for other in by_word for dotted in by_word[other] if dotted.rpartition(".")[0] == parent}
-    near = [siblings[other] for other in difflib.get_close_matches(word, siblings, n=1)]
-    return list(dict.fromkeys([*near, *by_word.get(word, [])])) or [
-        dotted for other in difflib.get_close_matches(word, by_word, n=1) for dotted in by_word[other]
+    for key in keys:
+        by_word.setdefault(key.rpartition(".")[2], []).append(key)
+    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == parent}
+    nearest = [siblings[other] for other in difflib.get_close_matches(word, siblings, n=1)] + by_word.get(word, [])
+    return list(dict.fromkeys(nearest)) or [
+        key for other in difflib.get_close_matches(word, by_word, n=1) for key in by_word[other]
     ]
 
 
 def field_problems(error: ValidationError, values: Any, within: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """The problems of single keys of a recipe, by location (section,), (section, key) or (section, key, inner key).
+    """Problems of single keys, by location: (section,), (section, key) or (section, key, nested key).
 
-    Pydantic says which; the words are the schema's. The branches of a union and the items of a list are one key, hence
-    one problem. Rules over several keys have no location and are asked separately.
+    Pydantic finds the locations. The branches of a union and the items of a list belong to one key, so they are one
+    problem. Rules over several keys have no location and are checked separately.
 
     Args:
-        values: what was validated.
-        within: location of a section that was validated by itself, such as ("data", "keep").
+        values: the values that were validated.
+        within: location of a section that was validated alone, such as ("data", "keep").
     """
     locations = [(*within, *map(str, details["loc"])) for details in error.errors(include_url=False)]
     locations = [names[: 3 if names[:2] in SUBSECTIONS else 2] for names in locations if names]
     for name in reversed(within):
         values = {name: values}
-    return {location: _describe(location, values) for location in dict.fromkeys(locations)}
+    return {location: _describe_problem(location, values) for location in dict.fromkeys(locations)}
 
 
-def _describe(location: tuple[str, ...], values: Any) -> str:
+def _describe_problem(location: tuple[str, ...], values: Any) -> str:
     """`found ...; expected ...`, with a hint."""
     *section, name = location
     value, is_missing = values, False
-    for part in location:
-        is_missing = not isinstance(value, dict) or part not in value
-        value = None if is_missing else value[part]
+    for key in location:
+        is_missing = not isinstance(value, dict) or key not in value
+        value = None if is_missing else value[key]
     found = f"found {'nothing' if is_missing else show(value)}"
-    if location in REMOVED:
+    if (removed := REMOVED.get((section[0], name)) if len(section) == 1 else None) is not None:
         return (
-            f"{found}; expected no such key: {REMOVED[location]}. Leave the key out, and set probe.every to save "
-            "probes; a run that was begun with it ends with vcore_ds 0.6"
+            f"{found}; expected no such key: {removed[1]}. Leave the key out, and set probe.every to save probes; a "
+            "run that was begun with it ends with vcore_ds 0.6"
         )
     known = section_class(*section).model_fields if section else SECTIONS
     if name not in known:
@@ -211,7 +185,7 @@ def _describe(location: tuple[str, ...], values: Any) -> str:
         or_null = {"lora": ", or null for full-parameter training", "keep": ", or null"}.get(name, "")
         return f"{found}; expected a section with keys {keys}{or_null}"
     schema = _key_schemas(*section)[name]
-    near = difflib.get_close_matches(value, _choices(schema), n=1) if isinstance(value, str) else []
+    near = difflib.get_close_matches(value, _list_choices(schema), n=1) if isinstance(value, str) else []
     not_empty = ", not empty" if value in ("", [], {}) else ""
     meaning = " ".join(schema["description"].split()).rstrip(".")
-    return f"{found}; expected {_values(schema, value)}{not_empty} ({meaning}){did_you_mean(near)}"
+    return f"{found}; expected {_describe_values(schema)}{not_empty} ({meaning}){did_you_mean(near)}"

@@ -9,23 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 
-LARGEST_COUNT = 2**31 - 1
-"""Upper bound of what is counted: sequences, steps, tokens, ranks."""
-
-LARGEST_FLOAT = 3.0e38
-"""Upper bound of a number that meets tensors: the largest one of bf16 and fp32 is 3.4e38."""
-
-LARGEST_SEED = 2**32 - 1
-"""Upper bound of a seed: step and rank are added to multiples of it, within the 64 bits of a generator's state."""
-
-LARGEST_MINUTES = 1.0e6
-"""Upper bound of a duration, about two years: a timer holds it."""
-
-Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
-NumTokens = Annotated[int, Field(ge=2, le=LARGEST_COUNT)]
-Minutes = Annotated[float, Field(gt=0, le=LARGEST_MINUTES)]
-NonNegative = Annotated[float, Field(ge=0, le=LARGEST_FLOAT)]
-Positive = Annotated[float, Field(gt=0, le=LARGEST_FLOAT)]
+Count = Annotated[int, Field(ge=1)]
+NumTokens = Annotated[int, Field(ge=2)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
@@ -34,8 +21,23 @@ Name = Annotated[str, Field(pattern=r"^\w{1,64}$")]
 """Part of a metric's name."""
 
 
+REMOVED = {
+    ("probe", "decay"): (0, "the running mean over directions was removed after 0.6"),
+    ("probe", "source"): (
+        "batch",
+        "the direction is always the gradient of a probe batch; the previous step's was removed after 0.6",
+    ),
+}
+"""Keys of earlier versions: their default, and what became of them."""
+
+
+def is_removed_default(section: str, key: str, value: Any) -> bool:
+    """Whether a value is the default of a removed key."""
+    return (section, key) in REMOVED and value == REMOVED[section, key][0]
+
+
 class Section(BaseModel):
-    """A section: unknown keys and silent conversions ("4" for 4, true for 1) are refused."""
+    """Base of all sections: refuses unknown keys and type conversions ("4" for 4, true for 1)."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -114,10 +116,6 @@ class UtilityConfig(Section):
     takes that key's value."""
 
 
-REMOVED_DEFAULTS = (("decay", 0), ("source", "batch"))
-"""Of `probe`, in version 0.6 and before."""
-
-
 class ProbeConfig(Section):
     """The probe batch B', whose gradient is the direction of the utilities; drawn by its own generator."""
 
@@ -148,10 +146,9 @@ class ProbeConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_removed_keys(cls, values: Any) -> Any:
-        """Runs of earlier versions wrote the defaults of keys that are gone into their recipe.yaml, which `report` and
-        a resume still read; other values are refused."""
+        """Drop removed keys with their defaults, which earlier versions wrote into recipe.yaml."""
         if isinstance(values, dict):
-            return {key: value for key, value in values.items() if (key, value) not in REMOVED_DEFAULTS}
+            return {key: value for key, value in values.items() if not is_removed_default("probe", key, value)}
         return values
 
 
@@ -217,7 +214,7 @@ class KeepConfig(Section):
     """A trace's utility: `mean` over its tokens, or their `sum`, which favours long traces."""
     top: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the traces that is kept, those with the highest utility, rounded to whole traces; or give above."""
-    above: Annotated[float, Field(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)] | None = None
+    above: float | None = None
     """Traces with a higher utility than this are kept: with 0, all that lower the trusted set's loss; or give top."""
     within: Literal["all", "source"] = "all"
     """Whether top is a share of all traces, or of those of each source file, so that the mixture stays as it is."""
@@ -297,7 +294,7 @@ class ScheduleConfig(Section):
 
     num_steps: Count | None = None
     """Optimizer steps; or give num_epochs."""
-    num_epochs: Annotated[float, Field(gt=0, le=LARGEST_COUNT)] | None = None
+    num_epochs: Positive | None = None
     """Passes over the training data; or give num_steps."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of the steps in which the learning rate rises linearly from 0."""
@@ -311,13 +308,13 @@ class RunConfig(Section):
     output_dir: PathText
     """The run's folder; a relative path is relative to the working directory. A stopped run there is resumed; any other
     one is never overwritten."""
-    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 42
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of the data order, the probe stream, dropout and the adapters."""
     log_every: Count = 1
     """Optimizer steps between two printed lines; metrics.jsonl has every step."""
     validate_every: Count | None = None
     """Optimizer steps between two validations; null validates before the first and after the last step only."""
-    num_token_records: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = 12
+    num_token_records: Annotated[int, Field(ge=0)] = 12
     """Optimizer steps whose tokens are recorded in tokens/, with loss, utility and weight, for `vcore-ds report`:
     spread evenly on a log scale, the first and the last among them; 0 for none. At most about 2 MB each."""
     num_followed_traces: Annotated[int, Field(ge=0, le=1000)] = 16
@@ -327,7 +324,7 @@ class RunConfig(Section):
     wandb_project: Text | None = None
     """Project on Weights & Biases that also gets the metrics; null for none. Where it cannot be reached, the run
     continues and keeps in its folder what it would have sent."""
-    time_limit_minutes: Minutes | None = None
+    time_limit_minutes: Positive | None = None
     """Wall clock from the start of the processes: the run saves and stops (exit code 85) so early that one more step
     and the save would have fitted; null for no limit."""
 
@@ -358,7 +355,7 @@ class CheckpointConfig(Section):
     folder."""
     every_steps: Count | None = None
     """Optimizer steps between two checkpoints; null for none by this rule."""
-    every_minutes: Minutes | None = 30.0
+    every_minutes: Positive | None = 30.0
     """Minutes between two checkpoints, from the end of one to the beginning of the next; null for none by this rule."""
     keep_last: Count = 2
     """Number of newest checkpoints that are kept; an older one is deleted when a new one is complete."""
@@ -378,8 +375,8 @@ class EngineConfig(Section):
     memory_check: bool = True
     """Stop before the model is loaded where it cannot fit into memory, by an estimate that says what it counts; false
     starts anyway."""
-    timeout_minutes: Minutes = 30.0
+    timeout_minutes: Positive = 30.0
     """Minutes that a collective may wait for the slowest rank before the run fails."""
-    lost_rank_seconds: Annotated[float, Field(ge=5, le=60 * LARGEST_MINUTES)] = 60.0
+    lost_rank_seconds: Annotated[float, Field(ge=5)] = 60.0
     """Seconds without a sign of life after which a rank counts as hung, and the run ends; at least ten minutes while
     models are loaded, which may silence a rank for long. A rank that dies is noticed at once."""

@@ -7,7 +7,6 @@ from typing import Literal
 
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.sections import LARGEST_COUNT
 from vcore_ds.planning.hardware import Machine
 from vcore_ds.planning.model_shape import ModelShape, differences_refused
 from vcore_ds.planning.spread import (
@@ -298,7 +297,7 @@ class BatchPlan:
         if size >= enough and not limit.is_packed:
             return "set batch.packed_row_tokens to data.cutoff_length and every micro_batch_size_per_rank to 1"
         wanted = max(enough, 2 * size)
-        larger = f"set {key} to {wanted} or more, or " if size and wanted <= LARGEST_COUNT else ""
+        larger = f"set {key} to {wanted} or more, or " if size else ""
         one = self.member
         return (
             f"{larger}use fewer {one}s (at most {count(degrees[-1], one)} of {self.num_ranks} can form a Ulysses group)"

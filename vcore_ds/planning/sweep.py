@@ -116,7 +116,7 @@ def _read(path: Path) -> _Draft:
     except FileNotFoundError:
         raise RecipeError([f"{path}: found no such file; {expected}"]) from None
     except UnreadableFile as error:
-        raise RecipeError([f"{path}{error.place}: {error}; {expected}"]) from None
+        raise RecipeError([f"{path}{error.position}: {error}; {expected}"]) from None
     if not isinstance(parsed.value, dict):
         raise RecipeError([f"{path}: found {show(parsed.value)}; {expected}"])
     draft = _Draft(path, parsed)
