@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -13,30 +13,22 @@ from vcore_ds.train.run_folder import RECIPE
 
 HELP = "talk to a run's result, or to any model, in the terminal"
 DESCRIPTION = (
-    "Talk to the result of a run (before it has finished: to its newest checkpoint, which is exported first), or to "
-    "any model or adapter. Prompts are rendered as in training. Ctrl-C stops an answer; Ctrl-D, or Ctrl-C at the "
-    "prompt, ends; /new begins a new conversation. Standard input that is no terminal is one prompt."
+    "Talk to the result of a run (before its end: to its newest checkpoint, which is exported first), or to any model "
+    "or adapter. Prompts are rendered as in training. Ctrl-C stops an answer; Ctrl-D, or Ctrl-C at the prompt, ends; "
+    "/new starts a new conversation. Standard input that is no terminal is one prompt."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="RUN|MODEL", help="folder of a run, an adapter or a model, or a hub id")
-    parser.add_argument(
-        "--prompt",
-        choices=["plain", "math", "code"],
-        default="plain",
-        help="put each question into the prompt of `vcore-ds prepare math` or `code` (default plain: as it is)",
-    )
-    parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
-    parser.add_argument(
-        "--max-new-tokens", type=positive, default=2048, metavar="N", help="longest answer, tokens (default 2048)"
-    )
-    parser.add_argument(
-        "--temperature", type=temperature, metavar="T", help="0 for the likeliest token (default: the model's setting)"
-    )
-    parser.add_argument("--top-p", type=share, metavar="P", help="sample from this share of probability")
-    parser.add_argument("--top-k", type=positive, metavar="K", help="sample from this many tokens")
-    parser.add_argument("--seed", type=int, metavar="N", help="seed of the samples (default: another one every time)")
+    add = parser.add_argument
+    add("model", metavar="RUN|MODEL", help="folder of a run, an adapter or a model, or a hub id")
+    add("--prompt", choices=["plain", "math", "code"], default="plain", help="template of `prepare math` or `code`")
+    add("--system", metavar="TEXT", help="a system message before the conversation")
+    add("--max-new-tokens", type=positive, default=2048, metavar="N", help="longest answer in tokens (default 2048)")
+    add("--temperature", type=temperature, metavar="T", help="0 for greedy decoding (default: the model's setting)")
+    add("--top-p", type=share, metavar="P", help="sample from the most likely tokens with this total probability")
+    add("--top-k", type=positive, metavar="K", help="sample from the K most likely tokens")
+    add("--seed", type=int, metavar="N", help="seed of the sampling (default: another one every time)")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -57,19 +49,18 @@ def chat(arguments: argparse.Namespace) -> None:
     from vcore_ds.data.tokenization import load_tokenizer
 
     logging.disable_progress_bar()
-    named = find_named_model(find_result(arguments.model))
+    named = find_named_model(export_unfinished(arguments.model))
     tokenizer = load_tokenizer(named.tokenizer, "RUN|MODEL")
     check_tokenizer(tokenizer)
     model = load_to_answer(named, "auto")
     if arguments.seed is not None:
         set_seed(arguments.seed)
-    prompts: dict[str, Callable[[str], str]] = {"plain": str, "math": math_prompt, "code": code_prompt}
-    make_prompt = prompts[arguments.prompt]
-    begin = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    messages = list(begin)
+    make_prompt = {"plain": str, "math": math_prompt, "code": code_prompt}[arguments.prompt]
+    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    messages = list(system)
     for question in read_questions():
         if question == "/new":
-            messages = list(begin)
+            messages = list(system)
             continue
         messages.append({"role": "user", "content": make_prompt(question)})
         try:
@@ -83,8 +74,8 @@ def chat(arguments: argparse.Namespace) -> None:
             print(f"\nvcore-ds: {problem if isinstance(problem, UserError) else stopped}", file=sys.stderr)
 
 
-def find_result(path: str) -> str:
-    """Return what to load: for a run without a result, its newest checkpoint, exported to RUN/export."""
+def export_unfinished(path: str) -> str:
+    """Return the model to load: for a run without a result its newest checkpoint, exported to RUN/export."""
     run = Path(path).expanduser()
     if not (run / RECIPE).is_file() or (run / "model").is_dir() or (run / "adapter").is_dir():
         return path
@@ -95,7 +86,7 @@ def find_result(path: str) -> str:
 
 
 def read_questions() -> Iterator[str]:
-    """Yield each question that is typed; standard input that is no terminal is one question."""
+    """Yield each typed question; standard input that is no terminal is one question."""
     if not sys.stdin.isatty():
         question = sys.stdin.read().strip()
         if not question:
@@ -104,7 +95,7 @@ def read_questions() -> Iterator[str]:
         return
     import readline  # noqa: F401  (editing and history at the prompt)
 
-    print("Ctrl-C stops an answer, Ctrl-D ends, /new begins a new conversation.", file=sys.stderr)
+    print("Ctrl-C stops an answer, Ctrl-D ends, /new starts a new conversation.", file=sys.stderr)
     while True:
         try:
             question = input("> ").strip()
@@ -116,44 +107,32 @@ def read_questions() -> Iterator[str]:
 
 
 def print_answer(model: Any, tokenizer: Any, messages: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
-    """Print the answer to the last message as it is generated, and return it.
+    """Print the answer to the last message while it is generated, and return it.
 
-    Raises:
-        UserError: the chat template refuses the messages, or they leave no room for an answer.
+    Raises UserError where the chat template refuses the messages, or they leave no room for an answer.
     """
-    import torch
     from jinja2 import TemplateError
-    from transformers import TextStreamer
+    from transformers import GenerationConfig, TextStreamer
 
-    from vcore_ds.commands.named_model import end_token_ids
+    from vcore_ds.commands.named_model import end_token_ids, generate_answers, longest_sequence
     from vcore_ds.data.conversations import render_prompt
 
     try:
-        text = render_prompt(messages, tokenizer)
+        ids = tokenizer(render_prompt(messages, tokenizer), add_special_tokens=False)["input_ids"]
     except TemplateError as error:
         raise UserError(f"chat: the chat template refuses the conversation: {error}") from None
-    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]], device=model.device)
-    room = (getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize) - ids.shape[1]
-    if room < 1:
+    if len(ids) >= longest_sequence(model):
         raise UserError(
-            f"chat: found {ids.shape[1]:,} tokens so far, which leave the model no room; begin a new conversation"
+            f"chat: found {len(ids):,} tokens so far, which leave the model no room; start a new conversation"
         )
     ends = end_token_ids(model.generation_config, tokenizer)
-    # What is not given here is as in the model's generation_config.json.
-    sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k")}
-    sampling = {name: value for name, value in sampling.items() if value is not None}
-    if sampling:
-        sampling = {"do_sample": False} if sampling.get("temperature") == 0 else {"do_sample": True, **sampling}
-    whole = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        max_new_tokens=min(arguments.max_new_tokens, room),
-        eos_token_id=ends,
-        pad_token_id=ends[0],
-        **sampling,
-    )
-    answer = whole[0, ids.shape[1] :]
-    if answer[-1] not in ends:
-        print(f"[cut off after {len(answer):,} tokens]", file=sys.stderr, flush=True)
-    return tokenizer.decode(answer, skip_special_tokens=True).strip()
+    settings = GenerationConfig(eos_token_id=ends, pad_token_id=ends[0])  # unset fields are the model's
+    chosen = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k")}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    if chosen:
+        settings.update(**({"do_sample": False} if chosen.get("temperature") == 0 else {"do_sample": True, **chosen}))
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    (answer,) = generate_answers(model, [ids], [arguments.max_new_tokens], settings, streamer=streamer)
+    if answer.stop_reason != "stop":
+        print(f"[cut off after {len(answer.ids):,} tokens]", file=sys.stderr, flush=True)
+    return tokenizer.decode(answer.ids, skip_special_tokens=True).strip()
