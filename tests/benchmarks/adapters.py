@@ -22,6 +22,7 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.models.lora_linear import LoraLinear
+from vcore_ds.train.settings import derive_engine_settings
 from vcore_ds.train.setup import build_engine
 
 METHODS = ("sft", "jvp")
@@ -38,7 +39,7 @@ class Loop:
         model = {"path": folder, "precision": "bf16"}
         adapters = {"rank": 8, "alpha": 16, "dropout": dropout, "target_modules": "all-linear"}
         self.recipe = step_runs.recipe(model=model, lora=adapters, **VARIANTS[method].sections)
-        self.engine = build_engine(self.recipe, deepspeed_config())
+        self.engine = build_engine(derive_engine_settings(self.recipe), deepspeed_config())
         self.estimator = step_runs.make_estimator(self.recipe, self.engine)
 
     def step(self, batches: StepBatches) -> None:

@@ -42,7 +42,7 @@ from vcore_ds.planning.memory import MemorySettings, memory_of
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.time_model import StepPasses
 from vcore_ds.train.run_folder import environment
-from vcore_ds.train.settings import step_settings
+from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator, ForwardMode, NoUtilities
@@ -235,7 +235,7 @@ def summary(lines: list[dict], num_tokens: int, flops: float, estimate: int, not
 def fidelity_in_bf16(engine: Engine, direction: Direction, batch: Batch) -> dict[str, Any]:
     """Utilities of the training precision against those of the same weights and direction in fp32."""
     try:
-        take_direction(direction, step_settings(recipe_of("jvp")), [batch])
+        take_direction(direction, derive_step_settings(recipe_of("jvp")), [batch])
         utilities = []
         for precision in (None, torch.float32):
             with forward_mode(engine, direction, precision):

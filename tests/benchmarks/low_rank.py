@@ -28,10 +28,11 @@ from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train.console import Console
-from vcore_ds.train.feed import build_feed, read_dataset
+from vcore_ds.train.feed import DataReader, build_feed
 from vcore_ds.train.loop import Trainer
-from vcore_ds.train.settings import schedule_of, step_settings
+from vcore_ds.train.settings import derive_engine_settings, derive_schedule, derive_step_settings
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.direction import Direction
@@ -55,16 +56,17 @@ def make_recipe(num_steps: int) -> Recipe:
 
 def measure(ranks: list[int], num_steps: int) -> list[dict]:
     recipe = make_recipe(num_steps)
-    start_ranks(recipe)
-    plan, tokenizer = plan_ranks(recipe), load_tokenizer(recipe.model.path)
-    dataset = read_dataset(recipe, recipe.data.train_path, tokenizer, Console(enabled=False))
-    feed = build_feed(recipe, plan, dataset, tokenizer)
-    engine = build_engine(recipe, deepspeed_config(recipe, plan))
+    start_ranks(recipe.engine, recipe.parallel)
+    plan_settings, step_settings = derive_plan_settings(recipe), derive_step_settings(recipe)
+    plan = plan_ranks(plan_settings)
+    reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), Console(enabled=False))
+    dataset = reader.read_store(recipe.data.train_path)
+    feed = build_feed(step_settings, plan, dataset, reader.pad_token_id, seed=recipe.run.seed)
+    engine = build_engine(derive_engine_settings(recipe), deepspeed_config(plan_settings, plan))
     batches = feed.batches(list(MEASURED), 1)
 
     def utilities(optimizer: str, rank: int | None, probe: range = PROBE) -> tuple[list[Tensor], float | None]:
-        settings = step_settings(recipe)
-        settings = replace(settings, probe=settings.probe.model_copy(update={"direction": optimizer}))
+        settings = replace(step_settings, probe=step_settings.probe.model_copy(update={"direction": optimizer}))
         direction = Direction(engine, rank)
         energy = take_direction(direction, settings, feed.probe_batches(probe), seed=rank or 0).energy
         return compute_jvp_utilities(engine, direction, batches), energy
@@ -82,8 +84,8 @@ def measure(ranks: list[int], num_steps: int) -> list[dict]:
 
     compare("pretrained", "sgd")
     if num_steps:
-        estimator = build_estimator(recipe, engine, batches_per_pass=plan.batches_per_utility_pass)
-        trainer = Trainer(engine, estimator, step_settings(recipe), schedule_of(recipe, len(dataset)))
+        estimator = build_estimator(step_settings, engine, batches_per_pass=plan.batches_per_utility_pass)
+        trainer = Trainer(engine, estimator, step_settings, derive_schedule(recipe, len(dataset)))
         for k in range(num_steps):
             trainer.step(k, feed.step(k))
         for optimizer in ("sgd", "adam"):

@@ -33,6 +33,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import RowLimit, spread
 from vcore_ds.planning.time_model import CPU
 from vcore_ds.train.feed import Feed
@@ -117,7 +118,7 @@ def make_feed(num_main: int = NUM_MAIN, num_probe: int = NUM_PROBE) -> Feed:
         probe={"batch_size": num_probe},
         data={"train_path": "none", "cutoff_length": 512},
     )
-    plan = plan_batch(recipe, layout.size("shards"), SHAPE, machine=CPU)
+    plan = plan_batch(derive_plan_settings(recipe), layout.size("shards"), SHAPE, machine=CPU)
     layout.make_sequence_groups(plan.degrees)
     data = Sequences()
     main, probe = MainOrder(len(data), num_main, 0), RandomDraws(len(data), num_probe, 0, Stream.PROBE)

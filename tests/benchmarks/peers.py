@@ -41,8 +41,10 @@ from vcore_ds.distributed import layout
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.packing import pack_batch, split_batch
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.time_model import TimeModel
 from vcore_ds.train.feed import Feed
+from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks
 
 FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 1e-2}}
@@ -98,9 +100,13 @@ class OurLoop:
                 "engine": engine,
             }
         )
-        plan = plan_ranks(self.recipe)
-        self.engine = build_engine(self.recipe, deepspeed_config(self.recipe, plan))
-        self.estimator = build_estimator(self.recipe, self.engine, batches_per_pass=plan.batches_per_utility_pass)
+        plan = plan_ranks(derive_plan_settings(self.recipe))
+        self.engine = build_engine(
+            derive_engine_settings(self.recipe), deepspeed_config(derive_plan_settings(self.recipe), plan)
+        )
+        self.estimator = build_estimator(
+            derive_step_settings(self.recipe), self.engine, batches_per_pass=plan.batches_per_utility_pass
+        )
         probes = None
         if self.estimator.direction is not None:
             probes = RandomDraws(len(traces), peer_fixture.PROBE_SIZE, 0, Stream.PROBE)

@@ -27,7 +27,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.spread import RowLimit, spread
 from vcore_ds.planning.time_model import CPU, TimeModel
-from vcore_ds.train.settings import step_settings
+from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
 
@@ -61,7 +61,7 @@ def memory_of_rank() -> dict[tuple[str, int, int], int]:
     recipe = step_runs.recipe()
     engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True, **SMALL), recipe)
     estimator = step_runs.make_estimator(recipe, engine)
-    take_direction(estimator.direction, step_settings(recipe), [row(256, 1)])
+    take_direction(estimator.direction, derive_step_settings(recipe), [row(256, 1)])
     peaks = {}
     for num_tokens in LENGTHS:
         for k in DEGREES:

@@ -20,7 +20,8 @@ from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.memory import MemorySettings
 from vcore_ds.planning.model_shape import QWEN3_32B
-from vcore_ds.planning.run_plan import needed_passes
+from vcore_ds.planning.run_plan import derive_needed_passes
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train.console import Console
 from vcore_ds.train.loop import Throughput
 from vcore_ds.train.metrics_log import MetricsLog
@@ -39,7 +40,9 @@ def measure(num_lines: int, trackers: list[str]) -> tuple[float, float]:
         recipe["run"]["output_dir"], recipe["track"] = folder, {"trackers": trackers}
         checked = Recipe.model_validate(recipe)
         settings = MemorySettings(num_ranks=8, main_tokens=8192, probe_tokens=8192, estimator="jvp", is_fused=True)
-        rates = Throughput(QWEN3_32B, needed_passes(checked, settings), peak_flops=8 * 989e12)
+        rates = Throughput(
+            QWEN3_32B, derive_needed_passes(derive_plan_settings(checked), settings), peak_flops=8 * 989e12
+        )
         console = Console(enabled=True)
         run = Path(folder)
         (run / RECIPE).write_text(dump_recipe(checked))

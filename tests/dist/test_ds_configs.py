@@ -20,6 +20,8 @@ from vcore_ds.engine.zero3 import Engine
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.train.settings import derive_engine_settings
 from vcore_ds.train.setup import build_engine
 
 pytestmark = pytest.mark.dist
@@ -70,7 +72,9 @@ def train_two_steps(
     """`degrees`: degrees of sequence parallelism of the main batch and of the probe."""
     recipe = make_recipe(model, json_file, precision, estimator, lora)
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes it once a process, and here are many engines
-    engine = build_engine(recipe, deepspeed_config(recipe, plan_batch(recipe, layout.size("shards"), QWEN3_32B)))
+    settings = derive_plan_settings(recipe)
+    config = deepspeed_config(settings, plan_batch(settings, layout.size("shards"), QWEN3_32B))
+    engine = build_engine(derive_engine_settings(recipe), config)
     estimator = step_runs.make_estimator(recipe, engine)
     losses, norms, utilities = [], [], []
     for k in range(2):

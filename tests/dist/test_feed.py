@@ -17,16 +17,13 @@ from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.batch_plan import plan_batch
-from vcore_ds.train.feed import build_feed
-from vcore_ds.train.settings import schedule_of
+from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.train.feed import Feed, build_feed
+from vcore_ds.train.settings import derive_schedule, derive_step_settings
 
 pytestmark = pytest.mark.dist
 
 NUM_TRAINING, NUM_TRUSTED, NUM_STEPS = 20, 5, 6
-
-
-class Tokenizer:
-    pad_token_id = 0
 
 
 class Sequences(list):
@@ -59,6 +56,12 @@ def model_folder() -> str:
     return folder
 
 
+def feed_of(recipe: Recipe, num_ranks: int, probe_dataset: Sequences | None = None) -> Feed:
+    plan = plan_batch(derive_plan_settings(recipe), num_ranks, read_model_shape(model_folder()))
+    training, settings = dataset(NUM_TRAINING, token=3), derive_step_settings(recipe)
+    return build_feed(settings, plan, training, 0, seed=recipe.run.seed, probe_dataset=probe_dataset)
+
+
 def ids_by_step(probe_every: int, trusted: bool) -> list[tuple[list[int], list[int], set[int]]]:
     """This rank's sequence ids in the main and the probe batch, and the tokens of the probe."""
     recipe = step_runs.recipe(
@@ -67,9 +70,7 @@ def ids_by_step(probe_every: int, trusted: bool) -> list[tuple[list[int], list[i
         method={"kl_budget": 0.1},
         model={"path": model_folder(), "precision": "fp32"},
     )
-    plan = plan_batch(recipe, layout.size("shards"), read_model_shape(model_folder()))
-    probe_dataset = dataset(NUM_TRUSTED, token=7) if trusted else None
-    feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), probe_dataset)
+    feed = feed_of(recipe, layout.size("shards"), dataset(NUM_TRUSTED, token=7) if trusted else None)
     found = []
     for k in range(NUM_STEPS):
         batches = feed.step(k)
@@ -120,9 +121,8 @@ def test_a_share_of_each_batch_is_trusted(monkeypatch) -> None:
         model={"path": model_folder(), "precision": "fp32"},
         schedule={"num_epochs": 2},
     )
-    plan = plan_batch(recipe, 1, read_model_shape(model_folder()))
-    feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), dataset(NUM_TRUSTED, token=7))
-    assert schedule_of(recipe, NUM_TRAINING).num_steps == 7  # 40 of the training data, 6 a step
+    feed = feed_of(recipe, 1, dataset(NUM_TRUSTED, token=7))
+    assert derive_schedule(recipe, NUM_TRAINING).num_steps == 7  # 40 of the training data, 6 a step
     assert feed.first_trusted_id == NUM_TRAINING
     seen: Counter[int] = Counter()
     for k in range(10):
@@ -158,12 +158,11 @@ def test_the_whole_pool_is_a_probe_batch_and_sft_draws_none(monkeypatch) -> None
             data={"train_path": "none", "probe_path": "none"},
             model={"path": model_folder(), "precision": "fp32"},
         )
-        plan = plan_batch(recipe, 1, read_model_shape(model_folder()))
-        feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer(), dataset(NUM_TRUSTED, token=7))
+        feed = feed_of(recipe, 1, dataset(NUM_TRUSTED, token=7))
         assert feed.first_trusted_id is None
         for k in (0, 1):
             assert sorted(i for batch in feed.step(k).probe for i in batch.sequence_ids) == list(range(size))
-        assert ("probe the whole pool" in plan.describe()) == bool(size)
+        assert ("probe the whole pool" in feed.plan.describe()) == bool(size)
 
 
 @pytest.mark.parametrize("packed_row_tokens", [None, 64])
@@ -186,11 +185,10 @@ def test_the_same_batches_in_the_same_order_at_1_2_4_and_8_ranks(
         return {"data": rank // sequence_parallel, "shards": rank}[axis]
 
     def steps(num_ranks: int) -> list[tuple]:
-        plan = plan_batch(recipe(num_ranks), num_ranks, read_model_shape(model_folder()))
         of_ranks = []
         for rank in range(num_ranks):
             monkeypatch.setattr(layout, "rank", partial(rank_of, rank))
-            feed = build_feed(recipe(num_ranks), plan, dataset(NUM_TRAINING, token=3), Tokenizer())
+            feed = feed_of(recipe(num_ranks), num_ranks)
             of_ranks.append([feed.step(k) for k in range(NUM_STEPS)])
         found = []
         for batches in zip(*of_ranks, strict=True):
@@ -225,8 +223,7 @@ def test_how_the_next_steps_use_the_ranks(monkeypatch) -> None:
         probe={"batch_size": 4, "every": 4},
         model={"path": model_folder(), "precision": "fp32"},
     )
-    plan = plan_batch(recipe, 4, read_model_shape(model_folder()))
-    feed = build_feed(recipe, plan, dataset(NUM_TRAINING, token=3), Tokenizer())
+    feed = feed_of(recipe, 4)
     found = feed.utilization(1, 10)  # steps 1 to 9, with a probe in 4 and 8
     assert (found["main"].waste.num_passes, found["probe"].waste.num_passes) == (9, 2)
     assert found["main"].is_low and found["main"].waste.mean_idle_ranks == 2

@@ -43,6 +43,8 @@ from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.train.settings import derive_engine_settings
 from vcore_ds.train.setup import build_engine
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
@@ -219,7 +221,9 @@ def make_engine(model_folder: str, lora: bool) -> Engine:
     quickstart = REPOSITORY / "launch_scripts" / "recipes" / "quickstart.yaml"
     adapters = "{rank: 8, alpha: 16}" if lora else "null"
     recipe = load_recipe(quickstart, [f"model.path={model_folder}", f"lora={adapters}"])
-    return build_engine(recipe, deepspeed_config(recipe, plan_batch(recipe, 1, QWEN3_32B)))
+    settings = derive_plan_settings(recipe)
+    config = deepspeed_config(settings, plan_batch(settings, 1, QWEN3_32B))
+    return build_engine(derive_engine_settings(recipe), config)
 
 
 def take_steps(

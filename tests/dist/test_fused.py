@@ -15,7 +15,7 @@ from tests.helpers.soak import IS_SOAK, soak
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.train.settings import step_settings
+from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.setup import build_estimator
 from vcore_ds.train.start_checks import TOLERANCE, along_own_gradient
 from vcore_ds.train.step import take_direction
@@ -83,11 +83,13 @@ def main_pass(case: Pass, fused: bool) -> dict[str, Any]:
     """One micro-batch forwards and backwards, and a step after it."""
     recipe = step_runs.recipe(model={"path": "none", "precision": case.precision}, utility={"fused": fused})
     engine = step_runs.make_engine(case.model(), recipe)
-    estimator = build_estimator(recipe, engine)
+    estimator = build_estimator(derive_step_settings(recipe), engine)
     rows = tiny.rows(4, num_tokens=NUM_TOKENS)
     batch = step_runs.deal(rows, 2, case.sequence_parallel, packed=case.packed)[0]
     take_direction(
-        estimator.direction, step_settings(recipe), step_runs.deal(tiny.rows(2, num_tokens=NUM_TOKENS, seed=9), 1)
+        estimator.direction,
+        derive_step_settings(recipe),
+        step_runs.deal(tiny.rows(2, num_tokens=NUM_TOKENS, seed=9), 1),
     )
     found: dict[str, Any] = {"why not": why_not_fused(engine)}
     for _ in range(2):  # DeepSpeed learns the order of the modules in the first
@@ -138,7 +140,7 @@ def tangents_and_shards() -> list[tuple[int, int]]:
     """Where the tangent of each layer's first weight lies in a forward on one rank, and where the direction has it."""
     recipe, found = step_runs.recipe(), []
     engine = step_runs.make_engine(tiny.token_loss_model(), recipe)
-    direction = build_estimator(recipe, engine).direction
+    direction = build_estimator(derive_step_settings(recipe), engine).direction
 
     def look(module: torch.nn.Module, _: object) -> None:
         tangent = forward_ad.unpack_dual(module.weight).tangent
@@ -171,7 +173,7 @@ def both_modes() -> dict[str, tuple[float, float]]:
         if name == "wrong":
             model.layers[1].register_forward_hook(lambda module, _, output: forward_ad.unpack_dual(output).primal)
         engine = step_runs.make_engine(model, recipe)
-        found[name] = along_own_gradient(engine, build_estimator(recipe, engine), tiny.rows(1))
+        found[name] = along_own_gradient(engine, build_estimator(derive_step_settings(recipe), engine), tiny.rows(1))
         engine.close()
     return found
 
@@ -190,7 +192,7 @@ def outside_its_module() -> str:
     model.decoder.scale = torch.nn.Conv1d(1, 1, 1, bias=False)
     model.decoder.norm.register_forward_hook(lambda *of: of[-1] * model.decoder.scale.weight.squeeze())
     engine = step_runs.make_engine(model, recipe, persistence_threshold=100)
-    estimator = build_estimator(recipe, engine)
+    estimator = build_estimator(derive_step_settings(recipe), engine)
     try:
         along_own_gradient(engine, estimator, tiny.rows(1))
     except UserError as error:
@@ -235,9 +237,9 @@ def peak_bytes(case: Pass, **changes: int) -> dict[str, int]:
     sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=16, head_dim=16)
     # Parameters that are gathered ahead are as many in both, whenever that is; here they would be half of the model.
     engine = step_runs.make_engine(case.model(**sizes | changes), recipe, zero={"stage3_prefetch_bucket_size": 50_000})
-    estimator, plain = build_estimator(recipe, engine), NoUtilities(engine)
+    estimator, plain = build_estimator(derive_step_settings(recipe), engine), NoUtilities(engine)
     batch = step_runs.deal(tiny.rows(4, num_tokens=512), 2)[0]
-    take_direction(estimator.direction, step_settings(recipe), step_runs.deal(tiny.rows(2, seed=9), 1))
+    take_direction(estimator.direction, derive_step_settings(recipe), step_runs.deal(tiny.rows(2, seed=9), 1))
     found = {}
     for name, forward in (("plain", plain), ("fused", estimator)):
         allocations = Allocations()

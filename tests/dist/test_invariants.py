@@ -12,6 +12,7 @@ from tests.helpers.ranks import run_ranks
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.train.settings import derive_engine_settings
 from vcore_ds.train.setup import build_engine
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
@@ -51,7 +52,9 @@ def make_engine(folder: str | None, bf16: bool, lora: bool):
     model = {"path": folder or "none", "precision": "bf16" if bf16 else "fp32"}
     recipe = step_runs.recipe(model=model, lora={"rank": 4, "alpha": 8} if lora else None)
     if folder is not None:
-        return recipe, build_engine(recipe, tiny.deepspeed_config(bf16=bf16, persistence_threshold=500))
+        return recipe, build_engine(
+            derive_engine_settings(recipe), tiny.deepspeed_config(bf16=bf16, persistence_threshold=500)
+        )
     return recipe, step_runs.make_engine(tiny.token_loss_model(lora=lora), recipe, persistence_threshold=500)
 
 

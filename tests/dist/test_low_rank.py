@@ -14,7 +14,7 @@ from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import is_expert_block
 from vcore_ds.models.dual_tensors import LowRank
-from vcore_ds.train.settings import step_settings
+from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.setup import build_estimator
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.direction import Direction
@@ -55,10 +55,10 @@ def measure(case: Case) -> dict[str, Any]:
     recipe = step_runs.recipe(probe={"rank": case.rank}, utility={"fused": case.fused})
     options = dict(checkpointing=case.checkpointing, tied=case.tied, mixture_of=case.mixture_of)
     engine = step_runs.make_engine(tiny.token_loss_model(**options), recipe)
-    estimator = build_estimator(recipe, engine)
+    estimator = build_estimator(derive_step_settings(recipe), engine)
     direction = estimator.direction
     probe = step_runs.deal(tiny.rows(2, seed=9), 1)
-    taken = take_direction(direction, step_settings(recipe), probe, seed=SEED)
+    taken = take_direction(direction, derive_step_settings(recipe), probe, seed=SEED)
     batches = step_runs.deal(tiny.rows(NUM_ROWS), 2, case.sequence_parallel, packed=case.packed)
     utilities: dict[int, torch.Tensor] = {}
     forward = estimator.begin(batches)

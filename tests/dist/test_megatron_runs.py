@@ -24,7 +24,9 @@ from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train import setup as shared
+from vcore_ds.train.settings import derive_engine_settings
 
 pytestmark = pytest.mark.dist
 
@@ -96,7 +98,10 @@ def load_and_export(folder: Path, kind: str, sections: dict[str, Any]) -> dict[s
     for name, precision in UNTRAINED:
         recipe = make_recipe(folder, f"{name}_{kind}", **_with_precision(sections, precision))
         start_process_group(10, recipe.parallel.tensor)
-        engine = shared.build_engine(recipe, deepspeed_config(recipe, shared.plan_ranks(recipe)))
+        settings = derive_plan_settings(recipe)
+        engine = shared.build_engine(
+            derive_engine_settings(recipe), deepspeed_config(settings, shared.plan_ranks(settings))
+        )
         target = folder / "untrained" / f"{name}_{kind}"
         save_hugging_face(engine, load_tokenizer(recipe.model.path), recipe.model.path, target, max_file_bytes=20_000)
         with engine.without_gradient():
@@ -135,7 +140,10 @@ def resume_on_two(folder: Path) -> tuple[str, torch.Tensor]:
     recipe = make_recipe(folder, "reloaded", **whole_layers)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(folder / "reloaded")})})
     start_process_group(10, recipe.parallel.tensor)
-    engine = shared.build_engine(recipe, deepspeed_config(recipe, shared.plan_ranks(recipe)))
+    settings = derive_plan_settings(recipe)
+    engine = shared.build_engine(
+        derive_engine_settings(recipe), deepspeed_config(settings, shared.plan_ranks(settings))
+    )
     with engine.without_gradient():
         losses = engine.token_losses(tiny.rows(3))
     engine.close()

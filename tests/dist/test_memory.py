@@ -20,7 +20,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.memory import AdapterShape, MemoryEstimate, MemorySettings, memory_of
-from vcore_ds.train.settings import step_settings
+from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_engine
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.estimators import NoUtilities, compute_jvp_utilities
@@ -75,10 +75,11 @@ def recipe_of(folder: str, precision: str, lora: bool, is_checkpointed: bool, te
 def measure(recipe: Recipe) -> dict[str, Any]:
     """Bytes kept, by kind, for vcore and for sft, and the peaks of its passes beyond that."""
     precision = recipe.model.precision
-    engine = build_engine(recipe, tiny.deepspeed_config(bf16=precision == "bf16"))
+    engine = build_engine(derive_engine_settings(recipe), tiny.deepspeed_config(bf16=precision == "bf16"))
     estimator, batch = step_runs.make_estimator(recipe, engine), row()
     found: dict[str, Any] = {"sft": kept_bytes(engine, None), "vcore": kept_bytes(engine, estimator.direction)}
-    take_direction(estimator.direction, step_settings(recipe), [batch])  # DeepSpeed's traces and hooks are made here
+    # DeepSpeed's traces and hooks are made here.
+    take_direction(estimator.direction, derive_step_settings(recipe), [batch])
 
     def main() -> None:
         with engine.accumulation(1):
@@ -122,7 +123,7 @@ def bytes_between_forward_and_backward(num_layers: int, lora: bool, is_fused: bo
     forward = step_runs.make_estimator(recipe, engine) if is_fused else NoUtilities(engine)
     batch = tiny.rows(1, num_tokens=16)
     if is_fused:
-        take_direction(forward.direction, step_settings(recipe), [batch])
+        take_direction(forward.direction, derive_step_settings(recipe), [batch])
     found = []
     for _ in range(2):  # DeepSpeed learns the order of the modules in the first
         with Allocations() as allocations, engine.accumulation(1):

@@ -26,6 +26,7 @@ from vcore_ds.planning.known_models import KNOWN_MODELS
 from vcore_ds.planning.memory import parameter_counts
 from vcore_ds.planning.memory_plan import plan_memory
 from vcore_ds.planning.model_shape import QWEN3_32B, shape_on_disk
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import summarize
 from vcore_ds.planning.step_cost import StepModel
 from vcore_ds.planning.time_model import StepPasses
@@ -67,13 +68,13 @@ def compare(folder: Path, measured: Sequence[Mapping[str, Any]]) -> list[Compari
 def _compare(case: Case, folder: Path, measured: Mapping[str, Any]) -> Iterator[Comparison]:
     shape = shape_on_disk(str(folder / case.model))
     assert shape is not None
-    recipe = recipe_of(case, folder)
-    plan = plan_batch(recipe, NUM_RANKS, shape, ranks_per_node=NUM_RANKS)
-    config = deepspeed_config(recipe, plan)
+    settings = derive_plan_settings(recipe_of(case, folder))
+    plan = plan_batch(settings, NUM_RANKS, shape, ranks_per_node=NUM_RANKS)
+    config = deepspeed_config(settings, plan)
     lengths, of_probe = case.lengths, case.lengths[: len(case.lengths) // 2]
     main = lengths, plan.spread_main(range(len(lengths)), lengths)
     probe = of_probe, plan.spread_probe(range(len(of_probe)), of_probe)
-    memory = plan_memory(recipe, plan, config, {"main": summarize([main[1]]), "probe": summarize([probe[1]])})
+    memory = plan_memory(settings, plan, config, {"main": summarize([main[1]]), "probe": summarize([probe[1]])})
     assert memory is not None
     kept = measured["kept"]
     for kind, num_bytes in memory.estimate.persistent.items():

@@ -39,11 +39,13 @@ from vcore_ds.distributed.stops import Stops
 from vcore_ds.engine import checkpoint_shards
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed
 from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train import checkpoints, run, settings
 from vcore_ds.train.checkpoints import MARGIN_BYTES, Checkpoints
 from vcore_ds.train.console import Console
-from vcore_ds.train.feed import build_feed, read_training_data
+from vcore_ds.train.feed import DataReader, build_feed
 from vcore_ds.train.run_folder import begin
+from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_engine, plan_ranks
 from vcore_ds.train.token_records import read_records
 
@@ -391,12 +393,14 @@ def trained_by_the_fidelity_command(folder: Path, name: str) -> list[str]:
     measure_noise_every, settings.MEASURE_NOISE_EVERY = settings.MEASURE_NOISE_EVERY, 8
     try:
         expected = resumed_runs.tensors_of(resumed_runs.to_the_end(own))
-        plan = plan_ranks(own)
-        tokenizer = load_tokenizer(own.model.path)
-        feed = build_feed(own, plan, read_training_data(own, tokenizer, Console(enabled=False)), tokenizer, None)
-        engine = build_engine(own, deepspeed_config(own, plan))
-        schedule = settings.schedule_of(own, len(feed.dataset))
-        steps = train_steps(engine, own, feed, schedule, say=lambda line: None)
+        plan_settings, step_settings, seed = derive_plan_settings(own), derive_step_settings(own), own.run.seed
+        plan = plan_ranks(plan_settings)
+        reader = DataReader(own.data, own.model.path, load_tokenizer(own.model.path), Console(enabled=False))
+        training = reader.read_training_data(own.method, seed)
+        feed = build_feed(step_settings, plan, training, reader.pad_token_id, seed=seed)
+        engine = build_engine(derive_engine_settings(own), deepspeed_config(plan_settings, plan))
+        schedule = settings.derive_schedule(own, len(feed.dataset))
+        steps = train_steps(engine, step_settings, feed, schedule, say=lambda line: None)
         assert len(list(islice(steps, NUM_STEPS))) == NUM_STEPS
         found = {name: safe_get_full_fp32_param(parameter).flatten() for name, parameter in engine.trainable}
         engine.close()

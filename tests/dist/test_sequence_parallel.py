@@ -26,7 +26,7 @@ from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.sequence_exchange import gather_losses, take_local_columns
 from vcore_ds.planning.spread import possible_degrees
-from vcore_ds.train.settings import step_settings
+from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
@@ -229,7 +229,7 @@ def exchanges(sequence_parallel: int) -> dict[str, dict[str, list[int]]]:
             losses = engine.token_losses(row)
         with counted() as found["backward"]:
             engine.backward(losses.sum())
-    take_direction(estimator.direction, step_settings(recipe), [row])
+    take_direction(estimator.direction, derive_step_settings(recipe), [row])
     with counted() as found["jvp"]:
         estimator.begin([row])
     engine.close()

@@ -20,8 +20,9 @@ from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train.feed import batches_of_rank
-from vcore_ds.train.settings import step_settings
+from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_engine, build_estimator
 from vcore_ds.train.step import train_step
 from vcore_ds.train.step_metrics import StepRecorder
@@ -52,17 +53,20 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     the load of its experts."""
     recipe = recipe_of(case, folder)
     plan = plan_batch(
-        recipe, layout.size("shards"), read_model_shape(recipe.model.path), ranks_per_node=layout.size("job")
+        derive_plan_settings(recipe),
+        layout.size("shards"),
+        read_model_shape(recipe.model.path),
+        ranks_per_node=layout.size("job"),
     )
-    engine = build_engine(recipe, deepspeed_config(recipe, plan))
-    estimator = build_estimator(recipe, engine, batches_per_pass=plan.batches_per_utility_pass)
+    engine = build_engine(derive_engine_settings(recipe), deepspeed_config(derive_plan_settings(recipe), plan))
+    estimator = build_estimator(derive_step_settings(recipe), engine, batches_per_pass=plan.batches_per_utility_pass)
     sequences = [random_sequence(i, n) for i, n in enumerate(case.lengths)]
     ids, num_probe = list(range(len(sequences))), len(sequences) // 2
     batches = StepBatches(
         batches_of_rank(plan.spread_main(ids, case.lengths), sequences, 0),
         batches_of_rank(plan.spread_probe(ids[:num_probe], case.lengths[:num_probe]), sequences, 0),
     )
-    settings = step_settings(recipe)
+    settings = derive_step_settings(recipe)
     for _ in range(NUM_WARM_UP):
         train_step(engine, settings, batches, estimator, StepRecorder(engine.device), learning_rate=1e-5)
     gc.collect()

@@ -33,8 +33,10 @@ from vcore_ds.models.loading import prepare_for_training
 from vcore_ds.models.lora import add_lora
 from vcore_ds.models.megatron.configuration import transformer_config
 from vcore_ds.planning.batch_plan import plan_batch
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train.console import Console
 from vcore_ds.train.model_check import check_model
+from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_estimator, load_model
 from vcore_ds.train.start_checks import check_derivatives, check_start
 from vcore_ds.utility.direction import Direction
@@ -280,8 +282,10 @@ def _measure(found: Found, folder: Path, parts: Sequence[str]) -> None:
     for key, sections in asked.items():
         with noted(found, key):
             try:
-                check_model(recipe(folder, **sections))
-                plan_batch(recipe(folder, **sections), layout.size("job"), read_model_shape(str(folder)))
+                check_model(derive_plan_settings(recipe(folder, **sections)))
+                plan_batch(
+                    derive_plan_settings(recipe(folder, **sections)), layout.size("job"), read_model_shape(str(folder))
+                )
             except UserError as error:
                 found.refused[key] = message(error)
     if "sft" in found.refused:
@@ -320,11 +324,11 @@ def _measure_part(found: Found, folder: Path, part: str, main: Sequence[Text], p
         sections |= DIFFERENCE if "finite_difference" not in found.refused else SFT
     own = recipe(folder, **sections)
     if part == "lora":
-        check_model(own)
+        check_model(derive_plan_settings(own))
     config = tiny.deepspeed_config(bf16=is_bf16)
     torch.manual_seed(5)
     try:
-        model = load_model(own, config)
+        model = load_model(derive_engine_settings(own), config)
     except UserError as error:
         if "own code fails" not in str(error):
             raise
@@ -345,7 +349,9 @@ def _measure_part(found: Found, folder: Path, part: str, main: Sequence[Text], p
             try:
                 check_start(engine, _data_of(found), Console(enabled=False))
                 asked = "jvp"
-                check_derivatives(engine, build_estimator(own, engine), _data_of(found), Console(enabled=False))
+                check_derivatives(
+                    engine, build_estimator(derive_step_settings(own), engine), _data_of(found), Console(enabled=False)
+                )
             except UserError as error:
                 found.refused[asked] = message(error)
                 return  # DeepSpeed is in the middle of a forward

@@ -32,6 +32,7 @@ from tests.models.measurement import Measured, rank_correlation, recipe, relativ
 from tests.models.reference import Text, expected, mean_gradient, plain_model, token_losses
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, build_optimizer
+from vcore_ds.train.settings import derive_engine_settings
 from vcore_ds.train.setup import load_model
 
 FAMILIES = ("deepseek_v3", "gpt_oss", "qwen3_next")
@@ -171,7 +172,7 @@ def run_ours(path: Path) -> list[tuple[Ours, Ours]]:
 def measure(reference: Reference, forced: Choices | None) -> Ours:
     own = recipe(reference.folder, model={"precision": "bf16"})
     config = tiny.deepspeed_config(bf16=True)
-    model = load_model(own, config).train()
+    model = load_model(derive_engine_settings(own), config).train()
     engine = Engine(model, build_optimizer(model, own.optimizer), config)
     measured = Measured(engine, reference.main, reference.probe, alone=True)
     try:

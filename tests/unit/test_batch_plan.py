@@ -13,11 +13,12 @@ from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.time_model import CPU, H100, TimeModel
 
 
 def plan(ranks: int, shape: ModelShape = QWEN3_32B, **sections: dict[str, Any]) -> BatchPlan:
-    return plan_batch(Recipe.model_validate(smallest_recipe() | sections), ranks, shape)
+    return plan_batch(derive_plan_settings(Recipe.model_validate(smallest_recipe() | sections)), ranks, shape)
 
 
 def test_plan() -> None:
@@ -38,7 +39,7 @@ def test_plan() -> None:
     both = plan(2, batch={"micro_batch_size_per_rank": 2}, utility={"micro_batch_size_per_rank": 7})
     assert (both.utility_micro_batch_size_per_rank, both.batches_per_utility_pass) == (7, 3)
     recipe = Recipe.model_validate(smallest_recipe())
-    on_four_a_node = plan_batch(recipe, 16, QWEN3_32B, ranks_per_node=4, machine=CPU)
+    on_four_a_node = plan_batch(derive_plan_settings(recipe), 16, QWEN3_32B, ranks_per_node=4, machine=CPU)
     assert on_four_a_node.time_model == TimeModel(QWEN3_32B, 16, 4, CPU)
 
 

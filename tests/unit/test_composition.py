@@ -24,6 +24,7 @@ from vcore_ds.config.sections import LoraConfig
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.settings import derive_plan_settings
 
 Sections = dict[str, Any]
 
@@ -168,7 +169,8 @@ def test_the_deepspeed_json_of_a_resolved_recipe_is_found_on_another_machine(fol
     written = write(folder / "run" / "recipe.yaml", dumped)
     recipe = load_recipe(written)
     assert recipe.engine.deepspeed_config == "ds_configs/zero3_bf16_large.json"
-    assert deepspeed_config(recipe, plan_batch(recipe, 8, QWEN3_32B))["zero_optimization"]["stage"] == 3
+    settings = derive_plan_settings(recipe)
+    assert deepspeed_config(settings, plan_batch(settings, 8, QWEN3_32B))["zero_optimization"]["stage"] == 3
     mine = write(folder / "ds_configs" / "zero3_bf16_large.json", "{}")  # the user's file comes first, and stays
     assert load_recipe(written).engine.deepspeed_config == str(mine)
 

@@ -12,6 +12,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.settings import derive_plan_settings
 
 DEEPSPEED = {
     "zero_optimization": {"stage": 3, "memory_efficient_linear": False, "reduce_bucket_size": 1000},
@@ -24,7 +25,8 @@ def merged(folder: Path, deepspeed: Any, *, num_ranks: int = 2, **sections: dict
     path = folder / "ds.json"
     path.write_text(deepspeed if isinstance(deepspeed, str) else json.dumps(deepspeed))
     recipe = Recipe.model_validate(smallest_recipe() | {"engine": {"deepspeed_config": str(path)}} | sections)
-    return deepspeed_config(recipe, plan_batch(recipe, num_ranks, QWEN3_32B))
+    settings = derive_plan_settings(recipe)
+    return deepspeed_config(settings, plan_batch(settings, num_ranks, QWEN3_32B))
 
 
 def test_merge(tmp_path: Path) -> None:
@@ -142,5 +144,6 @@ def test_a_file_that_is_no_deepspeed_json(tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match=words):
             merged(tmp_path, text)
     recipe = Recipe.model_validate(smallest_recipe() | {"engine": {"deepspeed_config": str(tmp_path / "gone.json")}})
+    settings = derive_plan_settings(recipe)
     with pytest.raises(RecipeError, match=r"gone\.json: found no such file; expected a DeepSpeed JSON"):
-        deepspeed_config(recipe, plan_batch(recipe, 1, QWEN3_32B))
+        deepspeed_config(settings, plan_batch(settings, 1, QWEN3_32B))

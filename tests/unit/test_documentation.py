@@ -17,6 +17,7 @@ from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import SECTIONS
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.settings import derive_plan_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "launch_scripts" / "recipes"
@@ -108,7 +109,7 @@ def test_the_recipes_that_the_documentation_writes_load(tmp_path: Path) -> None:
     for name, text in documented_recipes().items():
         (tmp_path / name).write_text(text)
         recipe = load_recipe(tmp_path / name)
-        plan_batch(recipe, 8, QWEN3_32B)
+        plan_batch(derive_plan_settings(recipe), 8, QWEN3_32B)
         written[name] = recipe.run.output_dir, recipe.data.cutoff_length
     assert written == {"mine.yaml": ("runs/mine", 8192), "small.yaml": ("runs/small", 2048)}
 

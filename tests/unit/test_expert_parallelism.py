@@ -22,6 +22,7 @@ from vcore_ds.planning.known_models import KNOWN_MODELS
 from vcore_ds.planning.memory import MemorySettings, memory_of, parameter_counts
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, fullest_rank
 from vcore_ds.planning.run_plan import plan_run
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import RowLimit, spread
 from vcore_ds.planning.step_cost import StepCost, StepModel
 from vcore_ds.planning.time_model import StepPasses, TimeModel
@@ -71,20 +72,20 @@ def test_degrees_that_divide_neither_ranks_nor_experts(
     expert: int, num_ranks: int, shape: ModelShape, message: str
 ) -> None:
     with pytest.raises(RecipeError, match=message):
-        plan_batch(recipe(expert), num_ranks, shape)
+        plan_batch(derive_plan_settings(recipe(expert)), num_ranks, shape)
 
 
 def test_a_model_that_cannot_be_seen_may_have_any_number_of_experts() -> None:
-    plan_batch(recipe(2), 8, replace(QWEN3_32B, is_assumed=True))
+    plan_batch(derive_plan_settings(recipe(2)), 8, replace(QWEN3_32B, is_assumed=True))
 
 
 def test_second_copies_of_the_parameters(tmp_path: Path) -> None:
     config = json.loads((REPOSITORY / "ds_configs" / "zero3_bf16.json").read_text(encoding="utf-8"))
     config["zero_optimization"]["zero_hpz_partition_size"] = 8
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    chosen = recipe(2, engine={"deepspeed_config": str(tmp_path / "ds.json")})
+    settings = derive_plan_settings(recipe(2, engine={"deepspeed_config": str(tmp_path / "ds.json")}))
     with pytest.raises(RecipeError, match="zero_hpz_partition_size: found 8 together with parallel.expert 2"):
-        deepspeed_config(chosen, plan_batch(chosen, 16, SHAPE))
+        deepspeed_config(settings, plan_batch(settings, 16, SHAPE))
 
 
 def test_a_run_may_be_resumed_with_another_degree() -> None:
@@ -100,10 +101,10 @@ def test_a_run_may_be_resumed_with_another_degree() -> None:
     ],
 )
 def test_degrees_that_a_plan_tries(num_ranks: int, changed: dict[str, Any], degrees: list[int]) -> None:
-    assert other_expert_degrees(recipe(2, **changed), num_ranks, SHAPE) == degrees
+    assert other_expert_degrees(derive_plan_settings(recipe(2, **changed)), num_ranks, SHAPE) == degrees
     on_experts = {"lora": {"rank": 2, "alpha": 4, "target_modules": ["experts"]}}
-    assert other_expert_degrees(recipe(1, **on_experts), num_ranks, SHAPE) == []
-    assert other_expert_degrees(recipe(1), num_ranks, QWEN3_32B) == []
+    assert other_expert_degrees(derive_plan_settings(recipe(1, **on_experts)), num_ranks, SHAPE) == []
+    assert other_expert_degrees(derive_plan_settings(recipe(1)), num_ranks, QWEN3_32B) == []
 
 
 # ---- bytes and seconds -----------------------------------------------------------------------------------------------
@@ -196,13 +197,13 @@ def test_memory_of_a_part_of_the_experts() -> None:
 def test_it_is_offered_where_a_run_does_not_fit() -> None:
     """SFT of Qwen3-235B-A22B on 32 H200, where three layers with all of their experts are too much."""
     sft = {"method": {"name": "sft"}, "model": {"path": "m", "gradient_checkpointing": True}}
-    plan = plan_run(recipe(1, **sft), Cluster(GPUS["H200"], 32), KNOWN_MODELS["Qwen3-235B-A22B"])
+    plan = plan_run(derive_plan_settings(recipe(1, **sft)), Cluster(GPUS["H200"], 32), KNOWN_MODELS["Qwen3-235B-A22B"])
     assert not plan.fits
     found = {remedy.change: remedy.estimate for remedy in plan.memory.remedies(plan.available)}
     assert [change for change in found if change.startswith("parallel")] == ["parallel.expert=8", "parallel.expert=32"]
     for expert in (8, 32):
         assert plan.available.holds(found[f"parallel.expert={expert}"])
-        assert plan_run(recipe(expert, **sft), plan.cluster, plan.shape).fits
+        assert plan_run(derive_plan_settings(recipe(expert, **sft)), plan.cluster, plan.shape).fits
 
 
 def test_a_large_mixture_gains_from_groups_over_nodes() -> None:
@@ -210,7 +211,9 @@ def test_a_large_mixture_gains_from_groups_over_nodes() -> None:
     found = {}
     for expert in (1, 8, 32, 64):
         chosen = recipe(expert, model={"path": "m", "gradient_checkpointing": True}, data={"train_path": "t"})
-        found[expert] = plan_run(chosen, Cluster(GPUS["H200"], 64), KNOWN_MODELS["Qwen3-235B-A22B"]).cost
+        found[expert] = plan_run(
+            derive_plan_settings(chosen), Cluster(GPUS["H200"], 64), KNOWN_MODELS["Qwen3-235B-A22B"]
+        ).cost
     weights = {expert: cost.traffic["parameters"].between / 1e9 for expert, cost in found.items()}
     assert weights[8] == pytest.approx(weights[1], rel=0.01) and weights[64] < weights[1] / 20
     assert found[32].seconds_step < 0.75 * found[1].seconds_step

@@ -46,7 +46,8 @@ def dataset(num_sequences: int, first_id: int = 0) -> Dataset:
 
 def origins(made: Recipe, num_training: int, **held_out: int) -> list[Origin]:
     sets = {name: dataset(size, first_id=100) for name, size in held_out.items()}
-    return [origin for origin, _ in choose_traces(made, dataset(num_training), sets)]
+    chosen = choose_traces(made.run, made.data, made.method, dataset(num_training), sets)
+    return [origin for origin, _ in chosen]
 
 
 def test_half_of_the_traces_are_held_out() -> None:
@@ -78,7 +79,7 @@ def test_nothing_is_followed_without_traces_or_without_steps() -> None:
 
 def test_held_out_traces_get_what_the_methods_weights_need() -> None:
     random = recipe(method={"name": "random", "kl_budget": None})
-    chosen = choose_traces(random, dataset(60), {"": dataset(60)})
+    chosen = choose_traces(random.run, random.data, random.method, dataset(60), {"": dataset(60)})
     assert all(sequence.kept is not None for origin, sequence in chosen if origin.is_held_out)
     with_reference = recipe(
         method={"name": "iw_sft", "kl_budget": None}, data={"reference_log_probabilities": "reference.npz"}

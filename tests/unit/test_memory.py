@@ -17,6 +17,7 @@ from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.memory import AdapterShape, MemorySettings, ParameterCounts, memory_of, parameter_counts
 from vcore_ds.planning.memory_plan import Available, MemoryPlan, describe_shortage, plan_memory
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, layer_parameters
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train.console import Console
 from vcore_ds.train.start_checks import check_memory
 
@@ -119,9 +120,9 @@ def test_what_takes_less() -> None:
 
 
 def plan_of(num_ranks: int, *overrides: str) -> MemoryPlan:
-    recipe = load_recipe(RECIPE, [*overrides])
-    plan = plan_batch(recipe, num_ranks, QWEN3_32B)
-    memory = plan_memory(recipe, plan, deepspeed_config(recipe, plan), {})
+    settings = derive_plan_settings(load_recipe(RECIPE, [*overrides]))
+    plan = plan_batch(settings, num_ranks, QWEN3_32B)
+    memory = plan_memory(settings, plan, deepspeed_config(settings, plan), {})
     assert memory is not None
     return memory
 
@@ -190,9 +191,9 @@ ENGINE = EngineConfig(deepspeed_config="ds_configs/zero3_bf16.json")
 
 
 def tiny_plan() -> MemoryPlan:
-    recipe = Recipe.model_validate(smallest_recipe())
-    plan = plan_batch(recipe, 1, shape(2, 64, 8, 128, tied=True))
-    memory = plan_memory(recipe, plan, {"zero_optimization": {}}, {}, ParameterCounts(10**6, 10**6))
+    settings = derive_plan_settings(Recipe.model_validate(smallest_recipe()))
+    plan = plan_batch(settings, 1, shape(2, 64, 8, 128, tied=True))
+    memory = plan_memory(settings, plan, {"zero_optimization": {}}, {}, ParameterCounts(10**6, 10**6))
     assert memory is not None
     return memory
 
@@ -223,9 +224,9 @@ def test_a_run_that_does_not_fit_is_refused_and_one_that_just_fits_warned(
 
 
 def test_a_model_of_unknown_sizes_is_not_estimated() -> None:
-    recipe = load_recipe(RECIPE)
-    plan = plan_batch(recipe, 8, replace(QWEN3_32B, hidden_size=0))
-    assert plan_memory(recipe, plan, deepspeed_config(recipe, plan), {}) is None
+    settings = derive_plan_settings(load_recipe(RECIPE))
+    plan = plan_batch(settings, 8, replace(QWEN3_32B, hidden_size=0))
+    assert plan_memory(settings, plan, deepspeed_config(settings, plan), {}) is None
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.planning.hardware import GPUS, Achieved, Cluster
 from vcore_ds.planning.model_shape import QWEN3_32B
 from vcore_ds.planning.run_plan import find_model, plan_run, smallest_cluster
+from vcore_ds.planning.settings import derive_plan_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_32b_math_full.yaml"
@@ -36,12 +37,12 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
 def test_every_shipped_recipe_plans(path: Path) -> None:
     recipe = load_recipe(path)
     shape, _ = find_model(recipe.model.path)
-    plan = plan_run(recipe, Cluster(GPUS["H200"], max(16, recipe.parallel.expert)), shape)
+    plan = plan_run(derive_plan_settings(recipe), Cluster(GPUS["H200"], max(16, recipe.parallel.expert)), shape)
     assert 0 < plan.utilization < 0.4  # what products achieve, at most
     assert plan.cost.seconds_step > 0 and plan.tokens_per_day > 0
     smallest = smallest_cluster(plan)
     assert smallest is not None and smallest.fits_with_margin
-    sft = plan_run(of_method(recipe, "sft"), plan.cluster, shape)
+    sft = plan_run(derive_plan_settings(of_method(recipe, "sft")), plan.cluster, shape)
     assert sft.cost.seconds_step < plan.cost.seconds_step
     assert sft.memory.estimate.persistent_bytes < plan.memory.estimate.persistent_bytes
 
@@ -53,7 +54,7 @@ def test_seconds_agree_with_an_earlier_calculation(num_gpus: int, sft: float, di
     words = ["utility.estimator=finite_difference", "utility.epsilon=auto", "probe.batch_size=4"]
     recipe = load_recipe(RECIPE, words)
     for found, expected in ((of_method(recipe, "sft"), sft), (recipe, difference)):
-        plan = plan_run(found, cluster, QWEN3_32B, mean_tokens=8000)
+        plan = plan_run(derive_plan_settings(found), cluster, QWEN3_32B, mean_tokens=8000)
         assert plan.cost.seconds_step == pytest.approx(expected, rel=0.15)
 
 
@@ -238,7 +239,9 @@ def test_the_picture(tmp_path: Path) -> None:
 def write_run(folder: Path, achieved: Achieved, device: str = "NVIDIA H100 80GB HBM3") -> None:
     """A run whose metrics are those that a plan predicts with these shares."""
     recipe = load_recipe(RECIPE, [f"run.output_dir={folder}"])
-    plan = plan_run(recipe, Cluster(GPUS["H100"], 16, achieved=achieved), QWEN3_32B, mean_tokens=3000)
+    plan = plan_run(
+        derive_plan_settings(recipe), Cluster(GPUS["H100"], 16, achieved=achieved), QWEN3_32B, mean_tokens=3000
+    )
     environment = {"devices": [device] * 8, "world_size": 16}
     line = {"supervised_tokens": 32 * 3000, "sequences": 32}
     line |= {f"seconds_{phase}": seconds for phase, seconds in plan.cost.seconds.items()}
@@ -259,7 +262,9 @@ def test_calibration_finds_the_shares_that_a_run_achieved(tmp_path: Path, capsys
     assert found.achieved.compute == pytest.approx(0.27, rel=1e-3)
     assert found.achieved.memory == pytest.approx(0.5, rel=1e-6)
     words = [str(RECIPE), "--gpus", "16", "--mean-tokens", "3000", "--calibrate", str(tmp_path / "run")]
-    expected = plan_run(load_recipe(RECIPE), Cluster(GPUS["H100"], 16, achieved=true), QWEN3_32B, mean_tokens=3000)
+    expected = plan_run(
+        derive_plan_settings(load_recipe(RECIPE)), Cluster(GPUS["H100"], 16, achieved=true), QWEN3_32B, mean_tokens=3000
+    )
     assert planned(capsys, *words)["columns"][1]["seconds_step"] == pytest.approx(expected.cost.seconds_step, rel=1e-3)
     assert main(["plan", *words]) == 0
     assert "3 steps on NVIDIA H100 80GB HBM3" in capsys.readouterr().out

@@ -19,6 +19,7 @@ from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.memory import ParameterCounts
 from vcore_ds.planning.memory_plan import plan_memory
 from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train.run_folder import can_resume
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -53,25 +54,25 @@ def test_other_numbers_of_ranks_are_refused(tensor: int) -> None:
 
 
 def test_ranks_of_a_layer_count_as_one() -> None:
-    plan = plan_batch(recipe(4), 32, QWEN3_32B, ranks_per_node=8)
+    plan = plan_batch(derive_plan_settings(recipe(4)), 32, QWEN3_32B, ranks_per_node=8)
     assert (plan.num_ranks, plan.time_model.ranks_per_node) == (8, 2)
     part = plan.time_model.shape
     assert (part.num_heads, part.num_kv_heads, part.hidden_size) == (16, 2, QWEN3_32B.hidden_size)
     assert part.layer_parameters == QWEN3_32B.layer_parameters // 4
     # Ranks that share a row divide the heads that a rank has of a layer.
     assert plan.main_degrees == (1, 2, 4, 8)
-    assert plan_batch(recipe(8), 128, QWEN3_32B).main_degrees == (1, 2, 4, 8)
+    assert plan_batch(derive_plan_settings(recipe(8)), 128, QWEN3_32B).main_degrees == (1, 2, 4, 8)
 
 
 def test_a_number_that_does_not_divide_the_ranks_is_refused() -> None:
     with pytest.raises(RecipeError, match="parallel.tensor: found 4 on 6 ranks; expected a divisor"):
-        plan_batch(recipe(4), 6, QWEN3_32B)
+        plan_batch(derive_plan_settings(recipe(4)), 6, QWEN3_32B)
 
 
 def test_ranks_of_a_layer_are_in_one_node() -> None:
     with pytest.raises(RecipeError, match="parallel.tensor: found 8 with 4 ranks on a node; expected a divisor"):
-        plan_batch(recipe(8), 16, QWEN3_32B, ranks_per_node=4)
-    assert plan_batch(recipe(2), 2, QWEN3_32B, ranks_per_node=8).num_ranks == 1
+        plan_batch(derive_plan_settings(recipe(8)), 16, QWEN3_32B, ranks_per_node=4)
+    assert plan_batch(derive_plan_settings(recipe(2)), 2, QWEN3_32B, ranks_per_node=8).num_ranks == 1
 
 
 @pytest.mark.parametrize(
@@ -83,21 +84,21 @@ def test_ranks_of_a_layer_are_in_one_node() -> None:
 )
 def test_a_number_that_does_not_divide_the_layers_is_refused(changed: dict[str, int], words: str) -> None:
     with pytest.raises(RecipeError, match=f"parallel.tensor: found 8 together with model.path m, {words}"):
-        plan_batch(recipe(8), 8, replace(QWEN3_32B, **changed))
+        plan_batch(derive_plan_settings(recipe(8)), 8, replace(QWEN3_32B, **changed))
 
 
 def test_hierarchical_partitioning_is_refused() -> None:
     shipped = str(REPOSITORY / "ds_configs" / "zero3_bf16_hierarchical.json")
-    hierarchical = recipe(2, engine={"deepspeed_config": shipped})
+    settings = derive_plan_settings(recipe(2, engine={"deepspeed_config": shipped}))
     with pytest.raises(RecipeError, match="zero_hpz_partition_size: found 8 together with parallel.tensor 2"):
-        deepspeed_config(hierarchical, plan_batch(hierarchical, 32, QWEN3_32B))
+        deepspeed_config(settings, plan_batch(settings, 32, QWEN3_32B))
 
 
 def test_memory_is_that_of_a_part_of_every_layer() -> None:
     def peak(tensor: int, counts: ParameterCounts | None) -> int:
-        chosen = recipe(tensor)
-        plan = plan_batch(chosen, 64, QWEN3_32B)
-        memory = plan_memory(chosen, plan, deepspeed_config(chosen, plan), {}, counts)
+        settings = derive_plan_settings(recipe(tensor))
+        plan = plan_batch(settings, 64, QWEN3_32B)
+        memory = plan_memory(settings, plan, deepspeed_config(settings, plan), {}, counts)
         assert memory is not None
         return memory.estimate.persistent_bytes
 

@@ -19,6 +19,7 @@ from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
 from vcore_ds.planning.run_plan import find_model
+from vcore_ds.planning.settings import derive_plan_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "launch_scripts" / "recipes"
@@ -70,8 +71,8 @@ def test_every_recipe_plans_and_merges_on_1_to_32_ranks() -> None:
     for recipe in map(load, RECIPES):
         tensor, expert = recipe.parallel.tensor, recipe.parallel.expert
         for num_ranks in range(tensor * expert, 33, tensor * expert):
-            plan = plan_batch(recipe, num_ranks, shape_for(recipe))
-            config = deepspeed_config(recipe, plan)
+            plan = plan_batch(derive_plan_settings(recipe), num_ranks, shape_for(recipe))
+            config = deepspeed_config(derive_plan_settings(recipe), plan)
             assert config["train_batch_size"] * tensor == (
                 num_ranks * config["gradient_accumulation_steps"] * config["train_micro_batch_size_per_gpu"]
             )
@@ -125,7 +126,7 @@ def test_the_trusted_preset_asks_for_the_pool() -> None:
         assert "probe.batch_size: found all together with data.probe_path null" in probe
         assert "data.trusted_share: found 0.2 together with data.probe_path null" in share
         recipe = load_recipe(path, preset_words("trusted"))
-        plan = plan_batch(recipe, max(8, recipe.parallel.expert), shape_for(recipe))
+        plan = plan_batch(derive_plan_settings(recipe), max(8, recipe.parallel.expert), shape_for(recipe))
         assert plan.num_trusted_global == round(0.2 * recipe.batch.global_size) > 0
 
 
@@ -145,7 +146,7 @@ def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_r
             words.append("data.reference_log_probabilities=reference.npz")  # the remedy
         recipe = load_recipe(path, words)
         assert recipe.method.name == name
-        plan_batch(recipe, max(8, recipe.parallel.expert), shape_for(recipe))
+        plan_batch(derive_plan_settings(recipe), max(8, recipe.parallel.expert), shape_for(recipe))
         preset = load_recipe(path, presets) if presets else load(path)
         assert recipe.method.normalization == preset.method.normalization
         changed = {"method", "data"} if name == "iw_sft" or shares_batch else {"method"}
@@ -295,10 +296,11 @@ def test_deepspeed_json_leaves_the_recipes_keys_alone_and_fits_its_precision(pat
         "engine": {"deepspeed_config": str(path)},
     }
     recipe = Recipe.model_validate(values)
-    config = deepspeed_config(recipe, plan_batch(recipe, 2, QWEN3_32B))
+    settings = derive_plan_settings(recipe)
+    config = deepspeed_config(settings, plan_batch(settings, 2, QWEN3_32B))
     assert config["zero_optimization"] == json.loads(text)["zero_optimization"]
     other = {"bf16": "fp32", "fp32": "bf16"}[recipe.model.precision]
-    contradiction = Recipe.model_validate(values | {"model": {"path": "m", "precision": other}})
+    contradiction = derive_plan_settings(Recipe.model_validate(values | {"model": {"path": "m", "precision": other}}))
     with pytest.raises(RecipeError, match=r"bf16.enabled: found .* the recipe's model.precision gives"):
         deepspeed_config(contradiction, plan_batch(contradiction, 2, QWEN3_32B))
 

@@ -9,7 +9,8 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.hardware import Cluster, Gpu
 from vcore_ds.planning.memory import AdapterShape, MemorySettings, ParameterCounts
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.run_plan import needed_passes
+from vcore_ds.planning.run_plan import derive_needed_passes
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.step_cost import StepModel
 from vcore_ds.train.loop import Throughput
 
@@ -54,7 +55,9 @@ def recipe_of(method: str, **sections: dict) -> Recipe:
 )
 def test_flops_by_hand(method: str, settings: MemorySettings, training: int, extra: int) -> None:
     lora = {"lora": {"rank": 4, "alpha": 8.0}} if settings.adapters is not None else {}
-    rates = Throughput(SHAPE, needed_passes(recipe_of(method, **lora), settings), peak_flops=2e6)
+    rates = Throughput(
+        SHAPE, derive_needed_passes(derive_plan_settings(recipe_of(method, **lora)), settings), peak_flops=2e6
+    )
     found = rates.of_step(MAIN, PROBE if method == "vcore" else [], seconds=4.0)
     assert found == {
         "tokens": 24,
@@ -68,14 +71,14 @@ def test_flops_by_hand(method: str, settings: MemorySettings, training: int, ext
 
 def test_the_reference_of_iw_sft_with_adapters_is_extra() -> None:
     settings = replace(SFT, adapters=LORA)
-    passes = needed_passes(recipe_of("iw_sft", lora={"rank": 4, "alpha": 8.0}), settings)
+    passes = derive_needed_passes(derive_plan_settings(recipe_of("iw_sft", lora={"rank": 4, "alpha": 8.0})), settings)
     assert Throughput(SHAPE, passes, None).of_step(MAIN, [], 1.0)["flops_extra"] == LINEAR + SQUARES
 
 
 def test_a_step_without_a_probe_of_its_own_counts_none() -> None:
     """The mean over the steps that share a probe is what a plan says."""
     recipe = recipe_of("vcore", probe={"every": 2})
-    passes = needed_passes(recipe, JVP)
+    passes = derive_needed_passes(derive_plan_settings(recipe), JVP)
     rates = Throughput(SHAPE, passes, None)
     with_probe, without = (rates.of_step(MAIN, probe, 1.0) for probe in (PROBE, []))
     assert with_probe["flops_extra"] - without["flops_extra"] == 3 * (LINEAR_PROBE + SQUARES_PROBE)
@@ -85,7 +88,7 @@ def test_a_step_without_a_probe_of_its_own_counts_none() -> None:
 
 
 def test_what_is_not_known_is_not_guessed() -> None:
-    passes = needed_passes(recipe_of("sft"), SFT)
+    passes = derive_needed_passes(derive_plan_settings(recipe_of("sft")), SFT)
     on_cpu = Throughput(SHAPE, passes, None).of_step(MAIN, [], 1.0)
     assert on_cpu["flops_training"] == 3 * (LINEAR + SQUARES)
     assert on_cpu["utilization"] is None and on_cpu["utilization_training"] is None

@@ -25,6 +25,7 @@ from vcore_ds.planning.run_plan import (
     plan_run,
     shape_or_assumed,
 )
+from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 from vcore_ds.planning.spread import SIMULATED_MEAN
 from vcore_ds.train.run_folder import can_resume, check_output_folder
 
@@ -56,13 +57,14 @@ def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for impossible arithmetic, a contradiction with the DeepSpeed JSON, a model that cannot be
     trained so, an output folder that is used or cannot be written, or with --gpu a run that does not fit."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    settings = derive_plan_settings(recipe)
     if is_on_disk(recipe.model.path):
         from vcore_ds.train.model_check import check_configuration  # here alone: torch and transformers take seconds
 
-        check_configuration(recipe)
+        check_configuration(settings)
     arguments.ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
-    plan = plan_batch(recipe, arguments.ranks, shape_or_assumed(recipe.model.path))
-    ds_config = deepspeed_config(recipe, plan)
+    plan = plan_batch(settings, arguments.ranks, shape_or_assumed(recipe.model.path))
+    ds_config = deepspeed_config(settings, plan)
     can_resume(recipe)
     check_output_folder(Path(recipe.run.output_dir))
     print(
@@ -80,12 +82,12 @@ def plan_on(arguments: argparse.Namespace, recipe: Recipe) -> str:
     """The line on what the run costs on its GPUs. Raises UserError for a run that does not fit, with the cheapest
     changes with which it would; unless the recipe does without that check."""
     shape, _ = find_model(recipe.model.path)
-    plan = plan_run(recipe, Cluster(named_gpu(arguments.gpu), arguments.ranks), shape)
+    plan = plan_run(derive_plan_settings(recipe), Cluster(named_gpu(arguments.gpu), arguments.ranks), shape)
     if plan.fits or not recipe.engine.memory_check:
         return describe_plan(plan)
 
-    def reload(extra: Sequence[str]) -> Recipe:
-        return load_recipe(arguments.recipe, [*arguments.overrides, *extra])
+    def reload(extra: Sequence[str]) -> PlanSettings:
+        return derive_plan_settings(load_recipe(arguments.recipe, [*arguments.overrides, *extra]))
 
     raise UserError(describe_refusal(plan, cheapest_ways(plan, reload)))
 
@@ -94,11 +96,12 @@ def describe_kept(recipe: Recipe) -> Iterator[str]:
     """A line on the traces that `data.keep` keeps, where their scores are on this machine."""
     if recipe.data.keep is None:
         return
-    from vcore_ds.train.selection import selection_on_disk, with_num_steps  # here alone: torch takes seconds to import
+    from vcore_ds.train.selection import read_selection_on_disk  # here alone: torch takes seconds to import
+    from vcore_ds.train.settings import derive_schedule
 
-    selection = selection_on_disk(recipe)
+    selection = read_selection_on_disk(recipe.data.keep)
     if selection is not None:
-        steps = with_num_steps(recipe).schedule.num_steps
+        steps = derive_schedule(recipe, len(selection.positions)).num_steps
         yield f"Training data: {selection.describe()}; the run takes {steps:,} steps"
 
 
@@ -134,7 +137,7 @@ def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any]) -
     if plan.longest_sequence is not None:
         share = f"{plan.main_degrees[-1]} {one}s" if plan.main_degrees[-1] > 1 else f"one {one}"
         yield f"Longest sequence that fits: {plan.longest_sequence:,} tokens, on {share}"
-    memory = plan_memory(recipe, plan, ds_config, found)
+    memory = plan_memory(derive_plan_settings(recipe), plan, ds_config, found)
     if memory is not None:
         yield describe_memory(memory)
     if found:

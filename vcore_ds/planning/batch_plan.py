@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from vcore_ds.config.problems import RecipeError
-from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.hardware import Machine
 from vcore_ds.planning.model_shape import ModelShape, differences_refused
+from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import (
     SIMULATED_MEAN,
     Member,
@@ -83,19 +83,18 @@ def check_expert_parallel(expert: int, num_ranks: int, shape: ModelShape, model:
     raise RecipeError([f"parallel.expert: found {expert} {found}"])
 
 
-def other_expert_degrees(recipe: Recipe, num_ranks: int, shape: ModelShape) -> list[int]:
-    """Degrees of expert parallelism beside the recipe's with which it could run, ascending: the powers of two, and all
-    ranks."""
-    is_on_experts = recipe.lora is not None and "experts" in recipe.lora.target_modules
-    if shape.experts is None or recipe.model.provider != "huggingface" or is_on_experts:
+def other_expert_degrees(settings: PlanSettings, num_ranks: int, shape: ModelShape) -> list[int]:
+    """Other possible expert-parallel sizes, ascending: the powers of two, and all ranks."""
+    is_on_experts = settings.lora is not None and "experts" in settings.lora.target_modules
+    if shape.experts is None or settings.model.provider != "huggingface" or is_on_experts:
         return []
     most = math.gcd(num_ranks, shape.experts.num_experts)
     degrees = {2**i for i in range(most.bit_length()) if most % 2**i == 0} | {most}
-    return sorted(degrees - {recipe.parallel.expert})
+    return sorted(degrees - {settings.parallel.expert})
 
 
 def sequence_parallel_degrees(
-    recipe: Recipe, section: Literal["batch", "probe"], num_ranks: int, shape: ModelShape
+    settings: PlanSettings, section: Literal["batch", "probe"], num_ranks: int, shape: ModelShape
 ) -> tuple[int, ...]:
     """Sequence-parallel degrees that are possible in the passes over this section's batch, ascending.
 
@@ -106,8 +105,8 @@ def sequence_parallel_degrees(
     Raises:
         RecipeError: the recipe's number does not fit, or the longest sequence would not fit into the largest row.
     """
-    key, wanted = f"{section}.sequence_parallel", getattr(recipe, section).sequence_parallel
-    one, on = member_of(recipe.parallel.tensor), f"on {count_ranks(num_ranks, recipe.parallel.tensor)}"
+    key, wanted = f"{section}.sequence_parallel", getattr(settings, section).sequence_parallel
+    one, on = member_of(settings.parallel.tensor), f"on {count_ranks(num_ranks, settings.parallel.tensor)}"
     # Any number of heads may be that of a model that cannot be seen.
     heads = num_ranks if shape.is_assumed and wanted != "auto" else shape.num_heads
     possible = possible_degrees(num_ranks, heads) if shape.no_sequence_parallelism is None else [1]
@@ -116,9 +115,9 @@ def sequence_parallel_degrees(
     elif wanted in possible:
         chosen = [wanted]
     elif shape.no_sequence_parallelism is not None:
-        is_replaced = recipe.model.attention == "auto"
-        why = f"model.path {recipe.model.path}, {shape.no_sequence_parallelism}"
-        why = why if is_replaced else f"model.attention {recipe.model.attention}"
+        is_replaced = settings.model.attention == "auto"
+        why = f"model.path {settings.model.path}, {shape.no_sequence_parallelism}"
+        why = why if is_replaced else f"model.attention {settings.model.attention}"
         remedy = "1 or auto" if is_replaced else "1 or auto, or model.attention auto"
         raise RecipeError(
             [
@@ -127,23 +126,23 @@ def sequence_parallel_degrees(
             ]
         )
     else:
-        of_heads = "" if shape.is_assumed else f" and the {shape.num_heads} query heads of {recipe.model.path}"
-        of_heads += " that a rank has" if of_heads and recipe.parallel.tensor > 1 else ""
+        of_heads = "" if shape.is_assumed else f" and the {shape.num_heads} query heads of {settings.model.path}"
+        of_heads += " that a rank has" if of_heads and settings.parallel.tensor > 1 else ""
         nearest = " or ".join(str(k) for k in _nearest(possible, wanted))
         raise RecipeError(
             [f"{key}: found {wanted} {on}; expected auto, or a divisor of the {num_ranks} {one}s{of_heads}: {nearest}"]
         )
-    longest, row = recipe.data.cutoff_length, recipe.batch.packed_row_tokens
+    longest, row = settings.cutoff_length, settings.batch.packed_row_tokens
     if row is not None and chosen[-1] * row < longest:
-        raise RecipeError([_explain_too_short(recipe, key, chosen[-1], possible, num_ranks)])
+        raise RecipeError([_explain_too_short(settings, key, chosen[-1], possible, num_ranks)])
     return tuple(chosen)
 
 
-def _explain_too_short(recipe: Recipe, key: str, degree: int, possible: Sequence[int], num_ranks: int) -> str:
+def _explain_too_short(settings: PlanSettings, key: str, degree: int, possible: Sequence[int], num_ranks: int) -> str:
     """That no row can hold the longest sequence, and what would."""
-    longest, row = recipe.data.cutoff_length, recipe.batch.packed_row_tokens
+    longest, row = settings.cutoff_length, settings.batch.packed_row_tokens
     assert row is not None
-    one = member_of(recipe.parallel.tensor)
+    one = member_of(settings.parallel.tensor)
     larger = [k for k in possible if k * row >= longest]
     remedies = [
         f"batch.packed_row_tokens {-(-longest // degree)} or more",
@@ -320,7 +319,7 @@ class BatchPlan:
 
 
 def plan_batch(
-    recipe: Recipe,
+    settings: PlanSettings,
     num_ranks: int,
     shape: ModelShape,
     *,
@@ -335,52 +334,52 @@ def plan_batch(
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
-    uses_differences = recipe.method.uses_utilities and recipe.utility.estimator == "finite_difference"
-    if uses_differences and shape.experts is not None:
-        raise RecipeError([differences_refused(recipe.model.path)])
-    tensor = recipe.parallel.tensor
-    check_tensor_parallel(tensor, num_ranks, ranks_per_node, shape, recipe.model.path)
-    check_expert_parallel(recipe.parallel.expert, num_ranks, shape, recipe.model.path)
+    if settings.estimator == "finite_difference" and shape.experts is not None:
+        raise RecipeError([differences_refused(settings.model.path)])
+    model, batch, probe = settings.model, settings.batch, settings.probe
+    tensor, expert = settings.parallel.tensor, settings.parallel.expert
+    check_tensor_parallel(tensor, num_ranks, ranks_per_node, shape, model.path)
+    check_expert_parallel(expert, num_ranks, shape, model.path)
     ranks_per_node = min(ranks_per_node, num_ranks)
     num_ranks, ranks_per_node, shape = num_ranks // tensor, ranks_per_node // tensor, shape.of_part(tensor)
-    shape = shape.for_sequences_of(recipe.data.cutoff_length)
-    check_shared_rows(recipe, shape)
-    if recipe.model.attention != "auto":
+    shape = shape.for_sequences_of(settings.cutoff_length)
+    check_shared_rows(settings, shape)
+    if model.attention != "auto":
         shape = replace(
             shape, no_sequence_parallelism="whose attention is not replaced"
         )  # kernels without sequence parallelism
     micro: int | None = None
-    if recipe.batch.micro_batch_size_per_rank != "auto":
-        micro = recipe.batch.micro_batch_size_per_rank
-    elif recipe.batch.packed_row_tokens is not None or recipe.method.alpha_scope == "micro_batch" or shape.is_alone:
+    if batch.micro_batch_size_per_rank != "auto":
+        micro = batch.micro_batch_size_per_rank
+    elif batch.packed_row_tokens is not None or settings.alpha_of_micro_batch or shape.is_alone:
         micro = 1  # a row, and in the second case what shares a micro-batch would change alpha
-    has_probe = recipe.method.uses_utilities
-    probe_batch_size = None if recipe.probe.batch_size == "all" else recipe.probe.batch_size
+    has_probe = settings.estimator is not None
+    probe_batch_size = None if probe.batch_size == "all" else probe.batch_size
     sections: tuple[Literal["batch", "probe"], ...] = ("batch", "probe") if has_probe else ("batch",)
-    degrees = {section: sequence_parallel_degrees(recipe, section, num_ranks, shape) for section in sections}
+    degrees = {section: sequence_parallel_degrees(settings, section, num_ranks, shape) for section in sections}
     return BatchPlan(
         num_ranks=num_ranks,
-        global_batch_size=recipe.batch.global_size,
+        global_batch_size=batch.global_size,
         micro_batch_size_per_rank=micro,
-        packed_row_tokens=recipe.batch.packed_row_tokens,
-        num_trusted_global=num_trusted(recipe.data.trusted_share, recipe.batch.global_size),
+        packed_row_tokens=batch.packed_row_tokens,
+        num_trusted_global=settings.num_trusted,
         probe_batch_size_global=probe_batch_size if has_probe else 0,
-        probe_micro_batch_size_per_rank=recipe.probe.micro_batch_size_per_rank or micro,
-        utility_micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank or micro,
+        probe_micro_batch_size_per_rank=probe.micro_batch_size_per_rank or micro,
+        utility_micro_batch_size_per_rank=settings.utility_micro_batch_size or micro,
         main_degrees=degrees["batch"],
         probe_degrees=degrees.get("probe", (1,)),
-        time_model=TimeModel(shape, num_ranks, ranks_per_node, machine, recipe.parallel.expert),
+        time_model=TimeModel(shape, num_ranks, ranks_per_node, machine, expert),
         tensor=tensor,
     )
 
 
-def check_shared_rows(recipe: Recipe, shape: ModelShape) -> None:
+def check_shared_rows(settings: PlanSettings, shape: ModelShape) -> None:
     """Raises RecipeError where sequences would share a row or a forward in which they change each other's losses.
 
     Args:
         shape: for sequences of data.cutoff_length (`ModelShape.for_sequences_of`).
     """
-    batch, of_model = recipe.batch, f"together with model.path {recipe.model.path}"
+    batch, of_model = settings.batch, f"together with model.path {settings.model.path}"
     problems = []
     if batch.packed_row_tokens is not None and shape.unpackable is not None:
         problems.append(
@@ -391,13 +390,13 @@ def check_shared_rows(recipe: Recipe, shape: ModelShape) -> None:
         remedy = f"data.cutoff_length of at most {shape.rope_limit}"
         if shape.rope == "dynamic":
             problems.append(
-                f"data.cutoff_length: found {recipe.data.cutoff_length} {of_model}, whose rotary embedding (dynamic) "
+                f"data.cutoff_length: found {settings.cutoff_length} {of_model}, whose rotary embedding (dynamic) "
                 f"then depends on the sequences of earlier forwards; expected at most {shape.rope_limit}"
             )
         sizes = {
             "batch": batch.micro_batch_size_per_rank,
-            "probe": recipe.probe.micro_batch_size_per_rank,
-            "utility": recipe.utility.micro_batch_size_per_rank,
+            "probe": settings.probe.micro_batch_size_per_rank,
+            "utility": settings.utility_micro_batch_size,
         }
         problems += [
             f"{section}.micro_batch_size_per_rank: found {size} {of_model}, {shape.unpackable}; expected 1, or {remedy}"
@@ -406,8 +405,3 @@ def check_shared_rows(recipe: Recipe, shape: ModelShape) -> None:
         ]
     if problems:
         raise RecipeError(problems)
-
-
-def num_trusted(trusted_share: float, global_batch_size: int) -> int:
-    """Sequences of each global batch that are drawn from the pool in data.probe_path."""
-    return round(trusted_share * global_batch_size)

@@ -12,22 +12,22 @@ from typing import Any
 
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS, UnreadableFile, read_text
 from vcore_ds.config.problems import RecipeError, show
-from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import BatchPlan
+from vcore_ds.planning.settings import PlanSettings
 
 _MISSING = object()
 
 
-def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
+def deepspeed_config(settings: PlanSettings, plan: BatchPlan) -> dict[str, Any]:
     """The dictionary for `deepspeed.initialize`: the JSON plus the recipe's keys.
 
     Raises RecipeError with all contradictions (JSON file, JSON key, both values, remedy) at once.
     """
-    path, config = _read_json(recipe.engine.deepspeed_config)
-    problems = [*_auto_problems(config), *_contradictions(config, recipe), *_placement_problems(config, plan)]
+    path, config = _read_json(settings.deepspeed_config)
+    problems = [*_auto_problems(config), *_contradictions(config, settings), *_placement_problems(config, plan)]
     if problems:
         raise RecipeError(f"{path}: {problem}" for problem in problems)
-    for key, (value, _) in _owned_by_recipe(recipe).items():
+    for key, (value, _) in _owned_by_recipe(settings).items():
         _set(config, key, value)
     # DeepSpeed requires batch sizes that multiply, and does not use them here: the engine counts micro-batches itself,
     # and their number differs from step to step.
@@ -45,15 +45,15 @@ def deepspeed_config(recipe: Recipe, plan: BatchPlan) -> dict[str, Any]:
     return config
 
 
-def _owned_by_recipe(recipe: Recipe) -> dict[str, tuple[Any, str]]:
+def _owned_by_recipe(settings: PlanSettings) -> dict[str, tuple[Any, str]]:
     """JSON key -> (the recipe's value, the recipe's key)."""
-    micro = recipe.batch.micro_batch_size_per_rank
+    micro = settings.batch.micro_batch_size_per_rank
     return {
         "train_micro_batch_size_per_gpu": (1 if micro == "auto" else micro, "batch.micro_batch_size_per_rank"),
-        "train_batch_size": (recipe.batch.global_size, "batch.global_size"),
-        "bf16.enabled": (recipe.model.precision == "bf16", "model.precision"),
+        "train_batch_size": (settings.batch.global_size, "batch.global_size"),
+        "bf16.enabled": (settings.model.precision == "bf16", "model.precision"),
         "fp16.enabled": (False, "model.precision"),
-        "gradient_clipping": (recipe.optimizer.gradient_clipping or 0.0, "optimizer.gradient_clipping"),
+        "gradient_clipping": (settings.gradient_clipping or 0.0, "optimizer.gradient_clipping"),
     }
 
 
@@ -69,12 +69,12 @@ def _auto_problems(value: Any, key: str = "") -> Iterator[str]:
         yield from _auto_problems(child, f"{key}.{name}" if key else str(name))
 
 
-def _contradictions(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+def _contradictions(config: dict[str, Any], settings: PlanSettings) -> Iterator[str]:
     """Keys that contradict the recipe, or that its steps cannot work with."""
     for section in ("zero_optimization", "data_types", "bf16", "fp16", "timers", "timers.throughput"):
         if not isinstance(_get(config, section, {}), dict):
             yield f"{section}: {_found(config, section)}; expected an object"
-    for key, (value, recipe_key) in _owned_by_recipe(recipe).items():
+    for key, (value, recipe_key) in _owned_by_recipe(settings).items():
         if _get(config, key, value) not in (value, "auto"):
             yield (
                 f"{key}: {_found(config, key)}, but the recipe's {recipe_key} gives {show(value)}; expected no such "
@@ -86,8 +86,7 @@ def _contradictions(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
                 f"{section}: {_found(config, section)}, but the recipe has a section {recipe_section}; expected no "
                 f"such section in the JSON (remove it, and set {recipe_section}.* in the recipe)"
             )
-    precision = recipe.model.precision
-    needs_forward_mode = recipe.method.uses_utilities and recipe.utility.estimator == "jvp"
+    precision = settings.model.precision
     allowed: dict[str, tuple[tuple[Any, ...], str]] = {
         "gradient_accumulation_steps": (
             (_MISSING,),
@@ -96,7 +95,7 @@ def _contradictions(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
         ),
         "zero_optimization.stage": ((3,), "3 (shards of parameters are what the probe works on)"),
         "zero_optimization.memory_efficient_linear": (
-            (False,) if needs_forward_mode else (_MISSING, False, True),
+            (False,) if settings.estimator == "jvp" else (_MISSING, False, True),
             "false with the recipe's utility.estimator jvp (DeepSpeed's default is true, and that function has no "
             "forward-mode derivative)",
         ),

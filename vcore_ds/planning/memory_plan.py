@@ -6,10 +6,10 @@ from typing import Any
 
 from vcore_ds.common.text import gib
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
-from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import BatchPlan, Part, other_expert_degrees
 from vcore_ds.planning.memory import AdapterShape, MemoryEstimate, MemorySettings, ParameterCounts, memory_of
 from vcore_ds.planning.model_shape import fullest_rank
+from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import Utilization, possible_degrees
 
 _FEWEST_ROW_TOKENS = 1024
@@ -169,7 +169,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    recipe: Recipe,
+    settings: PlanSettings,
     plan: BatchPlan,
     deepspeed_config: Mapping[str, Any],
     passes: Mapping[Part, Utilization],
@@ -190,44 +190,36 @@ def plan_memory(
     zero = deepspeed_config["zero_optimization"]
     counts = counts if counts is not None and counts.all > 0 else None
     hpz = zero.get("zero_hpz_partition_size", 1)
-    longest = plan.packed_row_tokens or recipe.data.cutoff_length * (plan.micro_batch_size_per_rank or 1)
+    longest = plan.packed_row_tokens or settings.cutoff_length * (plan.micro_batch_size_per_rank or 1)
     tokens = {part: found.most_tokens for part, found in passes.items()}
     main_tokens = tokens.get("main", longest)
-    is_vcore, lora = recipe.method.uses_utilities, recipe.lora
-    estimator = recipe.utility.estimator if is_vcore else None
-    is_checkpointed = recipe.model.gradient_checkpointing
-    is_fused = (
-        estimator == "jvp"
-        and recipe.utility.fused is not False
-        and not recipe.method.weights_sequences
-        and recipe.model.attention == "auto"
-        and (lora is None or lora.dropout == 0.0)
-    )
-    settings = MemorySettings(
+    model, lora = settings.model, settings.lora
+    has_utility_pass = settings.estimator is not None and not settings.is_fused
+    of_memory = MemorySettings(
         num_ranks=plan.num_ranks,
         main_tokens=main_tokens,
         probe_tokens=tokens.get("probe", longest) if plan.probe_batch_size_global != 0 else 0,
-        utility_tokens=main_tokens * plan.batches_per_utility_pass if is_vcore and not is_fused else 0,
+        utility_tokens=main_tokens * plan.batches_per_utility_pass if has_utility_pass else 0,
         tensor=plan.tensor,
         expert=plan.time_model.expert,
         expert_load=1.0 if shape.experts is None else fullest_rank(shape.experts.num_experts, plan.time_model.expert),
-        estimator=estimator,
-        is_fused=is_fused,
-        number_bytes=2 if recipe.model.precision == "bf16" else 4,
+        estimator=settings.estimator,
+        is_fused=settings.is_fused,
+        number_bytes=2 if model.precision == "bf16" else 4,
         adapters=None if lora is None else AdapterShape(lora.rank, lora.dropout > 0.0),
-        has_moments=recipe.optimizer.name == "adamw",
-        is_checkpointed=is_checkpointed,
-        offloads_checkpoints=recipe.model.activation_offload,
+        has_moments=settings.has_moments,
+        is_checkpointed=model.gradient_checkpointing,
+        offloads_checkpoints=model.activation_offload,
         offloads_parameters=_is_offloaded(zero, "offload_param"),
         offloads_optimizer=_is_offloaded(zero, "offload_optimizer"),
         # `auto` takes no more of a rank's memory than the margin holds.
-        coalesces_gradients=recipe.engine.coalesce_gradient_reduction is True,
+        coalesces_gradients=settings.coalesce_gradient_reduction is True,
         ranks_of_second_copy=min(hpz, plan.num_ranks) if isinstance(hpz, int) else 1,
         **{field: int(zero[key]) for key, field in _SIZES.items() if isinstance(zero.get(key), int | float)},
     )
     degree = passes["main"].typical_degree if "main" in passes else 1
-    expert_degrees = other_expert_degrees(recipe, plan.num_ranks_of_job, shape)
-    return MemoryPlan(plan, settings, degree, recipe.data.cutoff_length, counts, expert_degrees)
+    expert_degrees = other_expert_degrees(settings, plan.num_ranks_of_job, shape)
+    return MemoryPlan(plan, of_memory, degree, settings.cutoff_length, counts, expert_degrees)
 
 
 _SIZES = {"stage3_max_live_parameters": "max_live_parameters", "reduce_bucket_size": "bucket_numel"}

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import gib
 from vcore_ds.config.problems import RecipeError, did_you_mean, shorten
-from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import BatchPlan, Part, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.hardware import GPUS, Cluster, Gpu, find_gpu
@@ -15,6 +14,7 @@ from vcore_ds.planning.known_models import KNOWN_MODELS, known_model
 from vcore_ds.planning.memory import MemorySettings, ParameterCounts, parameter_counts
 from vcore_ds.planning.memory_plan import Available, MemoryPlan, describe_shortage, plan_memory
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, shape_on_disk
+from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import SIMULATED_MEAN, Utilization, summarize
 from vcore_ds.planning.step_cost import StepCost, StepModel
 from vcore_ds.planning.time_model import StepPasses
@@ -35,7 +35,7 @@ _SECONDS_PER_DAY = 86_400
 class RunPlan:
     """A recipe on a cluster."""
 
-    recipe: Recipe
+    settings: PlanSettings
     cluster: Cluster
     shape: ModelShape
     """Of the whole model."""
@@ -87,7 +87,7 @@ class RunPlan:
     def on(self, num_gpus: int) -> "RunPlan":
         """The same on so many GPUs. Raises RecipeError as `plan_run` does."""
         cluster = replace(self.cluster, num_gpus=num_gpus)
-        return plan_run(self.recipe, cluster, self.shape, mean_tokens=self.mean_tokens)
+        return plan_run(self.settings, cluster, self.shape, mean_tokens=self.mean_tokens)
 
 
 def find_shape(path: str) -> tuple[ModelShape, str] | None:
@@ -128,7 +128,9 @@ def named_gpu(name: str) -> Gpu:
     raise UserError(f"--gpu: found {shorten(name)}; expected one of {', '.join(GPUS)}{did_you_mean(near)}")
 
 
-def plan_run(recipe: Recipe, cluster: Cluster, shape: ModelShape, *, mean_tokens: float = SIMULATED_MEAN) -> RunPlan:
+def plan_run(
+    settings: PlanSettings, cluster: Cluster, shape: ModelShape, *, mean_tokens: float = SIMULATED_MEAN
+) -> RunPlan:
     """Raises RecipeError as `plan_batch` and `deepspeed_config` do, and for what a plan cannot be made of.
 
     The layout of the batches is what a run chooses, with the speeds that it assumes for any GPU; their seconds are
@@ -138,61 +140,59 @@ def plan_run(recipe: Recipe, cluster: Cluster, shape: ModelShape, *, mean_tokens
         shape: of the whole model.
         mean_tokens: of the simulated sequences, before those above data.cutoff_length are cut.
     """
-    plan = plan_batch(recipe, cluster.num_gpus, shape, ranks_per_node=cluster.gpus_per_node)
-    ds_config = deepspeed_config(recipe, plan)
+    plan = plan_batch(settings, cluster.num_gpus, shape, ranks_per_node=cluster.gpus_per_node)
+    ds_config = deepspeed_config(settings, plan)
     if plan.probe_batch_size_global is None:  # the size of the pool is not known before it is read
         plan = replace(plan, probe_batch_size_global=plan.global_batch_size)
-    spreads = plan.simulated_spreads(recipe.data.cutoff_length, mean_tokens)
+    spreads = plan.simulated_spreads(settings.cutoff_length, mean_tokens)
     passes = {part: summarize([spread for _, spread in found]) for part, found in spreads.items()}
-    memory = plan_memory(recipe, plan, ds_config, passes)
+    memory = plan_memory(settings, plan, ds_config, passes)
     if "main" not in spreads or (plan.probe_batch_size_global and "probe" not in spreads):
-        sizes = f"batch.global_size {recipe.batch.global_size} and probe.batch_size {recipe.probe.batch_size}"
+        sizes = f"batch.global_size {settings.batch.global_size} and probe.batch_size {settings.probe.batch_size}"
         raise RecipeError([f"plan: found {sizes}; expected at most 4,096 of each"])
     if memory is None:
         raise RecipeError(
             [
-                f"model.path: found {recipe.model.path}, whose configuration lacks hidden or vocabulary size; expected "
-                "the configuration of a decoder"
+                f"model.path: found {settings.model.path}, whose configuration lacks hidden or vocabulary size; "
+                "expected the configuration of a decoder"
             ]
         )
-    settings = memory.settings
-    of_rank = parameter_counts(plan.time_model.shape, settings.adapters)
-    unsharded = of_rank.trained - (shape.parameters_elsewhere(settings.expert) if settings.adapters is None else 0)
-    unsharded *= 4 if settings.adapters is not None or settings.number_bytes == 4 else 6
-    coalesces = recipe.engine.coalesce_gradient_reduction
+    of_memory = memory.settings
+    of_rank = parameter_counts(plan.time_model.shape, of_memory.adapters)
+    unsharded = of_rank.trained - (shape.parameters_elsewhere(of_memory.expert) if of_memory.adapters is None else 0)
+    unsharded *= 4 if of_memory.adapters is not None or of_memory.number_bytes == 4 else 6
+    coalesces = settings.coalesce_gradient_reduction
     if coalesces == "auto":
         coalesces = unsharded <= COALESCING_SHARE * cluster.gpu.memory_bytes
     reuse = ds_config["zero_optimization"].get("stage3_max_reuse_distance", 10**9)
-    model = StepModel(shape, of_rank, replace(settings, coalesces_gradients=coalesces), cluster, int(reuse))
+    model = StepModel(shape, of_rank, replace(of_memory, coalesces_gradients=coalesces), cluster, int(reuse))
     main, probe = spreads["main"], spreads.get("probe", [])
     lengths = {"main": [own for own, _ in main], "probe": [own for own, _ in probe]}
     return RunPlan(
-        recipe,
+        settings,
         cluster,
         shape,
         mean_tokens,
         plan,
         memory,
         passes,
-        parameter_counts(shape, settings.adapters),
-        model.step(passes_of(recipe, settings), main, probe),
+        parameter_counts(shape, of_memory.adapters),
+        model.step(derive_passes(settings, of_memory), main, probe),
         sum(map(sum, lengths["main"])) / len(main),
-        model.needed_flops(needed_passes(recipe, settings), lengths["main"], lengths["probe"]),
+        model.needed_flops(derive_needed_passes(settings, of_memory), lengths["main"], lengths["probe"]),
         model.scoring_seconds(main),
     )
 
 
-def passes_of(recipe: Recipe, settings: MemorySettings) -> StepPasses:
-    """The passes of a recipe's optimizer step."""
-    # iw_sft with adapters computes its reference without them, in every step.
-    reference_forwards = int(recipe.method.reads_reference and recipe.lora is not None)
-    steps_per_probe = recipe.probe.every if recipe.method.uses_utilities else 1
-    return StepPasses.of(settings, reference_forwards=reference_forwards, steps_per_probe=steps_per_probe)
+def derive_passes(settings: PlanSettings, memory: MemorySettings) -> StepPasses:
+    """The passes of an optimizer step."""
+    steps_per_probe = settings.probe.every if settings.estimator is not None else 1
+    return StepPasses.of(memory, reference_forwards=int(settings.runs_reference), steps_per_probe=steps_per_probe)
 
 
-def needed_passes(recipe: Recipe, settings: MemorySettings) -> StepPasses:
-    """The same without activation checkpoints, since what they compute again is not needed."""
-    return passes_of(recipe, replace(settings, is_checkpointed=False))
+def derive_needed_passes(settings: PlanSettings, memory: MemorySettings) -> StepPasses:
+    """The same without activation checkpoints: recomputation does not count."""
+    return derive_passes(settings, replace(memory, is_checkpointed=False))
 
 
 def smallest_cluster(plan: RunPlan) -> RunPlan | None:
@@ -229,18 +229,18 @@ class Way:
     plan: RunPlan
 
 
-def cheapest_ways(plan: RunPlan, reload: Callable[[Sequence[str]], Recipe]) -> list[Way]:
+def cheapest_ways(plan: RunPlan, reload: Callable[[Sequence[str]], PlanSettings]) -> list[Way]:
     """The changes with which the run fits that take the fewest GPU hours, cheapest first.
 
     Args:
-        reload: the recipe with further overrides.
+        reload: the settings of the recipe with further overrides.
     """
     ways = []
     for remedy in plan.memory.remedies(plan.available):
-        recipe = reload(remedy.overrides) if remedy.overrides else plan.recipe
+        settings = reload(remedy.overrides) if remedy.overrides else plan.settings
         cluster = replace(plan.cluster, num_gpus=remedy.num_ranks or plan.cluster.num_gpus)
         try:
-            found = plan_run(recipe, cluster, plan.shape, mean_tokens=plan.mean_tokens)
+            found = plan_run(settings, cluster, plan.shape, mean_tokens=plan.mean_tokens)
         except RecipeError:
             continue
         if found.fits:
@@ -253,10 +253,10 @@ def expert_ways(plan: RunPlan) -> list[Way]:
     """The run with every other degree of expert parallelism that is possible, ascending."""
     ways = []
     for degree in plan.memory.expert_degrees:
-        parallel = plan.recipe.parallel.model_copy(update={"expert": degree})
-        recipe = plan.recipe.model_copy(update={"parallel": parallel})
+        parallel = plan.settings.parallel.model_copy(update={"expert": degree})
+        settings = replace(plan.settings, parallel=parallel)
         try:
-            found = plan_run(recipe, plan.cluster, plan.shape, mean_tokens=plan.mean_tokens)
+            found = plan_run(settings, plan.cluster, plan.shape, mean_tokens=plan.mean_tokens)
         except RecipeError:  # the DeepSpeed JSON rules expert parallelism out
             continue
         ways.append(Way(f"parallel.expert={degree}", found))

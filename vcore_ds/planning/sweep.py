@@ -19,6 +19,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.run_plan import shape_or_assumed
+from vcore_ds.planning.settings import derive_plan_settings
 
 KEYS = ("recipe", "output_dir", "seeds", "common", "grid", "cells", "reference")
 MOST_RUNS = 1000
@@ -254,8 +255,9 @@ def _resolve(
             ]
             try:
                 loaded = load_recipe(recipe, overrides)
-                plan = plan_batch(loaded, num_ranks or _enough_ranks(loaded), shape_or_assumed(loaded.model.path))
-                deepspeed_config(loaded, plan)
+                settings = derive_plan_settings(loaded)
+                plan = plan_batch(settings, num_ranks or _enough_ranks(loaded), shape_or_assumed(loaded.model.path))
+                deepspeed_config(settings, plan)
             except UserError as error:
                 for problem in error.problems if isinstance(error, RecipeError) else [str(error)]:
                     problems.setdefault(problem, []).append(cell.name)

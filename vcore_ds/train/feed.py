@@ -1,4 +1,4 @@
-"""From a recipe's data files to the micro-batches of every step, on every rank."""
+"""From data files to the micro-batches of every step, on every rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading
 from vcore_ds.common.random_streams import Stream
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import DataConfig, MethodConfig
 from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, pack
 from vcore_ds.data.cache import cache_root, store_of
 from vcore_ds.data.dataset import (
@@ -33,6 +33,7 @@ from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.spread import Spread, Utilization, summarize
 from vcore_ds.train.console import Console
 from vcore_ds.train.selection import selection_for
+from vcore_ds.train.settings import StepSettings
 
 
 @dataclass(frozen=True)
@@ -147,69 +148,88 @@ def _lengths(ids: Sequence[int], dataset: Dataset | JoinedDataset) -> list[int]:
     return [int(dataset.lengths[i]) for i in ids]
 
 
-def read_training_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console) -> Dataset:
-    """What the recipe keeps of its training data, with what its method needs to know of each sequence. A collective."""
-    store = read_dataset(recipe, recipe.data.train_path, tokenizer, console)
-    dataset: Dataset = store
-    if recipe.method.drops_tokens:
-        dataset = keep_random_tokens(store, recipe.method.keep_share, recipe.run.seed)
-    elif recipe.data.reference_log_probabilities is not None:
-        dataset = with_reference(store, recipe.data.reference_log_probabilities)
-    if recipe.data.keep is None:
-        return dataset
-    keep, model = recipe.data.keep, recipe.model.path
-    selection = first_rank_first(lambda: selection_for(keep, store, model))
-    # Nodes may have copies of the scores. From different ones, ranks would draw different batches unnoticed.
-    if len(set(layout.gather_objects("job", selection.digest))) > 1:
-        raise UserError(
-            f"data.keep.scores: {keep.scores}: found different scores on different nodes; expected the same. Name a "
-            "folder that all nodes share, or copy it to all of them"
+@dataclass(frozen=True)
+class DataReader:
+    """Opens token stores, and makes those that are not there yet. The methods are collectives."""
+
+    settings: DataConfig
+    model: str
+    """model.path."""
+    tokenizer: PreTrainedTokenizerBase
+    console: Console
+
+    @property
+    def pad_token_id(self) -> int:
+        """The tokenizer's; 0 where the model does not have it: no real token sees it, and no loss is taken there."""
+        token_id = self.tokenizer.pad_token_id
+        return 0 if token_id is None or token_id >= read_vocabulary_size(self.model) else token_id
+
+    def read_training_data(self, method: MethodConfig, seed: int) -> Dataset:
+        """The kept sequences of data.train_path, with what the method needs to know of each.
+
+        Args:
+            seed: of the run.
+        """
+        store = self.read_store(self.settings.train_path)
+        dataset: Dataset = store
+        if method.drops_tokens:
+            dataset = keep_random_tokens(store, method.keep_share, seed)
+        elif self.settings.reference_log_probabilities is not None:
+            dataset = with_reference(store, self.settings.reference_log_probabilities)
+        keep = self.settings.keep
+        if keep is None:
+            return dataset
+        selection = first_rank_first(lambda: selection_for(keep, store, self.model))
+        # Nodes may have copies of the scores. From different ones, ranks would draw different batches unnoticed.
+        if len(set(layout.gather_objects("job", selection.digest))) > 1:
+            raise UserError(
+                f"data.keep.scores: {keep.scores}: found different scores on different nodes; expected the same. Name "
+                "a folder that all nodes share, or copy it to all of them"
+            )
+        for line in selection.details():
+            self.console.note(line)
+        return KeptDataset(dataset, selection.positions, selection.describe(), selection.origin())
+
+    def read_store(self, path: str) -> TokenStore:
+        """The token store at `path`, or that of the raw data there, made by one process before the others look.
+
+        Raises UserError where it cannot be made, is damaged, or does not fit the model.
+        """
+        store = TokenStore(
+            first_rank_first(lambda: self._find_store(path)),
+            self.tokenizer,
+            cutoff_length=self.settings.cutoff_length,
+            vocabulary_size=read_vocabulary_size(self.model),
         )
-    for line in selection.details():
-        console.note(line)
-    return KeptDataset(dataset, selection.positions, selection.describe(), selection.origin())
+        self.console.note(f"Data: {path}: {store.describe()}")
+        for what, number in store.manifest.get("counts", {}).get("noticed", {}).items():
+            self.console.warn(f"{path}: {number:,} {what}")
+        return store
 
-
-def read_dataset(recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBase, console: Console) -> TokenStore:
-    """The token store at `path`, or that of the raw data there, made by one process before the others look.
-
-    A collective. Raises UserError where it cannot be made, is damaged, or does not fit the model.
-    """
-
-    def find() -> Path:
+    def _find_store(self, path: str) -> Path:
+        settings = self.settings
         folder = store_of(
             path,
-            tokenizer,
-            cutoff_length=recipe.data.cutoff_length,
-            overlong=recipe.data.overlong,
-            cache_folder=recipe.data.cache_dir,
-            say=console.say,
-            note=console.note,
+            self.tokenizer,
+            cutoff_length=settings.cutoff_length,
+            overlong=settings.overlong,
+            cache_folder=settings.cache_dir,
+            say=self.console.say,
+            note=self.console.note,
         )
         if local_rank() == 0:
             with reading("", folder, "a token store that can be read"):
-                check_contents(folder, cache_root(recipe.data.cache_dir), console.say)
+                check_contents(folder, cache_root(settings.cache_dir), self.console.say)
         return folder
 
-    store = TokenStore(
-        first_rank_first(find),
-        tokenizer,
-        cutoff_length=recipe.data.cutoff_length,
-        vocabulary_size=read_vocabulary_size(recipe.model.path),
-    )
-    console.note(f"Data: {path}: {store.describe()}")
-    for what, number in store.manifest.get("counts", {}).get("noticed", {}).items():
-        console.warn(f"{path}: {number:,} {what}")
-    return store
 
-
-def count_data(recipe: Recipe, feed: Feed, validation: dict[str, Dataset]) -> list[dict[str, Any]]:
+def count_data(settings: DataConfig, feed: Feed, validation: dict[str, Dataset]) -> list[dict[str, Any]]:
     """How much data the run reads, an entry for each set: see `vcore_ds.train.run_folder.read_data_counts`."""
-    parts = [("training", recipe.data.train_path, feed.dataset)]
-    if feed.probe_dataset is not feed.dataset and recipe.data.probe_path is not None:
-        parts.append(("trusted pool", recipe.data.probe_path, feed.probe_dataset))
+    parts = [("training", settings.train_path, feed.dataset)]
+    if feed.probe_dataset is not feed.dataset and settings.probe_path is not None:
+        parts.append(("trusted pool", settings.probe_path, feed.probe_dataset))
     for name, dataset in validation.items():
-        parts.append((f"held out{name and ', '}{name}", recipe.data.validation_paths()[name], dataset))
+        parts.append((f"held out{name and ', '}{name}", settings.validation_paths()[name], dataset))
     return [{"part": part, "path": path, **_counts(dataset)} for part, path, dataset in parts]
 
 
@@ -240,25 +260,26 @@ def store_behind(dataset: Dataset) -> TokenStore:
 
 
 def build_feed(
-    recipe: Recipe,
+    settings: StepSettings,
     plan: BatchPlan,
     dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
+    pad_token_id: int,
+    *,
+    seed: int,
     probe_dataset: Dataset | None = None,
 ) -> Feed:
-    """`probe_dataset`: what the probe batch and the trusted part of main batches are drawn from, None for the training
-    data."""
-    seed, num_trusted = recipe.run.seed, plan.num_trusted_global
+    """Args:
+    seed: of the run.
+    probe_dataset: what the probe batch and the trusted part of main batches are drawn from, None for the training data.
+    """
+    num_trusted = plan.num_trusted_global
     of_probe = dataset if probe_dataset is None else probe_dataset
     probe_stream = trusted_stream = None
-    if recipe.method.uses_utilities:
+    if settings.method.uses_utilities:
         size = len(of_probe) if plan.probe_batch_size_global is None else plan.probe_batch_size_global
         probe_stream = RandomDraws(len(of_probe), size, seed, Stream.PROBE)
     if num_trusted:
         trusted_stream = RandomDraws(len(of_probe), num_trusted, seed, Stream.TRUSTED)
-    pad_token_id = tokenizer.pad_token_id
-    if pad_token_id is None or pad_token_id >= read_vocabulary_size(recipe.model.path):
-        pad_token_id = 0  # any token of the model will do: no real token sees it, and no loss is taken there
     main_order = MainOrder(len(dataset), plan.global_batch_size - num_trusted, seed)
     return Feed(
         dataset,
@@ -269,5 +290,5 @@ def build_feed(
         trusted_stream,
         JoinedDataset(dataset, of_probe) if num_trusted else dataset,
         pad_token_id,
-        probe_every=recipe.probe.every,
+        probe_every=settings.probe.every,
     )

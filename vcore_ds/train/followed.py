@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from vcore_ds.common.random_streams import Stream, generator
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import DataConfig, MethodConfig, RunConfig
 from vcore_ds.data.batches import Batch
 from vcore_ds.data.dataset import Dataset, keep_random_tokens
 from vcore_ds.data.tokenization import TokenizedSequence
@@ -38,13 +38,15 @@ class FollowedTraces:
     """This rank's micro-batches of them, whose sequence ids are places in `origins`; none where nothing is followed."""
 
 
-def choose_followed(recipe: Recipe, feed: Feed, validation: dict[str, Dataset]) -> FollowedTraces:
+def choose_followed(
+    run: RunConfig, data: DataConfig, method: MethodConfig, feed: Feed, validation: dict[str, Dataset]
+) -> FollowedTraces:
     """Chooses the traces, and spreads them over the ranks as a main batch.
 
     Args:
         validation: held-out sequences by the name of their set.
     """
-    chosen = choose_traces(recipe, feed.dataset, validation)
+    chosen = choose_traces(run, data, method, feed.dataset, validation)
     if not chosen:
         return FollowedTraces([], [])
     sequences = [replace(sequence, sequence_id=place) for place, (_, sequence) in enumerate(chosen)]
@@ -53,19 +55,19 @@ def choose_followed(recipe: Recipe, feed: Feed, validation: dict[str, Dataset]) 
 
 
 def choose_traces(
-    recipe: Recipe, training: Dataset, validation: dict[str, Dataset]
+    run: RunConfig, data: DataConfig, method: MethodConfig, training: Dataset, validation: dict[str, Dataset]
 ) -> list[tuple[Origin, TokenizedSequence]]:
     """Held-out traces first, from each set in turn, then training data; fewer where there are not as many.
 
     A function of the seed and the data. All of them are training data where nothing is held out, or where weights need
     what only training data has (`data.reference_log_probabilities`).
     """
-    number = recipe.run.num_followed_traces if recipe.run.num_token_records > 0 else 0
-    seed, held_out = recipe.run.seed, validation
-    if recipe.data.reference_log_probabilities is not None:
+    number = run.num_followed_traces if run.num_token_records > 0 else 0
+    seed, held_out = run.seed, validation
+    if data.reference_log_probabilities is not None:
         held_out = {}
-    elif recipe.method.drops_tokens:
-        held_out = {name: keep_random_tokens(d, recipe.method.keep_share, seed) for name, d in validation.items()}
+    elif method.drops_tokens:
+        held_out = {name: keep_random_tokens(d, method.keep_share, seed) for name, d in validation.items()}
     of_sets = [_drawn(dataset, seed, place, name) for place, (name, dataset) in enumerate(held_out.items(), start=1)]
     in_turn = (one for of_each in zip_longest(*of_sets) for one in of_each if one is not None)
     chosen = list(islice(in_turn, number // 2))

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from vcore_ds.common.errors import RunStopped
 from vcore_ds.common.progress import Progress, duration
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import RunConfig
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.data.dataset import Dataset
 from vcore_ds.distributed import layout
@@ -22,9 +22,7 @@ from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss, desc
 from vcore_ds.models.architecture_check import advise_on_noise
 from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.hardware import peak_flops
-from vcore_ds.planning.memory_plan import MemoryPlan
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.run_plan import needed_passes
 from vcore_ds.planning.time_model import StepPasses
 from vcore_ds.train.checkpoints import Checkpoints, Saved
 from vcore_ds.train.console import Console
@@ -75,18 +73,19 @@ class Throughput:
         return values
 
 
-def throughput_of(recipe: Recipe, memory: MemoryPlan | None) -> Throughput:
-    """For a recipe on the ranks of this job. A collective.
+def build_throughput(model: str, passes: StepPasses | None) -> Throughput:
+    """On the ranks of this job. A collective.
 
     Args:
-        memory: None for a model whose sizes are unknown.
+        model: model.path.
+        passes: see `Throughput`.
     """
     here = device()
     own = peak_flops(torch.cuda.get_device_name(here)) if here.type == "cuda" else None
     peaks = [peak for peak in layout.gather_objects("job", own) if peak is not None]
     return Throughput(
-        read_model_shape(recipe.model.path),
-        None if memory is None else needed_passes(recipe, memory.settings),
+        read_model_shape(model),
+        passes,
         sum(peaks) if len(peaks) == layout.size("job") else None,
     )
 
@@ -162,7 +161,7 @@ class RunLog:
 class Run:
     """What a run has while it trains."""
 
-    recipe: Recipe
+    settings: RunConfig
     trainer: Trainer
     data: RunData
     checkpoints: Checkpoints
@@ -170,7 +169,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return Path(self.recipe.run.output_dir)
+        return Path(self.settings.output_dir)
 
 
 def run_steps(run: Run, num_done: int) -> StepMetrics | None:
@@ -182,7 +181,7 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
         RunStopped: on all ranks alike, after a checkpoint.
         UserError: on all ranks alike, where metrics.jsonl cannot be written before a checkpoint.
     """
-    settings, console, feed = run.recipe.run, run.log.console, run.data.feed
+    settings, console, feed = run.settings, run.log.console, run.data.feed
     num_steps = run.trainer.schedule.num_steps
     console.start_steps(num_steps, num_done)
     started = time.perf_counter()
@@ -197,7 +196,7 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
             batches = replace(batches, followed=run.data.followed.batches)
         metrics = run.trainer.step(k, batches, keep_tokens=done in recorded)
         if run.trainer.schedule.measures_noise(k):
-            warn_of_noise(run.recipe, run.trainer.engine.module.base.config, metrics, console)
+            warn_of_noise(run.trainer.settings, run.trainer.engine.module.base.config, metrics, console)
         record_step(run, done, batches, metrics)
         seconds = seconds_of_training(metrics)
         line = {
@@ -279,20 +278,20 @@ def record_step(run: Run, done: int, batches: StepBatches, metrics: StepMetrics)
             run.log.console,
             sequence_parallel=batches.main[0].sequence_parallel,
             first_trusted_id=run.data.feed.first_trusted_id,
-            seed=run.recipe.run.seed,
+            seed=run.settings.seed,
         )
     if batches.followed:
         record_followed(run.folder, done, metrics.followed, run.data.followed.origins, run.log.console)
 
 
-def warn_of_noise(recipe: Recipe, model: PretrainedConfig, metrics: StepMetrics, console: Console) -> None:
+def warn_of_noise(settings: StepSettings, model: PretrainedConfig, metrics: StepMetrics, console: Console) -> None:
     """Says with the measured numbers when a finite difference divides rounding by epsilon."""
     epsilon, snr, changed = (metrics.values[key] for key in ("epsilon", "signal_to_noise", "changed_fraction"))
     assert epsilon is not None and snr is not None and changed is not None  # measured in this step
-    how_chosen = " (auto)" if recipe.utility.epsilon == "auto" else ""
+    how_chosen = " (auto)" if settings.utility.epsilon == "auto" else ""
     if snr < RELIABLE_SIGNAL_TO_NOISE:
         console.warn(
-            f"utility.epsilon {epsilon:.3g}{how_chosen} does not resolve the loss in {recipe.model.precision}: the "
+            f"utility.epsilon {epsilon:.3g}{how_chosen} does not resolve the loss in {settings.precision}: the "
             f"perturbation changed {changed:.1%} of the trainable parameters, and the loss change it made is {snr:.2f} "
             f"times its error (at least {RELIABLE_SIGNAL_TO_NOISE:g} is needed). The weights of this run are mostly "
             f"noise. {advise_on_noise(model)}"

@@ -24,21 +24,33 @@ from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.models.architecture_check import count_parameters
 from vcore_ds.planning.batch_plan import BatchPlan
 from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.memory import ParameterCounts
 from vcore_ds.planning.memory_plan import plan_memory
+from vcore_ds.planning.run_plan import derive_needed_passes
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train import run_folder
 from vcore_ds.train.checkpoints import Checkpoints
 from vcore_ds.train.console import Console, describe_example
-from vcore_ds.train.feed import Feed, build_feed, count_data, read_dataset, read_training_data
+from vcore_ds.train.feed import DataReader, Feed, build_feed, count_data
 from vcore_ds.train.followed import choose_followed
-from vcore_ds.train.loop import Run, RunData, RunLog, Trainer, run_steps, throughput_of, validate
+from vcore_ds.train.loop import Run, RunData, RunLog, Trainer, build_throughput, run_steps, validate
 from vcore_ds.train.metrics_log import BackgroundSink, MetricsLog
 from vcore_ds.train.model_card import Kind, make_model_card
 from vcore_ds.train.model_check import check_model
 from vcore_ds.train.run_folder import can_resume
-from vcore_ds.train.settings import schedule_of, step_settings
+from vcore_ds.train.settings import derive_engine_settings, derive_schedule, derive_step_settings
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.train.start_checks import check_derivatives, check_memory, check_start
-from vcore_ds.train.start_screen import describe_engine, describe_run, describe_use_of_ranks
+from vcore_ds.train.start_screen import (
+    describe_accumulation,
+    describe_data,
+    describe_engine,
+    describe_method,
+    describe_model,
+    describe_parallelism,
+    describe_use_of_ranks,
+    short,
+)
 from vcore_ds.train.step_metrics import StepMetrics
 from vcore_ds.train.trackers import FINISH_SECONDS, WandbLog, start_trackers
 
@@ -70,8 +82,8 @@ def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -
         RunStopped: on all ranks alike, after a checkpoint.
     """
     resumes = can_resume(recipe)
-    check_model(recipe)
-    start_ranks(recipe)
+    check_model(derive_plan_settings(recipe))
+    start_ranks(recipe.engine, recipe.parallel)
     lock = RunLock(Path(recipe.run.output_dir))
     try:
         with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
@@ -92,8 +104,9 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     # Rank 0's view serves all: where nodes do not share the folder, ranks would take part in different collectives.
     resumes = layout.gather_objects("job", resumes)[0]
     console = Console(enabled=layout.is_first())
-    plan, folder = plan_ranks(recipe), Path(recipe.run.output_dir)
-    ds_config = deepspeed_config(recipe, plan)
+    plan_settings, settings = derive_plan_settings(recipe), derive_step_settings(recipe)
+    plan, folder = plan_ranks(plan_settings), Path(recipe.run.output_dir)
+    ds_config = deepspeed_config(plan_settings, plan)
     on_first_rank(lambda: run_folder.check_output_folder(folder))
 
     checkpoints = Checkpoints(recipe, console)
@@ -105,34 +118,34 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
             console.say(f"{recipe.run.output_dir} holds this run without a checkpoint: it begins at its first step")
 
     mark("reading data")
-    tokenizer = load_tokenizer(recipe.model.path)
-    feed, validation = read_data(recipe, plan, tokenizer, console)
-    schedule = schedule_of(recipe, len(feed.dataset))
+    reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
+    feed, validation = read_data(recipe, plan, reader)
+    schedule = derive_schedule(recipe, len(feed.dataset))
     num_steps = schedule.num_steps
     if found is not None:
         checkpoints.check_data(found, feed)
 
     num_done = found[1].step if found is not None else 0
-    passes = feed.utilization(num_done, num_steps)
+    utilization = feed.utilization(num_done, num_steps)
     parameters = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
-    memory = plan_memory(recipe, plan, ds_config, passes, parameters)
+    memory = plan_memory(plan_settings, plan, ds_config, utilization, parameters)
     if console.enabled:
         lines = [describe_run(recipe, feed, validation, parameters, num_done, num_steps)]
         if device().type == "cpu" and (sentence := describe_cpu_products()) is not None:
             lines.append(sentence)
         say_start(console, "\n".join(lines))
-    for part, used in passes.items():
+    for part, used in utilization.items():
         if used.is_low:
             console.warn(plan.warning(part))
-    for line in describe_use_of_ranks(plan, passes, memory):
+    for line in describe_use_of_ranks(plan, utilization, memory):
         console.note(line)
     check_memory(memory, recipe.engine, console)
 
     mark("loading the model")
-    engine = build_engine(recipe, ds_config)
+    engine = build_engine(derive_engine_settings(recipe), ds_config)
     on_first_rank(lambda: checkpoints.frozen_digest)  # of what was loaded, not of what is there at the first save
-    estimator = build_estimator(recipe, engine, batches_per_pass=plan.batches_per_utility_pass)
-    for line in describe_engine(recipe, engine, estimator.direction):
+    estimator = build_estimator(settings, engine, batches_per_pass=plan.batches_per_utility_pass)
+    for line in describe_engine(recipe.engine, settings, engine, estimator.direction):
         console.note(line)
     if found is not None:
         mark("loading the checkpoint")
@@ -145,19 +158,20 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     else:  # not earlier: what the user has to fix is found before anything is written
         first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
     log = on_first_rank(lambda: begin_folder(recipe, feed, num_done, checkpoints, console))
-    counts = count_data(recipe, feed, validation)
+    counts = count_data(recipe.data, feed, validation)
     on_first_rank(lambda: run_folder.write_data_counts(folder, counts))
+    passes = None if memory is None else derive_needed_passes(plan_settings, memory.settings)
     run = Run(
-        recipe,
-        Trainer(engine, estimator, step_settings(recipe), schedule),
-        RunData(feed, validation, choose_followed(recipe, feed, validation)),
+        recipe.run,
+        Trainer(engine, estimator, settings, schedule),
+        RunData(feed, validation, choose_followed(recipe.run, recipe.data, recipe.method, feed, validation)),
         checkpoints,
-        RunLog(console, log, throughput_of(recipe, memory), advice_if_long),
+        RunLog(console, log, build_throughput(recipe.model.path, passes), advice_if_long),
     )
 
     last_step = run_training(run, num_done, is_new=found is None)
-    result = write_result(run, tokenizer, last_step)
-    console.say(summarize(result, tokenizer))
+    result = write_result(recipe, run, reader.tokenizer, last_step)
+    console.say(summarize(result, reader.tokenizer))
     engine.close()
     return result
 
@@ -183,18 +197,56 @@ def hold_folder(recipe: Recipe, lock: RunLock, resumes: bool, console: Console) 
         )
 
 
-def read_data(
-    recipe: Recipe, plan: BatchPlan, tokenizer: PreTrainedTokenizerBase, console: Console
-) -> tuple[Feed, dict[str, Dataset]]:
+def read_data(recipe: Recipe, plan: BatchPlan, reader: DataReader) -> tuple[Feed, dict[str, Dataset]]:
     """The batches of every step, and the held-out sequences by the name of their set. A collective."""
-    training = read_training_data(recipe, tokenizer, console)
-    validation: dict[str, Dataset] = {}
-    for name, path in recipe.data.validation_paths().items():
-        validation[name] = read_dataset(recipe, path, tokenizer, console)
+    data, seed = recipe.data, recipe.run.seed
+    training = reader.read_training_data(recipe.method, seed)
+    validation: dict[str, Dataset] = {name: reader.read_store(path) for name, path in data.validation_paths().items()}
     probe = None
-    if recipe.data.probe_path is not None and (recipe.method.uses_utilities or recipe.data.trusted_share > 0):
-        probe = read_dataset(recipe, recipe.data.probe_path, tokenizer, console)
-    return build_feed(recipe, plan, training, tokenizer, probe), validation
+    if data.probe_path is not None and (recipe.method.uses_utilities or data.trusted_share > 0):
+        probe = reader.read_store(data.probe_path)
+    settings = derive_step_settings(recipe)
+    return build_feed(settings, plan, training, reader.pad_token_id, seed=seed, probe_dataset=probe), validation
+
+
+def describe_run(
+    recipe: Recipe,
+    feed: Feed,
+    validation: dict[str, Dataset],
+    counts: ParameterCounts | None,
+    num_done: int,
+    num_steps: int,
+) -> str:
+    """The first lines on the screen: model, data, method, parallelism, steps and the output folder.
+
+    Args:
+        counts: of the model, or of a rank's shard of it; None where it cannot be read.
+        num_done: optimizer steps that a resumed run has taken.
+    """
+    data, optimizer = recipe.data, recipe.optimizer
+    counts_of_model = counts if recipe.parallel.tensor == 1 else None
+    lines = [f"Model:        {describe_model(recipe.model, recipe.lora, counts_of_model)}"]
+    if (experts := feed.plan.time_model.shape.experts) is not None:
+        lines.append(
+            f"Mixture:      {experts.per_token} of {experts.num_experts} experts for a token; no auxiliary loss of the "
+            "router, and biases that balance experts stay as they are"
+        )
+    lines.append(f"Data:         {describe_data(data.train_path, feed.dataset)}")
+    if feed.probe_dataset is not feed.dataset and data.probe_path is not None:
+        lines.append(f"Trusted data: {describe_data(data.probe_path, feed.probe_dataset)}")
+    if validation:
+        sets = ", ".join(f"{name} {len(dataset):,}".strip() for name, dataset in validation.items())
+        lines.append(f"Held out:     {sets} sequences")
+    left = f", {num_done:,} of them done" if num_done else ""
+    lines += [
+        f"Method:       {describe_method(derive_step_settings(recipe), data.probe_path)}",
+        f"Parallelism:  {describe_parallelism()}",
+        f"Batch:        {feed.plan.describe()}; {describe_accumulation(feed, num_done, num_steps)}",
+        f"Steps:        {num_steps:,}{left} ({feed.epoch(num_steps):.3g} epochs), {optimizer.name}, learning rate "
+        f"{optimizer.learning_rate:g} ({recipe.schedule.kind})",
+        f"Output:       {short(recipe.run.output_dir)} (details in start.txt)",
+    ]
+    return "\n".join(lines)
 
 
 def begin_folder(recipe: Recipe, feed: Feed, num_done: int, checkpoints: Checkpoints, console: Console) -> MetricsLog:
@@ -230,9 +282,11 @@ def run_training(run: Run, num_done: int, is_new: bool) -> StepMetrics | None:
         return run_steps(run, num_done)
 
 
-def write_result(run: Run, tokenizer: PreTrainedTokenizerBase, last_step: StepMetrics | None) -> RunResult:
+def write_result(
+    recipe: Recipe, run: Run, tokenizer: PreTrainedTokenizerBase, last_step: StepMetrics | None
+) -> RunResult:
     """The loss after training and the trained weights, in the run's folder. A collective."""
-    recipe, before = run.recipe, run.checkpoints.validation_losses_before
+    before = run.checkpoints.validation_losses_before
     after = validate(run.trainer.engine, run.data, run.log.console)
     mark("export")
     if after:

@@ -13,14 +13,12 @@ import numpy as np
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable, reading, unfinished_path
 from vcore_ds.config.problems import did_you_mean
-from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import KeepConfig
 from vcore_ds.data import scores_folder
 from vcore_ds.data.dataset import kept_positions
 from vcore_ds.data.scores_folder import Scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.models.model_identity import RULE, compute_model_digest
-from vcore_ds.train.settings import schedule_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,21 +146,9 @@ def check_belongs(selection: Selection, store: TokenStore, model: str) -> None:
         )
 
 
-def selection_on_disk(recipe: Recipe) -> Selection | None:
-    """What a recipe keeps, as far as the scores alone say; None where it keeps all, or they are not on this machine."""
-    keep = recipe.data.keep
-    return read_selection(keep) if keep is not None and is_readable(keep.scores) else None
-
-
-def with_num_steps(recipe: Recipe) -> Recipe:
-    """The recipe with the steps that its epochs come to, where the scores on this machine say how many traces are kept;
-    else as it is."""
-    selection = selection_on_disk(recipe)
-    if selection is None or recipe.schedule.num_steps is not None:
-        return recipe
-    num_steps = schedule_of(recipe, len(selection.positions)).num_steps
-    schedule = recipe.schedule.model_copy(update={"num_steps": num_steps, "num_epochs": None})
-    return recipe.model_copy(update={"schedule": schedule})
+def read_selection_on_disk(keep: KeepConfig) -> Selection | None:
+    """`read_selection`, without a look at data or model; None where the scores are not on this machine."""
+    return read_selection(keep) if is_readable(keep.scores) else None
 
 
 def _check_is_finished(folder: Path, where: str) -> None:

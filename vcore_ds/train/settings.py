@@ -1,4 +1,4 @@
-"""What the steps of a run take from its recipe, resolved once."""
+"""What the parts of a run take from its recipe, resolved once."""
 
 import math
 from dataclasses import dataclass
@@ -6,26 +6,53 @@ from typing import Literal
 
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.sections import MethodConfig, ProbeConfig
-from vcore_ds.planning.batch_plan import num_trusted
+from vcore_ds.config.sections import LoraConfig, MethodConfig, ModelConfig, OptimizerConfig, ProbeConfig, UtilityConfig
+from vcore_ds.planning.settings import count_trusted
 
 MEASURE_NOISE_EVERY = 100
 """Optimizer steps between two measurements of a finite difference's noise (and searches for `epsilon: auto`)."""
 
 
 @dataclass(frozen=True)
+class EngineSettings:
+    """What is trained, and by which optimizer."""
+
+    model: ModelConfig
+    lora: LoraConfig | None
+    optimizer: OptimizerConfig
+    coalesce_gradient_reduction: Literal["auto"] | bool
+    seed: int
+    """Of the run."""
+
+
+def derive_engine_settings(recipe: Recipe) -> EngineSettings:
+    """The settings of a recipe."""
+    coalesce = recipe.engine.coalesce_gradient_reduction
+    return EngineSettings(recipe.model, recipe.lora, recipe.optimizer, coalesce, recipe.run.seed)
+
+
+@dataclass(frozen=True)
 class StepSettings:
-    """How an optimizer step weights tokens, and how it takes its direction."""
+    """How an optimizer step weights tokens, takes its direction and estimates utilities."""
 
     method: MethodConfig
     probe: ProbeConfig
+    utility: UtilityConfig
     reference_is_base: bool
     """Whether the reference of the weights is the model without its adapters."""
+    precision: Literal["bf16", "fp32"]
+    """Of the parameters, which a finite difference has to resolve."""
 
 
-def step_settings(recipe: Recipe) -> StepSettings:
-    """Those of a recipe."""
-    return StepSettings(recipe.method, recipe.probe, recipe.method.reads_reference and recipe.lora is not None)
+def derive_step_settings(recipe: Recipe) -> StepSettings:
+    """The settings of a recipe."""
+    return StepSettings(
+        recipe.method,
+        recipe.probe,
+        recipe.utility,
+        reference_is_base=recipe.method.reads_reference and recipe.lora is not None,
+        precision=recipe.model.precision,
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +87,7 @@ class Schedule:
         return torch_seed(Stream.STOCHASTIC_ROUNDING, self.seed, k)
 
 
-def schedule_of(recipe: Recipe, num_sequences: int) -> Schedule:
+def derive_schedule(recipe: Recipe, num_sequences: int) -> Schedule:
     """The schedule of a recipe on training data of `num_sequences`.
 
     An epoch that ends within a step is rounded up to whole steps.
@@ -70,7 +97,7 @@ def schedule_of(recipe: Recipe, num_sequences: int) -> Schedule:
         num_steps = schedule.num_steps
     else:
         assert schedule.num_epochs is not None  # the recipe's rules
-        per_step = recipe.batch.global_size - num_trusted(recipe.data.trusted_share, recipe.batch.global_size)
+        per_step = recipe.batch.global_size - count_trusted(recipe)
         num_steps = max(1, math.ceil(schedule.num_epochs * num_sequences / per_step))
     uses_difference = recipe.method.uses_utilities and recipe.utility.estimator == "finite_difference"
     return Schedule(

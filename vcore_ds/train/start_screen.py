@@ -1,11 +1,11 @@
-"""What a run says of itself at its start: ten lines on the screen, and the details in start.txt in its folder."""
+"""The words of a run at its start: parts of the lines on the screen, and the details in start.txt in its folder."""
 
 import os
 from collections.abc import Iterator, Mapping
 
 import torch
 
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import EngineConfig, LoraConfig, ModelConfig, ProbeConfig
 from vcore_ds.data.dataset import Dataset, KeptDataset
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
@@ -18,60 +18,21 @@ from vcore_ds.planning.memory_plan import MemoryPlan, describe_memory
 from vcore_ds.planning.run_plan import COALESCING_SHARE
 from vcore_ds.planning.spread import Utilization, count
 from vcore_ds.train.feed import Feed, num_tokens_of, store_behind
+from vcore_ds.train.settings import StepSettings
 from vcore_ds.train.setup import why_separate
 from vcore_ds.utility.direction import Direction
 
 
-def describe_run(
-    recipe: Recipe,
-    feed: Feed,
-    validation: dict[str, Dataset],
-    counts: ParameterCounts | None,
-    num_done: int,
-    num_steps: int,
-) -> str:
-    """The lines on the screen: model, data, method, parallelism, steps, and the output folder.
-
-    Args:
-        counts: of the model, or of a rank's part of it; None where it cannot be read.
-        num_done: optimizer steps that a resumed run has taken.
-    """
-    lines = [f"Model:        {describe_model(recipe, counts)}"]
-    if (experts := feed.plan.time_model.shape.experts) is not None:
-        lines.append(
-            f"Mixture:      {experts.per_token} of {experts.num_experts} experts for a token; no auxiliary loss of the "
-            "router, and biases that balance experts stay as they are"
-        )
-    lines.append(f"Data:         {describe_data(recipe.data.train_path, feed.dataset)}")
-    if feed.probe_dataset is not feed.dataset and recipe.data.probe_path is not None:
-        lines.append(f"Trusted data: {describe_data(recipe.data.probe_path, feed.probe_dataset)}")
-    if validation:
-        sets = ", ".join(f"{name} {len(dataset):,}".strip() for name, dataset in validation.items())
-        lines.append(f"Held out:     {sets} sequences")
-    left = f", {num_done:,} of them done" if num_done else ""
-    optimizer = recipe.optimizer
-    lines += [
-        f"Method:       {describe_method(recipe)}",
-        f"Parallelism:  {describe_parallelism()}",
-        f"Batch:        {feed.plan.describe()}; {describe_accumulation(feed, num_done, num_steps)}",
-        f"Steps:        {num_steps:,}{left} ({feed.epoch(num_steps):.3g} epochs), {optimizer.name}, learning rate "
-        f"{optimizer.learning_rate:g} ({recipe.schedule.kind})",
-        f"Output:       {short(recipe.run.output_dir)} (details in start.txt)",
-    ]
-    return "\n".join(lines)
-
-
-def describe_model(recipe: Recipe, counts: ParameterCounts | None) -> str:
+def describe_model(model: ModelConfig, lora: LoraConfig | None, counts: ParameterCounts | None) -> str:
     """Such as `Qwen/Qwen3-1.7B: 1,720,574,976 parameters, all trained, bf16`.
 
     Args:
-        counts: of the model, or of a rank's part of it; None to count them.
+        counts: of the whole model; None to count them.
     """
-    if counts is None or recipe.parallel.tensor > 1:
-        counts = count_parameters(recipe.model.path, recipe.lora)
-    kind = f"LoRA rank {recipe.lora.rank}" if recipe.lora is not None else "full-parameter"
+    counts = counts or count_parameters(model.path, lora)
+    kind = f"LoRA rank {lora.rank}" if lora is not None else "full-parameter"
     of_it = f"{counts.all:,} parameters, {counts.trained:,} trained ({kind})" if counts.all else kind
-    return f"{short(recipe.model.path)}: {of_it}, {recipe.model.precision}"
+    return f"{short(model.path)}: {of_it}, {model.precision}"
 
 
 def describe_data(path: str, dataset: Dataset) -> str:
@@ -87,9 +48,13 @@ def describe_data(path: str, dataset: Dataset) -> str:
     return "; ".join([text, *(f"{number:,} dropped: {rule}" for rule, number in dropped.items())])
 
 
-def describe_method(recipe: Recipe) -> str:
-    """The method with its settings."""
-    method, utility = recipe.method, recipe.utility
+def describe_method(settings: StepSettings, probe_path: str | None) -> str:
+    """The method with its settings.
+
+    Args:
+        probe_path: data.probe_path.
+    """
+    method, utility = settings.method, settings.utility
     if not method.uses_utilities:
         return f"{method.name}, normalization {method.normalization}"
     strength = (
@@ -102,17 +67,15 @@ def describe_method(recipe: Recipe) -> str:
     if method.scope == "sequence_and_batch":
         strength += f", and {method.batch_kl_budget:g} nats over the sequences of a batch"
     how = "forward mode (jvp)" if utility.estimator == "jvp" else f"finite differences (epsilon {utility.epsilon})"
-    return (
-        f"VCORE token weights, {strength}, alpha {method.alpha}; utilities by {how} along {describe_direction(recipe)}"
-    )
+    along = describe_direction(settings.probe, probe_path)
+    return f"VCORE token weights, {strength}, alpha {method.alpha}; utilities by {how} along {along}"
 
 
-def describe_direction(recipe: Recipe) -> str:
-    """What utilities look along, in words."""
-    probe = recipe.probe
+def describe_direction(probe: ProbeConfig, probe_path: str | None) -> str:
+    """The direction of the utilities, in words."""
     of = f"probes of {probe.batch_size}"
-    if recipe.data.probe_path is not None:
-        of += f" from {short(recipe.data.probe_path)}"
+    if probe_path is not None:
+        of += f" from {short(probe_path)}"
     of += ", weighted by probability" if probe.loss == "dft" else ""
     of += f", every {probe.every} steps" if probe.every > 1 else ""
     return f"the {probe.direction} direction ({of})"
@@ -142,7 +105,7 @@ def short(path: str) -> str:
     return path if below.startswith("..") else below
 
 
-# ---- details -------------------------------------------------------------------------------------------------------
+# Details, for start.txt.
 
 
 def describe_use_of_ranks(
@@ -158,24 +121,27 @@ def describe_use_of_ranks(
         yield describe_memory(memory)
 
 
-def describe_engine(recipe: Recipe, engine: Engine, direction: Direction | None) -> Iterator[str]:
-    """What the loaded model shows: memory of gradients and direction, and which forwards a step takes."""
+def describe_engine(
+    config: EngineConfig, settings: StepSettings, engine: Engine, direction: Direction | None
+) -> Iterator[str]:
+    """Memory of gradients and direction of the loaded model, and the forwards of a step."""
     size = unsharded_gradient_bytes(parameter for _, parameter in engine.trainable) / 2**20
-    is_auto = recipe.engine.coalesce_gradient_reduction == "auto"
+    is_auto = config.coalesce_gradient_reduction == "auto"
     limit = f", {'at most' if engine.coalesces else 'above'} {COALESCING_SHARE:.0%} of its memory" if is_auto else ""
     often = "step" if engine.coalesces else "micro-batch"
     yield f"Gradients: reduced once a {often}; unsharded they take {size:,.1f} MiB a rank{limit}"
     if direction is None:
         return
     yield f"Probe direction: {direction.persistent_bytes / 2**20:,.1f} MiB a rank between passes"
-    if recipe.utility.estimator == "jvp" and recipe.utility.fused is not False:
-        why_not = why_separate(recipe, engine)
+    utility = settings.utility
+    if utility.estimator == "jvp" and utility.fused is not False:
+        why_not = why_separate(settings.method, engine)
         yield (
             "Utilities come from the main forward itself"
             if why_not is None
             else f"Utilities take a forward of their own, since {why_not}"
         )
-    if recipe.utility.estimator == "finite_difference" and engine.has_dropout:
+    if utility.estimator == "finite_difference" and engine.has_dropout:
         yield (
             "LoRA dropout is on, so the training forward cannot serve as l(theta): finite differences take one more "
             "forward a step"

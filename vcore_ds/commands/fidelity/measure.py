@@ -42,11 +42,18 @@ from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.model_folder import check_model_folder
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import is_on_disk
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train.console import Console
-from vcore_ds.train.feed import Feed, build_feed, read_dataset, read_training_data
+from vcore_ds.train.feed import DataReader, Feed, build_feed
 from vcore_ds.train.loop import Trainer
 from vcore_ds.train.run_folder import environment
-from vcore_ds.train.settings import Schedule, schedule_of, step_settings
+from vcore_ds.train.settings import (
+    Schedule,
+    StepSettings,
+    derive_engine_settings,
+    derive_schedule,
+    derive_step_settings,
+)
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.train.start_checks import check_start
 from vcore_ds.train.start_screen import describe_data, describe_method, describe_model
@@ -73,7 +80,7 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
             f"model.path: {path}: found an architecture with custom attention code; expected one whose attention can "
             "be replaced, because the reference is a forward-mode derivative"
         )
-    start_ranks(recipe)
+    start_ranks(recipe.engine, recipe.parallel)
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
         return _measure(recipe, options)
 
@@ -81,34 +88,36 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
 def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     weighted = _with_utilities(recipe)
     console = Console(enabled=layout.is_first())
-    plan = plan_ranks(weighted)
-    ds_config = deepspeed_config(weighted, plan)
+    plan_settings = derive_plan_settings(weighted)
+    plan = plan_ranks(plan_settings)
+    ds_config = deepspeed_config(plan_settings, plan)
     ds_config["zero_optimization"]["memory_efficient_linear"] = False  # its linear layers have no JVP
-    tokenizer = load_tokenizer(recipe.model.path)
-    dataset = read_training_data(recipe, tokenizer, console)
+    settings, seed = derive_step_settings(recipe), recipe.run.seed
+    reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
+    dataset = reader.read_training_data(recipe.method, seed)
     trusted = None
     if recipe.data.probe_path is not None:
-        trusted = read_dataset(recipe, recipe.data.probe_path, tokenizer, console)
-    feed = build_feed(recipe, plan, dataset, tokenizer, trusted)
-    schedule = schedule_of(recipe, len(dataset))
+        trusted = reader.read_store(recipe.data.probe_path)
+    feed = build_feed(settings, plan, dataset, reader.pad_token_id, seed=seed, probe_dataset=trusted)
+    schedule = derive_schedule(recipe, len(dataset))
     options, notes = limit_to_recipe(options, schedule.num_steps)
     choice = choose_sequences(
         len(dataset),
         None if trusted is None else len(trusted),
         len(feed.probe_dataset) if plan.probe_batch_size_global is None else plan.probe_batch_size_global,
         options,
-        recipe.run.seed,
+        seed,
     )
     notes += choice.notes
     if not recipe.method.uses_utilities:
         notes.append(f"method {recipe.method.name} has no utilities; measured with method.name=vcore")
-    lines = [*(f"Note: {note}" for note in notes), f"Model: {describe_model(recipe, None)}"]
+    lines = [*(f"Note: {note}" for note in notes), f"Model: {describe_model(recipe.model, recipe.lora, None)}"]
     lines.append(f"Data: {describe_data(recipe.data.train_path, dataset)}")
     if trusted is not None and recipe.data.probe_path is not None:
         lines.append(f"Trusted data: {describe_data(recipe.data.probe_path, trusted)}")
-    console.say("\n".join([*lines, f"Method: {describe_method(recipe)}"]))
+    console.say("\n".join([*lines, f"Method: {describe_method(settings, recipe.data.probe_path)}"]))
 
-    engine = build_engine(recipe, ds_config)
+    engine = build_engine(derive_engine_settings(recipe), ds_config)
     check_start(engine, feed, console)
     started = time.perf_counter()
 
@@ -116,7 +125,7 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
         console.say(f"[{duration(time.perf_counter() - started)}] {text}")
 
     bench = Bench(engine, weighted, feed, choice.measured)
-    training = train_steps(engine, recipe, feed, schedule, say)
+    training = train_steps(engine, settings, feed, schedule, say)
     deque(islice(training, options.after_steps), maxlen=0)
     report = FidelityReport(
         recipe=recipe.model_dump(mode="json"),
@@ -247,7 +256,7 @@ class Bench:
 
     def take_direction(self, ids: Sequence[int], loss: ProbeLoss | None = None) -> None:
         """Fill `self.direction` from the probe `ids` as a training step would; `loss` overrides `probe.loss`."""
-        settings = step_settings(self.recipe)
+        settings = derive_step_settings(self.recipe)
         probe = settings.probe.model_copy(update={} if loss is None else {"loss": loss})
         take_direction(self.direction, replace(settings, probe=probe), self.feed.probe_batches(ids))
 
@@ -302,10 +311,10 @@ class Bench:
         return measure_agreement(utilities, reference, weights, reference_weights, self.index)
 
 
-def train_steps(engine: Engine, recipe: Recipe, feed: Feed, schedule: Schedule, say: Say) -> Iterator[None]:
-    """Take the first steps of a run of the recipe, one per item; the trainer is built at the first."""
-    estimator = build_estimator(recipe, engine, batches_per_pass=feed.plan.batches_per_utility_pass)
-    trainer = Trainer(engine, estimator, step_settings(recipe), schedule)
+def train_steps(engine: Engine, settings: StepSettings, feed: Feed, schedule: Schedule, say: Say) -> Iterator[None]:
+    """Take the first steps of a run, one per item; the trainer is built at the first."""
+    estimator = build_estimator(settings, engine, batches_per_pass=feed.plan.batches_per_utility_pass)
+    trainer = Trainer(engine, estimator, settings, schedule)
     for step in count():
         metrics = trainer.step(step, feed.step(step))
         say(f"training step {step + 1}: loss {metrics.values['loss']:.4f}")

@@ -9,6 +9,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.planning.hardware import Achieved, Cluster, find_gpu
 from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.run_plan import find_model, plan_run
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.step_cost import StepCost
 from vcore_ds.train.run_folder import ENVIRONMENT, METRICS, read_environment
 
@@ -87,7 +88,9 @@ def calibrate(run: str) -> Calibration:
         return statistics.median(sum(line[f"seconds_{phase}"] for phase in phases) for line in lines)
 
     def predict(achieved: Achieved) -> StepCost:
-        plan = plan_run(recipe, replace(cluster, achieved=achieved), shape, mean_tokens=mean_tokens)
+        plan = plan_run(
+            derive_plan_settings(recipe), replace(cluster, achieved=achieved), shape, mean_tokens=mean_tokens
+        )
         return plan.cost
 
     measured, update = median("probe", "utility", "main"), median("step")

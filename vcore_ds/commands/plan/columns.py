@@ -27,6 +27,7 @@ from vcore_ds.planning.run_plan import (
     plan_run,
     smallest_cluster,
 )
+from vcore_ds.planning.settings import derive_plan_settings
 
 _KL_BUDGET = 0.005
 """Nats, of `vcore` beside a recipe of another method; what a step costs does not depend on it."""
@@ -72,7 +73,7 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
     if is_on_disk(recipe.model.path):
         from vcore_ds.train.model_check import check_configuration  # here alone: torch and transformers take seconds
 
-        check_configuration(recipe)
+        check_configuration(derive_plan_settings(recipe))
     gpu = choose_gpu(arguments)
     shape, model = find_model(recipe.model.path)
     calibration = None if arguments.calibrate is None else calibrate(arguments.calibrate)
@@ -85,13 +86,17 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
     )
 
     def column(title: str, recipe: Recipe, reload: Callable[[Sequence[str]], Recipe]) -> Column:
-        own = find_shape(recipe.model.path) or (shape, model)
+        own, settings = find_shape(recipe.model.path) or (shape, model), derive_plan_settings(recipe)
         if recipe.data.keep is not None:
-            from vcore_ds.train.selection import with_num_steps  # here alone: torch takes seconds to import
+            from vcore_ds.train.selection import read_selection_on_disk  # here alone: torch takes seconds to import
+            from vcore_ds.train.settings import derive_schedule
 
-            recipe = with_num_steps(recipe)
-        plan = plan_run(recipe, cluster, own[0], mean_tokens=arguments.mean_tokens)
-        ways = [] if plan.fits else cheapest_ways(plan, reload)
+            selection = read_selection_on_disk(recipe.data.keep)
+            if selection is not None:
+                num_steps = derive_schedule(recipe, len(selection.positions)).num_steps
+                settings = replace(settings, num_steps=num_steps)
+        plan = plan_run(settings, cluster, own[0], mean_tokens=arguments.mean_tokens)
+        ways = [] if plan.fits else cheapest_ways(plan, lambda extra: derive_plan_settings(reload(extra)))
         return Column(title, plan, smallest_cluster(plan), ways, expert_ways(plan))
 
     columns = []

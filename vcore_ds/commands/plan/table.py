@@ -77,8 +77,8 @@ def _rows(plans: list[RunPlan]) -> Iterator[Row]:
     yield row("  verdict", plan_verdict)
     if any(plan.batch.tensor > 1 for plan in plans):
         yield row("tensor parallelism", lambda plan: str(plan.batch.tensor))
-    if any(plan.recipe.parallel.expert > 1 for plan in plans):
-        yield row("expert parallelism", lambda plan: str(plan.recipe.parallel.expert))
+    if any(plan.settings.parallel.expert > 1 for plan in plans):
+        yield row("expert parallelism", lambda plan: str(plan.settings.parallel.expert))
     yield "Ulysses sequence parallelism", []
     yield row("  main batch", lambda plan: _sharing(plan, "main"))
     yield row("  probe batch", lambda plan: _sharing(plan, "probe"))
@@ -101,8 +101,8 @@ def _rows(plans: list[RunPlan]) -> Iterator[Row]:
     yield row("Tokens a day, millions", lambda plan: f"{plan.tokens_per_day / 1e6:,.0f}")
     yield row("Share of the GPUs' peak (MFU)", lambda plan: f"{plan.utilization:.1%}")
     yield row("GPU hours of 100 steps", lambda plan: f"{plan.gpu_hours(100):,.1f}")
-    if all(plan.recipe.schedule.num_steps is not None for plan in plans):
-        yield row("GPU hours of the run", lambda plan: f"{plan.gpu_hours(plan.recipe.schedule.num_steps or 0):,.1f}")
+    if all(plan.settings.num_steps is not None for plan in plans):
+        yield row("GPU hours of the run", lambda plan: f"{plan.gpu_hours(plan.settings.num_steps or 0):,.1f}")
     yield row("GPU hours of scoring 10,000 traces", lambda plan: f"{plan.gpu_hours_scoring(10_000):,.1f}")
 
 
@@ -158,7 +158,7 @@ def _assumptions(found: Columns) -> Iterator[str]:
     first = found.columns[0].plan
     yield (
         f"Assumed: lengths of reasoning traces (lognormal, mean {first.mean_tokens:,.0f} tokens, cut at "
-        f"{first.recipe.data.cutoff_length:,}; {first.tokens_per_step:,.0f} tokens a step)"
+        f"{first.settings.cutoff_length:,}; {first.tokens_per_step:,.0f} tokens a step)"
     )
     yield (
         f"Assumed: of {gpu.name}'s {gpu.flops / 1e12:,.0f} TFLOP/s products reach {achieved.compute:.0%}, fused "
@@ -171,8 +171,8 @@ def _assumptions(found: Columns) -> Iterator[str]:
         yield found.calibration.describe()
     else:
         yield "No speed was measured: --calibrate RUN takes it from a run"
-    if any(column.plan.recipe.lora is not None for column in found.columns):
-        targets = {column.plan.recipe.lora.target_modules for column in found.columns if column.plan.recipe.lora}
+    if any(column.plan.settings.lora is not None for column in found.columns):
+        targets = {column.plan.settings.lora.target_modules for column in found.columns if column.plan.settings.lora}
         if targets != {"all-linear"}:
             yield "Assumed: adapters on all linear layers and on no experts, although lora.target_modules lists some"
     mixtures = [column.plan for column in found.columns if column.plan.shape.experts is not None]
@@ -242,7 +242,7 @@ def _numbers(plan: RunPlan) -> dict[str, Any]:
         },
         "verdict": plan_verdict(plan),
         "tensor": plan.batch.tensor,
-        "expert": plan.recipe.parallel.expert,
+        "expert": plan.settings.parallel.expert,
         "sequence_parallel": {part: found.typical_degree for part, found in plan.passes.items()},
         "received_bytes": {
             kind: {"inside_node": traffic.inside, "between_nodes": traffic.between}

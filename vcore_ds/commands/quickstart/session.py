@@ -33,7 +33,7 @@ def prepare(overrides: Sequence[str]) -> list[str]:
     Raises UserError where the overrides are wrong, or model and data cannot be made or written.
     """
     recipe, pool = load_with_pool(overrides)
-    start_ranks(recipe)
+    start_ranks(recipe.engine, recipe.parallel)
 
     def prepare_and_override() -> list[str]:
         data = prepare_quickstart_data(DATA)

@@ -20,9 +20,11 @@ from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.log_probabilities import compute_log_probabilities
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train.console import Console
-from vcore_ds.train.feed import Feed, build_feed, read_dataset
+from vcore_ds.train.feed import DataReader, Feed, build_feed
 from vcore_ds.train.model_check import check_model
+from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_checks import check_start
 from vcore_ds.train.start_screen import describe_data
@@ -34,8 +36,8 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
     Raises:
         UserError: `output` cannot be written, or the recipe, its model or its data cannot be used.
     """
-    check_model(recipe)
-    start_ranks(recipe)
+    check_model(derive_plan_settings(recipe))
+    start_ranks(recipe.engine, recipe.parallel)
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
         _compute_and_write(recipe, output)
 
@@ -44,12 +46,13 @@ def _compute_and_write(recipe: Recipe, output: Path) -> None:
     """The same with the process group up. A collective."""
     on_first_rank(lambda: check_output(output))
     console = Console(enabled=layout.is_first())
-    plan = plan_ranks(recipe)
-    tokenizer = load_tokenizer(recipe.model.path)
-    dataset = read_dataset(recipe, recipe.data.train_path, tokenizer, console)
+    settings = derive_plan_settings(recipe)
+    plan = plan_ranks(settings)
+    reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
+    dataset = reader.read_store(recipe.data.train_path)
     console.say(f"Data: {describe_data(recipe.data.train_path, dataset)}")
-    feed = build_feed(recipe, plan, dataset, tokenizer)
-    engine = build_engine(recipe, deepspeed_config(recipe, plan))
+    feed = build_feed(derive_step_settings(recipe), plan, dataset, reader.pad_token_id, seed=recipe.run.seed)
+    engine = build_engine(derive_engine_settings(recipe), deepspeed_config(settings, plan))
     check_start(engine, feed, console)
     found: dict[int, float] = {}  # by position in the data
     num_sequences = len(dataset)

@@ -34,11 +34,13 @@ from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.memory_plan import MemoryPlan, plan_memory
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import Utilization, summarize
 from vcore_ds.train.checkpoints import Checkpoints
 from vcore_ds.train.console import Console
-from vcore_ds.train.feed import build_feed, read_dataset
+from vcore_ds.train.feed import DataReader, build_feed
 from vcore_ds.train.model_check import check_model
+from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_checks import check_derivatives, check_memory, check_start
 from vcore_ds.train.start_screen import describe_data
@@ -69,7 +71,7 @@ def plan_scoring_memory(
     probes = [plan.spread_probe(range(len(one)), one.lengths.tolist()) for one in trusted]
     passes: dict[Part, Utilization] = {"main": summarize([main]), "probe": summarize(probes)}
     counts = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
-    found = plan_memory(recipe, plan, deepspeed_config, passes, counts)
+    found = plan_memory(derive_plan_settings(recipe), plan, deepspeed_config, passes, counts)
     if found is None:
         return None
     in_training = found.settings
@@ -97,8 +99,8 @@ def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PE
         NonFiniteLoss: on all ranks alike, with the sequences.
     """
     recipe = request.recipe
-    check_model(recipe)
-    start_ranks(recipe)
+    check_model(derive_plan_settings(recipe))
+    start_ranks(recipe.engine, recipe.parallel)
     console = Console(enabled=layout.is_first())
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes), ExitStack() as held:
 
@@ -135,16 +137,17 @@ class Scoring:
         """`folder`: of the unfinished work, rank 0's."""
         self.request, self.console, self.folder = request, console, folder
         recipe = request.recipe
-        self.plan = plan_ranks(recipe)
-        tokenizer = load_tokenizer(recipe.model.path)
-        self.store = read_dataset(recipe, recipe.data.train_path, tokenizer, console)
-        self.sets = {name: read_dataset(recipe, path, tokenizer, console) for name, path in request.sets.items()}
+        self.plan = plan_ranks(derive_plan_settings(recipe))
+        reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
+        self.store = reader.read_store(recipe.data.train_path)
+        self.sets = {name: reader.read_store(path) for name, path in request.sets.items()}
         console.say(f"Data: {describe_data(recipe.data.train_path, self.store)}")
         for name, trusted in self.sets.items():
             console.say(f"Trusted set {name}: {describe_data(request.sets[name], trusted)}")
         if request.checkpoints:
             console.say(ON_A_TRAINED_MODEL)
-        self.feed = build_feed(recipe, self.plan, self.store, tokenizer)
+        settings = derive_step_settings(recipe)
+        self.feed = build_feed(settings, self.plan, self.store, reader.pad_token_id, seed=recipe.run.seed)
         self.chunk_tokens = chunk_tokens_per_rank * self.plan.num_ranks
         checkpoints: list[ScoredCheckpoint | None] = [*request.checkpoints] or [None]
         self.passes = [
@@ -156,7 +159,7 @@ class Scoring:
     def run(self) -> None:
         """Computes what is not there yet, and writes the result."""
         recipe = self.request.recipe
-        ds_config = deepspeed_config(recipe, self.plan)
+        ds_config = deepspeed_config(derive_plan_settings(recipe), self.plan)
         on_first_rank(lambda: self._begin(ds_config))
         left = layout.gather_objects("job", self._left() if layout.is_first() else None)[0]
         if any(left):
@@ -164,7 +167,7 @@ class Scoring:
             trusted = list(self.sets.values())
             memory = plan_scoring_memory(recipe, self.plan, ds_config, self.store, longest, trusted)
             check_memory(memory, recipe.engine, self.console)
-            engine = build_engine(recipe, ds_config)
+            engine = build_engine(derive_engine_settings(recipe), ds_config)
             self._compute(engine, left)
             engine.close()
         on_first_rank(self._write)

@@ -1,0 +1,76 @@
+"""The part of a recipe that decides the batches, the memory and the seconds of its run."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import BatchConfig, LoraConfig, ModelConfig, ParallelConfig, ProbeConfig
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """Everything that plans, the memory estimate and the DeepSpeed configuration read of a recipe."""
+
+    model: ModelConfig
+    lora: LoraConfig | None
+    parallel: ParallelConfig
+    batch: BatchConfig
+    probe: ProbeConfig
+    cutoff_length: int
+    """Tokens of the longest sequence."""
+    num_trusted: int
+    """Sequences of each global batch that are drawn from data.probe_path."""
+    num_steps: int | None
+    """Optimizer steps of the run; None where they depend on the data."""
+    estimator: Literal["jvp", "finite_difference"] | None
+    """None for methods without utilities."""
+    is_fused: bool
+    """Whether the main forward gives the utilities too."""
+    utility_micro_batch_size: int | None
+    """Sequences per rank in one gradient-free forward; None for as in the main batch."""
+    alpha_of_micro_batch: bool
+    """Whether sequences that share a micro-batch change each other's alpha."""
+    runs_reference: bool
+    """Whether every step computes its reference: iw_sft with adapters, which runs the model without them."""
+    has_moments: bool
+    """Whether the optimizer is Adam."""
+    gradient_clipping: float | None
+    coalesce_gradient_reduction: Literal["auto"] | bool
+    deepspeed_config: str
+    """File of the DeepSpeed JSON, or the name of a shipped one."""
+
+
+def derive_plan_settings(recipe: Recipe) -> PlanSettings:
+    """The settings of a recipe."""
+    method, utility, lora = recipe.method, recipe.utility, recipe.lora
+    estimator = utility.estimator if method.uses_utilities else None
+    return PlanSettings(
+        model=recipe.model,
+        lora=lora,
+        parallel=recipe.parallel,
+        batch=recipe.batch,
+        probe=recipe.probe,
+        cutoff_length=recipe.data.cutoff_length,
+        num_trusted=count_trusted(recipe),
+        num_steps=recipe.schedule.num_steps,
+        estimator=estimator,
+        is_fused=(
+            estimator == "jvp"
+            and utility.fused is not False
+            and not method.weights_sequences
+            and recipe.model.attention == "auto"
+            and (lora is None or lora.dropout == 0.0)
+        ),
+        utility_micro_batch_size=utility.micro_batch_size_per_rank,
+        alpha_of_micro_batch=method.alpha_scope == "micro_batch",
+        runs_reference=method.reads_reference and lora is not None,
+        has_moments=recipe.optimizer.name == "adamw",
+        gradient_clipping=recipe.optimizer.gradient_clipping,
+        coalesce_gradient_reduction=recipe.engine.coalesce_gradient_reduction,
+        deepspeed_config=recipe.engine.deepspeed_config,
+    )
+
+
+def count_trusted(recipe: Recipe) -> int:
+    """Sequences of each global batch that are drawn from data.probe_path."""
+    return round(recipe.data.trusted_share * recipe.batch.global_size)
