@@ -25,7 +25,7 @@ from tests.experiments.task import separation_of_traces
 from tests.helpers.jobs import ForkedJob
 from vcore_ds.commands import cli
 from vcore_ds.commands.quickstart import wrong_traces
-from vcore_ds.commands.statistics import cell
+from vcore_ds.common.statistics import cell
 from vcore_ds.data.scores_folder import read_traces
 
 FOLDER = REPOSITORY / "runs" / "real_traces"

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.experiments.settings import Setting
 from vcore_ds.commands import statistics
-from vcore_ds.commands.statistics import cell
+from vcore_ds.common.statistics import cell
 
 Result = dict[str, Any]
 BySeed = dict[int, Result]

@@ -33,7 +33,7 @@ from vcore_ds.commands.compare.statistics import (
     two_way_estimate,
     wilson_interval,
 )
-from vcore_ds.commands.statistics import rank_correlation
+from vcore_ds.common.statistics import rank_correlation
 
 
 def draws(shape: tuple[int, ...], seed: int = 0, share: float = 0.5) -> np.ndarray:

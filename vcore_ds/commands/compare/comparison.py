@@ -9,8 +9,8 @@ import numpy as np
 
 from vcore_ds.commands.compare import statistics
 from vcore_ds.commands.compare.statistics import Estimate, Interval
-from vcore_ds.commands.statistics import FEWEST_SEEDS
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.statistics import FEWEST_SEEDS
 from vcore_ds.train.evaluation_folder import Evaluation, read_evaluation, read_samples, samples_path
 
 NUM_SAMPLES = (1, 4, 16, 64)

@@ -10,7 +10,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from vcore_ds.commands.statistics import FEWEST_SEEDS, student_t_probability, student_t_quantile
+from vcore_ds.common.statistics import FEWEST_SEEDS, student_t_probability, student_t_quantile
 
 POWER = 0.8
 """Share of comparisons that should detect the difference of `--power`."""

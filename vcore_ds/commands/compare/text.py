@@ -7,7 +7,7 @@ from typing import Any
 
 from vcore_ds.commands.compare.comparison import Difference, Result, Sides, find_warnings
 from vcore_ds.commands.compare.statistics import POWER, Interval
-from vcore_ds.commands.statistics import FEWEST_SEEDS
+from vcore_ds.common.statistics import FEWEST_SEEDS
 from vcore_ds.common.text import aligned
 
 NOTHING = "–"

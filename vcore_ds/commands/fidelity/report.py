@@ -11,8 +11,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from vcore_ds.commands.fidelity.choice import JSON_NAME
-from vcore_ds.commands.statistics import rank_correlation
 from vcore_ds.common.paths import writing, written_aside
+from vcore_ds.common.statistics import rank_correlation
 from vcore_ds.common.text import aligned
 from vcore_ds.method.weights import segment_sum
 

@@ -28,8 +28,8 @@ from vcore_ds.commands.report.traces import (
     part_of_run,
     utilities_of,
 )
-from vcore_ds.commands.statistics import rank_correlation
 from vcore_ds.common.paths import writing, written_aside
+from vcore_ds.common.statistics import rank_correlation
 from vcore_ds.config.load import dump_recipe
 
 SOURCES = Path(__file__).parent / "page"

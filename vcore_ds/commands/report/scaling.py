@@ -10,9 +10,9 @@ import numpy as np
 
 from vcore_ds.commands.report.read import ReportedRun
 from vcore_ds.commands.report.tables import NOTHING, Table
-from vcore_ds.commands.statistics import cell, paired
 from vcore_ds.commands.sweep.folder import State, SweepFolder, read_sweep_folder
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.statistics import cell, paired
 from vcore_ds.common.text import markdown_rows
 from vcore_ds.config.resume import flat_values
 from vcore_ds.planning.memory import parameter_counts

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from vcore_ds.commands.statistics import rank_correlation
 from vcore_ds.common.paths import flush, write_json
+from vcore_ds.common.statistics import rank_correlation
 from vcore_ds.common.text import aligned
 from vcore_ds.data.scores_folder import (
     NUM_SHOWN,
