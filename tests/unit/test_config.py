@@ -319,7 +319,7 @@ RULES: list[tuple[list[str], str, list[str]]] = [
     (
         ["method.name=iw_sft", NO_BUDGET],
         "data.reference_log_probabilities: found null together with method.name iw_sft and lora null; expected the "
-        "file that `vcore-ds reference RECIPE --output FILE` makes before training",
+        "file that `vcore-ds reference RECIPE --output FILE` writes before training",
         ["data.reference_log_probabilities=r.npz", LORA],
     ),
     (

@@ -142,7 +142,7 @@ def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_r
         if name == "iw_sft" and load(path).lora is None:
             problem = problem_of(path, *words)
             assert "methods/iw_sft.yaml:" in problem and "data.reference_log_probabilities: found null" in problem
-            assert "expected the file that `vcore-ds reference RECIPE --output FILE` makes before training" in problem
+            assert "expected the file that `vcore-ds reference RECIPE --output FILE` writes before training" in problem
             words.append("data.reference_log_probabilities=reference.npz")  # the remedy
         recipe = load_recipe(path, words)
         assert recipe.method.name == name

@@ -1,4 +1,4 @@
-"""A whole recipe: its sections, and the rules that look at more than one key."""
+"""The recipe: its sections, and the rules over several keys."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from vcore_ds.config.sections import (
 
 
 class Recipe(Section):
-    """A run, completely: the same recipe and the same data give the same run."""
+    """A complete description of a run: the same recipe and data give the same run."""
 
     method: MethodConfig = Field(default_factory=MethodConfig)
     utility: UtilityConfig = Field(default_factory=UtilityConfig)
@@ -45,16 +45,16 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     engine: EngineConfig
 
-    # Without annotation, because SECTIONS are the annotated ones.
+    # Not annotated, because SECTIONS reads the annotations.
     _retired = PrivateAttr(default_factory=dict[str, Any])
 
     @property
     def retired(self) -> dict[str, Any]:
-        """Dotted key -> value of keys that only earlier versions have; empty but for the recipe of a finished run."""
+        """Dotted key -> value of removed keys, in the recipe of a finished run of an earlier version."""
         return self._retired
 
     def with_retired(self, values: dict[str, Any]) -> Self:
-        """The same recipe with other `retired` values."""
+        """A copy with these `retired` values."""
         recipe = self.model_copy()
         recipe._retired = values
         return recipe
@@ -68,14 +68,14 @@ class Recipe(Section):
 
 
 SECTIONS: dict[str, type[Section]] = {**Recipe.__annotations__, "lora": LoraConfig}
-"""Section name -> its class, in the order of the schema."""
+"""Section name -> class, in the order of the schema."""
 
 SUBSECTIONS: dict[tuple[str, str], type[Section]] = {("data", "keep"): KeepConfig}
-"""(section, key) -> class of a key whose value is null or a section."""
+"""(section, key) -> class of the nested section; its value may be null."""
 
 
 def section_class(*names: str) -> type[Section]:
-    """The class of a section (`data`), or of a section within a section (`data`, `keep`)."""
+    """The class of a section (`data`) or nested section (`data`, `keep`)."""
     return SUBSECTIONS[names[0], names[1]] if len(names) == 2 else SECTIONS[names[0]]
 
 
@@ -84,10 +84,10 @@ class BrokenRule:
     """A rule over several keys that a recipe breaks."""
 
     keys: tuple[str, ...]
-    """Every dotted key that the rule reads; the message names the first."""
+    """The dotted keys of the rule; the message names the first."""
     expected: str
     found: str = ""
-    """Empty where the values of the keys say it."""
+    """What was found; empty for the values of the keys."""
 
     def describe(self, recipe: Recipe) -> str:
         """`found ...; expected ...`."""
@@ -97,7 +97,7 @@ class BrokenRule:
 
 
 def _value(recipe: Recipe, key: str) -> str:
-    """The value of a dotted key as YAML has it."""
+    """The value of a dotted key, as in YAML."""
     value: Any = recipe
     for name in key.split("."):
         value = getattr(value, name)
@@ -107,7 +107,7 @@ def _value(recipe: Recipe, key: str) -> str:
 
 
 def broken_rules(recipe: Recipe) -> Iterator[BrokenRule]:
-    """Yields every broken rule. Reads no key without a default, so that it also works on a half-valid recipe."""
+    """Yield every broken rule. Reads only keys with a default, so that it also works on a partly valid recipe."""
     yield from _method_rules(recipe)
     if recipe.method.uses_utilities:
         yield from _vcore_rules(recipe)
@@ -143,7 +143,7 @@ def _vcore_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     if method.alpha_scope == "micro_batch" and method.alpha in ("effective_sample_size", "none"):
         yield BrokenRule(
             ("method.alpha_scope", "method.alpha"),
-            "global_batch: this alpha does not depend on what a sequence is batched with (or set method.alpha to "
+            "global_batch: this alpha does not depend on the other sequences of a micro-batch (or set method.alpha to "
             "loss_ratio)",
         )
     if method.alpha == "variance" and method.alpha_scope == "global_batch" and batch.global_size == 1:
@@ -151,8 +151,8 @@ def _vcore_rules(recipe: Recipe) -> Iterator[BrokenRule]:
             ("method.alpha", "batch.global_size"),
             "loss_ratio: one sequence has no variance (or set batch.global_size to at least 2)",
         )
-    is_alone = batch.packed_row_tokens is None and batch.micro_batch_size_per_rank in (1, "auto")
-    if method.alpha == "variance" and method.alpha_scope == "micro_batch" and is_alone:
+    is_single = batch.packed_row_tokens is None and batch.micro_batch_size_per_rank in (1, "auto")
+    if method.alpha == "variance" and method.alpha_scope == "micro_batch" and is_single:
         yield BrokenRule(
             ("method.alpha", "method.alpha_scope", "batch.micro_batch_size_per_rank"),
             "loss_ratio: one sequence has no variance (or set method.alpha_scope to global_batch)",
@@ -171,20 +171,21 @@ def _vcore_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     if is_batch_wide and batch.global_size == 1:
         yield BrokenRule(
             ("batch.global_size", "method.scope"),
-            "at least 2 sequences, between which the weight is divided (or set method.scope to sequence)",
+            "at least 2 sequences, which share the weight (or set method.scope to sequence)",
         )
     if recipe.probe.direction == "adam" and recipe.optimizer.name != "adamw":
         yield BrokenRule(
             ("probe.direction", "optimizer.name", "method.name"),
-            "sgd: the direction is the update of the optimizer that trains (or set optimizer.name to adamw)",
+            "sgd: the direction must match the optimizer (or set optimizer.name to adamw)",
         )
     if recipe.probe.rank is not None and recipe.utility.estimator == "finite_difference":
         yield BrokenRule(
             ("probe.rank", "utility.estimator"),
-            "null: a perturbation gathers no direction, and a low rank saves nothing (or set utility.estimator to jvp)",
+            "null: a finite difference all-gathers no direction, so a low rank saves nothing (or set utility.estimator "
+            "to jvp)",
         )
     if recipe.probe.rank is not None and recipe.lora is not None:
-        yield BrokenRule(("probe.rank", "lora.rank"), "null: adapters are matrices of low rank already")
+        yield BrokenRule(("probe.rank", "lora.rank"), "null: LoRA adapters have low rank already")
 
 
 def _utility_rules(recipe: Recipe) -> Iterator[BrokenRule]:
@@ -193,7 +194,7 @@ def _utility_rules(recipe: Recipe) -> Iterator[BrokenRule]:
         yield BrokenRule(
             ("utility.epsilon", "utility.estimator"),
             "the step of the finite difference: auto, or a number such as 1.0e-4 (the paper's; in bf16 it measures "
-            "rounding, prefer utility.estimator jvp)",
+            "mostly rounding, so prefer utility.estimator jvp)",
         )
     if utility.estimator == "jvp" and utility.epsilon is not None:
         yield BrokenRule(
@@ -203,13 +204,12 @@ def _utility_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     if utility.fused is True and utility.estimator == "finite_difference":
         yield BrokenRule(
             ("utility.fused", "utility.estimator"),
-            "auto: a finite difference has its l(theta) from the main forward already, and its second forward needs "
-            "other weights (or set utility.estimator to jvp)",
+            "auto: the second forward of a finite difference needs other weights (or set utility.estimator to jvp)",
         )
     if utility.rounding == "stochastic" and utility.estimator == "jvp":
         yield BrokenRule(
             ("utility.rounding", "utility.estimator"),
-            "nearest: jvp perturbs nothing, so nothing is rounded (or set utility.estimator to finite_difference)",
+            "nearest: jvp perturbs no parameters (or set utility.estimator to finite_difference)",
         )
 
 
@@ -218,13 +218,13 @@ def _batch_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     if not is_packed and recipe.utility.micro_batch_size_per_rank and recipe.batch.micro_batch_size_per_rank == "auto":
         yield BrokenRule(
             (f"utility.{key}", f"batch.{key}"),
-            "null, or a number in both: a gradient-free forward holds whole micro-batches of the main batch",
+            "null, or a number in both: a gradient-free forward merges micro-batches of the main batch",
         )
     for section in ("batch", "probe", "utility"):
         if is_packed and getattr(recipe, section).micro_batch_size_per_rank not in (None, 1, "auto"):
             yield BrokenRule(
                 (f"{section}.{key}", "batch.packed_row_tokens"),
-                "1: a micro-batch is one packed row, and packed_row_tokens says how much it holds",
+                "1: a micro-batch is one pack of packed_row_tokens tokens",
             )
 
 
@@ -249,14 +249,14 @@ def _data_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     if data.trusted_share > 0 and (method.drops_tokens or method.reads_reference):
         yield BrokenRule(
             ("data.trusted_share", "method.name"),
-            "0: that method needs to know of each sequence what is only known of the training data",
+            "0: that method needs data of each sequence that only the training data has",
         )
     reference = "data.reference_log_probabilities"
     if method.reads_reference and recipe.lora is None and data.reference_log_probabilities is None:
         yield BrokenRule(
             (reference, "method.name", "lora"),
-            "the file that `vcore-ds reference RECIPE --output FILE` makes before training (with all parameters "
-            "trained the reference model is gone after the first step; with lora it is the model without adapters)",
+            "the file that `vcore-ds reference RECIPE --output FILE` writes before training (training all parameters "
+            "changes the reference model; with lora it is the model without adapters)",
         )
     if data.reference_log_probabilities is not None and not (method.reads_reference and recipe.lora is None):
         yield BrokenRule(
@@ -273,7 +273,8 @@ def _keep_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     if keep is not None and (keep.top is None) == (keep.above is None):
         yield BrokenRule(
             ("data.keep.top", "data.keep.above"),
-            "exactly one of data.keep.top (share of the traces) and data.keep.above (utility); set the other to null",
+            "exactly one of data.keep.top (share of the traces) and data.keep.above (utility); set the other one to "
+            "null",
         )
     if keep is not None and keep.top is None and keep.above is not None and keep.within == "source":
         yield BrokenRule(
@@ -292,26 +293,27 @@ def _model_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     if model.activation_offload and not model.gradient_checkpointing:
         yield BrokenRule(
             ("model.activation_offload", "model.gradient_checkpointing"),
-            "false: without checkpoints every activation would be copied to the host and back (or set "
-            "model.gradient_checkpointing to true)",
+            "false: only activation checkpoints are offloaded (or set model.gradient_checkpointing to true)",
         )
     if parallel.expert > 1 and model.provider == "megatron":
         yield BrokenRule(
             ("parallel.expert", "model.provider"),
-            "1: megatron-core's layers are those of dense models (or set model.provider to huggingface)",
+            "1: the megatron provider has dense models only (or set model.provider to huggingface)",
         )
     if parallel.expert > 1 and recipe.lora is not None and "experts" in recipe.lora.target_modules:
         yield BrokenRule(
             ("parallel.expert", "lora.target_modules"),
-            "1: adapters on experts are whole on every rank (or leave experts out of lora.target_modules)",
+            "1: adapters on experts are not sharded (or remove experts from lora.target_modules)",
         )
     if parallel.tensor > 1 and model.provider == "huggingface":
         yield BrokenRule(
             ("parallel.tensor", "model.provider"),
-            "1: Hugging Face's layers are whole on every rank (or set model.provider to megatron)",
+            "1: Hugging Face's layers are not tensor-parallel (or set model.provider to megatron)",
         )
     if model.attention != "auto" and model.provider == "megatron":
-        yield BrokenRule(("model.attention", "model.provider"), "auto: these are kernels of Hugging Face's layers")
+        yield BrokenRule(
+            ("model.attention", "model.provider"), "auto: the others are attention implementations of Hugging Face"
+        )
 
 
 def _training_rules(recipe: Recipe) -> Iterator[BrokenRule]:
