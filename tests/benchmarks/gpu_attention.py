@@ -29,7 +29,7 @@ def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Time
     layout = RowLayout.from_lengths([list(lengths)], 1, on)
 
     def in_blocks() -> None:
-        for _, columns in layout.sequences():
+        for _, columns in layout.iter_sequences():
             parts = [x[:, :, columns] for x in primals]
             block_attention(*parts, tuple(x[:, :, columns] for x in tangents), scale=scale)
 

@@ -16,7 +16,7 @@ from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.models.dual_tensors import make_dual
-from vcore_ds.models.megatron.decoder import RMSNorm, norm_class, rms_norm, rms_norm_tangent
+from vcore_ds.models.megatron.decoder import RMSNorm, find_norm_class, rms_norm, rms_norm_tangent
 from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
 pytestmark = pytest.mark.skipif(
@@ -55,7 +55,7 @@ def test_value_tangent_and_gradients(dtype: torch.dtype, bound: float, size: int
     gradients = torch.autograd.grad(value, leaves, upstream)
     tangent = rms_norm_tangent(x, weight, EPS, d_x=d_x, d_weight=d_weight)
 
-    made = norm_class()
+    made = find_norm_class()
     assert made is not RMSNorm
     module = made(size, EPS).to(device(), dtype)
     x, d_x, upstream, weight, d_weight = (tensor.to(device()) for tensor in rounded)
@@ -103,7 +103,7 @@ def step(made: type[nn.Module], precision: str, *, fused: bool = True, **options
 @pytest.mark.parametrize("name", PASSES)
 def test_a_step_is_that_of_pytorchs_norms(name: str) -> None:
     start_process_group(timeout_minutes=10)
-    own, pytorch = (step(made, "fp32", **PASSES[name]) for made in (norm_class(), RMSNorm))
+    own, pytorch = (step(made, "fp32", **PASSES[name]) for made in (find_norm_class(), RMSNorm))
     for quantity, expected in pytorch.items():
         deviation = step_runs.relative_error(own[quantity], expected)
         print(f"{name}, {quantity}: {deviation:.1e}")
@@ -113,7 +113,7 @@ def test_a_step_is_that_of_pytorchs_norms(name: str) -> None:
 @pytest.mark.parametrize("name", PASSES)
 def test_in_bf16_a_step_is_as_close_to_fp32(name: str) -> None:
     start_process_group(timeout_minutes=10)
-    own, pytorch = (step(made, "bf16", **PASSES[name]) for made in (norm_class(), RMSNorm))
+    own, pytorch = (step(made, "bf16", **PASSES[name]) for made in (find_norm_class(), RMSNorm))
     for quantity, exact in step(RMSNorm, "fp32", **PASSES[name]).items():
         if quantity == "utilities in fp64":  # along a direction that was computed in bf16
             continue

@@ -40,15 +40,15 @@ def parallel_model(
     """
     config = type(plain.config)(**plain.config.to_dict())
     options = dict(gradient_checkpointing=checkpointing, activation_offload=activation_offload)
-    with patch.object(norms, "norm_class", lambda: norm_class) if norm_class else nullcontext():
+    with patch.object(norms, "find_norm_class", lambda: norm_class) if norm_class else nullcontext():
         model = ParallelTokenLossModel("tiny", config, dtype=plain.dtype, **options)
     place = dict(rank=layout.rank("tensor"), size=layout.size("tensor"))
     weights = plain.state_dict()
-    fill(model, model.trained_pieces(**place), lambda piece: piece.of(weights[piece.name]))
+    fill(model, model.trained_slices(**place), lambda piece: piece.take(weights[piece.name]))
     if lora:
         model.add_lora("tiny", tiny.lora(dropout))
         adapters = tiny.with_lora(copy.deepcopy(plain), dropout=dropout).state_dict()
-        fill(model, model.trained_pieces(**place), lambda piece: piece.of(adapters[piece.name]))
+        fill(model, model.trained_slices(**place), lambda piece: piece.take(adapters[piece.name]))
     model.train()
     return model
 
@@ -98,7 +98,7 @@ def whole(model: ParallelTokenLossModel, plain: nn.Module, tensors: Mapping[str,
     found = {name: torch.full_like(p.detach(), torch.nan) for name, p in plain.named_parameters() if p.requires_grad}
     of_ranks = layout.gather_objects("tensor", dict(tensors))
     for rank, of_rank in enumerate(of_ranks):
-        for name, piece in model.trained_pieces(rank=rank, size=len(of_ranks)).items():
+        for name, piece in model.trained_slices(rank=rank, size=len(of_ranks)).items():
             copy_to_weight(found, of_rank[name].detach(), piece)
     return found
 

@@ -95,8 +95,8 @@ def errors(found, exact, tangent_terms: Tensor | None = None) -> list[float]:
     return [float((x.double() - y).norm() / (size.norm() + 1e-12)) for x, y, size in triples]
 
 
-def ends_of(lengths) -> Tensor:
-    return RowLayout.from_lengths(lengths, 1, CPU).ends
+def cu_seqlens_of(lengths) -> Tensor:
+    return RowLayout.from_lengths(lengths, 1, CPU).cu_seqlens
 
 
 def check(
@@ -106,7 +106,7 @@ def check(
     num_tokens = sum(lengths[0])
     primals, tangents = drawn(len(lengths), heads, kv_heads, num_tokens, head_dim, dtype)
     tangents = tuple(dx if name in moving else None for name, dx in zip("qkv", tangents, strict=True))
-    options = dict(cu_seqlens=ends_of(lengths), max_seqlen=num_tokens, scale=SCALE, tiles=tiles, sinks=sinks)
+    options = dict(cu_seqlens=cu_seqlens_of(lengths), max_seqlen=num_tokens, scale=SCALE, tiles=tiles, sinks=sinks)
     found = flash_tangent(*primals, tangents, **options)
     exact, _ = expected(primals, tangents, lengths, None, sinks)
     assert (found[1] is None) == (not moving and (sinks is None or sinks[1] is None))
@@ -147,7 +147,7 @@ def test_sinks(dtype: torch.dtype) -> None:
 def test_the_block_version_agrees(with_sinks: bool) -> None:
     primals, tangents = drawn(2, 4, 2, 37, 16)
     options = dict(scale=SCALE, sliding_window=11, sinks=drawn_sinks(4) if with_sinks else None)
-    found = flash_tangent(*primals, tangents, cu_seqlens=ends_of([[37], [37]]), max_seqlen=37, **options)
+    found = flash_tangent(*primals, tangents, cu_seqlens=cu_seqlens_of([[37], [37]]), max_seqlen=37, **options)
     with patch.dict(BLOCK_TOKENS, cpu=(16, 16)):
         blocks = block_attention(*primals, tangents, **options)
     torch.testing.assert_close(found[:2], blocks, rtol=1e-5, atol=1e-6)
@@ -159,7 +159,9 @@ def test_scores_far_beyond_the_range_of_exp(growing: bool) -> None:
     (query, key, value), tangents = drawn(1, 1, 1, 40, 16)
     steps = torch.arange(40.0)[:, None]
     primals = (query.abs() + 1, (key.abs() + 1) * (steps if growing else 40 - steps) * 10, value)
-    found = flash_tangent(*primals, tangents, cu_seqlens=ends_of([[40]]), max_seqlen=40, scale=SCALE, tiles=(16, 16))
+    found = flash_tangent(
+        *primals, tangents, cu_seqlens=cu_seqlens_of([[40]]), max_seqlen=40, scale=SCALE, tiles=(16, 16)
+    )
     assert max(errors(found, expected(primals, tangents, [[40]], None)[0])) < 1e-4  # scores of 1e4 in fp32
 
 
@@ -179,7 +181,8 @@ def check_within_bounds(primals, tangents, layouts, lengths, sliding_window, til
     views = [view for view, _ in inside]
     launch(
         tuple(views[:3]), tuple(views[3:6]), tuple(views[6:]),
-        cu_seqlens=ends_of(lengths), is_long=False, scale=SCALE, sliding_window=sliding_window, sinks=None, tiles=tiles,
+        cu_seqlens=cu_seqlens_of(lengths), is_long=False, scale=SCALE, sliding_window=sliding_window, sinks=None,
+        tiles=tiles,
     )  # fmt: skip
     exact, terms = expected(primals, tangents, lengths, sliding_window)
     assert max(errors(views[6:], exact, terms)) <= TOLERANCE[primals[0].dtype]
@@ -237,7 +240,7 @@ def test_a_sequence_sees_no_other() -> None:
     poisoned = [[x.clone() for x in tensors] for tensors in primals_and_tangents]
     for tensor in (*poisoned[0], *poisoned[1]):
         tensor[:, :, :13] = tensor[:, :, 33:] = math.nan
-    options = dict(cu_seqlens=ends_of(lengths), max_seqlen=20, scale=SCALE, tiles=(16, 16))
+    options = dict(cu_seqlens=cu_seqlens_of(lengths), max_seqlen=20, scale=SCALE, tiles=(16, 16))
     clean = flash_tangent(*primals_and_tangents[0], primals_and_tangents[1], **options)
     found = flash_tangent(*poisoned[0], tuple(poisoned[1]), **options)
     for x, y in zip(found, clean, strict=True):

@@ -253,12 +253,12 @@ def test_rows_by_their_lengths() -> None:
     layout = RowLayout.from_lengths([[3, 5], [8]], 1, CPU)
     assert layout.cu_seqlens.tolist() == [0, 3, 8, 16] and layout.cu_seqlens.dtype == torch.int32
     assert (layout.max_seqlen, layout.is_unpacked) == (8, False)
-    assert list(layout.sequences()) == [
+    assert list(layout.iter_sequences()) == [
         (slice(0, 1), slice(0, 3)),
         (slice(0, 1), slice(3, 8)),
         (slice(1, 2), slice(0, 8)),
     ]
-    assert list(RowLayout.from_lengths([[8], [8]], 1, CPU).sequences()) == [(slice(None), slice(None))]
+    assert list(RowLayout.from_lengths([[8], [8]], 1, CPU).iter_sequences()) == [(slice(None), slice(None))]
     assert layout.split_into_chunks(8) is layout
     chunks = layout.split_into_chunks(3)
     assert (chunks.lengths, chunks.cu_seqlens.tolist()) == ([[3, 3, 2], [3, 3, 2]], [0, 3, 6, 8, 11, 14, 16])
@@ -433,7 +433,7 @@ def test_masks_and_lost_layouts_are_refused() -> None:
     layout = RowLayout.from_lengths([[4], [4]], 1, CPU)
     for attend in (training_attention, forward_mode_attention):
         for mask, extra, words in (
-            (visible(4), dict(row_layout=layout), "makes an attention mask of its own"),
+            (visible(4), dict(row_layout=layout), "builds its own attention mask"),
             (None, dict(row_layout=layout, position_bias=visible(4)), "adds a bias of positions to its scores"),
             (None, dict(row_layout=layout, block_indices=visible(4)), "selects the keys of each query"),
             (None, {}, "does not hand keyword arguments"),

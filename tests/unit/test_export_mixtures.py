@@ -19,7 +19,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.models.experts import OUR_EXPERTS
 from vcore_ds.models.lora import add_lora, add_trained_adapter
-from vcore_ds.models.model_folder import describe
+from vcore_ds.models.model_folder import write_config
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
@@ -86,7 +86,7 @@ def test_of_quantized_files_the_names_are_those_of_save_pretrained(bases, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes())
     folder = FolderWeights(str(tmp_path), describe_weights(str(tmp_path), torch.bfloat16))
-    assert not folder.is_whole and not folder.copied
+    assert not folder.is_complete and not folder.copied
     assert folder.stored.keys() == {name for name in stored(base) if "layers.2." not in name}
 
 
@@ -95,8 +95,8 @@ def test_a_configuration_says_what_is_there(tmp_path):
     model = mixture("deepseek_v3")
     model.config.quantization_config = {"quant_method": "fp8"}
     model.config.save_pretrained(tmp_path / "base")
-    for is_whole, number in ((True, 1), (False, 0)):
-        describe(tmp_path / str(number), str(tmp_path / "base"), torch.bfloat16, is_whole=is_whole)
+    for is_complete, number in ((True, 1), (False, 0)):
+        write_config(tmp_path / str(number), str(tmp_path / "base"), torch.bfloat16, is_complete=is_complete)
         found = read_config(tmp_path / str(number))
         assert "quantization_config" not in found and found["dtype"] == "bfloat16"
         assert found["num_nextn_predict_layers"] == number
@@ -128,7 +128,7 @@ def test_adapters_on_experts_are_those_of_plain_peft_and_merged(bases, tmp_path,
     assert stored(merged).keys() == stored(base).keys()
 
 
-def adapted_layers(name: str, *targets: str, dropout: float = 0.0) -> set[str]:
+def find_adapted_layers(name: str, *targets: str, dropout: float = 0.0) -> set[str]:
     """Names without their layers' numbers; of experts, that of the parameter."""
     lora = LoraConfig(rank=2, alpha=4, dropout=dropout, target_modules=targets)
     adapted = add_lora(mixture(name), lora)
@@ -145,20 +145,20 @@ def test_which_layers_get_adapters():
     dense = {f"mlp.{one}_proj" for one in ("gate", "up", "down")}
     shared = {f"mlp.shared_experts.{one}_proj" for one in ("gate", "up", "down")}
     experts = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
-    assert adapted_layers("qwen3_moe", "all-linear") == attention
-    assert adapted_layers("qwen3_moe", "experts") == experts
-    assert adapted_layers("qwen3_moe", "q_proj", "experts") == {"self_attn.q_proj"} | experts
-    assert adapted_layers("glm4_moe", "all-linear", dropout=0.1) == attention | dense | shared
-    assert adapted_layers("glm4_moe", "all-linear", "experts") == attention | dense | shared | experts
-    assert adapted_layers("glm4_moe", "gate_proj") == {"mlp.gate_proj", "mlp.shared_experts.gate_proj"}
-    assert not any("out_proj" in name for name in adapted_layers("nemotron_h", "all-linear"))
+    assert find_adapted_layers("qwen3_moe", "all-linear") == attention
+    assert find_adapted_layers("qwen3_moe", "experts") == experts
+    assert find_adapted_layers("qwen3_moe", "q_proj", "experts") == {"self_attn.q_proj"} | experts
+    assert find_adapted_layers("glm4_moe", "all-linear", dropout=0.1) == attention | dense | shared
+    assert find_adapted_layers("glm4_moe", "all-linear", "experts") == attention | dense | shared | experts
+    assert find_adapted_layers("glm4_moe", "gate_proj") == {"mlp.gate_proj", "mlp.shared_experts.gate_proj"}
+    assert not any("out_proj" in name for name in find_adapted_layers("nemotron_h", "all-linear"))
 
 
 def test_a_router_that_is_a_linear_layer_gets_no_adapter():
     sizes = dict(num_experts=4, n_routed_experts=4, num_shared_experts=1, num_dense_layers=1, layer_types=None)
     MIXTURES["afmoe"] = sizes
     try:
-        found = adapted_layers("afmoe", "all-linear")
+        found = find_adapted_layers("afmoe", "all-linear")
     finally:
         del MIXTURES["afmoe"]
     assert found and not any("router" in name for name in found)
@@ -166,9 +166,9 @@ def test_a_router_that_is_a_linear_layer_gets_no_adapter():
 
 def test_names_and_dropout_that_experts_cannot_have():
     with pytest.raises(UserError, match="found gate_proj, which no layer .* such as q_proj, .*, experts"):
-        adapted_layers("qwen3_moe", "gate_proj")
+        find_adapted_layers("qwen3_moe", "gate_proj")
     with pytest.raises(UserError, match="lora.dropout: found 0.1 together with adapters on experts.gate_up_proj"):
-        adapted_layers("qwen3_moe", "all-linear", "experts", dropout=0.1)
+        find_adapted_layers("qwen3_moe", "all-linear", "experts", dropout=0.1)
 
 
 def test_an_adapter_that_peft_would_take_for_experts_names_parameters(bases, tmp_path):

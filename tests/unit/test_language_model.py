@@ -20,7 +20,7 @@ from vcore_ds.models.causal_lm import (
     SOFTCAPS,
     TokenLossModel,
     auto_class,
-    decoder,
+    find_decoder,
     freeze_towers,
     is_vision_language,
     read_logit_transform,
@@ -153,7 +153,7 @@ def test_language_models_within_vision_language_models(model_type: str) -> None:
     assert is_vision_language(config)
     model = make(config)
     freeze_towers(model)
-    language_model = next(name for name, module in model.named_modules() if module is decoder(model))
+    language_model = next(name for name, module in model.named_modules() if module is find_decoder(model))
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert all(name.startswith(language_model) or "lm_head" in name for name in trained)
     assert model.get_output_embeddings().weight.requires_grad

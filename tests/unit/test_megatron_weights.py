@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.helpers import tiny
-from vcore_ds.models.megatron.configuration import copy_to_weight, pieces, runs
+from vcore_ds.models.megatron.configuration import copy_to_weight, iter_runs, weight_slices
 
 
 @pytest.fixture
@@ -17,12 +17,15 @@ def model():
 def test_the_parts_of_all_ranks_are_the_model(model, size):
     weights = {name: p.detach() for name, p in model.named_parameters()}
     of_ranks = [
-        {name: piece.of(weights[piece.name]) for name, piece in pieces(model.config, rank=rank, size=size).items()}
+        {
+            name: piece.take(weights[piece.name])
+            for name, piece in weight_slices(model.config, rank=rank, size=size).items()
+        }
         for rank in range(size)
     ]
     found = {name: torch.full_like(weight, torch.nan) for name, weight in weights.items()}
     for rank, of_rank in enumerate(of_ranks):
-        for name, piece in pieces(model.config, rank=rank, size=size).items():
+        for name, piece in weight_slices(model.config, rank=rank, size=size).items():
             copy_to_weight(found, of_rank[name], piece)
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
     assert sum(t.numel() for of_rank in of_ranks for t in of_rank.values()) == sum(
@@ -31,7 +34,7 @@ def test_the_parts_of_all_ranks_are_the_model(model, size):
 
 
 def test_a_rank_has_whole_heads(model):
-    parts = pieces(model.config, rank=1, size=2)
+    parts = weight_slices(model.config, rank=1, size=2)
     prefix = "model.layers.0.self_attn."
     for name, first in (("q", 12), ("k", 6), ("v", 6)):
         found = parts[f"layers.0.self_attn.qkv.{name}_proj"]
@@ -44,13 +47,13 @@ def test_a_rank_has_whole_heads(model):
 def test_runs_of_shards_are_the_flattened_parameter(model, rank, num_shards):
     weights = {name: p.detach() for name, p in model.named_parameters()}
     shapes = {name: weight.shape for name, weight in weights.items()}
-    for name, piece in pieces(model.config, rank=rank, size=2).items():
-        expected = piece.of(weights[piece.name]).flatten()
+    for name, piece in weight_slices(model.config, rank=rank, size=2).items():
+        expected = piece.take(weights[piece.name]).flatten()
         shard_numel = -(-(len(expected) + 5) // num_shards)  # with padding of 5 elements at the end
         shards = []
         for start in range(0, shard_numel * num_shards, shard_numel):
             shard = torch.zeros(shard_numel)
-            for run in runs(piece, shapes, start, start + shard_numel):
+            for run in iter_runs(piece, shapes, start, start + shard_numel):
                 values = weights[run.name].flatten()[run.start : run.start + run.numel]
                 assert len(values) == run.numel > 0
                 assert not shard[run.offset : run.offset + run.numel].any()

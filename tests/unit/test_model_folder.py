@@ -101,7 +101,7 @@ CHANGES = {
     "unknown model_type": (dict(model_type="foo"), "model_type 'foo' is unknown to transformers "),
     "code of its own": (dict(model_type="foo", auto_map={"AutoConfig": "a.B"}), "(trust_remote_code), which is not"),
     "encoder": (dict(model_type="bert"), "'bert' is an encoder"),
-    "embedding model": (dict(is_causal=False), "'qwen3' is an encoder, whose tokens see those behind them"),
+    "embedding model": (dict(is_causal=False), "'qwen3' is an encoder, whose attention is not causal"),
     "embedding model of Gemma": (
         dict(model_type="gemma3_text", use_bidirectional_attention=True, sliding_window=8),
         "'gemma3_text' is an encoder",
@@ -168,7 +168,7 @@ def test_weights_without_a_head_are_found_while_loading(whole: Path, tmp_path: P
     weights = load_file(folder / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "found no weights for lm_head.weight, which would be random numbers" in refused(folder, load)
+    assert "found no weights for lm_head.weight, which would be initialised at random" in refused(folder, load)
 
 
 def test_pickled_weights_that_are_none_are_found_while_loading(whole: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The token loss of ranks that have a part of the vocabulary each, against that of the whole, in fp64.
+"""The token loss of ranks that each have a shard of the vocabulary, against that of the unsharded one, in fp64.
 
 Ranks are threads here: each computes with rows of its own, and waits for the others where they exchange.
 """
@@ -34,8 +34,8 @@ class Ranks:
 
         def of_rank(rank: int) -> object:
             first = rank * rows
-            part = VocabularyShard(first, min(rows, VOCABULARY - first), lambda own: self._gather(rank, own))
-            return work(rank, part)
+            shard = VocabularyShard(first, min(rows, VOCABULARY - first), lambda own: self._gather(rank, own))
+            return work(rank, shard)
 
         with ThreadPoolExecutor(self.num_ranks) as pool:
             return list(pool.map(of_rank, range(self.num_ranks)))
@@ -83,10 +83,10 @@ def test_losses_and_gradients(num_ranks: int, transform: LogitTransform) -> None
     expected = token_loss(expected_hidden, expected_weight, targets, transform=transform)
     expected.backward(upstream)
 
-    def work(rank: int, part: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
+    def work(rank: int, shard: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
         own_hidden = hidden.clone().requires_grad_()
         own_weight = rows_of(weight, rank, num_ranks).requires_grad_()
-        losses = token_loss(own_hidden, own_weight, targets, transform=transform, part=part)
+        losses = token_loss(own_hidden, own_weight, targets, transform=transform, shard=shard)
         losses.backward(upstream)
         return losses.detach(), own_hidden.grad, own_weight.grad
 
@@ -114,10 +114,10 @@ def test_tangents(num_ranks: int, moving: str, transform: LogitTransform) -> Non
             for x, d_x, moves in zip(values, tangents, is_moving, strict=True)
         ]
 
-    def work(rank: int, part: VocabularyShard) -> tuple[Tensor, Tensor]:
+    def work(rank: int, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
         tangents = d_hidden, rows_of(d_weight, rank, num_ranks)
         values = hidden.clone(), rows_of(weight, rank, num_ranks)
-        losses = token_loss(*dual(values, tangents), targets, transform=transform, part=part)
+        losses = token_loss(*dual(values, tangents), targets, transform=transform, shard=shard)
         return tuple(forward_ad.unpack_dual(losses))
 
     with forward_ad.dual_level():
@@ -138,7 +138,7 @@ def test_entropies(num_ranks: int, scale: float, softcap: float | None) -> None:
     hidden, weight, _, _ = inputs()
     transform = LogitTransform(scale, softcap)
     found = Ranks(num_ranks).run(
-        lambda rank, part: token_entropy(hidden, rows_of(weight, rank, num_ranks), transform=transform, part=part)
+        lambda rank, shard: token_entropy(hidden, rows_of(weight, rank, num_ranks), transform=transform, shard=shard)
     )
     logits = scale * (hidden @ weight.t())
     log_probabilities = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).log_softmax(-1)
@@ -150,5 +150,5 @@ def test_entropies(num_ranks: int, scale: float, softcap: float | None) -> None:
 
 def test_no_tokens() -> None:
     hidden, weight, targets, _ = inputs()
-    found = Ranks(2).run(lambda rank, part: token_loss(hidden[:0], rows_of(weight, rank, 2), targets[:0], part=part))
+    found = Ranks(2).run(lambda rank, shard: token_loss(hidden[:0], rows_of(weight, rank, 2), targets[:0], shard=shard))
     assert [losses.shape for losses in found] == [(0,), (0,)]

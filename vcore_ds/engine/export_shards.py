@@ -119,7 +119,7 @@ def _finish(
     card: str | None,
 ) -> None:
     dtype = next(engine.module.parameters()).dtype
-    model_folder.describe(unfinished_path(folder), stored.path, dtype, is_whole=stored.is_whole)
+    model_folder.write_config(unfinished_path(folder), stored.path, dtype, is_complete=stored.is_complete)
     model_folder.finish(folder, tokenizer, card, split)
 
 

@@ -80,17 +80,17 @@ def load_parallel(
 
 def _list_reads(model: "ParallelTokenLossModel", weights: StoredWeights) -> list[Wanted]:
     """The ranges that this rank reads. Padding rows of the vocabulary are set to zero."""
-    from vcore_ds.models.megatron.configuration import pieces, runs
+    from vcore_ds.models.megatron.configuration import iter_runs, weight_slices
 
     shapes = {name: stored.shape for name, stored in weights.tensors.items()}
     reads = []
-    local_pieces = pieces(model.config, rank=layout.rank("tensor"), size=layout.size("tensor"))
+    local_pieces = weight_slices(model.config, rank=layout.rank("tensor"), size=layout.size("tensor"))
     for name, piece in local_pieces.items():
         start, shard = local_shard(as_partitioned(model.get_parameter(name)))
         shard.zero_()
         reads += [
             Wanted(weights.tensors[run.name], run.start, shard[run.offset : run.offset + run.numel])
-            for run in runs(piece, shapes, start, start + len(shard))
+            for run in iter_runs(piece, shapes, start, start + len(shard))
         ]
     return reads
 
@@ -109,7 +109,7 @@ def gather_parallel_weights(
     from vcore_ds.models.megatron.configuration import copy_to_weight
 
     size, order = layout.size("tensor"), {name: i for i, name in enumerate(weights)}
-    pieces_by_rank = [model.trained_pieces(rank=rank, size=size) for rank in range(size)]
+    pieces_by_rank = [model.trained_slices(rank=rank, size=size) for rank in range(size)]
     layer_of = {id(p): number for number, layer in enumerate(model.layers) for p in layer.parameters()}
     named = [(name, p) for name, p in model.named_parameters() if name in pieces_by_rank[0]]
 

@@ -1,1 +1,1 @@
-"""Models: loading, low-rank adapters, per-token losses, attention of all passes, sequence parallelism."""
+"""Models: loading, LoRA adapters, per-token losses, attention, MoE layers, sequence and tensor parallelism."""

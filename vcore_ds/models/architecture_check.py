@@ -1,8 +1,7 @@
-"""What training refuses in a model's configuration, said before any weights are read.
+"""Check whether training supports a model's architecture, before any weights are read; and count its parameters.
 
-The model is built as a run builds it, with its adapters and its token losses but without weights, and its decoder is
-called once. So it is the code that would refuse in a run that refuses here, and `vcore-ds check`, `plan` and `train`
-say the same.
+The model is built on the meta device as a run builds it, with adapters and token losses, and its decoder is called
+once. So the same code raises here and in a run, and `vcore-ds check`, `plan` and `train` report the same errors.
 """
 
 from collections.abc import Mapping
@@ -38,25 +37,26 @@ def check_architecture(
     estimator: Estimator | None,
     expert: int = 1,
 ) -> None:
-    """Raises UserError where training would refuse the model for its configuration; takes seconds for large models.
+    """Raise UserError if training would refuse the architecture; takes seconds for large models.
 
     Args:
         path: of the model, for messages.
         config: its configuration.
-        attention: of the recipe, `auto` or one of Hugging Face's kernels.
+        attention: `model.attention` of the recipe.
+        lora: the adapters; None for full fine-tuning.
         estimator: of the utilities; None for a method without them.
-        expert: degree of expert parallelism.
+        expert: expert-parallel size.
     """
     if estimator is not None:
         check_estimator(path, config, estimator)
     name = attention_name(config, attention)
     base = build_empty_model(path, config, attention=name)
-    # Of a dense model, and of experts that the degree does not divide, the plan of the batch says it.
+    # Dense models, and numbers of experts that `expert` does not divide, are refused by the batch plan.
     if expert > 1 and _has_routing(config) and not any(can_replace_experts(module) for module in base.modules()):
         raise UserError(
             f"parallel.expert: found {expert} together with model.path {path} ({causal_lm_class(config).__name__}), "
-            "whose experts are the architecture's own code; expected 1: only experts that transformers computes "
-            "through its interface for experts can be divided among ranks"
+            "whose experts do not use transformers' experts interface; expected 1: only experts behind that interface "
+            "can be divided among ranks"
         )
     with torch.device("meta"):
         model = TokenLossModel(base if lora is None else add_lora(base, lora))
@@ -64,7 +64,7 @@ def check_architecture(
 
 
 def check_estimator(path: str, config: PretrainedConfig, estimator: Estimator) -> None:
-    """Raises UserError where the estimator cannot give this architecture's utilities, with what can."""
+    """Raise UserError if the estimator does not support this architecture, with an alternative."""
     has_forward_mode = can_replace_attention(config)
     if estimator == "finite_difference" and has_forward_mode and _has_routing(config):
         raise UserError(differences_refused(path))
@@ -77,7 +77,7 @@ def check_estimator(path: str, config: PretrainedConfig, estimator: Estimator) -
 
 
 def suggest_alternative_to_jvp(config: PretrainedConfig) -> str:
-    """The end of a message that refuses `jvp` for this architecture: what serves instead."""
+    """Return the end of a message that refuses `jvp` for this architecture: the alternative."""
     if _has_routing(config):
         return (
             "; nor are finite differences right, since it is a mixture of experts, whose tokens they reroute; expected "
@@ -91,9 +91,9 @@ def _has_routing(config: PretrainedConfig) -> bool:
 
 
 def advise_on_noise(config: PretrainedConfig) -> str:
-    """What to use where the noise of a finite difference is too large."""
+    """Return the advice for finite differences that are too noisy."""
     if can_replace_attention(config):
-        return "Use utility.estimator=jvp, which has no epsilon and is right in this precision."
+        return "Use utility.estimator=jvp, which has no epsilon and is accurate in this precision."
     return (
         "The attention of this architecture has no forward-mode derivative (jvp): use model.precision=fp32, "
         f"{_WITHOUT_UTILITIES}."
@@ -101,10 +101,12 @@ def advise_on_noise(config: PretrainedConfig) -> str:
 
 
 def _call_decoder(path: str, model: TokenLossModel) -> None:
-    """Lets the attention say what it cannot take the place of, and autograd what the architecture may not do to an
-    input that requires a gradient, as embeddings below adapters do. Without dropout, whose masks are made for a
-    batch."""
-    model.eval()
+    """Call the decoder once on the meta device.
+
+    Our attention raises if it cannot replace the architecture's, and autograd if the architecture changes embeddings in
+    place that require a gradient, as below adapters.
+    """
+    model.eval()  # without dropout, which needs the keys of a batch
     row = torch.zeros(1, 2, dtype=torch.long, device="meta")
     is_ours = model.base.config.get_text_config()._attn_implementation == TRAINING_ATTENTION
     options = {"row_layout": RowLayout.from_lengths([[2]], 1, row.device)} if is_ours else {}
@@ -112,7 +114,7 @@ def _call_decoder(path: str, model: TokenLossModel) -> None:
         model.decoder(input_ids=row, position_ids=row, use_cache=False, **options)
     except UserError:
         raise
-    except Exception as error:  # of any class: an operation of the architecture's own that does nothing without weights
+    except Exception as error:  # of any class: architectures may use operations that the meta device does not support
         if "leaf Variable" in str(error):
             raise UserError(
                 f"lora: found adapters together with model.path {path} ({type(model.base).__name__}), which changes "
@@ -120,17 +122,15 @@ def _call_decoder(path: str, model: TokenLossModel) -> None:
             ) from None
 
 
-# How many parameters a model has, and how many of them are trained.
-
-
 def count_parameters(path: str, lora: LoraConfig | None, tensor: int = 1) -> ParameterCounts:
-    """The model's parameters, or a rank's part with tensor parallelism, from a model without weights; zeros
-    where it cannot be read, which is said elsewhere.
+    """Count all and trained parameters of a model, or of a rank's shard with tensor parallelism, on the meta device.
+
+    Returns zeros if the model cannot be read, which other checks report.
 
     Args:
         path: of the model.
-        lora: its adapters, which are then all that is trained.
-        tensor: degree of tensor parallelism.
+        lora: its adapters, the only trained parameters if given.
+        tensor: tensor-parallel size.
     """
     try:
         config = read_config(path)
@@ -142,28 +142,28 @@ def count_parameters(path: str, lora: LoraConfig | None, tensor: int = 1) -> Par
                 adapted = add_lora(model, lora)
             weights |= {name: p for name, p in adapted.named_parameters() if p.requires_grad}
         if tensor > 1:
-            return _count_part(path, config, lora, tensor, weights)
+            return _count_tensor_shard(path, config, lora, tensor, weights)
     except (UserError, OSError, ValueError):
         return ParameterCounts(0, 0)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained))
 
 
-def _count_part(
+def _count_tensor_shard(
     path: str, config: PretrainedConfig, lora: LoraConfig | None, tensor: int, weights: Mapping[str, torch.Tensor]
 ) -> ParameterCounts:
-    """What the first rank of a tensor group has, which is as much as any.
+    """Count the parameters of the first rank of a tensor group, which has as many as any other.
 
     Args:
-        weights: of the model by name, and of its adapters by their names in peft.
+        weights: the model's weights by name, and those of its adapters by their names in peft.
     """
-    from vcore_ds.models.megatron.adapters import adapted_layers, adapter_pieces
-    from vcore_ds.models.megatron.configuration import pieces
+    from vcore_ds.models.megatron.adapters import adapter_slices, find_adapted_layers
+    from vcore_ds.models.megatron.configuration import weight_slices
 
     place = dict(rank=0, size=tensor)
-    num_base = sum(piece.of(weights[piece.name]).numel() for piece in pieces(config, **place).values())
+    num_base = sum(piece.take(weights[piece.name]).numel() for piece in weight_slices(config, **place).values())
     if lora is None:
         return ParameterCounts(num_base, num_base)
-    added = adapter_pieces(adapted_layers(path, config, lora), config, lora, **place).values()
-    num_trained = sum(piece.of(weights[piece.name]).numel() for piece in added)
+    added = adapter_slices(find_adapted_layers(path, config, lora), config, lora, **place).values()
+    num_trained = sum(piece.take(weights[piece.name]).numel() for piece in added)
     return ParameterCounts(num_base + num_trained, num_trained)

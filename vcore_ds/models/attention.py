@@ -1,12 +1,12 @@
-"""Attention of every pass: causal, each sequence of a row by itself, heads shared out over the ranks of a row.
+"""Attention of every pass: causal, within each sequence of a packed row, heads divided over sequence-parallel ranks.
 
-Hugging Face's models find the functions below by name and hand them what the decoder was called with. So the layout of
-the rows comes as a keyword argument, and a layer that is recomputed in a backward finds the layout it ran with.
+Hugging Face's models find these functions by name, and pass on the keyword arguments of the decoder. The layout of the
+rows is such an argument, so a layer that is recomputed in the backward sees the layout that it ran with.
 
-No mask is made. A row of packed sequences under Hugging Face's own attention has one of `[T, T]`, 0.8 GB a call at
-16,384 tokens, and loses the fused kernel.
+No mask is built. For packed rows Hugging Face's own attention builds one of `[T, T]`, 0.8 GB per call at 16,384 tokens,
+and cannot use the fused kernel.
 
-Shapes: b rows, A query heads, K key/value heads, t tokens of a rank, T of a row, D head dimension.
+Shapes: b rows, A query heads, K key/value heads, t tokens of a row on this rank, T of the row, D head dimension.
 """
 
 import functools
@@ -35,31 +35,29 @@ from vcore_ds.models.block_attention import block_attention, block_attention_tan
 from vcore_ds.models.dual_tensors import make_dual
 from vcore_ds.models.sequence_exchange import exchange_with_tangents, heads_to_tokens, take_local_heads, tokens_to_heads
 
-# Which sequences a batch's rows hold, as attention and other functions of a layer need to know it.
-
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The sequences in a batch's rows, and the sequence-parallel degree; made once for each pass."""
+    """The sequences in a batch's rows, and the sequence-parallel size; built once for each pass."""
 
     lengths: Sequence[Sequence[int]]
-    """Tokens of the sequences in each row, in order; T together. Padding counts as a sequence."""
+    """Tokens of the sequences in each row, in order; they sum to T. Padding counts as a sequence."""
     sequence_parallel: int
-    """Sequence-parallel degree: each rank of a group has `t = T / sequence_parallel` columns of its rows."""
+    """Sequence-parallel size: each rank of a group has `t = T / sequence_parallel` columns of its rows."""
     cu_seqlens: Tensor
-    """int32 `[num_sequences + 1]`, on the device: 0, and where each sequence ends in the rows put end to end."""
+    """int32 `[num_sequences + 1]` on the device, cumulative sequence lengths over the concatenated rows, from 0."""
 
     @classmethod
     def from_lengths(
         cls, lengths: Sequence[Sequence[int]], sequence_parallel: int, device: torch.device
     ) -> "RowLayout":
-        """The layout with its tensor, made on the host: no layer waits for the device to learn it."""
+        """Build the layout on the host, so that no layer needs a host-device synchronisation."""
         flat = torch.tensor([0, *(n for row in lengths for n in row)], dtype=torch.int32)
         return cls(lengths, sequence_parallel, to_device(flat.cumsum(0, dtype=torch.int32), device))
 
     @property
     def max_seqlen(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         return max(n for row in self.lengths for n in row)
 
     @property
@@ -68,7 +66,7 @@ class RowLayout:
         return all(len(row) == 1 for row in self.lengths)
 
     def split_into_chunks(self, num_tokens: int) -> "RowLayout":
-        """That of the sequences cut into chunks of so many tokens, none of which sees another (Llama 4)."""
+        """Return the layout in which sequences are cut into chunks that do not see each other (Llama 4)."""
         if self.max_seqlen <= num_tokens:
             return self
         lengths = [
@@ -76,8 +74,8 @@ class RowLayout:
         ]
         return RowLayout.from_lengths(lengths, self.sequence_parallel, self.cu_seqlens.device)
 
-    def sequences(self) -> Iterator[tuple[slice, slice]]:
-        """Rows and columns of what can be computed together: all rows where each is one sequence, else a sequence."""
+    def iter_sequences(self) -> Iterator[tuple[slice, slice]]:
+        """Yield rows and columns that can be computed together: each sequence, or the whole batch if it is unpacked."""
         if self.is_unpacked:
             yield slice(None), slice(None)
             return
@@ -95,54 +93,53 @@ FORWARD_MODE_ATTENTION = "vcore_forward_mode"
 """Name under which Hugging Face models find `forward_mode_attention`."""
 
 FUSED_ATTENTION = "vcore_fused"
-"""Name under which they find the attention of `vcore_ds.models.attention`."""
+"""Name under which Hugging Face models find `attend_with_graph_and_tangents`."""
 
 OUR_ATTENTION = (TRAINING_ATTENTION, FORWARD_MODE_ATTENTION, FUSED_ATTENTION)
-"""Those that know the layout of the rows."""
+"""Implementations that take a `RowLayout`."""
 
 MAX_KERNEL_HEAD_DIM = 256
-"""Beyond it, the sums of a block of queries and of its tangent do not fit the registers of the kernel."""
+"""Largest head dimension of `flash_tangent`: beyond it, its accumulators do not fit into the registers."""
 
 MAX_FLASH_HEAD_DIM = 256
-"""Of PyTorch's flash kernel."""
+"""Largest head dimension of PyTorch's flash kernel."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a layer's queries score its keys."""
+    """How a layer computes attention scores."""
 
     scale: float
     """Factor on the scores."""
     sliding_window: int | None = None
-    """A query sees this many last keys, itself included; None for all."""
+    """Number of keys that a query sees, itself included; None for all."""
     softcap: float | None = None
-    """Scaled scores become `softcap * tanh(scores / softcap)` (Gemma 2); None to leave them."""
+    """Scaled scores become `softcap * tanh(scores / softcap)` (Gemma 2); None for none."""
 
 
-Parts = Sequence[Tensor | None]
-"""Of query `[b, A, T, D]`, key and value `[b, K, T, D]`, and attention sinks `[A]`: the values, where None stands for
-no sinks, or the tangents, where it stands for zero."""
+AttentionInputs = Sequence[Tensor | None]
+"""Query `[b, A, T, D]`, key and value `[b, K, T, D]`, and attention sinks `[A]`: either their values, where None means
+no sinks, or their tangents, where None means zero."""
 
-Attend = Callable[[Parts, Parts, RowLayout, Scoring], tuple[Tensor, Tensor | None]]
-"""Takes values and tangents; gives the output `[b, A, T, D]` and its tangent, None where all tangents are."""
+Attend = Callable[[AttentionInputs, AttentionInputs, RowLayout, Scoring], tuple[Tensor, Tensor | None]]
+"""Maps values and tangents to the output `[b, A, T, D]` and its tangent, None if all tangents are None."""
 
-_NOT_COMPUTED = {
+_UNSUPPORTED_ARGUMENTS = {
     "position_bias": "adds a bias of positions to its scores",
     "sinks": "has sinks of another kind",
     "indices": "selects the keys of each query",
     "block_indices": "selects the keys of each query",
 }
-"""What some architectures (Inkling, MiniMax-M3) hand to their attention beside its usual arguments: left out, it would
-be silently wrong."""
+"""Further arguments that some architectures (Inkling, MiniMax-M3) pass to their attention. Ignoring them would be a
+silent error."""
 
 
-def hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
-    """Hugging Face's attention interface around `attend`.
+def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
+    """Wrap `attend` in Hugging Face's attention interface.
 
-    It takes query `[b, A, t, D]`; key and value `[b, K, t, D]`, where the values of some architectures have fewer
-    dimensions; and sinks `[A]`: any of them dual numbers. It gives `[b, t, A, D]`, a dual number where an input is, and
-    None for the attention weights. It raises UserError where the model makes a mask of its own, or does not hand the
-    layout through.
+    The result takes query `[b, A, t, D]`; key and value `[b, K, t, D]`, where the values of some architectures have
+    fewer dimensions; and sinks `[A]`. Any of them may be a dual tensor. It returns `[b, t, A, D]`, dual if an input is,
+    and None for the attention weights. It raises UserError if the model builds a mask, or does not pass on the layout.
     """
 
     def attention(
@@ -158,30 +155,29 @@ def hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]
         row_layout: RowLayout | None = None,
         **others: object,
     ) -> tuple[Tensor, None]:
-        ignored = next((words for name, words in _NOT_COMPUTED.items() if others.get(name) is not None), None)
+        ignored = next((words for name, words in _UNSUPPORTED_ARGUMENTS.items() if others.get(name) is not None), None)
         if attention_mask is not None or row_layout is None or ignored is not None:
             no_layout = "does not hand keyword arguments from the decoder to its attention"
-            found = ignored or (no_layout if attention_mask is None else "makes an attention mask of its own")
+            reason = ignored or (no_layout if attention_mask is None else "builds its own attention mask")
             raise UserError(
-                f"model.path: {type(module).__name__} {found}, so attention here cannot take its place; expected "
+                f"model.path: {type(module).__name__} {reason}, so its attention cannot be replaced; expected "
                 "another architecture, or model.attention eager with a method without utilities (methods/sft.yaml)"
             )
-        row_layout = _layout_of_layer(module, row_layout)
+        row_layout = _find_layer_layout(module, row_layout)
         k, value_dim = row_layout.sequence_parallel, value.shape[-1]
         scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
-        parts = [(x, None) if x is None else forward_ad.unpack_dual(x) for x in (query, key, value, s_aux)]
-        (*primals, sinks), (*tangents, d_sinks) = zip(*parts, strict=True)
+        unpacked = [(x, None) if x is None else forward_ad.unpack_dual(x) for x in (query, key, value, s_aux)]
+        (*primals, sinks), (*tangents, d_sinks) = zip(*unpacked, strict=True)
 
         def exchange(tensors: Sequence[Tensor]) -> list[Tensor]:
-            return tokens_to_heads([_filled_up(x, query.shape[-1]) for x in tensors], k)
+            return tokens_to_heads([_pad_head_dim(x, query.shape[-1]) for x in tensors], k)
 
         primals, tangents = exchange_with_tangents(exchange, primals, tangents)
         sinks, d_sinks = (None if x is None else take_local_heads(x, k) for x in (sinks, d_sinks))
         output, d_output = attend([*primals, sinks], [*tangents, d_sinks], row_layout, scoring)
 
         def exchange_back(tensors: Sequence[Tensor]) -> list[Tensor]:
-            found = heads_to_tokens([x[..., :value_dim] for x in tensors], k)
-            return [x.transpose(1, 2).contiguous() for x in found]
+            return [x.transpose(1, 2).contiguous() for x in heads_to_tokens([x[..., :value_dim] for x in tensors], k)]
 
         (output,), (d_output,) = exchange_with_tangents(exchange_back, [output], [d_output])
         return output if d_output is None else make_dual(output, d_output), None
@@ -189,36 +185,36 @@ def hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]
     return attention
 
 
-def _layout_of_layer(module: Any, layout: RowLayout) -> RowLayout:
-    """That of chunks where the tokens of a layer see those of their own alone, which no argument says (Llama 4)."""
+def _find_layer_layout(module: Any, layout: RowLayout) -> RowLayout:
+    """Return the layout of chunks for a layer with chunked attention (Llama 4), which no argument tells."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
     if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
         return layout
     return layout.split_into_chunks(module.config.attention_chunk_size)
 
 
-def _filled_up(tensor: Tensor, dim: int) -> Tensor:
-    """With zeros to `dim` dimensions a head: latent attention (DeepSeek) has fewer for values. So queries, keys and
-    values travel together, and the flash kernel takes them."""
+def _pad_head_dim(tensor: Tensor, dim: int) -> Tensor:
+    """Pad heads with zeros to `dim` dimensions: multi-head latent attention (DeepSeek) has fewer for values. So one
+    exchange moves queries, keys and values, and the flash kernel takes them."""
     missing = dim - tensor.shape[-1]
     return nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 def attend_with_graph(
-    primals: Parts, tangents: Parts, layout: RowLayout, scoring: Scoring
+    primals: AttentionInputs, tangents: AttentionInputs, layout: RowLayout, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None]:
-    """By the fused kernels, for passes with a gradient. There must be no tangent, which would be lost."""
+    """Attention of passes with a gradient and without tangents, which would be lost: the fused kernels."""
     assert all(x is None for x in tangents)
     return causal_attention(primals, layout, scoring), None
 
 
-def causal_attention(primals: Parts, layout: RowLayout, scoring: Scoring) -> Tensor:
-    """Attention within each sequence, `[b, A, T, D]`, differentiable."""
+def causal_attention(primals: AttentionInputs, layout: RowLayout, scoring: Scoring) -> Tensor:
+    """Compute attention within each sequence, `[b, A, T, D]`, differentiable."""
     query, key, value, sinks = primals
     assert query is not None and key is not None and value is not None
     if scoring.softcap is None and _can_use_flash(query):
         if not TAKES_GROUPED_HEADS:
-            key, value = _for_each_query_head(query, key, value)
+            key, value = _repeat_kv_heads(query, key, value)
         kernel = CudaFlash(scoring.scale, scoring.sliding_window, layout.cu_seqlens, layout.max_seqlen)
         return flash_attention(query, key, value, sinks, kernel)[0]
 
@@ -230,15 +226,15 @@ def causal_attention(primals: Parts, layout: RowLayout, scoring: Scoring) -> Ten
 
 
 def _can_use_flash(query: Tensor) -> bool:
-    """Whether PyTorch's flash kernel over variable lengths can take it: unlike `scaled_dot_product_attention` it does
-    not fill up head dimensions itself."""
+    """Whether PyTorch's variable-length flash kernel takes this dtype and head dimension, which it does not pad as
+    `scaled_dot_product_attention` does."""
     head_dim = query.shape[-1]
-    is_served = query.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM
-    return query.is_cuda and is_served
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and is_half and head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM
 
 
-def _for_each_query_head(query: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Keys or values `[b, K, T, D]` repeated to `[b, A, T, D]`, as they are where each query head has its own."""
+def _repeat_kv_heads(query: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Repeat keys or values `[b, K, T, D]` to `[b, A, T, D]`."""
     num_heads = query.shape[1]
     return [x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], 1) for x in tensors]
 
@@ -246,38 +242,38 @@ def _for_each_query_head(query: Tensor, *tensors: Tensor) -> list[Tensor]:
 def apply_per_sequence(
     attend: Callable[..., Sequence[Tensor]], primals: Sequence[Tensor], layout: RowLayout
 ) -> Sequence[Tensor]:
-    """What `attend` gives of rows of one sequence each, for every sequence of the layout, put together as they lie.
+    """Apply `attend` to each sequence of the layout, and concatenate the results in the same layout.
 
     Args:
-        attend: takes query, key and value; its results have the tokens in their third dimension.
+        attend: takes query, key and value of unpacked rows; its results have the tokens in their third dimension.
     """
     if layout.is_unpacked:
         return attend(*primals)
     rows = []
     for row, lengths in enumerate(layout.lengths):
         parts = zip(*(x[row : row + 1].split(list(lengths), 2) for x in primals), strict=True)
-        rows.append([torch.cat(found, 2) for found in zip(*(attend(*part) for part in parts), strict=True)])
-    return [torch.cat(found) for found in zip(*rows, strict=True)]
+        rows.append([torch.cat(results, 2) for results in zip(*(attend(*part) for part in parts), strict=True)])
+    return [torch.cat(results) for results in zip(*rows, strict=True)]
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scoring: Scoring) -> Tensor:
-    """Rows of one sequence each, by what there is for any device and precision."""
+    """Attention of unpacked rows, for any device and dtype."""
     sees_all = scoring.sliding_window is None or query.shape[2] <= scoring.sliding_window
     if sees_all and scoring.softcap is None:
         if query.device.type == "cpu":
             return flash_attention(query, key, value, sinks, CpuFlash(scoring.scale))[0]
         if sinks is None:
-            # The memory-efficient kernel, the one for fp32 on a GPU, takes no grouped heads (enable_gqa): with them
-            # PyTorch would fall back to products that hold all scores, [A, T, T].
-            key, value = _for_each_query_head(query, key, value)
+            # The memory-efficient kernel, the one for fp32 on a GPU, does not support enable_gqa: with it PyTorch would
+            # fall back to unfused attention, which stores all scores, [A, T, T].
+            key, value = _repeat_kv_heads(query, key, value)
             return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scoring.scale)
     return explicit_attention(query, key, value, sinks=sinks, **vars(scoring))
 
 
 def attend_with_tangents(
-    primals: Parts, tangents: Parts, layout: RowLayout, scoring: Scoring
+    primals: AttentionInputs, tangents: AttentionInputs, layout: RowLayout, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None]:
-    """For passes without a gradient: one kernel for all rows where there is one, else in blocks by sequence."""
+    """Attention of passes with tangents and without a gradient: the Triton kernel where it applies, else in blocks."""
     (query, key, value, sink), (d_query, d_key, d_value, d_sink) = primals, tangents
     assert query is not None and key is not None and value is not None
     if scoring.softcap is not None:
@@ -286,7 +282,7 @@ def attend_with_tangents(
         return output, d_output
     sinks = None if sink is None else (sink, d_sink)
     if _can_use_triton(query):
-        from vcore_ds.models.flash_tangent import flash_tangent  # here alone, as it needs Triton
+        from vcore_ds.models.flash_tangent import flash_tangent  # needs Triton
 
         output, d_output, _ = flash_tangent(
             query,
@@ -301,54 +297,51 @@ def attend_with_tangents(
         )
         return output, d_output
 
-    in_blocks = functools.partial(
+    attend_in_blocks = functools.partial(
         block_attention, scale=scoring.scale, sliding_window=scoring.sliding_window, sinks=sinks
     )
     if layout.is_unpacked:
-        return in_blocks(query, key, value, (d_query, d_key, d_value))
+        return attend_in_blocks(query, key, value, (d_query, d_key, d_value))
     output = torch.empty_like(query)
     d_output = None if all(tangent is None for tangent in tangents) else torch.empty_like(output)
-    for rows, columns in layout.sequences():
+    for rows, columns in layout.iter_sequences():
         q, k, v = (x[rows, :, columns] for x in (query, key, value))
-        d_parts = [None if dx is None else dx[rows, :, columns] for dx in (d_query, d_key, d_value)]
-        found, d_found = in_blocks(q, k, v, d_parts)
-        output[rows, :, columns] = found
-        if d_output is not None and d_found is not None:
-            d_output[rows, :, columns] = d_found
+        d_qkv = [None if dx is None else dx[rows, :, columns] for dx in (d_query, d_key, d_value)]
+        out, d_out = attend_in_blocks(q, k, v, d_qkv)
+        output[rows, :, columns] = out
+        if d_output is not None and d_out is not None:
+            d_output[rows, :, columns] = d_out
     return output, d_output
 
 
 def _can_use_triton(query: Tensor) -> bool:
-    """Whether `flash_tangent` can take it, and should: products in fp32 are faster and as precise in blocks."""
+    """Whether to use `flash_tangent`: in half precision only, since in fp32 blocks are faster and as precise."""
     runs_kernels = query.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter, on CPUs
-    is_served = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= MAX_KERNEL_HEAD_DIM
-    return runs_kernels and is_served and _has_triton()
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return runs_kernels and is_half and query.shape[-1] <= MAX_KERNEL_HEAD_DIM and _has_triton()
 
 
 @functools.cache
 def _has_triton() -> bool:
-    """PyTorch's CUDA wheels bring it, its CPU wheels do not."""
+    """Whether Triton is installed: PyTorch's CUDA wheels depend on it, its CPU wheels do not."""
     return importlib.util.find_spec("triton") is not None
 
 
-training_attention = hugging_face_attention(attend_with_graph)
-forward_mode_attention = hugging_face_attention(attend_with_tangents)
-# Additions under names of our own: no other model of the process is changed. No mask function is registered under them,
-# so Hugging Face makes no mask, and does not look at positions for packed rows, which would wait for the device.
+training_attention = make_hugging_face_attention(attend_with_graph)
+forward_mode_attention = make_hugging_face_attention(attend_with_tangents)
+# New names, so that no other model in the process changes. No mask function is registered under them, so Hugging Face
+# builds no mask, and does not detect packed rows by their positions, which would synchronise with the device.
 AttentionInterface.register(TRAINING_ATTENTION, training_attention)
 AttentionInterface.register(FORWARD_MODE_ATTENTION, forward_mode_attention)
 
 
-# Attention of a forward that has both a graph and tangents: the tangent is beside the graph, and none of it in it.
-
-
-def attend_with_graph_beside_tangents(
-    primals: Parts, tangents: Parts, layout: RowLayout, scoring: Scoring
+def attend_with_graph_and_tangents(
+    primals: AttentionInputs, tangents: AttentionInputs, layout: RowLayout, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None]:
-    """The output and graph of `attend_with_graph`, and a tangent that has none.
+    """Attention of passes with a gradient and tangents: autograd records the value but not the tangent.
 
-    The value is always that of the training kernel, within activation checkpoints too: the loss of such a forward is
-    that of plain fine-tuning, bit for bit, and what the backward recomputes is what the forward had.
+    The value is always computed by the training kernel, also within activation checkpoints. So the loss equals that of
+    plain fine-tuning bit for bit, and the backward recomputes what the forward had.
     """
     if all(tangent is None for tangent in tangents):
         return attend_with_graph(primals, tangents, layout, scoring)
@@ -362,7 +355,7 @@ def attend_with_graph_beside_tangents(
             _, d_output = attend_with_tangents(detached, tangents, layout, scoring)
         return output, d_output
 
-    # What `causal_attention` gives on a CPU, and the log-sum-exp that it keeps to itself.
+    # As `causal_attention` on a CPU, but keeping the log-sum-exp.
     def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return flash_attention(query, key, value, sink, CpuFlash(scoring.scale))
 
@@ -370,13 +363,13 @@ def attend_with_graph_beside_tangents(
     sinks = None if sink is None else (sink.detach(), d_sink)
     with torch.no_grad():
         d_output = torch.empty_like(output)
-        for rows, columns in layout.sequences():
+        for rows, columns in layout.iter_sequences():
             q, k, v, out = (x.detach()[rows, :, columns] for x in (query, key, value, output))
-            d_parts = [None if x is None else x.detach()[rows, :, columns] for x in (d_query, d_key, d_value)]
+            d_qkv = [None if x is None else x.detach()[rows, :, columns] for x in (d_query, d_key, d_value)]
             d_output[rows, :, columns] = block_attention_tangent(
-                q, k, v, d_parts, out, log_sum_exp[rows, :, columns], scale=scoring.scale, sinks=sinks
+                q, k, v, d_qkv, out, log_sum_exp[rows, :, columns], scale=scoring.scale, sinks=sinks
             )
     return output, d_output
 
 
-AttentionInterface.register(FUSED_ATTENTION, hugging_face_attention(attend_with_graph_beside_tangents))
+AttentionInterface.register(FUSED_ATTENTION, make_hugging_face_attention(attend_with_graph_and_tangents))

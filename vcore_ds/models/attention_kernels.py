@@ -1,12 +1,12 @@
-"""PyTorch's flash kernels, for passes with a gradient, with the attention sinks that they do not know.
+"""PyTorch's flash kernels for passes with a gradient, extended by attention sinks; and attention in plain PyTorch.
 
-A sink s (gpt-oss, https://arxiv.org/abs/2508.10925) is one more score of each query of a head, whose value is 0. It
-follows from what attention without it gives, the output O and each query's log-sum-exp L:
+A sink s (gpt-oss, https://arxiv.org/abs/2508.10925) is an additional score of each query of a head, whose value vector
+is 0. Attention with sinks follows from attention without them, its output O and each query's log-sum-exp L:
 
     L' = log(exp(L) + exp(s))        O' = exp(L - L') O
 
-The backward is that of flash attention itself, called with O' and L': `exp(S - L')` are the weights beside the sink,
-and `delta = rowsum(dO' * O')` serves them as it does without sinks. The gradient by s is `-sum exp(s - L') delta`.
+The backward is that of flash attention, called with O' and L': `exp(S - L')` are the weights next to the sink, and
+`delta = rowsum(dO' * O')` is used as without sinks. The gradient of s is `-sum exp(s - L') delta`.
 
 Shapes: b rows, A query heads, K key/value heads, T tokens, D head dimension.
 """
@@ -21,54 +21,59 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 TAKES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether `varlen_attn` knows keys and values of fewer heads than the queries: from torch 2.12 on."""
+"""Whether `varlen_attn` supports grouped-query attention (torch 2.12 and later)."""
 
 
 @dataclass(frozen=True)
 class CpuFlash:
-    """Rows of one sequence each. The operator that `scaled_dot_product_attention` chooses on a CPU, by its name: that
-    function keeps the log-sum-exp to itself, and repeats key and value heads, which the operator does not need."""
+    """Flash attention on a CPU, for rows of one sequence each.
+
+    Calls the operator behind `scaled_dot_product_attention` directly: that function does not return the log-sum-exp,
+    and repeats key and value heads, which the operator does not need.
+    """
 
     scale: float
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Output `[b, A, T, D]`, and the log-sum-exp `[b, A, T]` of the scaled scores."""
+        """Return the output `[b, A, T, D]`, and the log-sum-exp `[b, A, T]` of the scaled scores."""
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return attend(query, key, value, 0.0, True, scale=self.scale)
 
     def backward(
         self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum_exp: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients by query, key and value."""
+        """Return the gradients of query, key and value."""
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(gradient, query, key, value, output, log_sum_exp, 0.0, True, scale=self.scale)
 
 
 @dataclass(frozen=True)
 class CudaFlash:
-    """All rows in one call, in bf16 or fp16. The kernel knows sequences by their ends, so there is no mask. Without
-    `TAKES_GROUPED_HEADS`, each query head has keys and values of its own."""
+    """Flash attention on a GPU in bf16 or fp16: all rows in one variable-length call without a mask.
+
+    Without `TAKES_GROUPED_HEADS`, keys and values need as many heads as the queries.
+    """
 
     scale: float
     sliding_window: int | None
-    """A query sees this many last keys, itself included; None for all."""
+    """Number of keys that a query sees, itself included; None for all."""
     cu_seqlens: Tensor
-    """int32 `[num_sequences + 1]`: 0, and where each sequence ends in the rows put end to end."""
+    """int32 `[num_sequences + 1]`, cumulative sequence lengths over the concatenated rows, starting at 0."""
     max_seqlen: int
     """Tokens of the longest sequence."""
 
     @property
     def _window(self) -> tuple[int, int]:
-        """Keys that a query sees before and after itself; -1 for all."""
+        """Number of keys that a query sees before and after itself; -1 for all."""
         return -1 if self.sliding_window is None else self.sliding_window - 1, 0
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Output `[b, A, T, D]`, differentiable, and the log-sum-exp `[b, A, T]` of the scaled scores."""
+        """Return the output `[b, A, T, D]`, differentiable, and the log-sum-exp `[b, A, T]` of the scaled scores."""
         grouped: dict[str, Any] = {"enable_gqa": True} if TAKES_GROUPED_HEADS else {}
         output, log_sum_exp = varlen_attn(
-            _end_to_end(query),
-            _end_to_end(key),
-            _end_to_end(value),
+            _concat_rows(query),
+            _concat_rows(key),
+            _concat_rows(value),
             self.cu_seqlens,
             self.cu_seqlens,
             self.max_seqlen,
@@ -86,31 +91,31 @@ class CudaFlash:
     def backward(
         self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum_exp: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients by query, key and value. The call that `varlen_attn` makes in its own backward."""
+        """Return the gradients of query, key and value, by the operator of `varlen_attn`'s backward."""
         left, right = self._window
-        found = torch.ops.aten._flash_attention_backward(
-            *map(_end_to_end, (gradient, query, key, value, output)),
-            log_sum_exp.movedim(1, 0).flatten(1).contiguous(),  # [A, b * T]; the kernel takes it for contiguous
+        gradients = torch.ops.aten._flash_attention_backward(
+            *map(_concat_rows, (gradient, query, key, value, output)),
+            log_sum_exp.movedim(1, 0).flatten(1).contiguous(),  # [A, b * T]; the kernel assumes that it is contiguous
             self.cu_seqlens,
             self.cu_seqlens,
             self.max_seqlen,
             self.max_seqlen,
             0.0,
             self._window == (-1, 0),
-            torch.zeros(2, dtype=torch.uint64, device=query.device),  # state of a dropout that there is not
+            torch.zeros(2, dtype=torch.uint64, device=query.device),  # random state of the dropout, which is 0
             torch.empty(0, device=query.device),
             scale=self.scale,
             window_size_left=left,
             window_size_right=right,
         )
-        by_query, by_key, by_value = (x.unflatten(0, (len(query), -1)).transpose(1, 2) for x in found)
-        return by_query, by_key, by_value
+        d_query, d_key, d_value = (x.unflatten(0, (len(query), -1)).transpose(1, 2) for x in gradients)
+        return d_query, d_key, d_value
 
 
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: CpuFlash | CudaFlash
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention, differentiable.
+    """Compute causal attention with optional sinks, differentiable.
 
     Args:
         query: `[b, A, T, D]`.
@@ -118,7 +123,7 @@ def flash_attention(
         sinks: `[A]`, or None for none.
 
     Returns:
-        output `[b, A, T, D]`, and the log-sum-exp `[b, A, T]` of each query's scaled scores and sink.
+        output `[b, A, T, D]`, and the log-sum-exp `[b, A, T]` over each query's scaled scores and sink.
     """
     if sinks is None:
         return kernel.forward(query, key, value)
@@ -133,7 +138,7 @@ class _WithSinks(torch.autograd.Function):
         output, log_sum_exp = kernel.forward(query, key, value)
         with_sink = torch.logaddexp(log_sum_exp, sinks.to(log_sum_exp.dtype)[:, None])
         output = (output * (log_sum_exp - with_sink).exp_()[..., None]).to(output.dtype)
-        # A copy: the sinks are a view of a gathered parameter, and would keep its memory until the backward.
+        # A copy: the sinks are a view of a gathered parameter, whose memory they would keep until the backward.
         ctx.save_for_backward(query, key, value, sinks.clone(), output, with_sink)
         ctx.mark_non_differentiable(with_sink)
         ctx.kernel = kernel
@@ -142,32 +147,22 @@ class _WithSinks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, log_sum_exp = ctx.saved_tensors
-        by_inputs = ctx.kernel.backward(gradient, query, key, value, output, log_sum_exp)
-        by_sinks = None
+        d_inputs = ctx.kernel.backward(gradient, query, key, value, output, log_sum_exp)
+        d_sinks = None
         if ctx.needs_input_grad[3]:
             delta = (gradient.to(log_sum_exp.dtype) * output).sum(-1)
             weights = (sinks.to(log_sum_exp.dtype)[:, None] - log_sum_exp).exp_()
-            by_sinks = -(weights * delta).sum((0, 2)).to(sinks.dtype)
-        return *by_inputs, by_sinks, None
+            d_sinks = -(weights * delta).sum((0, 2)).to(sinks.dtype)
+        return *d_inputs, d_sinks, None
 
 
-def _end_to_end(tensor: Tensor) -> Tensor:
-    """`[b, A, T, D]` as `[b * T, A, D]`."""
+def _concat_rows(tensor: Tensor) -> Tensor:
+    """Reshape `[b, A, T, D]` to `[b * T, A, D]`."""
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
-# Causal attention in plain PyTorch, where no fused kernel serves: capped scores; windows and sinks outside of half
-# precision on a GPU.
-#
-# All operations have a derivative in both modes, so inputs may need gradients or be dual numbers. A band of queries
-# at a time has its scores in memory, and the backward computes them again.
-#
-# Shapes: B batch, A query heads, K key/value heads, G = A / K, T tokens, of a band t queries and s keys, D head
-# dimension.
-
-
 BAND_TOKENS = 256
-"""Queries of a band: at 8,192 tokens, scores of 16 heads are 128 MiB in fp32."""
+"""Queries in a band of `explicit_attention`: at 8,192 tokens, the scores of 16 heads are 128 MiB in fp32."""
 
 
 def explicit_attention(
@@ -180,15 +175,20 @@ def explicit_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention output, `[B, A, T, D]`.
+    """Compute causal attention in plain PyTorch, `[B, A, T, D]`, where no fused kernel applies: softcaps; and windows
+    or sinks anywhere but in half precision on a GPU.
+
+    Every operation has a derivative in both modes, so inputs may require gradients or be dual tensors. Only one band of
+    queries has its scores in memory at a time; the backward recomputes them.
 
     Args:
         query: `[B, A, T, D]`.
         key, value: `[B, K, T, D]`; A is a multiple of K (grouped-query attention).
         scale: factor on the scores.
-        sliding_window: a query sees this many last keys, itself included; None for all.
-        sinks: `[A]`, one more score of each query, neither scaled nor capped, whose value is 0; None for none.
-        softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2); None to leave them.
+        sliding_window: number of keys that a query sees, itself included; None for all.
+        sinks: `[A]`, an additional score of each query, neither scaled nor capped, whose value vector is 0; None for
+            none.
+        softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2); None for none.
     """
     num_tokens = query.shape[2]
     positions, outputs = torch.arange(num_tokens, device=query.device), []
@@ -196,10 +196,10 @@ def explicit_attention(
         end = min(start + BAND_TOKENS, num_tokens)
         first = 0 if sliding_window is None else max(0, start - sliding_window + 1)
         distance = positions[start:end, None] - positions[None, first:end]
-        hidden = distance < 0
+        mask = distance < 0
         if sliding_window is not None:
-            hidden |= distance >= sliding_window
-        band = (query[:, :, start:end], key[:, :, first:end], value[:, :, first:end], sinks, hidden, scale, softcap)
+            mask |= distance >= sliding_window
+        band = (query[:, :, start:end], key[:, :, first:end], value[:, :, first:end], sinks, mask, scale, softcap)
         if torch.is_grad_enabled():
             outputs.append(checkpoint(_attend, *band, use_reentrant=False, preserve_rng_state=False))
         else:
@@ -212,20 +212,20 @@ def _attend(
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
-    hidden: Tensor,
+    mask: Tensor,
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """`[B, A, t, D]` of a band; `hidden` `[t, s]`, True where a query may not see a key."""
+    """Attention of one band of t queries to s keys, `[B, A, t, D]`; `mask [t, s]` is True for hidden keys."""
     num_kv_heads, num_keys = key.shape[1:3]
     accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
-    rows = query.unflatten(1, (num_kv_heads, -1))  # [B, K, G, t, D]
-    group, num_queries = rows.shape[2:4]
-    # Scores in 16 bits would be off by a tenth where they are large.
-    scores = scale * (rows.flatten(2, 3).to(accumulate) @ key.to(accumulate).transpose(2, 3))
+    grouped = query.unflatten(1, (num_kv_heads, -1))  # [B, K, A / K, t, D]
+    group, num_queries = grouped.shape[2:4]
+    # Large scores in 16 bits would be off by a tenth.
+    scores = scale * (grouped.flatten(2, 3).to(accumulate) @ key.to(accumulate).transpose(2, 3))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.unflatten(2, (group, num_queries)).masked_fill(hidden, -torch.inf)
+    scores = scores.unflatten(2, (group, num_queries)).masked_fill(mask, -torch.inf)
     if sinks is not None:
         column = sinks.to(accumulate).view(num_kv_heads, group, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], -1)

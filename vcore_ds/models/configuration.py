@@ -1,4 +1,4 @@
-"""A model's configuration: reading it, and what follows from it before any weights are read."""
+"""Reading and checking a model's configuration, and its shape for the planner, before any weights are read."""
 
 import json
 import sys
@@ -28,18 +28,18 @@ _EXPECTED = "expected a decoder-only language model (Qwen3, Llama, ...)"
 VISION_LANGUAGE = (
     "gemma3", "gemma4", "llama4", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
 )  # fmt: skip
-"""Types of vision-language models whose language model can be trained: on text alone, it gives the logits of the whole
+"""Types of vision-language models whose language model can be trained: on text, it alone computes the model's logits
 from token ids and positions."""
 
 _MAX_SIZES = {"num_hidden_layers": 10_000, "num_layers": 10_000, "n_layer": 10_000, "vocab_size": 2**31 - 1}
-"""Largest values that can be meant: an architecture builds lists of its layers, and token ids are int32."""
+"""Largest plausible values: architectures build lists of layers, and token ids are int32."""
 
 
 def read_config(path: str, *, local_files_only: bool = False) -> PretrainedConfig:
-    """The configuration of the causal language model in a folder or of a hub id.
+    """Read the configuration of a causal language model from a folder or the hub.
 
     Raises:
-        UserError: it cannot be read, does not agree with itself, or is of another kind of model.
+        UserError: it cannot be read, is inconsistent, or is of another kind of model.
     """
     raw = _read_json(path, local_files_only)
     model_type = raw.get("model_type")
@@ -51,8 +51,8 @@ def read_config(path: str, *, local_files_only: bool = False) -> PretrainedConfi
         if "auto_map" in raw:
             raise bad_config(
                 path,
-                f"model_type {model_type!r} needs code of the model's own (trust_remote_code), which is not run here; "
-                f"{_EXPECTED} that transformers has itself",
+                f"model_type {model_type!r} needs code from its repository (trust_remote_code), which is not run here; "
+                f"{_EXPECTED} that is part of transformers",
             )
         raise bad_config(
             path,
@@ -61,9 +61,9 @@ def read_config(path: str, *, local_files_only: bool = False) -> PretrainedConfi
         )
     _check_sizes(path, raw)
     try:
-        # Without a decision about the model's own code, transformers asks at the terminal.
+        # Unless trust_remote_code is given, transformers asks at the terminal.
         config = AutoConfig.from_pretrained(path, local_files_only=local_files_only, trust_remote_code=False)
-    except Exception as error:  # each architecture checks its own fields, with a class of exception of its own
+    except Exception as error:  # architectures validate their fields with exceptions of any class
         raise UserError(
             f"model.path: {path}: config.json does not describe a model of type {model_type!r}: {last_line(error)}"
         ) from None
@@ -73,12 +73,12 @@ def read_config(path: str, *, local_files_only: bool = False) -> PretrainedConfi
 
 
 def bad_config(path: str, problem: str) -> UserError:
-    """What a user reads of the config.json of a model."""
+    """Make the error about a model's config.json."""
     return UserError(f"model.path: {path}: config.json: {problem}")
 
 
 def _read_json(path: str, local_files_only: bool) -> dict[str, Any]:
-    """config.json as it is written."""
+    """Read config.json without interpreting it."""
     try:
         file = cached_file(path, "config.json", local_files_only=local_files_only)
         raw = json.loads(Path(str(file)).read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ def _read_json(path: str, local_files_only: bool) -> dict[str, Any]:
 
 
 def _check_sizes(path: str, raw: dict[str, Any]) -> None:
-    """The sizes that cost time and memory as soon as transformers sees them."""
+    """Check sizes that cost time and memory as soon as transformers reads the configuration."""
     text = raw.get("text_config")
     for section in (raw, text if isinstance(text, dict) else {}):
         for key, largest in _MAX_SIZES.items():
@@ -103,7 +103,7 @@ def _check_sizes(path: str, raw: dict[str, Any]) -> None:
 
 def _check_kind(path: str, config: PretrainedConfig) -> None:
     if config.model_type == "phimoe":
-        # The start check finds it too, after 42 billion parameters have been loaded.
+        # The start check would find it too, but only after loading 42 billion parameters.
         kind = (
             "an MoE model that draws the experts of each token at random in training and estimates its router's "
             "gradient (SparseMixer), so that neither losses nor gradients are those of the model"
@@ -113,10 +113,10 @@ def _check_kind(path: str, config: PretrainedConfig) -> None:
     elif is_vision_language(config) and config.model_type not in VISION_LANGUAGE:
         kind = (
             f"a vision-language model of another kind than those whose language model can be trained "
-            f"({', '.join(VISION_LANGUAGE)}); save its language model as a model of its own"
+            f"({', '.join(VISION_LANGUAGE)}); save its language model as a separate model"
         )
     elif _is_encoder(config):
-        kind = "an encoder, whose tokens see those behind them"
+        kind = "an encoder, whose attention is not causal"
     elif not is_vision_language(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = "no causal language model"
     else:
@@ -125,11 +125,11 @@ def _check_kind(path: str, config: PretrainedConfig) -> None:
 
 
 def _is_encoder(config: PretrainedConfig) -> bool:
-    """Whether attention is bidirectional, by the type of the model or by a switch in its configuration."""
+    """Whether attention is bidirectional, by the model's type or by a field of its configuration."""
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         return not getattr(config, "is_decoder", False)
     text = config.get_text_config()
-    # Embedding models are decoders with one of these; Gemma 4 has "vision" too, which leaves text causal.
+    # Embedding models are decoders with one of these fields. Gemma 4's value "vision" leaves text causal.
     return not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None) in (True, "all")
 
 
@@ -147,18 +147,21 @@ def _check_heads(path: str, config: PretrainedConfig) -> None:
 
 
 def read_vocabulary_size(path: str) -> int:
-    """Number of tokens: token ids are below it."""
+    """Read the vocabulary size without padding: token ids are below it."""
     config = read_config(path)
     return unpadded_vocabulary(config) or config.get_text_config().vocab_size
 
 
 def read_model_shape(path: str) -> ModelShape:
-    """What time and memory of a pass depend on. Architectures whose configuration has other names are taken for dense
-    Llama-like ones, those without heads for a model of the usual sizes whose rows cannot be shared or packed."""
+    """Read the sizes that time and memory of a pass depend on.
+
+    Architectures with unknown field names are assumed to be dense and Llama-like; those without attention heads get the
+    sizes of Qwen3-32B, without packing and sequence parallelism.
+    """
     config = read_config(path)
     sizes = {size: _size(config, names[0]) for size, names in SIZE_NAMES.items()}
     text = config.get_text_config()
-    # Jamba, Falcon-H1 and others derive the kinds of their layers, and to_dict() leaves them out.
+    # Jamba, Falcon-H1 and others derive layer_types, which to_dict() leaves out.
     shape = shape_of_sizes(sizes, text.to_dict() | {"layer_types": getattr(text, "layer_types", None)})
     if shape is None:
         missing = next(SIZE_NAMES[size][0] for size in REQUIRED_SIZES if sizes[size] is None)
@@ -166,31 +169,34 @@ def read_model_shape(path: str) -> ModelShape:
         return replace(QWEN3_32B, no_sequence_parallelism=why, unpackable=why, hidden_size=0)
     if can_replace_attention(config):
         return shape
-    # Nor is it known how such an attention tells packed sequences apart, or whether it does.
+    # It is unknown whether such an attention isolates packed sequences.
     why = "whose attention is its own code"
     return replace(shape, no_sequence_parallelism=why, unpackable=shape.unpackable or why)
 
 
 def _size(config: PretrainedConfig, name: str) -> int | None:
-    """None where the architecture has no such size, or one for each layer."""
+    """Return a size, None if the architecture does not have it, or has one per layer."""
     try:
         value = getattr(config.get_text_config(), name, None)
-    except RuntimeError:  # transformers' own word for the latter
+    except RuntimeError:  # transformers raises it if the size differs between layers
         return None
     return value if isinstance(value, int) else None
 
 
 def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that transformers loads; its mapping is typed for tasks that have a pair of them."""
+    """Return the class that transformers loads."""
     mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_vision_language(config) else MODEL_FOR_CAUSAL_LM_MAPPING
-    return cast(type[PreTrainedModel], mapping[type(config)])
+    return cast(type[PreTrainedModel], mapping[type(config)])  # typed for mappings whose values may be pairs
 
 
 def can_replace_attention(config: PretrainedConfig) -> bool:
-    """Whether the architecture finds its attention function by name, so that one of our own can serve: one that knows
-    causality, sliding windows and chunks, and none of the masks that sparse attention makes for itself."""
+    """Whether the architecture's attention can be replaced by that of `vcore_ds.models.attention`.
+
+    It must look up its attention function by name, and use only causal masks, sliding windows and chunks, no sparse
+    attention with masks computed from the data.
+    """
     causal_lm = causal_lm_class(config)
-    # Hybrids of attention and recurrences look names up without saying so.
+    # Hybrids of attention and recurrences look up names without setting `_supports_attention_backend`.
     finds_by_name = causal_lm._supports_attention_backend or hasattr(
         sys.modules[causal_lm.__module__], "ALL_ATTENTION_FUNCTIONS"
     )

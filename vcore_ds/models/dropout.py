@@ -1,8 +1,8 @@
-"""Dropout whose mask is a function of the token, and not of the rank that computes it or of the batch around it.
+"""Dropout whose mask is a function of the token alone, independent of ranks and of the layout of the batch.
 
-With a generator for each rank, a run would draw other masks at another world size or in other rows. Here the mask
-of a token is made from the run's seed, the step, the token's sequence and its position in it, so that any layout of the
-same batch computes the same losses. A recomputed layer draws the same mask again without a generator's state.
+With one random generator per rank, masks would depend on the world size and the packing. Here a token's mask is
+computed from the run's seed, the step, the token's sequence and its position in it, so that every layout of the same
+batch has the same losses. A layer that is recomputed in the backward gets the same mask without a generator's state.
 """
 
 import torch
@@ -14,19 +14,22 @@ _WORD = 1 << 32
 
 
 class TokenDropout(nn.Dropout):
-    """`torch.nn.Dropout` on `[b, t, F]` or `[b * t, F]`, with a mask for each token.
+    """`torch.nn.Dropout` on `[b, t, F]` or `[b * t, F]`, with masks by token.
 
     Attributes:
-        token_keys: int32 `[b, t]` of the tokens that come next, from `token_keys`; set by the engine for each forward.
-        first_feature: number of x's first feature among those of the layer, 0 unless ranks have a part of them each.
+        token_keys: int32 `[b, t]`, keys of the tokens of the next forward (`make_token_keys`), set by the engine.
+        first_feature: index of x's first feature among those of the layer; not 0 if ranks have shards of the features.
 
     The mask of token i and feature j is `key_i * feature_key_j mod 2^32 < (1 - p) * 2^32`. Both factors are random odd
-    numbers, so each product is uniform over the odd numbers, and two of one token, or of one feature, are independent:
-    what dropout asks of its mask. It is one product and one comparison for each element, on any device alike.
+    numbers, so each product is uniform over the odd numbers, and two products of one token, or of one feature, are
+    independent, as a dropout mask has to be. That is one multiplication and one comparison per element, the same on
+    every device.
     """
 
     def __init__(self, p: float, number: int):
-        """`number`: this module's place among the model's dropouts, so that each draws a mask of its own."""
+        """Args:
+        number: index of this module among the model's dropouts, so that each has different masks.
+        """
         super().__init__(p)
         self.number, self.first_feature = number, 0
         self.token_keys: Tensor | None = None
@@ -37,23 +40,23 @@ class TokenDropout(nn.Dropout):
         keys = self.token_keys
         if keys is None or keys.numel() != x.shape[:-1].numel():
             raise UserError(
-                f"model.path: found a dropout on {list(x.shape)}; expected dropout on the features of each token only. "
+                f"model.path: found a dropout on {list(x.shape)}; expected dropout of the features of tokens only. "
                 "Set lora.dropout, or the dropout in the model's config.json, to 0"
             )
-        return self.dropped(x, keys.reshape(x.shape[:-1]))
+        return self.drop(x, keys.reshape(x.shape[:-1]))
 
-    def dropped(self, x: Tensor, keys: Tensor) -> Tensor:
-        """`x [..., F]` under the masks of tokens with `keys [...]`."""
+    def drop(self, x: Tensor, keys: Tensor) -> Tensor:
+        """Drop features of `x [..., F]` by the masks of tokens with `keys [...]`."""
         features = self.first_feature + torch.arange(x.shape[-1], dtype=torch.int64, device=x.device)
         feature_keys = _odd_words(_mix(features + (self.number + 1) * _WORD))
-        # Products are signed, and a threshold of 2^31 would wrap too.
+        # The products are signed int32, so the threshold is shifted; 2^31 itself would wrap.
         threshold = min(round((1 - self.p) * _WORD) - _WORD // 2, _WORD // 2 - 1)
         kept = keys[..., None] * feature_keys < threshold
         return x * kept * (1 / (1 - self.p))
 
 
 def use_token_dropout(model: nn.Module) -> None:
-    """Replaces every dropout of a model that drops anything, in place."""
+    """Replace every dropout module with p > 0 of a model, in place."""
     number = 0
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -63,18 +66,18 @@ def use_token_dropout(model: nn.Module) -> None:
 
 
 def make_token_keys(seed: int, sequence_ids: Tensor, positions: Tensor) -> Tensor:
-    """A random odd int32 for each token, a function of the three alone.
+    """Hash the arguments to a random odd int32 for each token.
 
     Args:
         seed: of the step.
-        sequence_ids, positions: int64 `[b, T]`, the sequence of each token and its place in it.
+        sequence_ids, positions: int64 `[b, T]`, the sequence of each token and its position in it.
     """
     signed = (seed + 2**63) % 2**64 - 2**63
     return _odd_words(_mix(_mix(sequence_ids ^ signed) + positions))
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), on int64 that wraps."""
+    """Finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), on wrapping int64."""
     x = x + -7046029254386353131
     x = (x ^ _shift(x, 30)) * -4658895280553007687
     x = (x ^ _shift(x, 27)) * -7723592293110705685
@@ -82,7 +85,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """To the right, filled with zeros: torch fills with the sign."""
+    """Logical right shift; torch's `>>` is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

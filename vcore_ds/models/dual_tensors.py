@@ -1,4 +1,4 @@
-"""Dual-tensor helpers that do not keep tangents alive, and parameters that may be dual."""
+"""Helpers for PyTorch's dual tensors that do not keep tangents alive, and for parameters that may be dual."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,20 +9,20 @@ from torch import Tensor, nn
 
 
 def make_dual(value: Tensor, tangent: Tensor) -> Tensor:
-    """`forward_ad.make_dual`, without a tangent that outlives the result.
+    """`forward_ad.make_dual`, but without attaching the tangent to `value` itself.
 
-    The result is a view of `value`, and PyTorch gives a view's tangent to what it is a view of. Where a graph keeps
-    that, it would keep the tangent too, until the dual level ends. The primal of a dual number is a view that has no
-    part in this, so a view of it stands between.
+    The dual tensor is a view of `value`, and PyTorch propagates a view's tangent to its base. If the autograd graph
+    saves the base, the tangent would live until the dual level ends. The primal returned by `unpack_dual` is a view
+    that is exempt from this, so it is used as the base.
     """
     return forward_ad.make_dual(forward_ad.unpack_dual(value).primal, tangent)
 
 
 def unpack_parameter(module: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
-    """A parameter of a module that runs, and its tangent, if any.
+    """Return the value and the tangent (None if it has none) of a parameter, while its module runs.
 
-    With a graph the value is the parameter itself: a view of it, as a dual number's value is, would keep the memory of
-    the gathered parameter until the backward.
+    With gradients enabled the value is the parameter itself. The primal of a dual tensor would be a view of it, and the
+    graph would keep the memory of the gathered parameter until the backward.
     """
     value, tangent = forward_ad.unpack_dual(getattr(module, name))
     if not torch.is_grad_enabled():
@@ -33,7 +33,7 @@ def unpack_parameter(module: nn.Module, name: str) -> tuple[Tensor, Tensor | Non
 
 
 class LowRank(NamedTuple):
-    """The tangent of a weight as a product of two thin matrices, or of stacks of them."""
+    """A weight's tangent as a product of two low-rank matrices, or of two stacks of them."""
 
     left: Tensor
     """`[..., out, r]`"""
@@ -41,33 +41,34 @@ class LowRank(NamedTuple):
     """`[..., r, in]`"""
 
     def matrix(self) -> Tensor:
-        """The product, `[..., out, in]`."""
+        """The full matrix, `[..., out, in]`."""
         return self.left @ self.right
 
     def to(self, dtype: torch.dtype) -> "LowRank":
-        """The same factors in another precision."""
+        """The same factors in another dtype."""
         return LowRank(self.left.to(dtype), self.right.to(dtype))
 
 
 _LOW_RANK_TANGENTS = "_low_rank_tangents"
-"""Attribute of a module that runs: its parameters' low-rank tangents, by name."""
+"""Attribute of a running module that holds its parameters' low-rank tangents, by name."""
 
 
 def set_low_rank_tangent(module: nn.Module, name: str, tangent: LowRank, on_read: Callable[[], None]) -> None:
-    """Gives a parameter of a module that runs a low-rank tangent; only for modules that read it themselves.
+    """Give a parameter of a running module a low-rank tangent; only for modules that read it themselves.
 
-    `on_read` is called when they do: a tangent that nobody reads would be missing from the utilities, silently.
+    Args:
+        on_read: called at each read. A tangent that is never read would silently be missing from the utilities.
     """
     module.__dict__.setdefault(_LOW_RANK_TANGENTS, {})[name] = tangent, on_read
 
 
 def clear_low_rank_tangents(module: nn.Module) -> None:
-    """Takes the module's low-rank tangents away."""
+    """Remove the module's low-rank tangents."""
     module.__dict__.pop(_LOW_RANK_TANGENTS, None)
 
 
 def read_low_rank_tangent(module: nn.Module, name: str) -> LowRank | None:
-    """A parameter's low-rank tangent, if it has one."""
+    """Return a parameter's low-rank tangent, or None."""
     tangents = module.__dict__.get(_LOW_RANK_TANGENTS)
     if tangents is None or name not in tangents:
         return None

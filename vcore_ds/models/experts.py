@@ -1,9 +1,13 @@
-"""Experts of a mixture, with tangents: tokens sorted by expert, and one grouped product for all experts.
+"""Experts of MoE models as grouped GEMMs with tangents; expert parallelism; and counts of tokens per expert.
 
-Hugging Face's mixtures find the function below by name, as they find attention. Their own takes PyTorch's grouped
-product, which has no forward-mode rule, or a fallback that drops tangents without a word.
+Hugging Face's MoE models find `experts_forward` by name, as they find attention. Their own implementation uses
+PyTorch's grouped GEMM, which has no forward-mode rule, or a fallback that silently drops tangents.
 
-Shapes: n tokens, k experts for each, E experts, H hidden size, F width of an expert, S = n k.
+Expert parallelism: each rank of an expert-parallel group has a block of the experts of every MoE layer. A layer needs
+three all-to-alls: of the number of rows, of the rows, and of their outputs. Values and tangents travel together, and
+gradients the same way back. All ranks of a group take part in all exchanges, even without tokens.
+
+Shapes: n tokens, k experts per token, S = n k rows (one for each token and expert), E experts, H hidden size.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,29 +24,24 @@ from transformers.integrations.moe import ExpertsInterface
 from vcore_ds.distributed import layout
 from vcore_ds.models.dual_tensors import LowRank, make_dual, read_low_rank_tangent, unpack_parameter
 
-# Expert parallelism: rows of tokens go to the ranks that have their experts, and the results come back.
-#
-# Each rank of an expert-parallel group has a block of the experts of every mixture layer, and tokens of its own. A
-# layer takes three exchanges: how many rows, the rows, their results. Values and tangents travel in one, and
-# gradients the same way back. All ranks of a group take part in all of them, whatever tokens they have.
-#
-# Shapes: S rows (a token has one for each of its experts), E experts, N ranks of a group, H hidden size.
-
 
 def mark_sharded(experts: nn.Module) -> None:
-    """Says that a module of experts holds those of this rank alone."""
+    """Mark an experts module as holding only this rank's shard of the experts."""
     experts._are_sharded = True  # type: ignore[assignment]
 
 
 def are_sharded(experts: nn.Module) -> bool:
-    """Whether a module of experts holds those of this rank alone."""
+    """Whether an experts module holds only this rank's shard of the experts."""
     return getattr(experts, "_are_sharded", False)
 
 
 def expert_offsets(chosen: Tensor, num_experts: int) -> Tensor:
-    """Where the rows of each expert end, int32 `[E]`, of rows that are sorted by expert.
+    """Return the end offsets of each expert's rows, int32 `[E]`, the `offs` of `grouped_mm`.
 
-    On the device: no host waits to learn how many tokens an expert has.
+    Without a host-device synchronisation.
+
+    Args:
+        chosen: `[S]`, the expert of each row, sorted.
     """
     numbers = torch.arange(num_experts, device=chosen.device)
     return torch.searchsorted(chosen, numbers, right=True, out_int32=True)
@@ -51,34 +50,35 @@ def expert_offsets(chosen: Tensor, num_experts: int) -> Tensor:
 def run_at_experts(
     x: Tensor, chosen: Tensor, num_experts: int, compute: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """What the experts of the whole group make of this rank's rows, `[S, H]`; dual where `x` or a parameter is, on any
-    rank of the group. A collective over `expert`.
+    """Compute the outputs `[S, H]` of the rows' experts on all ranks of the expert-parallel group. A collective over
+    `expert`. The result is dual if `x` or a parameter is, on any rank of the group.
 
     Args:
         x: `[S, H]`, may be dual; sorted by expert.
-        chosen: `[S]`, the rows' experts, of all E.
-        compute: given rows sorted by expert, their experts numbered from this rank's first, and their
+        chosen: `[S]`, each row's expert, of all E.
+        compute: given rows sorted by expert, their experts counted from this rank's first, and their
             `expert_offsets`, returns the experts' outputs.
     """
     num_ranks = layout.size("expert")
-    num_own = num_experts // num_ranks
-    counts = expert_offsets(chosen, num_experts).long().diff(prepend=chosen.new_zeros(1)).view(num_ranks, num_own)
-    # Whether a tangent comes along is agreed on: an idle rank may have none where others have, and would exchange rows
-    # of another length.
+    num_local = num_experts // num_ranks
+    counts = expert_offsets(chosen, num_experts).long().diff(prepend=chosen.new_zeros(1)).view(num_ranks, num_local)
+    # The ranks agree on whether tangents travel: an idle rank may have none where others do, and the all-to-all would
+    # be of different row sizes.
     is_dual = counts.new_full((num_ranks, 1), forward_ad.unpack_dual(x).tangent is not None)
-    theirs, some_dual = layout.all_to_all("expert", torch.cat([counts, is_dual], 1)).split([num_own, 1], 1)
-    # The one place where the host waits for the device.
-    sent, received, dual = torch.stack([counts.sum(1), theirs.sum(1), some_dual[:, 0]]).tolist()
+    received_counts, are_dual = layout.all_to_all("expert", torch.cat([counts, is_dual], 1)).split([num_local, 1], 1)
+    # The only host-device synchronisation: the all-to-all needs its sizes on the host.
+    sent, received, dual = torch.stack([counts.sum(1), received_counts.sum(1), are_dual[:, 0]]).tolist()
     x = _exchange(x, sent, received, is_dual=any(dual))
-    numbers = torch.arange(num_own, device=chosen.device).repeat(num_ranks)
-    own_chosen, order = numbers.repeat_interleave(theirs.flatten(), output_size=sum(received)).sort(stable=True)
-    y = compute(x[order], own_chosen, expert_offsets(own_chosen, num_own))
-    # Where the rows have no tangents, those of the parameters alone decide, on all ranks alike.
+    numbers = torch.arange(num_local, device=chosen.device).repeat(num_ranks)
+    numbers = numbers.repeat_interleave(received_counts.flatten(), output_size=sum(received))
+    local_experts, order = numbers.sort(stable=True)
+    y = compute(x[order], local_experts, expert_offsets(local_experts, num_local))
+    # If the rows have no tangents, y has one exactly if the parameters have, which is the same on all ranks.
     return _exchange(y[order.argsort()], received, sent, is_dual=forward_ad.unpack_dual(y).tangent is not None)
 
 
 def _exchange(x: Tensor, sent: list[int], received: list[int], *, is_dual: bool) -> Tensor:
-    """Rows to other ranks, as many to each as `sent` says, and theirs here; the value has a graph, the tangent none."""
+    """All-to-all of rows with the given numbers per rank. The value is differentiable, its tangent is not recorded."""
     value, tangent = forward_ad.unpack_dual(x)
     if is_dual and tangent is None:
         tangent = torch.zeros_like(value)
@@ -87,8 +87,8 @@ def _exchange(x: Tensor, sent: list[int], received: list[int], *, is_dual: bool)
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows `[x | dx]` to other ranks; the gradient of x comes back the same way. One of a result that nobody has used
-    is zeros, not None: the other ranks wait for it."""
+    """All-to-all of rows `[x | dx]`, and of gradients of x in the backward. The gradient of an unused result is zeros,
+    not None, since the other ranks wait for it."""
 
     @staticmethod
     def forward(
@@ -108,86 +108,84 @@ class _Exchange(torch.autograd.Function):
         return layout.exchange_rows("expert", gradient, received, sent), None, None, None
 
 
-# How unevenly tokens go to the experts of an MoE model: counted on the device in every forward, read once a step.
-#
-# All ranks wait for the fullest one in each layer's exchange where experts are divided (`parallel.expert`).
-
-
-_TOKENS_OF: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
-"""Of the experts of a layer, `[E]` int64: this rank's tokens that were sent to each, since counting began."""
+_TOKEN_COUNTS: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+"""By experts module, int64 `[E]` on the device: this rank's tokens routed to each expert since the last reset."""
 
 _IS_TOKEN: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
-"""Of the experts of a layer, int64 `[n]`: 1 for each token of the current batch, 0 for padding."""
+"""By experts module, int64 `[n]`: 1 for tokens of the current batch, 0 for padding."""
 
 
 def mark_padding(experts: Iterable[nn.Module], is_token: Tensor) -> None:
-    """Tells layers of experts which of the tokens they get next are padding, which is not counted.
+    """Tell experts modules which tokens of the next forward are padding, which is not counted.
 
-    The marks are kept until the next call: a layer that is recomputed in the backward counts its tokens again.
+    The marks stay until the next call: a layer that is recomputed in the backward counts its tokens again.
 
     Args:
         is_token: bool `[b, t]`, of this rank's columns, on the device.
     """
-    marks = is_token.flatten().long()
+    weights = is_token.flatten().long()
     for module in experts:
-        _IS_TOKEN[module] = marks
+        _IS_TOKEN[module] = weights
 
 
 def count_tokens(experts: nn.Module, chosen: Tensor, num_experts: int) -> None:
-    """Adds a forward's tokens without padding. No host waits for the device.
+    """Count a forward's tokens without padding, without a host-device synchronisation.
 
     Args:
-        chosen: `[n, k]`, the experts of this rank's tokens, numbered over all ranks.
-        num_experts: E of the layer, over all ranks.
+        chosen: `[n, k]`, the experts of this rank's tokens, of all E.
+        num_experts: E, over all ranks.
     """
-    if experts not in _TOKENS_OF:
-        _TOKENS_OF[experts] = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
-    marks = _IS_TOKEN.get(experts)
-    if marks is None or len(marks) != len(chosen):  # a forward outside of the engine, which marks every batch
+    if experts not in _TOKEN_COUNTS:
+        _TOKEN_COUNTS[experts] = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
+    is_token = _IS_TOKEN.get(experts)
+    if is_token is None or len(is_token) != len(chosen):  # a forward outside of the engine, which marks every batch
         ones = torch.ones_like(chosen, dtype=torch.int64)
     else:
-        ones = marks[:, None].expand_as(chosen)
-    _TOKENS_OF[experts].scatter_add_(0, chosen.flatten().long(), ones.flatten())
+        ones = is_token[:, None].expand_as(chosen)
+    _TOKEN_COUNTS[experts].scatter_add_(0, chosen.flatten().long(), ones.flatten())
 
 
 def reset_token_counts(model: nn.Module) -> None:
-    """Begins to count anew."""
-    for tokens in _counted(model):
+    """Set all counts to zero."""
+    for tokens in _read_counts(model):
         tokens.zero_()
 
 
-def measure_expert_load(model: nn.Module, num_sharing: int = 1) -> dict[str, float]:
-    """The load of the fullest expert of a layer over the mean expert's, over all ranks; nothing for a model without
-    experts that count. A collective.
+def measure_expert_load(model: nn.Module, expert_parallel: int = 1) -> dict[str, float]:
+    """Measure the routing balance over all ranks. A collective, and a host-device synchronisation.
 
-    A layer that a backward has computed again counts twice, in all of its experts alike.
+    In an expert-parallel group all ranks wait for the most loaded one in each layer's exchange. A layer recomputed in
+    the backward counts twice, for all of its experts alike.
 
     Args:
-        num_sharing: ranks of an expert-parallel group. If more than one, also the load of the fullest rank in a layer,
-            over the mean rank's.
+        expert_parallel: ranks of an expert-parallel group.
+
+    Returns:
+        The load of a layer's most loaded expert over that of its mean expert, maximum and mean over the layers; for
+        `expert_parallel` > 1 the same of ranks. Empty for a model without counts.
     """
-    counted = _counted(model)
-    if not counted:
+    counts = _read_counts(model)
+    if not counts:
         return {}
-    sizes = [len(tokens) for tokens in counted]
-    group, num_groups = layout.rank("shards") // num_sharing, layout.size("shards") // num_sharing
-    # What each rank is sent by its own group; the other groups' places are filled in by the sum.
-    of_ranks = torch.zeros(num_groups, len(counted), num_sharing, dtype=torch.int64, device=counted[0].device)
-    of_ranks[group] = torch.stack([tokens.view(num_sharing, -1).sum(1) for tokens in counted])
-    numbers = torch.cat([*counted, of_ranks.flatten()]).tolist()
+    sizes = [len(tokens) for tokens in counts]
+    group, num_groups = layout.rank("shards") // expert_parallel, layout.size("shards") // expert_parallel
+    # Tokens sent to each rank by this rank's group; the sum over all ranks fills in the other groups' rows.
+    rank_tokens = torch.zeros(num_groups, len(counts), expert_parallel, dtype=torch.int64, device=counts[0].device)
+    rank_tokens[group] = torch.stack([tokens.view(expert_parallel, -1).sum(1) for tokens in counts])
+    numbers = torch.cat([*counts, rank_tokens.flatten()]).tolist()
     summed = torch.tensor(layout.sum_over("shards", numbers), dtype=torch.float64)
-    of_experts, of_ranks = summed[: sum(sizes)].split(sizes), summed[sum(sizes) :].view(of_ranks.shape)
-    loads = torch.stack([tokens.max() / tokens.mean() for tokens in of_experts])
-    found = {"expert_load_max": loads.max().item(), "expert_load_mean": loads.mean().item()}
-    if num_sharing > 1:
-        loads = of_ranks.amax((0, 2)) / of_ranks.mean((0, 2))
-        found |= {"expert_rank_load_max": loads.max().item(), "expert_rank_load_mean": loads.mean().item()}
-    return found
+    expert_tokens, rank_tokens = summed[: sum(sizes)].split(sizes), summed[sum(sizes) :].view(rank_tokens.shape)
+    loads = torch.stack([tokens.max() / tokens.mean() for tokens in expert_tokens])
+    metrics = {"expert_load_max": loads.max().item(), "expert_load_mean": loads.mean().item()}
+    if expert_parallel > 1:
+        loads = rank_tokens.amax((0, 2)) / rank_tokens.mean((0, 2))
+        metrics |= {"expert_rank_load_max": loads.max().item(), "expert_rank_load_mean": loads.mean().item()}
+    return metrics
 
 
-def _counted(model: nn.Module) -> list[Tensor]:
-    """By layer, in the model's order."""
-    return [_TOKENS_OF[module] for module in model.modules() if module in _TOKENS_OF]
+def _read_counts(model: nn.Module) -> list[Tensor]:
+    """Return the counts of each MoE layer, in the model's order."""
+    return [_TOKEN_COUNTS[module] for module in model.modules() if module in _TOKEN_COUNTS]
 
 
 OUR_EXPERTS = "vcore_experts"
@@ -195,16 +193,16 @@ OUR_EXPERTS = "vcore_experts"
 
 
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
-"""Grouped matrices `[E, out, in]` that `experts_forward` multiplies by."""
+"""Parameters `[E, out, in]` that `experts_forward` multiplies by."""
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The weighted sum of what each token's experts give of it, `[n, H]`; dual where an input or a parameter is.
+    """Compute the weighted sum of each token's experts, `[n, H]`; dual if an input or a parameter is.
 
-    The router's choice is locally constant: the tangent is that of the experts that the values chose.
+    The routing is locally constant, so the tangent is that of the chosen experts.
 
     Args:
-        experts: a module that transformers' `use_experts_implementation` decorates.
+        experts: a module decorated by transformers' `use_experts_implementation`.
         hidden_states: `[n, H]`.
         top_k_index: `[n, k]`, the experts of each token.
         top_k_weights: `[n, k]`.
@@ -213,16 +211,16 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     chosen, order = top_k_index.flatten().sort(stable=True)
     x = hidden_states[order // top_k_index.shape[-1]]
     if are_sharded(experts):
-        x = run_at_experts(x, chosen, experts.num_experts, partial(_outputs, experts))
+        x = run_at_experts(x, chosen, experts.num_experts, partial(_compute_experts, experts))
     else:
-        x = _outputs(experts, x, chosen, expert_offsets(chosen, experts.num_experts))
+        x = _compute_experts(experts, x, chosen, expert_offsets(chosen, experts.num_experts))
     x = x * top_k_weights.flatten()[order, None]
-    # Not `index_add`, whose order of summation is another one in every call on a GPU.
+    # Not `index_add`, whose order of summation is nondeterministic on a GPU.
     return x[order.argsort()].unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
 
 
 def can_replace_experts(module: nn.Module) -> bool:
-    """Whether a module's forward is looked up by name, in transformers' interface for experts."""
+    """Whether a module looks up its forward by name in transformers' `ExpertsInterface`."""
     return hasattr(module, "is_transposed")
 
 
@@ -232,79 +230,81 @@ def uses_our_experts(module: nn.Module) -> bool:
     return can_replace_experts(module) and implementation == OUR_EXPERTS
 
 
-def _outputs(experts: Any, x: Tensor, chosen: Tensor, ends: Tensor) -> Tensor:
-    """What each row's expert makes of it.
+def _compute_experts(experts: Any, x: Tensor, chosen: Tensor, offsets: Tensor) -> Tensor:
+    """Compute the output of each row's expert.
 
     Args:
-        x: `[S, H]`, rows of an expert together.
-        chosen: `[S]`, their experts, numbered as in this rank's parameters.
-        ends: int32 `[E]`, where the rows of each of those experts end.
+        x: `[S, H]`, sorted by expert.
+        chosen: `[S]`, their experts, as indices into this rank's parameters.
+        offsets: int32 `[E]`, see `expert_offsets`.
     """
 
     def project(x: Tensor, name: str) -> Tensor:
-        adapter = _ADAPTERS_OF.get(experts, {}).get(name)
-        weight, options = _parameter(experts, name), {"input_first": experts.is_transposed}
+        adapter = _ADAPTERS.get(experts, {}).get(name)
+        weight, options = _parameter(experts, name), {"is_transposed": experts.is_transposed}
         if adapter is None:
-            product = grouped_matmul(x, *weight, ends, **options)
+            product = grouped_matmul(x, *weight, offsets, **options)
         else:
-            product = adapted_grouped_matmul(x, weight[0], adapter, ends, **options)
+            product = adapted_grouped_matmul(x, weight[0], adapter, offsets, **options)
         return product + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else product
 
     x = project(x, "gate_up_proj" if experts.has_gate else "up_proj")
     x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
     x = project(x, "down_proj")
-    if getattr(experts, "has_post_expert_norm", False):  # transformers 5.17 knows none
+    if getattr(experts, "has_post_expert_norm", False):  # not in transformers 5.17
         x = experts.post_expert_norm(x)
     return x
 
 
 def grouped_matmul(
-    x: Tensor, weight: Tensor, d_weight: Tensor | LowRank | None, ends: Tensor, *, input_first: bool = False
+    x: Tensor, weight: Tensor, d_weight: Tensor | LowRank | None, offsets: Tensor, *, is_transposed: bool = False
 ) -> Tensor:
-    """Each row of `x` times the matrix of its expert, `[S, out]`: `d(x W) = dx W + x dW`.
+    """Multiply each row of `x` by the weight of its expert, `[S, out]`: `d(x W) = dx W + x dW`.
 
-    The value has a graph where gradients are enabled, the tangent has none.
+    The value is differentiable if gradients are enabled; the tangent is not recorded.
 
     Args:
-        x: `[S, in]`, may be dual; rows of an expert lie together.
+        x: `[S, in]`, may be dual; sorted by expert.
         weight: `[E, out, in]`, the value.
         d_weight: its tangent, or None.
-        ends: int32 `[E]`, where the rows of each expert end; the last is S.
-        input_first: `weight` is `[E, in, out]`.
+        offsets: int32 `[E]`, see `expert_offsets`.
+        is_transposed: `weight` is `[E, in, out]`.
     """
     x, d_x = forward_ad.unpack_dual(x)
     x = x.to(weight.dtype)
-    product = _GroupedMatmul.apply(x, weight, ends, input_first)
+    product = _GroupedMatmul.apply(x, weight, offsets, is_transposed)
     with torch.no_grad():
-        tangents = [] if d_x is None else [_products(d_x.to(weight.dtype), _input_first(weight, input_first), ends)]
+        tangents = (
+            [] if d_x is None else [_grouped_mm(d_x.to(weight.dtype), _as_in_out(weight, is_transposed), offsets)]
+        )
         if isinstance(d_weight, LowRank):
-            thin = d_weight if input_first else LowRank(d_weight.right.mT, d_weight.left.mT)
-            tangents.append(_products(_products(x, thin.left, ends), thin.right, ends))
+            factors = d_weight if is_transposed else LowRank(d_weight.right.mT, d_weight.left.mT)
+            tangents.append(_grouped_mm(_grouped_mm(x, factors.left, offsets), factors.right, offsets))
         elif d_weight is not None:
-            tangents.append(_products(x, _input_first(d_weight, input_first), ends))
+            tangents.append(_grouped_mm(x, _as_in_out(d_weight, is_transposed), offsets))
     if not tangents:
         return product
     return make_dual(product, tangents[0] if len(tangents) == 1 else tangents[0].add_(tangents[1]))
 
 
 class ExpertsAdapter(NamedTuple):
-    """Low-rank matrices that are added to those of all experts; both may be dual."""
+    """LoRA factors for one weight of all experts; both may be dual."""
 
     down: Tensor
-    """`[E, r, in]`, or `[E, in, r]` where weights have their inputs first."""
+    """A: `[E, r, in]`, or `[E, in, r]` if the weights are transposed."""
     up: Tensor
-    """`[E, out, r]`, or `[E, r, out]`."""
+    """B: `[E, out, r]`, or `[E, r, out]` if the weights are transposed."""
     scaling: float
 
 
-_ADAPTERS_OF: WeakKeyDictionary[nn.Module, dict[str, ExpertsAdapter]] = WeakKeyDictionary()
-"""Of experts that run, by the name of the adapted parameter."""
+_ADAPTERS: WeakKeyDictionary[nn.Module, dict[str, ExpertsAdapter]] = WeakKeyDictionary()
+"""By running experts module, and by the name of the adapted parameter."""
 
 
 @contextmanager
-def adapted(experts: nn.Module, name: str, adapter: ExpertsAdapter) -> Iterator[None]:
-    """A context in which the experts compute with an adapter on their frozen parameter `name`."""
-    adapters = _ADAPTERS_OF.setdefault(experts, {})
+def use_adapter(experts: nn.Module, name: str, adapter: ExpertsAdapter) -> Iterator[None]:
+    """Context in which the experts compute with an adapter on their frozen parameter `name`."""
+    adapters = _ADAPTERS.setdefault(experts, {})
     adapters[name] = adapter
     try:
         yield
@@ -313,81 +313,81 @@ def adapted(experts: nn.Module, name: str, adapter: ExpertsAdapter) -> Iterator[
 
 
 def adapted_grouped_matmul(
-    x: Tensor, weight: Tensor, adapter: ExpertsAdapter, ends: Tensor, *, input_first: bool = False
+    x: Tensor, weight: Tensor, adapter: ExpertsAdapter, offsets: Tensor, *, is_transposed: bool = False
 ) -> Tensor:
-    """`x W + scaling (x A) B` of each row's expert, rounded once; shapes as in `grouped_matmul`.
+    """Compute `x W + scaling (x A) B` for each row's expert, rounded once; shapes as in `grouped_matmul`.
 
-    `x A` becomes r more columns of x, and B as many more rows of W, so that one product sums both.
+    `x A` is appended to the columns of x, and B to the rows of W, so that one grouped GEMM sums both.
     """
     down, d_down = forward_ad.unpack_dual(adapter.down)
-    inner = adapter.scaling * grouped_matmul(x, down, d_down, ends, input_first=input_first)
+    inner = adapter.scaling * grouped_matmul(x, down, d_down, offsets, is_transposed=is_transposed)
     (x, d_x), (inner, d_inner), (up, d_up) = (forward_ad.unpack_dual(t) for t in (x, inner, adapter.up))
     x = x.to(weight.dtype)
-    product = _AdaptedGroupedMatmul.apply(x, inner, weight, up, ends, input_first)
+    product = _AdaptedGroupedMatmul.apply(x, inner, weight, up, offsets, is_transposed)
     with torch.no_grad():
         tangents = []
         if d_inner is not None:
             d_x = torch.zeros_like(x) if d_x is None else d_x.to(weight.dtype)
-            joined = _input_first(_joined(weight, up, input_first), input_first)
-            tangents.append(_products(torch.cat([d_x, d_inner], 1), joined, ends))
+            joined = _as_in_out(_concat_adapter(weight, up, is_transposed), is_transposed)
+            tangents.append(_grouped_mm(torch.cat([d_x, d_inner], 1), joined, offsets))
         if d_up is not None:
-            tangents.append(_products(inner, _input_first(d_up, input_first), ends))
+            tangents.append(_grouped_mm(inner, _as_in_out(d_up, is_transposed), offsets))
     if not tangents:
         return product
     return make_dual(product, tangents[0] if len(tangents) == 1 else tangents[0].add_(tangents[1]))
 
 
 class _AdaptedGroupedMatmul(torch.autograd.Function):
-    """The product of values. What is joined is joined again in the backward: kept, it would be a copy of all
-    weights."""
+    """The values of `adapted_grouped_matmul`. The backward concatenates weight and adapter again: saved, they would be
+    a copy of all weights."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, inner: Tensor, weight: Tensor, up: Tensor, ends: Tensor, input_first: bool
+        ctx: Any, x: Tensor, inner: Tensor, weight: Tensor, up: Tensor, offsets: Tensor, is_transposed: bool
     ) -> Tensor:
-        ctx.save_for_backward(inner, weight, up, ends)
-        ctx.input_first = input_first
-        joined = _input_first(_joined(weight, up, input_first), input_first)
-        return _products(torch.cat([x, inner], 1), joined, ends)
+        ctx.save_for_backward(inner, weight, up, offsets)
+        ctx.is_transposed = is_transposed
+        joined = _as_in_out(_concat_adapter(weight, up, is_transposed), is_transposed)
+        return _grouped_mm(torch.cat([x, inner], 1), joined, offsets)
 
     @staticmethod
     def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor | None, Tensor, None, Tensor | None, None, None]:
-        inner, weight, up, ends = ctx.saved_tensors
-        joined = _input_first(_joined(weight, up, ctx.input_first), ctx.input_first)
-        d_joined = _products(d_product, joined.transpose(1, 2), ends)
+        inner, weight, up, offsets = ctx.saved_tensors
+        joined = _as_in_out(_concat_adapter(weight, up, ctx.is_transposed), ctx.is_transposed)
+        d_joined = _grouped_mm(d_product, joined.transpose(1, 2), offsets)
         d_x, d_inner = d_joined.split([d_joined.shape[1] - inner.shape[1], inner.shape[1]], 1)
-        left, right = (inner, d_product) if ctx.input_first else (d_product, inner)
-        return d_x, d_inner, None, _sums_of_outer_products(left, right, ends), None, None
+        left, right = (inner, d_product) if ctx.is_transposed else (d_product, inner)
+        return d_x, d_inner, None, _grouped_mm_of_transposed(left, right, offsets), None, None
 
 
-def _joined(weight: Tensor, up: Tensor, input_first: bool) -> Tensor:
-    return torch.cat([weight, up], 1 if input_first else 2)
+def _concat_adapter(weight: Tensor, up: Tensor, is_transposed: bool) -> Tensor:
+    return torch.cat([weight, up], 1 if is_transposed else 2)
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """The product of values. A Function, since PyTorch's own would keep a transposed view of the weight for the
-    backward, and with it the memory of the gathered parameter, after ZeRO-3 has released it."""
+    """The values of `grouped_matmul`. PyTorch's own backward would save a transposed view of the weight, and so keep
+    the memory of the gathered parameter after ZeRO-3 has released it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, input_first: bool) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
-        ctx.input_first = input_first
-        return _products(x, _input_first(weight, input_first), ends)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, is_transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, offsets)
+        ctx.is_transposed = is_transposed
+        return _grouped_mm(x, _as_in_out(weight, is_transposed), offsets)
 
     @staticmethod
     def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight, ends = ctx.saved_tensors
+        x, weight, offsets = ctx.saved_tensors
         d_x = d_weight = None
         if ctx.needs_input_grad[0]:
-            d_x = _products(d_product, _input_first(weight, ctx.input_first).transpose(1, 2), ends)
+            d_x = _grouped_mm(d_product, _as_in_out(weight, ctx.is_transposed).transpose(1, 2), offsets)
         if ctx.needs_input_grad[1]:
-            left, right = (x, d_product) if ctx.input_first else (d_product, x)
-            d_weight = _sums_of_outer_products(left, right, ends)
+            left, right = (x, d_product) if ctx.is_transposed else (d_product, x)
+            d_weight = _grouped_mm_of_transposed(left, right, offsets)
         return d_x, d_weight, None, None
 
 
 def _parameter(experts: nn.Module, name: str) -> tuple[Tensor, Tensor | LowRank | None]:
-    """Value and tangent; under an adapter the parameter is computed, and no parameter of the module."""
+    """Return a weight's value and tangent. With peft's own adapter it is a computed tensor, not a parameter."""
     if (tangent := read_low_rank_tangent(experts, name)) is not None:
         return getattr(experts, name), tangent
     if name in experts._parameters:
@@ -395,39 +395,39 @@ def _parameter(experts: nn.Module, name: str) -> tuple[Tensor, Tensor | LowRank 
     return forward_ad.unpack_dual(getattr(experts, name))
 
 
-def _input_first(weight: Tensor, is_so: bool) -> Tensor:
-    return weight if is_so else weight.transpose(1, 2)
+def _as_in_out(weight: Tensor, is_transposed: bool) -> Tensor:
+    return weight if is_transposed else weight.transpose(1, 2)
 
 
 def _has_kernel(x: Tensor) -> bool:
-    # A rank of divided experts may have no rows at all, for which nobody promises that the kernel works.
+    # A rank of an expert-parallel group may have no rows; grouped_mm is not documented for empty inputs.
     return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0
 
 
-def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`[S, in]` times `[E, in, out]` by expert."""
+def _grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Multiply `[S, in]` by `[E, in, out]`, by expert, to `[S, out]`."""
     if _has_kernel(x):
-        return nn.functional.grouped_mm(x, weight, offs=ends)
+        return nn.functional.grouped_mm(x, weight, offs=offsets)
     product = x.new_empty(len(x), weight.shape[2])
-    for expert, rows in _rows_by_expert(ends):
+    for expert, rows in _rows_by_expert(offsets):
         product[rows] = x[rows] @ weight[expert]
     return product
 
 
-def _sums_of_outer_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """`[S, a]` and `[S, b]` to `[E, a, b]`."""
+def _grouped_mm_of_transposed(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """Multiply the transpose of `[S, a]` by `[S, b]`, by expert, to `[E, a, b]`: gradients of weights."""
     if _has_kernel(left):
-        return nn.functional.grouped_mm(left.t(), right, offs=ends)
-    sums = left.new_zeros(len(ends), left.shape[1], right.shape[1])
-    for expert, rows in _rows_by_expert(ends):
+        return nn.functional.grouped_mm(left.t(), right, offs=offsets)
+    sums = left.new_zeros(len(offsets), left.shape[1], right.shape[1])
+    for expert, rows in _rows_by_expert(offsets):
         sums[expert] = left[rows].t() @ right[rows]
     return sums
 
 
-def _rows_by_expert(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """Experts that have tokens, and their rows."""
+def _rows_by_expert(offsets: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield the experts that have rows, and their rows."""
     start = 0
-    for expert, end in enumerate(ends.tolist()):
+    for expert, end in enumerate(offsets.tolist()):
         if end > start:
             yield expert, slice(start, end)
         start = end

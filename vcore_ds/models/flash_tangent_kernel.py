@@ -1,27 +1,27 @@
-"""The Triton kernel of causal attention that carries a tangent; `vcore_ds.models.flash_tangent` launches it.
+"""Triton kernel of the JVP of causal flash attention; `vcore_ds.models.flash_tangent` launches it.
 
-The scheme is that of `vcore_ds.models.block_attention`, which has the formulas: an online softmax over blocks of keys,
-with every sum of the tangent rescaled together with those of the value. Here a block of scores never leaves the chip,
-and one launch serves every sequence of every row. A program takes one block of queries of one head, and up to
-`VALUE_DIM` dimensions of the values.
+The algorithm is that of `vcore_ds.models.block_attention`, which has the formulas: an online softmax over blocks of
+keys, with all accumulators of the tangent rescaled together with those of the value. Here the score blocks stay on
+chip, and one launch covers all sequences of all rows. A program computes one block of queries of one head, and up to
+`VALUE_DIM` of the value dimensions.
 
-Products take the inputs' precision and accumulate in fp32. The weights are rounded to the inputs' precision before
-they meet the values, and the row sums add the rounded weights, so that the rounding cancels in the normalised result.
-In fp16 the weights' tangent has fp16's range, like the other activations' tangents.
+Matrix multiplications take inputs in the inputs' dtype and accumulate in fp32. The softmax weights are rounded to the
+inputs' dtype before `P V`, and the row sums add the rounded weights, so that the rounding cancels in the normalised
+output. In fp16 the weights' tangent has the range of fp16, like the tangents of all other activations.
 """
 
 import triton
 import triton.language as tl
 
 PRECISION = tl.constexpr("ieee")
-"""Precision of products in fp32: not rounded to TF32."""
+"""`tl.dot` in fp32 without rounding to TF32."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-# Triton compiles one kernel for integers of 1, one for multiples of 16 and one for the rest, in the middle of a run if
-# they differ from batch to batch. In tuples it always does; what is left there are multiples of the head dimension.
+# Triton specialises integer arguments on 1 and on multiples of 16, and so would compile again in the middle of a run
+# when a batch's sizes differ. It always specialises integers in tuples; those here are multiples of the head dimension.
 @triton.jit(
     do_not_specialize=[
         "log_sum_exp_row_stride",
@@ -42,7 +42,7 @@ def attend(
     output,
     d_output,
     log_sum_exp,
-    query_strides,  # of rows, heads, tokens and dimensions
+    query_strides,  # row, head, token, dimension
     key_strides,
     value_strides,
     d_query_strides,
@@ -53,15 +53,15 @@ def attend(
     log_sum_exp_row_stride,
     log_sum_exp_head_stride,
     log_sum_exp_token_stride,
-    sinks,  # of the query heads, with their tangents; None for none
-    d_sinks,
+    sinks,  # [A], or None
+    d_sinks,  # [A], or None for zero
     cu_seqlens,
     num_sequences,
     row_tokens,
     group_heads,
     scale,
     sliding_window,
-    is_long,  # read by the choice of tiles alone
+    is_long,  # only a key of the autotuner
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -70,14 +70,14 @@ def attend(
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
 ):
-    """One block of queries of one head: its output, tangent and log-sum-exp. Pointers, and the strides of each."""
-    # Later queries see more keys: programs start with the last ones, so that short programs fill the end.
+    """Compute output, tangent and log-sum-exp of one block of queries of one head."""
+    # Later queries see more keys. Start with the longest programs, so that the short ones fill the tail.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    first_dim = tl.program_id(2) * VALUE_DIM  # of the values
+    first_dim = tl.program_id(2) * VALUE_DIM  # first value dimension of this program
     value_dim = HEAD_DIM - first_dim
 
-    # Sequence s owns the blocks from `cu_seqlens[s] // QUERY_BLOCK + s`: enough for its tokens, at most one too many.
+    # Sequence s has the blocks from `cu_seqlens[s] // QUERY_BLOCK + s` on: enough for its tokens, at most one too many.
     sequence = -1
     for first in range(0, num_sequences, 128):
         numbers = first + tl.arange(0, 128)
@@ -89,27 +89,27 @@ def attend(
     if query_start >= num_tokens:
         return
 
-    # Pointers to the first token of the sequence and of the head.
+    # Move all pointers to the first token of this sequence and head.
     row = begin // row_tokens
     column = begin - row * row_tokens
     kv_head = head // group_heads
-    query = _at(query, query_strides, row, head, column)
-    key = _at(key, key_strides, row, kv_head, column)
-    value = _at(value, value_strides, row, kv_head, column) + first_dim * value_strides[3]
+    query = _offset_pointer(query, query_strides, row, head, column)
+    key = _offset_pointer(key, key_strides, row, kv_head, column)
+    value = _offset_pointer(value, value_strides, row, kv_head, column) + first_dim * value_strides[3]
     q = _load(query, query_strides, query_start, num_tokens, HEAD_DIM, DIM, QUERY_BLOCK, UPCAST)
     dq = None
     if d_query is not None:
-        d_query = _at(d_query, d_query_strides, row, head, column)
+        d_query = _offset_pointer(d_query, d_query_strides, row, head, column)
         dq = _load(d_query, d_query_strides, query_start, num_tokens, HEAD_DIM, DIM, QUERY_BLOCK, UPCAST)
     if d_key is not None:
-        d_key = _at(d_key, d_key_strides, row, kv_head, column)
+        d_key = _offset_pointer(d_key, d_key_strides, row, kv_head, column)
     if d_value is not None:
-        d_value = _at(d_value, d_value_strides, row, kv_head, column) + first_dim * d_value_strides[3]
+        d_value = _offset_pointer(d_value, d_value_strides, row, kv_head, column) + first_dim * d_value_strides[3]
 
     row_max = tl.full([QUERY_BLOCK], -float("inf"), tl.float32)
     row_sum = tl.zeros([QUERY_BLOCK], tl.float32)
     d_row_sum = tl.zeros([QUERY_BLOCK], tl.float32)
-    if sinks is not None:  # one more score, whose value is 0: the sums begin with it
+    if sinks is not None:  # an additional score whose value vector is 0: the initial value of the softmax sums
         row_max = tl.zeros([QUERY_BLOCK], tl.float32) + tl.load(sinks + head) * LOG2_E
         row_sum = tl.full([QUERY_BLOCK], 1.0, tl.float32)
     if d_sinks is not None:
@@ -122,12 +122,12 @@ def attend(
         first_key = tl.maximum(query_start - sliding_window + 1, 0) // KEY_BLOCK * KEY_BLOCK
     queries = query_start + tl.arange(0, QUERY_BLOCK)
     dtype: tl.constexpr = value.dtype.element_ty
-    # All keys in one loop with a mask, though most of its blocks need none: two loops would hand the sums of the one to
-    # the other in registers, and then ptxas waits for every single product of the tensor cores (its warning C7515).
+    # One loop with a mask, though only diagonal blocks need it: with two loops the accumulators pass from one to the
+    # other in registers, and ptxas then serialises every tensor-core instruction (warning C7515).
     for start in range(first_key, tl.minimum(query_start + QUERY_BLOCK, num_tokens), KEY_BLOCK):
         k = _load(key, key_strides, start, num_tokens, HEAD_DIM, DIM, KEY_BLOCK, UPCAST)
         v = _load(value, value_strides, start, num_tokens, value_dim, VALUE_DIM, KEY_BLOCK, UPCAST)
-        # All products of queries and keys before the softmax, which then waits for them once.
+        # Issue all query-key matrix multiplications before the softmax, so that it waits for them once.
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         d_scores = None
         if dq is not None:
@@ -142,7 +142,7 @@ def attend(
         scores = tl.where(seen, scores * (scale * LOG2_E), -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         safe_max = new_max
-        if SLIDING:  # a row that has seen no key yet has maximum -inf; -inf - -inf would be nan
+        if SLIDING:  # a query that has seen no key yet has maximum -inf; -inf - -inf is NaN
             safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
         exp_scores = tl.exp2(scores - safe_max[:, None])
         rescale = tl.exp2(row_max - safe_max)
@@ -151,7 +151,7 @@ def attend(
         row_sum = row_sum * rescale + tl.sum(weights.to(tl.float32), 1)
         total = tl.dot(weights, v, total * rescale[:, None], input_precision=PRECISION)
         d_total = d_total * rescale[:, None]
-        d_row_sum = d_row_sum * rescale  # a sink alone may be in it
+        d_row_sum = d_row_sum * rescale  # also without d_scores: it may hold the sink's tangent
         if d_value is not None:
             dv = _load(d_value, d_value_strides, start, num_tokens, value_dim, VALUE_DIM, KEY_BLOCK, UPCAST)
             d_total = tl.dot(weights, dv, d_total, input_precision=PRECISION)
@@ -160,25 +160,25 @@ def attend(
             d_row_sum += tl.sum(d_weights.to(tl.float32), 1)
             d_total = tl.dot(d_weights, v, d_total, input_precision=PRECISION)
 
-    # Under a window, queries beyond the end of the sequence may have seen no key; they are not stored.
+    # With a window, queries beyond the end of the sequence may have seen no key; they are not stored.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     out = total / row_sum[:, None]
-    output = _at(output, output_strides, row, head, column) + first_dim * output_strides[3]
+    output = _offset_pointer(output, output_strides, row, head, column) + first_dim * output_strides[3]
     _store(output, output_strides, out, query_start, num_tokens, value_dim, VALUE_DIM, QUERY_BLOCK)
     if d_output is not None:
         d_out = (d_total - d_row_sum[:, None] * out) / row_sum[:, None]
-        d_output = _at(d_output, d_output_strides, row, head, column) + first_dim * d_output_strides[3]
+        d_output = _offset_pointer(d_output, d_output_strides, row, head, column) + first_dim * d_output_strides[3]
         _store(d_output, d_output_strides, d_out, query_start, num_tokens, value_dim, VALUE_DIM, QUERY_BLOCK)
     log_sum_exp_strides = (log_sum_exp_row_stride, log_sum_exp_head_stride, log_sum_exp_token_stride)
-    log_sum_exp = _at(log_sum_exp, log_sum_exp_strides, row, head, column)
+    log_sum_exp = _offset_pointer(log_sum_exp, log_sum_exp_strides, row, head, column)
     natural = (row_max + tl.log2(row_sum)) * LN_2
-    # The same from the programs of all dimensions.
+    # The programs of all value dimensions store the same numbers.
     tl.store(log_sum_exp + queries * log_sum_exp_token_stride, natural, mask=queries < num_tokens)
 
 
 @triton.jit
-def _at(pointer, strides, row, head, column):
-    """To a token of a head; in 64 bits, which a large batch needs."""
+def _offset_pointer(pointer, strides, row, head, column):
+    """Pointer to a token of a head. Offsets in 64 bits: a large batch exceeds 32."""
     offset = tl.cast(row, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     return pointer + offset + tl.cast(column, tl.int64) * strides[2]
 
@@ -188,7 +188,7 @@ def _load(
     pointer, strides, first, num_tokens, head_dim,
     DIM: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """`[BLOCK, DIM]` from the first token on; zero beyond the head dimension and the tokens."""
+    """Load `[BLOCK, DIM]` starting at token `first`; zeros beyond `num_tokens` and `head_dim`."""
     tokens, dims = tl.arange(0, BLOCK)[:, None], tl.arange(0, DIM)[None, :]
     tile = pointer + tl.cast(first, tl.int64) * strides[2] + tokens * strides[2] + dims * strides[3]
     tile = tl.load(tile, mask=(tokens < num_tokens - first) & (dims < head_dim), other=0.0)
@@ -200,8 +200,8 @@ def _load(
 @triton.jit
 def _store(pointer, strides, tile, first, num_tokens, head_dim, DIM: tl.constexpr, BLOCK: tl.constexpr):
     tokens, dims = tl.arange(0, BLOCK)[:, None], tl.arange(0, DIM)[None, :]
-    at = pointer + tl.cast(first, tl.int64) * strides[2] + tokens * strides[2] + dims * strides[3]
-    tl.store(at, tile.to(pointer.dtype.element_ty), mask=(tokens < num_tokens - first) & (dims < head_dim))
+    target = pointer + tl.cast(first, tl.int64) * strides[2] + tokens * strides[2] + dims * strides[3]
+    tl.store(target, tile.to(pointer.dtype.element_ty), mask=(tokens < num_tokens - first) & (dims < head_dim))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""A pretrained causal language model, read from its folder or the hub."""
+"""Loading a pretrained causal language model from a folder or the hub."""
 
 import traceback
 from collections.abc import Iterator
@@ -18,8 +18,7 @@ from vcore_ds.models.experts import OUR_EXPERTS
 from vcore_ds.models.stored_weights import check_nothing_is_missing, refuse_unreadable_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-"""By what recipes and command lines call them."""
-
+"""By their names in recipes and on command lines."""
 
 FUNCTIONAL_DROPOUT = (
     "attention_dropout",
@@ -32,24 +31,23 @@ FUNCTIONAL_DROPOUT = (
     "router_jitter_noise",  # Mixtral, MiniMax
     "input_jitter_noise",
 )
-"""Rates in config.json that architectures apply through functions: no module is there that a step could seed, as
-`vcore_ds.models.dropout` does with those that are modules (`resid_pdrop` of GPT-2 and Phi)."""
+"""Dropout rates in config.json that architectures apply by functions, which `vcore_ds.models.dropout` cannot replace,
+unlike modules (`resid_pdrop` of GPT-2 and Phi)."""
 
 
 def load_causal_lm(
     path: str, *, dtype: torch.dtype | str, attention: str, gradient_checkpointing: bool
 ) -> PreTrainedModel:
-    """The pretrained model, ready to train, by transformers' own `from_pretrained`.
+    """Load a model by transformers' `from_pretrained`, and prepare it for training.
 
-    What `check_model_folder` says cheaply of a local folder is not asked again.
+    Does not repeat the checks of `check_model_folder`.
 
     Args:
-        dtype: of the weights in memory; "auto" for the one that they are stored in.
-        attention: `auto` for attention of our own where the architecture lets it be replaced, else Hugging Face's
-            `sdpa`; or the name of one of Hugging Face's kernels.
+        dtype: of the weights in memory; "auto" for that of the files.
+        attention: see `attention_name`.
 
     Raises:
-        UserError: there is no model that can be used, or not all of its weights.
+        UserError: the model cannot be loaded, or some of its weights are missing.
     """
     config = training_config(path)
     try:
@@ -66,16 +64,16 @@ def load_causal_lm(
         if "mismatch" not in str(error):
             raise
         raise UserError(f"model.path: {path}: the weights do not fit config.json: {first_line(error)}") from None
-    model, found = loaded
-    check_nothing_is_missing(path, found["missing_keys"])
+    model, info = loaded
+    check_nothing_is_missing(path, info["missing_keys"])
     return prepare_for_training(model, gradient_checkpointing)
 
 
 @contextmanager
 def refuse_failing_code(name: str) -> Iterator[None]:
-    """A context in which an exception out of an architecture's own code becomes a UserError about the model `name`.
+    """Context that turns an exception in an architecture's code in transformers into a UserError about the model.
 
-    Some architectures cannot be built in shards, or do not run with what training hands to them, or with their own
+    Some architectures cannot be built under ZeRO-3, or do not run with the arguments of training, or with their own
     configuration.
     """
     try:
@@ -94,19 +92,20 @@ def refuse_failing_code(name: str) -> Iterator[None]:
 
 
 def training_config(path: str) -> PretrainedConfig:
-    """The model's configuration, with what training changes in it. Raises UserError as `read_config` does."""
+    """Read the model's configuration and change it for training. Raises UserError as `read_config` does."""
     config = read_config(path)
     text = config.get_text_config()
     for name in FUNCTIONAL_DROPOUT:
         if isinstance(getattr(text, name, None), float | int):
-            # Utilities are those of the model without dropout, and these rates are read where no hook can reach them.
+            # Utilities are of the model without dropout, and these rates cannot be switched off by hooks.
             setattr(text, name, 0.0)
-    config._experts_implementation = OUR_EXPERTS  # without effect on dense models
+    config._experts_implementation = OUR_EXPERTS  # no effect on dense models
     return config
 
 
 def attention_name(config: PretrainedConfig, attention: str) -> str:
-    """The kernel that `auto` stands for; other names are kept."""
+    """Resolve `model.attention`: for `auto` ours if the architecture's attention can be replaced, else Hugging Face's
+    `sdpa` or `eager`; other names are Hugging Face's and stay as they are."""
     if attention != "auto":
         return attention
     if can_replace_attention(config):
@@ -115,8 +114,8 @@ def attention_name(config: PretrainedConfig, attention: str) -> str:
 
 
 def prepare_for_training(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrainedModel:
-    """The loaded model without cache, what no text goes through frozen, with activation checkpointing where it is asked
-    for; in place."""
+    """Disable the KV cache, freeze everything that no text passes through, and enable activation checkpointing if
+    asked; in place."""
     model.config.use_cache = False
     freeze_towers(model)
     if gradient_checkpointing:
@@ -125,9 +124,9 @@ def prepare_for_training(model: PreTrainedModel, gradient_checkpointing: bool) -
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Makes each decoder layer keep its input alone, and run again in the backward."""
+    """Make each decoder layer save only its input, and recompute the rest in the backward."""
     options = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:  # its name in transformers 5.17
+    else:  # the name in transformers 5.17
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

@@ -1,6 +1,7 @@
-"""Hugging Face folders: written aside file by file, read back, and renamed when they are whole. No collectives.
+"""Writing, reading and checking Hugging Face model folders. No collectives.
 
-Weights come as a stream of (name, tensor), so that about one file's worth of them is in memory at a time.
+A folder is written under a temporary name file by file, each file is read back and checked, and the folder is renamed
+when it is complete. Weights come as a stream of (name, tensor), so that memory holds about one file at a time.
 """
 
 import json
@@ -37,32 +38,26 @@ class BadExport(RuntimeError):
     """The files read back differ from what was to be written."""
 
 
-# ---- what a folder holds -------------------------------------------------------------------------------------------
-
-
 def plan_files(weights: dict[str, Tensor], max_file_bytes: int = MAX_FILE_BYTES) -> StateDictSplit:
-    """Which tensor goes into which file, from shapes and dtypes alone (meta tensors serve)."""
+    """Assign tensors to files, from shapes and dtypes alone; meta tensors suffice."""
     return split_torch_state_dict_into_shards(weights, max_shard_size=max_file_bytes)
 
 
-# ---- writing -------------------------------------------------------------------------------------------------------
-
-
 def begin(folder: Path, num_bytes: int) -> Path:
-    """The empty folder that `folder` is written in. Raises `paths.NoRoom`."""
+    """Create the empty temporary folder in which `folder` is written. Raises `paths.NoRoom`."""
     return paths.begin_folder(folder, num_bytes, "the weights. Make room")
 
 
 def collect_files(
     split: StateDictSplit, weights: Iterable[tuple[str, Tensor | None]]
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """(file name, its tensors), each as soon as `weights` has yielded the last of them.
+    """Yield (file name, tensors by name) as soon as `weights` has yielded all tensors of a file.
 
     Args:
-        weights: name and tensor, None for a tensor that another rank keeps.
+        weights: name and tensor, or None for a tensor that another rank writes.
 
     Raises:
-        BadExport: at the end, where a tensor of `split` never came.
+        BadExport: at the end, if a tensor of `split` is missing.
     """
     waiting = {file: set(names) for file, names in split.filename_to_tensors.items()}
     held: dict[str, dict[str, Tensor]] = {}
@@ -79,10 +74,10 @@ def collect_files(
 
 
 def write_file(path: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """One safetensors file, on the disk when this returns, read back and compared with what was to be written.
+    """Write one safetensors file, flush it to disk, read it back and check it.
 
     Raises:
-        BadExport: names, shapes or dtypes are not those of `expected`, or a value is not finite.
+        BadExport: names, shapes or dtypes differ from those of `expected`, or a value is not finite.
     """
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
     paths.flush(path)
@@ -90,7 +85,8 @@ def write_file(path: Path, tensors: dict[str, Tensor], expected: dict[str, Tenso
 
 
 def check_file(path: Path, expected: dict[str, Tensor]) -> None:
-    """Raises BadExport where a safetensors file does not hold exactly `expected`, in finite numbers."""
+    """Raise BadExport unless a safetensors file has exactly the names, shapes and dtypes of `expected`, and finite
+    values."""
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
         if names != expected.keys():
@@ -106,29 +102,29 @@ def check_file(path: Path, expected: dict[str, Tensor]) -> None:
                 raise BadExport(f"{path}: {name}: not all values are finite")
 
 
-FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""Fields of configurations that count layers which predict further tokens (DeepSeek and GLM, Qwen, MiniMax)."""
+MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Fields of configurations with the number of multi-token prediction layers (DeepSeek and GLM, Qwen, MiniMax)."""
 
 
-def describe(unfinished: Path, path: str, dtype: torch.dtype, *, is_whole: bool) -> None:
-    """Configuration and generation settings beside the weights.
+def write_config(unfinished: Path, path: str, dtype: torch.dtype, *, is_complete: bool) -> None:
+    """Write configuration and generation settings next to the weights.
 
-    From the model's own folder, not from the model in memory, whose configuration was changed for training.
+    They come from the folder of the model, since training changes the configuration of the model in memory.
 
     Args:
-        is_whole: the weights have all that the input's have, also the layers that predict further tokens.
+        is_complete: whether the weights include all of the input's, also the multi-token prediction layers.
     """
     config = AutoConfig.from_pretrained(path)
     config.dtype = dtype
-    for section in {id(one): one for one in (config, config.get_text_config())}.values():
+    for section in {id(section): section for section in (config, config.get_text_config())}.values():
         if hasattr(section, "quantization_config"):
             del section.quantization_config  # the weights are not quantized
-        for name in () if is_whole else FURTHER_LAYERS:
+        for name in () if is_complete else MTP_FIELDS:
             if getattr(section, name, None):
                 setattr(section, name, 0)
     config.save_pretrained(unfinished)
-    # Copied, not saved again: transformers refuses to save settings that contradict each other, which some models are
-    # shipped with, and a finished run must not fail for that.
+    # Copied as it is: transformers refuses to save contradictory settings, which some released models have, and a
+    # finished run must not fail because of them.
     settings = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
     if settings is not None:
         shutil.copyfile(settings, unfinished / GENERATION_CONFIG_NAME)
@@ -137,12 +133,12 @@ def describe(unfinished: Path, path: str, dtype: torch.dtype, *, is_whole: bool)
 def write_adapter(
     model: PeftModel, adapter: dict[str, Tensor], folder: Path, tokenizer: PreTrainedTokenizerBase, card: str | None
 ) -> int:
-    """Writes a whole folder with the adapter in peft's format, read back; returns the bytes of its weights.
+    """Write a folder with an adapter in peft's format, and check it; returns the bytes of its weights.
 
     Args:
         model: the adapted model, for names and configuration; its tensors are not used.
-        adapter: name in `model` -> whole tensor.
-        card: text of the model card; None for a folder without one.
+        adapter: unsharded tensors by their names in `model`.
+        card: text of the model card; None for none.
     """
     num_bytes = sum(tensor.nbytes for tensor in adapter.values())
     unfinished = begin(folder, num_bytes)
@@ -157,15 +153,14 @@ def write_adapter(
 def finish(
     folder: Path, tokenizer: PreTrainedTokenizerBase, card: str | None, split: StateDictSplit | None = None
 ) -> None:
-    """Writes tokenizer (its chat template too), model card and index beside the weights, and gives what was written
-    beside `folder` its name: from here on it is whole.
+    """Write tokenizer (with its chat template), model card and index, and rename the temporary folder to `folder`.
 
     Args:
-        card: text of the model card; None for a folder without one, also without the placeholder that peft writes.
+        card: text of the model card; None for none, also without the placeholder that peft writes.
         split: the weights' files; None for an adapter.
 
     Raises:
-        BadExport: a file that another rank wrote is not there.
+        BadExport: a file that another rank wrote is missing.
     """
     unfinished = paths.unfinished_path(folder)
     for file in split.filename_to_tensors if split is not None else ():
@@ -184,56 +179,50 @@ def finish(
     paths.finish_folder(folder)
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------
-
-
 class WeightFiles:
-    """The weights of a model's folder (or hub id), one tensor at a time."""
+    """Reader of single tensors from a model's folder (or hub id)."""
 
     def __init__(self, path: str, file: str = SINGLE_FILE):
-        """Raises UserError where the folder has no weights in safetensors format."""
+        """Raises UserError if the folder has no weights in safetensors format."""
         self.path = path
         folder = find_local_folder(path)
         if (folder / INDEX).is_file():
-            self._file_of = {
+            self._file_by_name = {
                 name: folder / file
                 for name, file in json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].items()
             }
         elif (folder / file).is_file():
             with safe_open(folder / file, framework="pt") as weights:
-                self._file_of = dict.fromkeys(weights.keys(), folder / file)
+                self._file_by_name = dict.fromkeys(weights.keys(), folder / file)
         else:
             raise UserError(f"{path}: found neither {INDEX} nor {file}; expected weights in safetensors format")
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors in the folder."""
-        return list(self._file_of)
+        """Names of all tensors in the folder."""
+        return list(self._file_by_name)
 
     def read(self, name: str) -> Tensor:
-        """Raises UserError where the folder has no such tensor."""
-        if name not in self._file_of or not self._file_of[name].is_file():
+        """Read one tensor. Raises UserError if the folder does not have it."""
+        if name not in self._file_by_name or not self._file_by_name[name].is_file():
             raise UserError(f"{self.path}: found no tensor {name} in its safetensors files; expected one")
-        with safe_open(self._file_of[name], framework="pt") as file:
+        with safe_open(self._file_by_name[name], framework="pt") as file:
             return file.get_tensor(name)
-
-
-# Whether a folder holds a model that can be trained: its configuration against the headers of its weights.
-#
-# Reads a few kilobytes a file and no weights, so that a mistake is found before anything is started.
 
 
 _REMEDY = "is the download complete?"
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
-"""Name of a weight in a decoder layer; layers of a vision or audio tower have other prefixes."""
+"""Matches names of weights in decoder layers; those of vision and audio towers have other prefixes."""
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def check_model_folder(path: str) -> None:
-    """Raises UserError where a local folder cannot hold a causal language model; names that are not folders are hub
-    ids."""
+    """Check a local folder's configuration against the headers of its weights, without reading weights.
+
+    Does nothing for a hub id. Raises UserError if the folder does not hold a complete causal language model.
+    """
     folder = Path(path)
     if not folder.exists():
         if path.startswith((".", "/", "~")) or path.count("/") != 1:
@@ -253,102 +242,102 @@ def check_model_folder(path: str) -> None:
 
 
 def build_empty_model(path: str, config: PretrainedConfig, *, attention: str | None = None) -> PreTrainedModel:
-    """The architecture without weights, on the meta device; tenths of a second for 32B parameters.
+    """Build a model on the meta device; takes tenths of a second for 32B parameters.
 
     Args:
-        attention: name of the kernel; None for the architecture's default.
+        attention: name of the attention implementation; None for the architecture's default.
 
-    Raises UserError where the values of the configuration do not make a model.
+    Raises UserError if no model can be built from the configuration.
     """
     try:
         with torch.device("meta"):
-            # A copy: transformers writes the attention into the configuration, which others share.
+            # A copy: transformers writes the attention into the configuration, which is shared.
             return auto_class(config).from_config(deepcopy(config), attn_implementation=attention)
-    except Exception as error:  # of any class: sizes and names go into the architecture's own code as they are
+    except Exception as error:  # of any class: architectures use sizes and names from config.json unchecked
         problem = f"{type(error).__name__}: {last_line(error)}"
         raise bad_config(path, f"no {config.model_type} can be built from its values: {problem}") from None
 
 
 def _read_shapes(folder: Path) -> Shapes | None:
-    """Shapes of all weights, by name; None where there are no safetensors files."""
+    """Read the shapes of all weights, by name; None without safetensors files."""
     single, index = folder / SINGLE_FILE, folder / INDEX
     if single.is_file():
-        return _read_shapes_of(folder, single.name)
+        return _read_file_shapes(folder, single.name)
     if not index.is_file():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             return None
         raise UserError(
-            f"model.path: {folder}: found {files[0].name} and no {INDEX}, expected it beside weights in "
+            f"model.path: {folder}: found {files[0].name} and no {INDEX}, expected it for weights in "
             f"several files; {_REMEDY}"
         )
-    file_of = _read_index(folder, index)
-    found: Shapes = {}
-    for name in sorted(set(file_of.values())):
+    file_by_name = _read_index(folder, index)
+    shapes: Shapes = {}
+    for name in sorted(set(file_by_name.values())):
         if not (folder / name).is_file():
             raise UserError(f"model.path: {folder}: {INDEX} names {name}, which is missing; {_REMEDY}")
-        found |= _read_shapes_of(folder, name)
-    missing = sorted(file_of.keys() - found.keys())
+        shapes |= _read_file_shapes(folder, name)
+    missing = sorted(file_by_name.keys() - shapes.keys())
     if missing:
         raise UserError(
-            f"model.path: {folder}: {INDEX} names {missing[0]}, which is not in {file_of[missing[0]]} "
+            f"model.path: {folder}: {INDEX} names {missing[0]}, which is not in {file_by_name[missing[0]]} "
             f"({len(missing):,} such names); index and files are of different models: download the model again"
         )
-    return {name: found[name] for name in file_of}
+    return {name: shapes[name] for name in file_by_name}
 
 
 def _read_index(folder: Path, path: Path) -> dict[str, str]:
-    """File by name of weight."""
+    """Read the file name of each weight from the index."""
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
-        file_of = index["weight_map"]
-        if not (file_of and all(isinstance(name, str) and name == Path(name).name for name in file_of.values())):
+        file_by_name = index["weight_map"]
+        if not (
+            file_by_name and all(isinstance(name, str) and name == Path(name).name for name in file_by_name.values())
+        ):
             raise ValueError("weight_map names no files")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"model.path: {folder}: {path.name}: found no weight_map of names to files "
             f"({type(error).__name__}: {last_line(error)}); download the model again"
         ) from None
-    return file_of
+    return file_by_name
 
 
-def stored_tensors(path: str | Path, file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one of the model's safetensors files, by name, after its size has been held against them.
-
-    Raises UserError where the file is not whole.
-    """
+def read_stored_tensors(path: str | Path, file: Path) -> dict[str, StoredTensor]:
+    """Read the header of one of the model's safetensors files. Raises UserError if the file is truncated or damaged."""
     try:
         return read_header(file)
     except BadSafetensors as error:
         raise UserError(f"model.path: {path}: {file.name}: {error}; {_REMEDY}") from None
 
 
-def _read_shapes_of(folder: Path, name: str) -> Shapes:
-    return {key: stored.shape for key, stored in stored_tensors(folder, folder / name).items()}
+def _read_file_shapes(folder: Path, name: str) -> Shapes:
+    return {key: stored.shape for key, stored in read_stored_tensors(folder, folder / name).items()}
 
 
 def _check_number_of_layers(path: str, config: PretrainedConfig, shapes: Shapes) -> None:
-    """A layer too few would be left out silently; one too many would be made of random numbers."""
+    """Compare the number of layers in config.json and in the weights. transformers would silently drop layers, or
+    initialise missing ones at random."""
     text = config.get_text_config()
-    # LongCat-Flash counts each layer's two attentions as layers of their own.
+    # LongCat-Flash has two attentions per layer, and counts each in num_hidden_layers.
     expected = text.num_layers if text.model_type == "longcat_flash" else getattr(text, "num_hidden_layers", None)
     numbers = [int(match[1]) for name in shapes if (match := _LAYER.match(name))]
     if not numbers or not isinstance(expected, int):
         return
-    found = max(numbers) + 1
-    num_extra = getattr(text, "num_nextn_predict_layers", None) or 0
-    if found not in (expected, expected + num_extra):
+    num_layers = max(numbers) + 1
+    num_mtp_layers = getattr(text, "num_nextn_predict_layers", None) or 0
+    if num_layers not in (expected, expected + num_mtp_layers):
         raise bad_config(
             path,
-            f"num_hidden_layers: found {expected}, expected {found}, the number of layers in the weights; "
+            f"num_hidden_layers: found {expected}, expected {num_layers}, the number of layers in the weights; "
             "configuration and weights are of different models",
         )
 
 
 def check_shapes(path: str, model: PreTrainedModel, shapes: Shapes) -> None:
-    """Raises UserError where weights of the same name have other shapes in the model than in the files.
+    """Raise UserError if a weight has another shape in the model than in the files.
 
-    Names that only one of both has are judged when the weights are loaded: transformers renames and joins many.
+    Names that only one of them has are checked when weights are loaded, since transformers renames and fuses many.
     """
     wrong = [
         f"{name} {list(shapes[name])}, expected {list(tensor.shape)}"

@@ -23,39 +23,40 @@ from vcore_ds.common.paths import reading
 from vcore_ds.models.safetensors_ranges import BadSafetensors, read_header
 
 CARD = "README.md"
-"""The model card, in every folder of a model and every repository on the hub."""
+"""File name of model cards, in folders and on the hub."""
 OWN_TAG = "vcore_ds"
-"""The tag of the cards that are written here."""
+"""Tag of the model cards that vcore_ds writes."""
 LICENSE_KEYS = ("license", "license_name", "license_link")
 _IN_CACHE = re.compile(r"/models--([^/]+)--([^/]+)/snapshots/[^/]+/?$")
-"""A model in the hub's local cache, whose path holds its id."""
+"""Matches the path of a model in the hub's local cache, which contains its id."""
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A base model without its place on this machine."""
+    """A base model as others know it, without its path on this machine."""
 
     name: str
     """The last part of its id or path."""
     hub_id: str | None
     """None for a local model that is not known to be on the hub."""
     license: Mapping[str, str] = field(default_factory=dict)
-    """The card's keys of `LICENSE_KEYS`; empty where the license is not known."""
+    """The card's keys of `LICENSE_KEYS`; empty if the license is unknown."""
 
     @property
     def public_name(self) -> str:
+        """The hub id, or the name."""
         return self.hub_id or self.name
 
 
 def identify_base_model(path: str, *, hub_id: str | None = None, ask_hub: bool = False) -> BaseModel:
-    """What is known of the model at `path` (a folder or a hub id) without loading it.
+    """Identify the model at `path` (a folder or a hub id) without loading it.
 
-    A local folder has no id, unless it lies in the hub's cache, or its card was written here and names the model that
-    it was made of (a result, or the quickstart's model).
+    A local folder has a hub id if it lies in the hub's cache, or if its card was written by vcore_ds and names the base
+    model (the result of a run, or the quickstart's model).
 
     Args:
-        hub_id: what the user says that it is on the hub; None to find out.
-        ask_hub: read the card on the hub where it is not in the cache; otherwise nothing is downloaded.
+        hub_id: given by the user; None to find out.
+        ask_hub: download the card if it is not in the cache.
     """
     folder = Path(path).expanduser()
     if in_cache := _IN_CACHE.search(folder.absolute().as_posix()):
@@ -67,14 +68,14 @@ def identify_base_model(path: str, *, hub_id: str | None = None, ask_hub: bool =
         named = metadata.get("base_model") if OWN_TAG in (metadata.get("tags") or []) else path
         hub_id = named if isinstance(named, str) and is_hub_id(named) else None
     if not metadata and hub_id is not None:
-        with suppress(Exception):  # offline, gated, no card: a dozen classes, and a card can do without the license
+        with suppress(Exception):  # offline, gated, no card: a dozen classes; the license is optional
             metadata = read_card_metadata(Path(hf_hub_download(hub_id, CARD, local_files_only=not ask_hub)))
     known_license = {key: str(metadata[key]) for key in LICENSE_KEYS if isinstance(metadata.get(key), str)}
     return BaseModel(Path(path).name, hub_id, known_license)
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether `text` is OWNER/NAME by the hub's rules; it need not be there."""
+    """Whether `text` is a valid OWNER/NAME; it need not exist."""
     with suppress(HFValidationError):
         validate_repo_id(text)
         return text.count("/") == 1
@@ -82,31 +83,30 @@ def is_hub_id(text: str) -> bool:
 
 
 def read_card_metadata(card: Path) -> dict[str, Any]:
-    """The metadata of a card's file; empty where there is none, or none that can be read."""
-    with suppress(Exception):  # no file, or whatever YAML says of one that somebody else wrote
+    """Read the metadata of a model card; empty if there is none, or none that can be parsed."""
+    with suppress(Exception):  # no file, or any YAML error
         return metadata_load(card) or {}
     return {}
 
 
 RULE = "2:"
-"""What a digest begins with. Those of vcore_ds 0.7 and before have no such prefix: they were of the first and the last
-MiB of each safetensors file."""
+"""Prefix of digests. Those of vcore_ds 0.7 and before have none: they hashed the first and the last MiB of each
+safetensors file."""
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""The weights in one file, in the order in which transformers looks, unless config.json names another; NAME.index.json
-names the files of several."""
+"""Names of a single weights file, in transformers' order, unless config.json names another; NAME.index.json lists the
+files of sharded weights."""
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-"""What transformers also loads, where it is there."""
+"""Files that transformers also loads if they exist."""
 _WHOLE_BYTES = 512 * 2**20
-"""Weights up to this size are hashed whole, which takes a second (SHA-256: 520 MB/s on one core)."""
+"""Weights up to this size are hashed completely, which takes a second (SHA-256: 520 MB/s on one core)."""
 _STEP_BYTES = 4 * 2**20
-"""Distance between two samples: every matrix of a layer, and every expert of a fused tensor, is larger."""
+"""Distance between samples; every matrix of a layer, and every expert of a fused tensor, is larger."""
 _SAMPLE_BYTES = 4096
 
 
 def find_local_folder(path: str) -> Path:
-    """Where the files of a model are, which `path` names by its folder or its hub id. Raises UserError where they are
-    not on this machine."""
+    """Return the local folder of a model given by folder or hub id. Raises UserError if it is not on this machine."""
     if Path(path).is_dir():
         return Path(path)
     try:
@@ -116,13 +116,13 @@ def find_local_folder(path: str) -> Path:
 
 
 def compute_model_digest(path: str) -> str:
-    """`RULE` and a SHA-256 of a model's configuration, and of names, sizes and contents of the files of its weights.
+    """Compute `RULE` plus a SHA-256 of a model's configuration, and of names, sizes and contents of its weight files.
 
-    Weights beyond `_WHOLE_BYTES` are sampled: the beginning of each tensor, then every `_STEP_BYTES`. A change of a
-    whole matrix, as by a merged adapter, shows wherever it is; one of a few numbers between two samples does not.
+    Weights larger than `_WHOLE_BYTES` are sampled: the beginning of each tensor, then every `_STEP_BYTES`. A change of
+    an entire matrix, as by a merged adapter, is always detected; one of a few numbers between samples is not.
 
     Raises:
-        UserError: the weights are not, or not all, on this machine.
+        UserError: not all weights are on this machine.
     """
     folder, digest = find_local_folder(path), hashlib.sha256()
     with reading("model.path", folder, "a model's folder that can be read"):
@@ -140,9 +140,9 @@ def compute_model_digest(path: str) -> str:
 
 
 def _loaded_files(path: str, folder: Path) -> list[Path]:
-    """Those that transformers loads. Others may come and go: a cache of the hub holds what was asked for so far."""
+    """Return the files that transformers loads. Other files may change: the hub's cache has those requested so far."""
     beside = [folder / name for name in ("config.json", *_ADAPTER) if (folder / name).is_file()]
-    for name in _names_of_weights(folder):
+    for name in _weight_file_names(folder):
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
             return [*beside, folder / name]
@@ -158,7 +158,7 @@ def _loaded_files(path: str, folder: Path) -> list[Path]:
     raise UserError(f"{path}: found no {' or '.join(_WEIGHTS)} in {folder}; download the model first")
 
 
-def _names_of_weights(folder: Path) -> tuple[str, ...]:
+def _weight_file_names(folder: Path) -> tuple[str, ...]:
     try:
         named = json.loads((folder / "config.json").read_bytes())["transformers_weights"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -167,16 +167,16 @@ def _names_of_weights(folder: Path) -> tuple[str, ...]:
 
 
 def _samples(file: Path, size: int) -> Iterator[bytes]:
-    """What stands for the contents of a file: its list of tensors, and parts at positions that follow from that."""
+    """Yield the sampled contents of a file: its list of tensors, and bytes at positions derived from it."""
     starts = {0}
     if file.suffix == ".safetensors":
         try:
             tensors = read_header(file)
         except BadSafetensors:
-            tensors = {}  # it cannot be loaded; whoever tries says why
+            tensors = {}  # loading the model reports it
         starts |= {tensor.offset for tensor in tensors.values()}
         yield repr([(name, *tensor[1:]) for name, tensor in tensors.items()]).encode()
-    elif zipfile.is_zipfile(file):  # torch.save writes one with a checksum of each tensor
+    elif zipfile.is_zipfile(file):  # torch.save writes zip files with a checksum of each tensor
         with zipfile.ZipFile(file) as archive:
             yield repr([(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]).encode()
     ordered = sorted(starts)

@@ -1,7 +1,7 @@
-"""Safetensors files by byte range: their headers, and any run of a tensor's elements without the rest of it.
+"""Reading byte ranges of safetensors files: headers, and contiguous elements of a flattened tensor.
 
-The library's `safe_open(...).get_slice` takes ranges of rows and columns, out of a mapping of the whole file. A shard
-is a run of elements of the flattened tensor: one range of bytes, read here into the memory that it stays in.
+The library's `safe_open(...).get_slice` takes ranges of rows and columns, and maps the entire file. A ZeRO-3 shard is a
+contiguous range of elements of the flattened tensor: one byte range, read here directly into its final memory.
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from vcore_ds.common.errors import last_line
 
 WINDOW_BYTES = 32 * 2**20
-"""Bytes that one read takes at most. Values that are cast, or go to a GPU, pass through one buffer of this size."""
+"""Largest read. Values that are cast or moved to a GPU pass through one buffer of this size."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -35,14 +35,14 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Those whose values can be read. Formats of quantized weights have others, which a header may name."""
+"""Dtypes that can be read. Quantized formats use others, which may occur in headers."""
 
 _MAX_HEADER_BYTES = 100_000_000
-"""As in the safetensors library."""
+"""Limit of the safetensors library."""
 
 
 class BadSafetensors(ValueError):
-    """A file that is no safetensors file, or not all of one; the message completes "FILE: ..."."""
+    """Not a safetensors file, or a truncated one; the message completes "FILE: ..."."""
 
 
 class StoredTensor(NamedTuple):
@@ -50,18 +50,18 @@ class StoredTensor(NamedTuple):
 
     file: Path
     dtype: str
-    """As the header names it; `DTYPES` has those that can be read."""
+    """Name in the header; `DTYPES` has those that can be read."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the file."""
 
 
 class Wanted(NamedTuple):
-    """A run of a stored tensor's elements, and where it goes."""
+    """A contiguous range of a stored tensor's elements, and the tensor to read it into."""
 
     stored: StoredTensor
     start: int
-    """First element, counted in the flattened tensor."""
+    """Index of the first element in the flattened tensor."""
     target: Tensor
     """`[n]`, contiguous, on any device; values are cast to its dtype."""
 
@@ -72,7 +72,7 @@ class Wanted(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, by name.
+    """Read the positions of a file's tensors, by name.
 
     Raises:
         BadSafetensors: the header cannot be read, or does not describe this file.
@@ -86,7 +86,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 raise ValueError(f"a header of {header_bytes:,} bytes in a file of {num_bytes:,}")
             header = json.loads(file.read(header_bytes))
         header.pop("__metadata__", None)
-        found = {name: _stored(path, 8 + header_bytes, name, entry) for name, entry in header.items()}
+        tensors = {name: _parse_entry(path, 8 + header_bytes, name, entry) for name, entry in header.items()}
         end = _end_of_data(header)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise BadSafetensors(f"not a readable safetensors file ({type(error).__name__}: {last_line(error)})") from None
@@ -94,10 +94,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     if num_bytes != expected:
         state = "truncated" if num_bytes < expected else "longer than its header says"
         raise BadSafetensors(f"{state}: found {num_bytes:,} bytes, expected {expected:,}")
-    return found
+    return tensors
 
 
-def _stored(path: Path, data_start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
+def _parse_entry(path: Path, data_start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
@@ -109,7 +109,7 @@ def _stored(path: Path, data_start: int, name: str, entry: dict[str, Any]) -> St
 
 
 def _end_of_data(header: dict[str, Any]) -> int:
-    """Bytes of all tensors; they follow each other without gaps."""
+    """Return the number of bytes of all tensors, which must be contiguous."""
     end = 0
     for begin, next_end in sorted(tuple(entry["data_offsets"]) for entry in header.values()):
         if begin != end or next_end < begin:
@@ -119,17 +119,17 @@ def _end_of_data(header: dict[str, Any]) -> int:
 
 
 def read_ranges(wanted: Iterable[Wanted], progress: Callable[[int], None] = lambda num_bytes: None) -> None:
-    """Reads every range once, in the order of files and offsets, in windows of at most `WINDOW_BYTES`.
+    """Read every range once, ordered by file and offset, in windows of at most `WINDOW_BYTES`.
 
     Args:
         progress: called after each window with its number of bytes.
 
     Raises:
-        OSError: a file cannot be read, or has become shorter since its header was read.
+        OSError: a file cannot be read, or was truncated since its header was read.
     """
-    ordered = sorted(wanted, key=lambda one: (one.stored.file, one.stored.offset, one.start))
+    ordered = sorted(wanted, key=lambda item: (item.stored.file, item.stored.offset, item.start))
     buffer: Tensor | None = None
-    for path, group in itertools.groupby(ordered, key=lambda one: one.stored.file):
+    for path, group in itertools.groupby(ordered, key=lambda item: item.stored.file):
         with path.open("rb", buffering=0) as file:
             for stored, start, target in group:
                 dtype = DTYPES[stored.dtype]
@@ -149,10 +149,10 @@ def read_ranges(wanted: Iterable[Wanted], progress: Callable[[int], None] = lamb
 
 
 def _read(descriptor: int, path: Path, offset: int, target: Tensor) -> None:
-    """Fills a contiguous CPU tensor with the bytes at `offset`."""
-    left = memoryview(target.view(torch.uint8).numpy().data)
-    while left:
-        num_bytes = os.preadv(descriptor, [left], offset)
+    """Fill a contiguous CPU tensor with the bytes at `offset`."""
+    remaining = memoryview(target.view(torch.uint8).numpy().data)
+    while remaining:
+        num_bytes = os.preadv(descriptor, [remaining], offset)
         if num_bytes == 0:
-            raise OSError(f"{path}: ended at byte {offset:,}, {len(left):,} bytes early")
-        left, offset = left[num_bytes:], offset + num_bytes
+            raise OSError(f"{path}: ended at byte {offset:,}, {len(remaining):,} bytes early")
+        remaining, offset = remaining[num_bytes:], offset + num_bytes

@@ -1,4 +1,10 @@
-"""The place of every weight of a model in its files, from configuration and headers alone."""
+"""Mapping between a model's weights in memory and the tensors in its files, from configuration and headers alone.
+
+When transformers loads weights, it renames them, fuses some that files store separately (such as the experts of a
+layer), and drops those that the model does not use: multi-token prediction layers, a vision tower. A result of training
+is written with the names and shapes of the folder that was loaded, and untrained tensors are copied from it, so that
+whatever can open the one can open the other.
+"""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,40 +32,40 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.models.causal_lm import auto_class
 from vcore_ds.models.configuration import read_config
-from vcore_ds.models.model_folder import build_empty_model, check_shapes, stored_tensors
+from vcore_ds.models.model_folder import build_empty_model, check_shapes, read_stored_tensors
 from vcore_ds.models.safetensors_ranges import DTYPES, StoredTensor
 
 
 class StoredWeights(NamedTuple):
-    """Where a model's tensors are, or why they cannot be read by range."""
+    """Positions of a model's tensors in its files, or why they cannot be read by range."""
 
     tensors: dict[str, StoredTensor]
-    """By the name in the model: parameters and buffers."""
+    """Parameters and buffers, by their names in the model."""
     missing: set[str]
-    """Names in the model that the files do not have, since they are tied to others."""
+    """Names in the model that are not in the files, since they are tied to others."""
     obstacle: str | None
-    """What has to be left to transformers; completes "weights are read by one process, since ..."."""
+    """Why transformers has to read the files; completes "weights are read by one process, since ..."."""
 
     def fingerprint(self) -> str:
-        """The same for files of the same layout, wherever they are."""
-        places = sorted((name, one.file.name, *one[1:]) for name, one in self.tensors.items())
+        """Hash the layout of the files, independently of their folder."""
+        places = sorted((name, stored.file.name, *stored[1:]) for name, stored in self.tensors.items())
         return hashlib.sha256(repr((places, self.obstacle)).encode()).hexdigest()
 
 
 def find_stored_weights(path: str, config: PretrainedConfig) -> StoredWeights:
-    """Reads the headers of the model's files; of a hub id, the files are downloaded first.
+    """Locate the model's weights by reading the headers of its files; downloads the files of a hub id first.
 
     Raises:
-        UserError: weights are missing, of other shapes than the configuration's, or in files that cannot be read.
+        UserError: weights are missing, have other shapes than the configuration, or are in unreadable files.
     """
     stored, obstacle = read_headers(path, config)
     if obstacle is not None:
         return StoredWeights({}, set(), obstacle)
     model = build_empty_model(path, config)
-    tensors, obstacle = _by_name_in_model(model, stored)
+    tensors, obstacle = _map_to_model(model, stored)
     if obstacle is not None:
         return StoredWeights({}, set(), obstacle)
-    check_shapes(path, model, {name: one.shape for name, one in tensors.items()})
+    check_shapes(path, model, {name: stored.shape for name, stored in tensors.items()})
     missing = model.state_dict().keys() - tensors.keys()
     untied = set(missing)
     model.tie_weights(missing_keys=untied, recompute_mapping=False)
@@ -70,21 +76,23 @@ def find_stored_weights(path: str, config: PretrainedConfig) -> StoredWeights:
 
 
 def read_headers(path: str, config: PretrainedConfig) -> tuple[dict[str, StoredTensor], str | None]:
-    """The tensors in a model's files, by name; none, and the obstacle, where transformers has to read them itself.
+    """Read the positions of the tensors in a model's files, by name; or none, and why transformers has to read them.
 
-    Raises UserError where the files cannot be read.
+    Raises UserError if the files cannot be read.
     """
     with refuse_unreadable_model(path):
-        obstacle = _unusual_format(path, config)
+        obstacle = _find_obstacle(path, config)
         if obstacle is not None:
             return {}, obstacle
-        stored = {name: one for file in _safetensors_files(path) for name, one in stored_tensors(path, file).items()}
+        stored: dict[str, StoredTensor] = {}
+        for file in _find_safetensors_files(path):
+            stored |= read_stored_tensors(path, file)
     return stored, None if stored else "they are not in safetensors files"
 
 
 @contextmanager
 def refuse_unreadable_model(path: str) -> Iterator[None]:
-    """A context that makes a UserError of what reading a model's files raises."""
+    """Context that turns exceptions of reading a model's files into UserError."""
     try:
         yield
     except (OSError, ValueError, TypeError, KeyError, ImportError, SafetensorError, UnpicklingError) as error:
@@ -92,17 +100,17 @@ def refuse_unreadable_model(path: str) -> Iterator[None]:
 
 
 def check_nothing_is_missing(path: str, missing: set[str]) -> None:
-    """Raises UserError where there are weights that nothing would be loaded into."""
+    """Raise UserError if the files lack weights of the model."""
     if missing:
         more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
         raise UserError(
-            f"model.path: {path}: found no weights for {min(missing)}{more}, which would be random numbers; expected "
-            "all weights of a causal language model (not a classifier, a bare decoder, or an adapter)"
+            f"model.path: {path}: found no weights for {min(missing)}{more}, which would be initialised at random; "
+            "expected all weights of a causal language model (not a classifier, a bare decoder, or an adapter)"
         )
 
 
-def _unusual_format(path: str, config: PretrainedConfig) -> str | None:
-    """What of a model's description makes transformers do more than copy weights."""
+def _find_obstacle(path: str, config: PretrainedConfig) -> str | None:
+    """Return why transformers would do more than copy the weights; None if it would not."""
     for key in ("quantization_config", "transformers_weights", "fusion_config"):
         if getattr(config, key, None) is not None:
             return f"config.json has a {key}"
@@ -111,8 +119,8 @@ def _unusual_format(path: str, config: PretrainedConfig) -> str | None:
     return None
 
 
-def _safetensors_files(path: str) -> list[Path]:
-    """In the order in which transformers reads them: of two tensors of one name, the later counts."""
+def _find_safetensors_files(path: str) -> list[Path]:
+    """Return the files in the order in which transformers reads them: of two tensors of one name, the later counts."""
 
     def find(name: str) -> str | None:
         return cached_file(path, name, _raise_exceptions_for_missing_entries=False)
@@ -127,13 +135,13 @@ def _safetensors_files(path: str) -> list[Path]:
     return [Path(file) for file in files]
 
 
-def _by_name_in_model(
+def _map_to_model(
     model: PreTrainedModel, stored: dict[str, StoredTensor]
 ) -> tuple[dict[str, StoredTensor], str | None]:
-    """The stored tensors that the model has, by its own names for them, and the obstacle."""
+    """Return the stored tensors by their names in the model, or why that is impossible."""
     for module in model.modules():
         if type(module)._load_from_state_dict is not PreTrainedModel._load_from_state_dict:
-            return {}, f"{type(module).__name__} loads its weights in a way of its own"
+            return {}, f"{type(module).__name__} customises the loading of its weights"
     expected, tensors = model.state_dict(), {}
     for key, place in find_places(model, stored)[0].items():
         if place.name not in expected:
@@ -149,20 +157,20 @@ def _by_name_in_model(
 
 
 class Place(NamedTuple):
-    """Where transformers puts a stored tensor."""
+    """The parameter into which transformers loads a stored tensor."""
 
     name: str
     """In the model, which need not have it."""
     is_converted: bool
-    """Whether it is joined with others, divided or transposed there."""
+    """Whether the tensor is fused with others, split or transposed."""
 
 
 def find_places(
     model: PreTrainedModel, keys: Iterable[str]
 ) -> tuple[dict[str, Place], list[WeightRenaming | WeightConverter]]:
-    """The place of each stored tensor, and the renamings and conversions, which know which of them were used.
+    """Return the place of each stored tensor, and transformers' renamings and conversions, which record their use.
 
-    Follows transformers' loading under ZeRO-3: renamings, then the prefix of the bare decoder where it is missing.
+    Follows transformers' loading under ZeRO-3: renamings, then the prefix of the bare decoder if it is missing.
     """
     expected, mapping = model.state_dict(), get_model_conversion_mapping(model)
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -180,72 +188,66 @@ def find_places(
     return places, cast(list[WeightRenaming | WeightConverter], mapping)
 
 
-# A model's weights as its folder stores them, which is not as they are in memory.
-#
-# transformers renames weights when it loads them, joins what files hold one by one (the experts of a layer, say) into
-# one tensor, and leaves out what the model has no use for: layers that predict further tokens, a vision tower. A
-# result has the names and shapes of the folder that was loaded, and what is not trained there is copied from it, so
-# that whatever opens the one opens the other.
-
-
 def describe_weights(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Name -> shape and dtype (a tensor on the meta device, without memory) of every weight that a model of `path`'s
-    architecture has in memory, in Hugging Face's order; tied weights once."""
+    """Return meta tensors with shape and dtype of all weights that the model has in memory, by name, in Hugging Face's
+    order; tied weights once."""
     config = read_config(path)
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=dtype)
     weights: dict[str, Tensor] = dict(model.named_parameters())
     all_parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return weights | {name: kept for name, kept in model.state_dict().items() if name not in all_parameters}
+    return weights | {name: tensor for name, tensor in model.state_dict().items() if name not in all_parameters}
 
 
 class Part(NamedTuple):
-    """Weights that are stored together."""
+    """Weights that are converted together when they are stored."""
 
     names: tuple[str, ...]
-    """In memory; one, unless a stored tensor holds several."""
+    """In memory; one, unless a stored tensor contains several."""
     stored: dict[str, Tensor]
-    """By the name in the files, shape and dtype on the meta device."""
+    """Meta tensors by their names in the files."""
 
 
 class FolderWeights:
-    """What a folder stores for the weights of a model.
+    """The tensors of a folder to be written for a trained model, in the format of the input folder.
 
     Attributes:
         path: of the input.
-        is_whole: whether all of the input is there again; not where its files cannot be read by range (pickled,
-            quantized): then the names are those of transformers' `save_pretrained`, and nothing is copied.
-        weights: shape and dtype of every weight in memory, by its name.
+        is_complete: whether all tensors of the input are written. Not if its files cannot be read by range (pickled,
+            quantized): then the names are those of `save_pretrained`, and nothing is copied.
+        weights: shape and dtype of every weight in memory, by name.
         parts: the weights, in the model's order.
-        copied: the tensors in the input's files that are no parameter of the model, by their names there: buffers,
-            which no step changes, and what the model has not at all.
-        stored: shape and dtype of every tensor of the folder to be written, by its name there.
+        copied: tensors of the input that are no parameters of the model, by their names in the files: buffers, which
+            training does not change, and tensors that the model does not use.
+        stored: shape and dtype of every tensor to be written, by its name in the files.
     """
 
     def __init__(self, path: str, weights: Mapping[str, Tensor]):
         """Args:
         path: folder or hub id that the model was loaded from.
-        weights: shape and dtype of every weight in memory by its name, tied ones once.
+        weights: shape and dtype of every weight in memory, by name; tied weights once.
         """
         self.path, self.weights = path, weights
         config = read_config(path)
         self._model = build_empty_model(path, config)
         headers, obstacle = read_headers(path, config)
-        self.is_whole = obstacle is None
+        self.is_complete = obstacle is None
         places, conversions = find_places(self._model, headers)
-        if self.is_whole:
-            # Only what the input has gone through is undone: experts that its files hold joined stay so.
-            self._conversions: list[WeightTransform] = [one for one in conversions if one.was_used()]
+        if self.is_complete:
+            # Reverse only conversions that were applied at load: experts that were stored fused stay fused.
+            self._conversions: list[WeightTransform] = [
+                conversion for conversion in conversions if conversion.was_used()
+            ]
         else:
             self._conversions = [
-                one
-                for one in get_model_conversion_mapping(self._model, add_legacy=False)
-                if not isinstance(one, PrefixChange)
+                conversion
+                for conversion in get_model_conversion_mapping(self._model, add_legacy=False)
+                if not isinstance(conversion, PrefixChange)
             ]
-        # Where `revert_weight_conversion` looks for them.
+        # Read by `revert_weight_conversion`.
         self._model._weight_conversions = self._conversions  # type: ignore[assignment]
-        # Not left to transformers, whose renamings may differ on the way back: Kimi-Linear's dense MLP would get the
-        # name of the sparse ones.
+        # Not left to transformers, whose reversed renamings may be wrong: Kimi-Linear's dense MLP would get the name of
+        # the sparse ones.
         self._renamed = {place.name: key for key, place in places.items() if not place.is_converted}
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         self.copied: dict[str, StoredTensor] = {
@@ -256,37 +258,38 @@ class FolderWeights:
         copied = {places[key].name for key in self.copied}
         self.parts = [
             Part(names, self.store(names, {name: weights[name] for name in names}))
-            for names in self._together(name for name in weights if name not in copied)
+            for names in self._group_names(name for name in weights if name not in copied)
         ]
-        self.stored = {name: like for part in self.parts for name, like in part.stored.items()}
+        self.stored = {name: meta for part in self.parts for name, meta in part.stored.items()}
         self.stored |= {
-            name: torch.empty(one.shape, dtype=DTYPES[one.dtype], device="meta") for name, one in self.copied.items()
+            name: torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
+            for name, stored in self.copied.items()
         }
 
-    def _together(self, names: Iterable[str]) -> Iterable[tuple[str, ...]]:
-        """The names in memory of each part: those of which one stored tensor is made."""
-        reversed_ones = [one.reverse_transform() for one in self._conversions[::-1]]
-        converters = [one for one in reversed_ones if isinstance(one, WeightConverter)]
+    def _group_names(self, names: Iterable[str]) -> Iterable[tuple[str, ...]]:
+        """Group names in memory into those that are stored in one tensor."""
+        reversed_conversions = [conversion.reverse_transform() for conversion in self._conversions[::-1]]
+        converters = [conversion for conversion in reversed_conversions if isinstance(conversion, WeightConverter)]
         parts: dict[str, list[str]] = {}
         for name in names:
-            joined, pattern = rename_source_key(name, [], converters)
-            parts.setdefault(name if pattern is None else joined, []).append(name)
+            fused, pattern = rename_source_key(name, [], converters)
+            parts.setdefault(name if pattern is None else fused, []).append(name)
         return [tuple(part) for part in parts.values()]
 
     def store(self, names: tuple[str, ...], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a part, by their names in memory, as those that are stored, by their names in the files.
+        """Convert the tensors of a part from names and shapes in memory to those in the files.
 
-        Values are moved, never changed: what is linear in the one is so in the other.
+        Values are rearranged, never changed, so the conversion is linear.
         """
         if len(names) == 1 and names[0] in self._renamed:
             return {self._renamed[names[0]]: tensors[names[0]]}
         return revert_weight_conversion(self._model, tensors)
 
     def stream(self, weights: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]:
-        """What is stored of a stream of weights, by its names in the files, as soon as all of a part has come.
+        """Convert a stream of weights to stored tensors, yielding each part as soon as it is complete.
 
         Args:
-            weights: name in memory and tensor, or None where another rank keeps it; all of a part or none of it.
+            weights: name in memory and tensor, or None if another rank writes it; for all tensors of a part or none.
         """
         part_of = {name: part for part in self.parts for name in part.names}
         held: dict[tuple[str, ...], dict[str, Tensor | None]] = {}
@@ -295,10 +298,10 @@ class FolderWeights:
             tensors = held.setdefault(part.names, {})
             tensors[name] = tensor
             if len(tensors) == len(part.names):
-                whole = {name: tensor for name, tensor in held.pop(part.names).items() if tensor is not None}
-                yield from (self.store(part.names, whole) if whole else dict.fromkeys(part.stored)).items()
+                present = {name: tensor for name, tensor in held.pop(part.names).items() if tensor is not None}
+                yield from (self.store(part.names, present) if present else dict.fromkeys(part.stored)).items()
 
     def read_copied(self, name: str) -> Tensor:
-        """One of `copied`, as it is stored."""
+        """Read one of `copied` from the input's files."""
         with safe_open(self.copied[name].file, framework="pt") as file:
             return file.get_tensor(name)

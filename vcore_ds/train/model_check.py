@@ -42,10 +42,10 @@ def check_configuration(settings: PlanSettings) -> None:
                 "whose layers cannot be recomputed; expected false"
             )
         return
-    from vcore_ds.models.megatron.adapters import adapted_layers
+    from vcore_ds.models.megatron.adapters import find_adapted_layers
     from vcore_ds.models.megatron.configuration import transformer_config
 
     config = read_config(path)
     transformer_config(path, config, tensor=settings.parallel.tensor, dtype=DTYPES[settings.model.precision])
     if settings.lora is not None:
-        adapted_layers(path, config, settings.lora)
+        find_adapted_layers(path, config, settings.lora)

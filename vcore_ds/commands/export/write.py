@@ -221,7 +221,7 @@ def write_model(
     for file, tensors in model_folder.collect_files(split, stream):
         expected = {name: stored.stored[name] for name in split.filename_to_tensors[file]}
         model_folder.write_file(unfinished / file, tensors, expected)
-    model_folder.describe(unfinished, recipe.model.path, dtype, is_whole=stored.is_whole)
+    model_folder.write_config(unfinished, recipe.model.path, dtype, is_complete=stored.is_complete)
     model_folder.finish(folder, tokenizer, card, split)
     return num_bytes
 
@@ -269,7 +269,7 @@ def whole_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights
         if name not in adapters:
             return torch.zeros(stored.weights[name].shape)
         adapter = adapters[name]
-        return adapter.change(trained.read(adapter.lora_a).float(), trained.read(adapter.lora_b).float())
+        return adapter.compute_update(trained.read(adapter.lora_a).float(), trained.read(adapter.lora_b).float())
 
     return stream()
 
@@ -313,17 +313,17 @@ class ParallelCheckpointWeights:
         folder: of the checkpoint.
         recipe: of its run.
         """
-        from vcore_ds.models.megatron.adapters import adapted_layers, adapter_pieces  # slow to import
-        from vcore_ds.models.megatron.configuration import WeightSlice, pieces
+        from vcore_ds.models.megatron.adapters import adapter_slices, find_adapted_layers  # slow to import
+        from vcore_ds.models.megatron.configuration import WeightSlice, weight_slices
 
         self.name = folder.name
         path, lora, config = recipe.model.path, recipe.lora, read_config(recipe.model.path)
         if lora is None:
-            described, of_rank = describe_weights(path, torch.float32), partial(pieces, config)
+            described, of_rank = describe_weights(path, torch.float32), partial(weight_slices, config)
         else:
             adapted = build_empty_adapted_model(path, config, lora)
             described = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-            of_rank = partial(adapter_pieces, adapted_layers(path, config, lora), config, lora)
+            of_rank = partial(adapter_slices, find_adapted_layers(path, config, lora), config, lora)
         self.shapes = {name: like.shape for name, like in described.items()}
         self._tensors = CheckpointTensors(folder / checkpoint_folder.STATE)
         self._own_shapes: dict[str, list[int]] = checkpoint_folder.read_run_state(folder)["shapes"]

@@ -1,4 +1,4 @@
-"""Dense decoders of megatron-core's parallel layers, each rank with a part of every layer (`parallel.tensor`).
+"""Dense decoders with tensor parallelism from megatron-core's layers (`parallel.tensor`).
 
-Not imported with `vcore_ds.models`: megatron-core takes seconds to import.
+Not imported by `vcore_ds.models`: importing megatron-core takes seconds.
 """

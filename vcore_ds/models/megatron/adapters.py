@@ -1,13 +1,13 @@
-"""Low-rank adapters on parallel layers: those that peft would put on the Hugging Face model, a part on each rank.
+"""LoRA adapters on tensor-parallel layers: those that peft would add to the Hugging Face model, sharded over the ranks.
 
-    column-parallel: y = x W^T + s (x A^T) B^T    B is divided as W is; every rank has all of A
-    row-parallel:    y = x W^T + s (x A^T) B^T    A is divided as W is; every rank has all of B
+    column-parallel: y = x W^T + s (x A^T) B^T    B is sharded like W, A is replicated
+    row-parallel:    y = x W^T + s (x A^T) B^T    A is sharded like W, B is replicated
 
-What every rank has sees a part of the sum on each: A the rank's own tokens, B the rank's part of `x A^T`. So its
-gradient is a part of a sum too, and is summed in the ZeRO-3 shards, as that of a norm
-(`FlatShards.sum_replicated_gradients`). A column-parallel layer gathers the tokens' `x A^T`, of the adapter's rank,
-beside the tokens; a row-parallel one adds its adapter to the product before the sum over the ranks, which is then one
-exchange for both.
+A replicated factor gets only a term of its gradient on each rank: A from the rank's tokens, B from the rank's part of
+`x A^T`. Like that of a norm, it is summed over the group in the ZeRO-3 shards
+(`FlatShards.sum_replicated_gradients`). A column-parallel layer all-gathers the tokens' `x A^T` in
+addition to the tokens; a row-parallel one adds its adapter to the matmul's result before the reduce-scatter, which
+serves both.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from vcore_ds.models.dropout import TokenDropout
 from vcore_ds.models.dual_tensors import unpack_parameter
 from vcore_ds.models.lora import build_empty_adapted_model
 from vcore_ds.models.lora_linear import linear_tangent
-from vcore_ds.models.megatron.configuration import COLUMN_LAYERS, WeightSlice, divided
+from vcore_ds.models.megatron.configuration import COLUMN_LAYERS, WeightSlice, shard_slices
 from vcore_ds.models.megatron.token_exchange import gather_tokens
 
 PEFT_PREFIX = "base_model.model."
@@ -43,8 +43,8 @@ class AdaptedLayer(NamedTuple):
     num_outputs: int
 
     @property
-    def own_name(self) -> str:
-        """Of its adapter in a `ParallelTokenLossModel`."""
+    def local_name(self) -> str:
+        """Name of the adapter in a `ParallelTokenLossModel`."""
         block, layer = self.name.removeprefix("model.").rsplit(".", 1)
         for module, names in COLUMN_LAYERS.items():
             if layer in names:
@@ -53,61 +53,61 @@ class AdaptedLayer(NamedTuple):
 
     @property
     def is_column_parallel(self) -> bool:
-        """Whether the ranks divide the layer's outputs, and not its inputs."""
-        return ".adapters." in self.own_name
+        """Whether the layer's outputs are sharded, not its inputs."""
+        return ".adapters." in self.local_name
 
 
-def adapted_layers(path: str, config: PretrainedConfig, lora: LoraConfig) -> list[AdaptedLayer]:
-    """The layers that peft adapts, in the model's order.
+def find_adapted_layers(path: str, config: PretrainedConfig, lora: LoraConfig) -> list[AdaptedLayer]:
+    """Find the layers that peft adapts, in the model's order.
 
     Args:
         path: of the model, for messages.
         config: of the Hugging Face model.
 
     Raises:
-        UserError: `lora.target_modules` names nothing, or something else than linear layers of the decoder layers.
+        UserError: `lora.target_modules` matches nothing, or anything but linear layers in decoder layers.
     """
     model = build_empty_adapted_model(path, config, lora)
     trained = {name.partition(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
-    found = []
+    layers = []
     for name, module in model.named_modules():
         if name not in trained:
             continue
         layer = name.removeprefix(PEFT_PREFIX)
         if not isinstance(module, PeftLinear) or not layer.startswith("model.layers."):
             raise UserError(
-                f"lora.target_modules: found {lora.target_modules!r}, with which {layer} gets an adapter, together "
-                "with model.provider megatron; expected linear layers of the decoder layers, such as all-linear"
+                f"lora.target_modules: found {lora.target_modules!r}, which adapts {layer}, together with "
+                "model.provider megatron; expected linear layers of the decoder layers, such as all-linear"
             )
-        assert module.in_features is not None and module.out_features is not None  # those of a linear layer
-        found.append(AdaptedLayer(layer, module.in_features, module.out_features))
-    return found
+        assert module.in_features is not None and module.out_features is not None  # always set for a linear layer
+        layers.append(AdaptedLayer(layer, module.in_features, module.out_features))
+    return layers
 
 
 class ShardDropout(TokenDropout):
-    """The dropout of the other provider's adapter, with its masks, on this rank's tokens or features."""
+    """Adapter dropout on this rank's tokens or features, with the masks of the unsharded model."""
 
-    def __init__(self, p: float, number: int, *, first_feature: int, of_own_tokens: bool):
+    def __init__(self, p: float, number: int, *, first_feature: int, has_local_tokens: bool):
         """Args:
-        number: the adapter's place among those of the model.
-        first_feature: where this rank's features begin.
-        of_own_tokens: x is `[t / n, b, F]`, of this rank's tokens; otherwise `[t, b, F]`, of all.
+        number: index of the adapter in the model.
+        first_feature: index of this rank's first feature.
+        has_local_tokens: x is `[t / n, b, F]`, this rank's tokens; otherwise `[t, b, F]`, all tokens.
         """
         super().__init__(p, number)
-        self.first_feature, self._of_own_tokens = first_feature, of_own_tokens
+        self.first_feature, self._has_local_tokens = first_feature, has_local_tokens
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
         assert self.token_keys is not None
         keys = self.token_keys.t()
-        return self.dropped(
-            x, keys.chunk(layout.size("tensor"))[layout.rank("tensor")] if self._of_own_tokens else keys
+        return self.drop(
+            x, keys.chunk(layout.size("tensor"))[layout.rank("tensor")] if self._has_local_tokens else keys
         )
 
 
 class Adapter(nn.Module):
-    """This rank's part of an adapter, of which the layer asks what it needs: `x A^T` and B."""
+    """The rank's shard of an adapter. It computes `x A^T`; the layer multiplies by B."""
 
     def __init__(self, lora_a: Tensor, lora_b: Tensor, scaling: float, dropout: nn.Module):
         """Args:
@@ -122,135 +122,139 @@ class Adapter(nn.Module):
         self.dropout, self.scaling = dropout, scaling
         self.is_enabled = True
 
-    def reduced(self, x: Tensor) -> Tensor:
-        """`x A^T`, `[..., r]`, in the adapter's dtype, or that of x where it is the more precise one."""
+    def reduce(self, x: Tensor) -> Tensor:
+        """Compute `x A^T`, `[..., r]`, in the more precise of the dtypes of adapter and x."""
         return self.lora_A(self.dropout(x.to(torch.promote_types(x.dtype, self.lora_A.weight.dtype))))
 
 
 class Expansion(nn.Module):
-    """B of an adapter. Its product is as large as the layer's output, and taken within the layer's product alone: see
-    `expanded`."""
+    """B of an adapter. `(x A^T) B^T` is as large as the layer's output, and is computed within the layer's autograd
+    Function: see `expand`."""
 
     def __init__(self, weight: Tensor):
         super().__init__()
         self.weight = nn.Parameter(weight)
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
-        """B and its tangent, if any. Called, as parameters are whole and have tangents while their module runs."""
+        """Return B and its tangent. A module call, since parameters are gathered and dual only while their module
+        runs."""
         return unpack_parameter(self, "weight")
 
 
 class Addend(NamedTuple):
-    """What gives an adapter's output, as arguments of an autograd Function; all None without an adapter."""
+    """The factors of an adapter's output, as arguments of an autograd Function; all None without an adapter."""
 
     reduced: Tensor | None = None
+    """`x A^T`, `[..., r]`"""
     b: Tensor | None = None
+    """`[O, r]`"""
     d_reduced: Tensor | None = None
     d_b: Tensor | None = None
 
 
-def column_addends(adapters: nn.ModuleDict, x: Tensor) -> dict[str, Addend]:
-    """Of column-parallel layers, by name, for `x [t / n, b, I]`. A collective: what all of the adapters make of the
-    tokens is gathered at once."""
-    every = {name: adapter for name, adapter in adapters.items() if isinstance(adapter, Adapter)}
-    enabled = {name: adapter for name, adapter in every.items() if adapter.is_enabled}
+def make_column_addends(adapters: nn.ModuleDict, x: Tensor) -> dict[str, Addend]:
+    """Make the addends of column-parallel layers, by name, for `x [t / n, b, I]`. One all-gather for all adapters."""
+    enabled = {
+        name: adapter for name, adapter in adapters.items() if isinstance(adapter, Adapter) and adapter.is_enabled
+    }
     if not enabled:
         return {}
-    whole = gather_tokens(torch.cat([adapter.reduced(x) for adapter in enabled.values()], -1))
-    parts = zip(enabled.items(), whole.chunk(len(enabled), -1), strict=True)
-    # Contiguous, as the input of the output projection (`decoder.ParallelAttention`).
-    return {name: _addend(adapter, part.contiguous()) for (name, adapter), part in parts}
+    gathered = gather_tokens(torch.cat([adapter.reduce(x) for adapter in enabled.values()], -1))
+    chunks = zip(enabled.items(), gathered.chunk(len(enabled), -1), strict=True)
+    # Contiguous for the same reason as the input of `o_proj` (`decoder.ParallelAttention`).
+    return {name: _make_addend(adapter, chunk.contiguous()) for (name, adapter), chunk in chunks}
 
 
-def row_addend(adapter: Adapter | None, x: Tensor) -> Addend:
-    """Of a row-parallel layer, for `x [t, b, I / n]`: this rank's part of a sum."""
-    return Addend() if adapter is None or not adapter.is_enabled else _addend(adapter, adapter.reduced(x))
+def make_row_addend(adapter: Adapter | None, x: Tensor) -> Addend:
+    """Make the addend of a row-parallel layer for `x [t, b, I / n]`, to be summed over the ranks."""
+    return Addend() if adapter is None or not adapter.is_enabled else _make_addend(adapter, adapter.reduce(x))
 
 
-def _addend(adapter: Adapter, reduced: Tensor) -> Addend:
+def _make_addend(adapter: Adapter, reduced: Tensor) -> Addend:
     (value, tangent), (b, d_b) = forward_ad.unpack_dual(reduced), adapter.lora_B()
     return Addend(value, b, tangent, d_b)
 
 
-def expanded(addend: Addend, dtype: torch.dtype) -> Tensor | None:
-    """`(x A^T) B^T`, not scaled yet; without a graph."""
+def expand(addend: Addend, dtype: torch.dtype) -> Tensor | None:
+    """Compute `(x A^T) B^T`, unscaled; None without an adapter."""
     return None if addend.reduced is None or addend.b is None else linear(addend.reduced, addend.b).to(dtype)
 
 
-def expanded_tangent(addend: Addend, dtype: torch.dtype) -> Tensor | None:
-    """The tangent of `expanded`."""
+def expand_tangent(addend: Addend, dtype: torch.dtype) -> Tensor | None:
+    """Compute the tangent of `expand`; None without tangents."""
     if addend.reduced is None or addend.b is None:
         return None
-    found = linear_tangent(addend.reduced, addend.b, d_x=addend.d_reduced, d_weight=addend.d_b)
-    return None if found is None else found.to(dtype)
+    tangent = linear_tangent(addend.reduced, addend.b, d_x=addend.d_reduced, d_weight=addend.d_b)
+    return None if tangent is None else tangent.to(dtype)
 
 
-def addend_gradients(
-    by_out: Tensor, reduced: Tensor | None, b: Tensor | None, scaling: float
+def compute_addend_gradients(
+    d_out: Tensor, reduced: Tensor | None, b: Tensor | None, scaling: float
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of `x A^T` and B, given that of the layer's output."""
+    """Compute the gradients of `x A^T` and B from that of the layer's output."""
     if reduced is None or b is None:
         return None, None
-    gradient = by_out.to(b.dtype)
-    by_b = gradient.flatten(0, -2).t() @ reduced.flatten(0, -2)
-    return (gradient @ b).mul_(scaling), by_b.mul_(scaling)
+    gradient = d_out.to(b.dtype)
+    b_gradient = gradient.flatten(0, -2).t() @ reduced.flatten(0, -2)
+    return (gradient @ b).mul_(scaling), b_gradient.mul_(scaling)
 
 
 def mark_tensor_parallel(parameter: nn.Parameter) -> None:
-    """Marks a parameter of which each rank has a part, as megatron-core and DeepSpeed know it."""
-    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # the mark is theirs
+    """Mark a sharded parameter by the attribute that megatron-core and DeepSpeed read."""
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # their attribute
 
 
 def add_adapters(model: nn.Module, layers: list[AdaptedLayer], lora: LoraConfig, config: PretrainedConfig) -> None:
-    """Freezes a `ParallelTokenLossModel` and adds trainable adapters, in place: A at random, the same on all ranks that
-    have drawn the same before, and B zero. In fp32, as peft's.
+    """Freeze a `ParallelTokenLossModel` and add trainable adapters in fp32, like peft, in place.
+
+    A is random, the same on all ranks whose generators are in the same state; B is zero.
 
     Args:
-        layers: those to adapt, from `adapted_layers`.
+        layers: from `find_adapted_layers`.
         config: of the Hugging Face model.
     """
     like = next(model.parameters())
     model.requires_grad_(False)
-    parts = divided(config, rank=layout.rank("tensor"), size=layout.size("tensor"))
+    shards = shard_slices(config, rank=layout.rank("tensor"), size=layout.size("tensor"))
     for number, layer in enumerate(layers):
-        part = parts[layer.name.rsplit(".", 1)[1]]
-        # Drawn as peft draws them, in its order.
+        shard = shards[layer.name.rsplit(".", 1)[1]]
+        # The same random draws as peft's, in its order.
         sizes = (layer.num_inputs, lora.rank), (lora.rank, layer.num_outputs)
-        whole_a, whole_b = (nn.Linear(*size, bias=False) for size in sizes)
-        nn.init.kaiming_uniform_(whole_a.weight, a=5**0.5)
-        nn.init.zeros_(whole_b.weight)
-        a, b = (whole.weight.detach().to(like.device) for whole in (whole_a, whole_b))
-        a, b = (a, b[part]) if layer.is_column_parallel else (a[:, part], b)
+        full_a, full_b = (nn.Linear(*size, bias=False) for size in sizes)
+        nn.init.kaiming_uniform_(full_a.weight, a=5**0.5)
+        nn.init.zeros_(full_b.weight)
+        a, b = (full.weight.detach().to(like.device) for full in (full_a, full_b))
+        a, b = (a, b[shard]) if layer.is_column_parallel else (a[:, shard], b)
         dropout: nn.Module = nn.Identity()
         if lora.dropout > 0:
-            first = 0 if layer.is_column_parallel else part.start
-            dropout = ShardDropout(lora.dropout, number, first_feature=first, of_own_tokens=layer.is_column_parallel)
+            first = 0 if layer.is_column_parallel else shard.start
+            dropout = ShardDropout(lora.dropout, number, first_feature=first, has_local_tokens=layer.is_column_parallel)
         adapter = Adapter(a, b, lora.alpha / lora.rank, dropout)
         mark_tensor_parallel((adapter.lora_B if layer.is_column_parallel else adapter.lora_A).get_parameter("weight"))
-        owner, name = layer.own_name.rsplit(".", 1)
+        owner, name = layer.local_name.rsplit(".", 1)
         setattr(model.get_submodule(owner), name, adapter)
 
 
-def adapter_pieces(
+def adapter_slices(
     layers: list[AdaptedLayer], config: PretrainedConfig, lora: LoraConfig, *, rank: int, size: int
 ) -> dict[str, WeightSlice]:
-    """What each parameter of this rank's adapters is of peft's, by its name: see `weights.pieces`."""
-    parts = divided(config, rank=rank, size=size)
-    found: dict[str, WeightSlice] = {}
+    """Map each adapter parameter of this rank to its slice of peft's: see `configuration.weight_slices`."""
+    shards = shard_slices(config, rank=rank, size=size)
+    slices: dict[str, WeightSlice] = {}
     for layer in layers:
-        part, rows = parts[layer.name.rsplit(".", 1)[1]], slice(0, lora.rank)
+        shard, rows = shards[layer.name.rsplit(".", 1)[1]], slice(0, lora.rank)
         a, b = (f"{PEFT_PREFIX}{layer.name}.lora_{matrix}.default.weight" for matrix in "AB")
         if layer.is_column_parallel:
-            pair = WeightSlice(a, rows), WeightSlice(b, part)
+            pair = WeightSlice(a, rows), WeightSlice(b, shard)
         else:
-            pair = WeightSlice(a, rows, part), WeightSlice(b, slice(0, layer.num_outputs))
-        found |= {f"{layer.own_name}.lora_{matrix}.weight": piece for matrix, piece in zip("AB", pair, strict=True)}
-    return found
+            pair = WeightSlice(a, rows, shard), WeightSlice(b, slice(0, layer.num_outputs))
+        slices |= {f"{layer.local_name}.lora_{matrix}.weight": piece for matrix, piece in zip("AB", pair, strict=True)}
+    return slices
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """A context in which the layers compute without their adapters."""
+    """Context in which the layers compute without their adapters."""
     adapters = [module for module in model.modules() if isinstance(module, Adapter)]
     for adapter in adapters:
         adapter.is_enabled = False

@@ -1,6 +1,6 @@
-"""megatron-core's configuration of a dense decoder, made from that of a Hugging Face model.
+"""megatron-core's configuration for a Hugging Face model, and the mapping between sharded parameters and its weights.
 
-Models that cannot be divided among the ranks of a tensor-parallel group are refused here, before anything is built.
+Models that tensor parallelism does not support are refused here, before anything is built.
 """
 
 import math
@@ -18,7 +18,7 @@ from vcore_ds.common.imports import without_compiler
 from vcore_ds.planning.model_shape import is_mixture
 
 with warnings.catch_warnings(), without_compiler():
-    # They are about packages for GPUs that the layers used here do without; nor is anything compiled of what is called.
+    # It warns about missing GPU packages, which the layers used here do not need. They need no compiler either.
     warnings.simplefilter("ignore")
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -26,25 +26,25 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders with RMSNorm before attention and MLP, rotary positions and a gated MLP."""
 
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary frequencies that do not depend on the length of the row."""
+"""Types of rotary embeddings whose frequencies do not depend on the row length."""
 
 
 def transformer_config(path: str, config: PretrainedConfig, *, tensor: int, dtype: torch.dtype) -> TransformerConfig:
-    """megatron-core's configuration of the model.
+    """Make megatron-core's configuration of the model.
 
     Args:
         path: folder or hub id, for messages.
         config: of the Hugging Face model.
-        tensor: ranks of a tensor-parallel group (`parallel.tensor`).
+        tensor: tensor-parallel size (`parallel.tensor`).
         dtype: of the parameters.
 
     Raises:
-        UserError: the architecture is not one of `ARCHITECTURES` as released, or has sizes that cannot be divided.
+        UserError: the architecture is not one of `ARCHITECTURES` as released, or `tensor` does not divide its sizes.
     """
     _check_architecture(path, config)
     _check_sizes(path, config, tensor)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # defaults of its own that it calls deprecated
+        warnings.simplefilter("ignore")  # it warns that its own defaults are deprecated
         return TransformerConfig(
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
@@ -65,18 +65,18 @@ def transformer_config(path: str, config: PretrainedConfig, *, tensor: int, dtyp
             bf16=dtype == torch.bfloat16,
             tensor_model_parallel_size=tensor,
             sequence_parallel=tensor > 1,
-            use_cpu_initialization=True,  # parameters are made on torch's default device
-            perform_initialization=False,  # and filled from the model's files
+            use_cpu_initialization=True,  # create parameters on torch's default device
+            perform_initialization=False,  # they are filled from the model's files
         )
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    """Dimensions of an attention head."""
+    """Return the dimension of an attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def sliding_window(config: PretrainedConfig, layer: int) -> int | None:
-    """Keys that a query of this layer sees, itself included; None for all before it."""
+    """Return the number of keys that a query of this layer sees, itself included; None for all."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[layer] != "sliding_attention":
         return None
@@ -84,7 +84,7 @@ def sliding_window(config: PretrainedConfig, layer: int) -> int | None:
 
 
 def padded_vocabulary(config: PretrainedConfig, tensor: int) -> int:
-    """Rows of the embeddings over all ranks of a tensor group, equally many on each; the last ones are no tokens."""
+    """Return the rows of the embeddings over all ranks, padded to a multiple of the tensor-parallel size."""
     return -(-config.vocab_size // tensor) * tensor
 
 
@@ -92,26 +92,26 @@ def _check_architecture(path: str, config: PretrainedConfig) -> None:
     found = f"model.provider: found megatron together with model.path {path} ({config.model_type})"
     if is_mixture(config.to_dict()):
         raise UserError(
-            f"{found}, a mixture of experts; expected a dense model, or huggingface: routed experts are not divided "
-            "among the ranks of a tensor-parallel group"
+            f"{found}, a mixture of experts; expected a dense model, or huggingface: routed experts are not sharded "
+            "over a tensor-parallel group"
         )
     if config.model_type not in ARCHITECTURES:
         raise UserError(
-            f"{found}; expected one of {', '.join(ARCHITECTURES)}, or huggingface: megatron-core's layers are put "
-            "together here as those architectures need them"
+            f"{found}; expected one of {', '.join(ARCHITECTURES)}, or huggingface: tensor parallelism is implemented "
+            "for those architectures"
         )
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rotary not in ROTARY_TYPES:
         raise UserError(
             f"{found} with rotary positions of type {rotary}; expected {', '.join(ROTARY_TYPES)}, or huggingface: "
-            "other frequencies depend on the length of the row"
+            "other frequencies depend on the row length"
         )
     for key, expected in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         value = getattr(config, key, expected)
         if value != expected:
             raise UserError(
-                f"{found} with {key} {value}; expected {expected}, or huggingface: the released models of these "
-                "architectures have no other layers"
+                f"{found} with {key} {value}; expected {expected}, as in the released models of these architectures, "
+                "or huggingface"
             )
 
 
@@ -124,7 +124,7 @@ def _check_sizes(path: str, config: PretrainedConfig, tensor: int) -> None:
         )
     if intermediate % tensor:
         raise UserError(
-            f"{found} an intermediate size of {intermediate}; expected a divisor of it: ranks have equal parts of the "
+            f"{found} an intermediate size of {intermediate}; expected a divisor of it: ranks have equal shards of the "
             "MLP"
         )
     rows = padded_vocabulary(config, tensor) // tensor
@@ -134,24 +134,22 @@ def _check_sizes(path: str, config: PretrainedConfig, tensor: int) -> None:
         )
 
 
-# Which parts of a Hugging Face model's weights the parameters of a rank are, for both ways between the two.
-
-
 class WeightSlice(NamedTuple):
-    """A part of one of the Hugging Face model's weights."""
+    """The slice of a Hugging Face weight that a rank's parameter holds."""
 
     name: str
+    """Of the Hugging Face weight."""
     rows: slice
     columns: slice = slice(None)
-    """Not used for weights of one dimension."""
+    """Not used for one-dimensional weights."""
 
     @property
     def num_rows(self) -> int:
-        """Of the part."""
+        """Number of rows in the slice."""
         return self.rows.stop - self.rows.start
 
-    def of(self, weight: Tensor) -> Tensor:
-        """The part of that weight; a view."""
+    def take(self, weight: Tensor) -> Tensor:
+        """Return the slice of the weight; a view."""
         return weight[self.rows] if weight.dim() == 1 else weight[self.rows, self.columns]
 
 
@@ -159,11 +157,12 @@ COLUMN_LAYERS = {
     "self_attn.qkv": ("q_proj", "k_proj", "v_proj"),
     "mlp.gate_up": ("gate_proj", "up_proj"),
 }
-"""Linear layers whose outputs are divided, by the name of the module that holds them here (`ColumnLinears`)."""
+"""Column-parallel layers, by the name of the module that holds them here (`ColumnLinears`)."""
 
 
-def pieces(config: PretrainedConfig, *, rank: int, size: int) -> dict[str, WeightSlice]:
-    """What each parameter of a `ParallelTokenLossModel` is, by its name. Rows after the piece's are padding.
+def weight_slices(config: PretrainedConfig, *, rank: int, size: int) -> dict[str, WeightSlice]:
+    """Map each parameter of a `ParallelTokenLossModel` to its slice of a Hugging Face weight. Further rows of the
+    parameter are padding.
 
     Args:
         config: of the Hugging Face model.
@@ -172,39 +171,39 @@ def pieces(config: PretrainedConfig, *, rank: int, size: int) -> dict[str, Weigh
     rows = padded_vocabulary(config, size) // size
     vocabulary = slice(rank * rows, min((rank + 1) * rows, config.vocab_size))
     every_row = slice(0, config.hidden_size)
-    found = {
+    slices = {
         "embed_tokens.weight": WeightSlice("model.embed_tokens.weight", vocabulary),
         "norm.weight": WeightSlice("model.norm.weight", every_row),
     }
     if not config.tie_word_embeddings:
-        found["lm_head.weight"] = WeightSlice("lm_head.weight", vocabulary)
-    parts = divided(config, rank=rank, size=size)
+        slices["lm_head.weight"] = WeightSlice("lm_head.weight", vocabulary)
+    shards = shard_slices(config, rank=rank, size=size)
     norms = {"input_layernorm": every_row, "post_attention_layernorm": every_row}
     if config.model_type == "qwen3":
         norms |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), slice(0, head_dim(config)))
     for layer in range(config.num_hidden_layers):
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-        found |= {f"{ours}{name}.weight": WeightSlice(f"{theirs}{name}.weight", rows) for name, rows in norms.items()}
+        slices |= {f"{ours}{name}.weight": WeightSlice(f"{theirs}{name}.weight", rows) for name, rows in norms.items()}
         for module, names in COLUMN_LAYERS.items():
             for name in names:
                 weight = f"{theirs}{module.split('.')[0]}.{name}"
-                found[f"{ours}{module}.{name}"] = WeightSlice(f"{weight}.weight", parts[name])
+                slices[f"{ours}{module}.{name}"] = WeightSlice(f"{weight}.weight", shards[name])
                 if config.model_type == "qwen2" and module == "self_attn.qkv":
-                    found[f"{ours}{module}.{name}_bias"] = WeightSlice(f"{weight}.bias", parts[name])
+                    slices[f"{ours}{module}.{name}_bias"] = WeightSlice(f"{weight}.bias", shards[name])
         for name in ("self_attn.o_proj", "mlp.down_proj"):
-            columns = parts[name.split(".")[1]]
-            found[f"{ours}{name}.weight"] = WeightSlice(f"{theirs}{name}.weight", every_row, columns)
-    return found
+            columns = shards[name.split(".")[1]]
+            slices[f"{ours}{name}.weight"] = WeightSlice(f"{theirs}{name}.weight", every_row, columns)
+    return slices
 
 
-def divided(config: PretrainedConfig, *, rank: int, size: int) -> dict[str, slice]:
-    """This rank's outputs of the linear layers whose outputs are divided, by name, and inputs of the others."""
+def shard_slices(config: PretrainedConfig, *, rank: int, size: int) -> dict[str, slice]:
+    """Return, by the name of a linear layer, this rank's outputs of column-parallel and inputs of row-parallel ones."""
 
-    def part(total: int) -> slice:
+    def shard(total: int) -> slice:
         return slice(rank * total // size, (rank + 1) * total // size)
 
-    queries, keys = (part(n * head_dim(config)) for n in (config.num_attention_heads, config.num_key_value_heads))
-    columns = part(config.intermediate_size)
+    queries, keys = (shard(n * head_dim(config)) for n in (config.num_attention_heads, config.num_key_value_heads))
+    columns = shard(config.intermediate_size)
     return {
         "q_proj": queries,
         "k_proj": keys,
@@ -215,24 +214,25 @@ def divided(config: PretrainedConfig, *, rank: int, size: int) -> dict[str, slic
 
 
 class Run(NamedTuple):
-    """Elements of one of the Hugging Face model's weights that follow each other in a parameter too."""
+    """Elements that are contiguous both in a Hugging Face weight and in a parameter."""
 
     name: str
+    """Of the Hugging Face weight."""
     start: int
-    """First element, counted in the flattened weight."""
+    """Index of the first element in the flattened weight."""
     offset: int
-    """Its place in the part of the parameter that was asked for."""
+    """Index of the first element in the requested range of the parameter."""
     numel: int
 
 
-def runs(piece: WeightSlice, shapes: Mapping[str, Sequence[int]], start: int, end: int) -> Iterator[Run]:
-    """What elements `start` to `end` of a flattened parameter are; nothing of those that are padding.
+def iter_runs(piece: WeightSlice, shapes: Mapping[str, Sequence[int]], start: int, end: int) -> Iterator[Run]:
+    """Yield the runs of elements `start` to `end` of a flattened parameter, without padding.
 
-    A piece of whole rows is one run, of some columns a run for each row.
+    A slice of full rows is one run; one of some columns is a run per row.
 
     Args:
-        piece: the parameter's.
-        shapes: of the weights.
+        piece: the parameter's slice.
+        shapes: of the Hugging Face weights.
     """
     shape = shapes[piece.name]
     width = math.prod(shape[1:])
@@ -242,19 +242,19 @@ def runs(piece: WeightSlice, shapes: Mapping[str, Sequence[int]], start: int, en
         num_rows, num_columns = 1, num_rows * width
     stop = min(end, num_rows * num_columns)
     for row in range(start // num_columns, -(-stop // num_columns)) if start < stop else ():
-        of_row = row * num_columns
-        left, right = max(start, of_row), min(stop, of_row + num_columns)
-        place = (piece.rows.start + row) * width + first_column
-        yield Run(piece.name, place + left - of_row, left - start, right - left)
+        row_start = row * num_columns
+        left, right = max(start, row_start), min(stop, row_start + num_columns)
+        weight_start = (piece.rows.start + row) * width + first_column
+        yield Run(piece.name, weight_start + left - row_start, left - start, right - left)
 
 
 def copy_to_weight(weights: Mapping[str, Tensor], parameter: Tensor, piece: WeightSlice) -> None:
-    """The way back: copies a rank's parameter into a Hugging Face model's weights.
+    """Copy a rank's parameter into its slice of a Hugging Face weight.
 
     Args:
-        weights: the model's tensors by name, which are overwritten; a piece of another is passed over.
+        weights: the model's tensors by name; does nothing if the slice's weight is not among them.
         parameter: or another tensor of its shape, such as its gradient.
-        piece: what it is.
+        piece: the parameter's slice.
     """
     if piece.name in weights:
-        piece.of(weights[piece.name]).copy_(parameter[: piece.num_rows])
+        piece.take(weights[piece.name]).copy_(parameter[: piece.num_rows])

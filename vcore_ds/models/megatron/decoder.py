@@ -1,13 +1,18 @@
-"""A decoder layer of parallel layers: attention over this rank's heads, MLP over this rank's columns.
+"""A tensor-parallel decoder layer: attention over this rank's heads, MLP over this rank's columns, RMSNorms.
 
-The products are megatron-core's layers, attention is that of all passes (`vcore_ds.models.attention`), rotary positions
-are those of Hugging Face's models, to the last bit, and norms too where PyTorch computes them (`norms`).
+Linear layers are megatron-core's; attention is `vcore_ds.models.attention`; rotary embeddings equal those of Hugging
+Face's models bit for bit, and so do norms that PyTorch computes.
 
-The loop over layers is ours (`model.TokenLossModel`): megatron-core's calls a layer with keywords only, and under
-ZeRO-3 the backward of such a layer fails.
+The loop over layers is in `model.ParallelTokenLossModel`: megatron-core's passes only keyword arguments, with which the
+backward of a layer fails under ZeRO-3.
 
-Shapes: n ranks along the tensor axis, t tokens, b rows, H hidden size, D head dimension, A query heads and K key/value
-heads of this rank.
+Norm weights are replicated, and their gradient on a rank is that of its tokens or heads, to be summed over the group.
+On a GPU with TransformerEngine installed its kernels compute values and gradients; elsewhere PyTorch does, like Hugging
+Face's models bit for bit. One rule gives the tangents of both: TransformerEngine's kernels have none, and PyTorch would
+differentiate one elementwise operation after the other.
+
+Shapes: n tensor-parallel ranks, t tokens, b rows, H hidden size, D head dimension, A query heads and K key/value heads
+of this rank.
 """
 
 import importlib.util
@@ -32,20 +37,12 @@ from vcore_ds.models.megatron.configuration import TransformerConfig, sliding_wi
 from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear
 from vcore_ds.models.megatron.token_exchange import make_dual_if_any
 
-# Norms of the decoder layers, whose weight all ranks of a tensor group have. Its gradient is a part of a sum on each:
-# that of the rank's own tokens or heads.
-#
-# On a GPU where TransformerEngine is installed, its kernels compute values and gradients. Elsewhere PyTorch does, as
-# Hugging Face's models do, to the last bit. One rule gives the tangents of both: TransformerEngine's kernels have
-# none, and PyTorch's own differentiates one small operation after the other.
-
 
 class DualTensorNorm(nn.Module):
-    """Put before the class of a norm of plain numbers, it takes values from that class and tangents from
-    `rms_norm_tangent`.
+    """Mixin before the class of an RMSNorm: values come from that class, tangents from `rms_norm_tangent`.
 
-    The class needs `weight`, `eps` and a forward. That may be an autograd Function without a rule for tangents, and its
-    backward may read the weight from the module again.
+    The class needs `weight`, `eps` and a forward, which may be an autograd Function without a forward-mode rule, and
+    whose backward may read the weight from the module again.
     """
 
     weight: nn.Parameter
@@ -54,25 +51,25 @@ class DualTensorNorm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         value, d_value = forward_ad.unpack_dual(hidden)
         weight, d_weight = unpack_parameter(self, "weight")
-        is_reference = weight.dtype == torch.float64  # a pass for which there may be no kernel
-        found = rms_norm(value, weight, self.eps) if is_reference else self._plain(value, weight)
-        return make_dual_if_any(found, rms_norm_tangent(value, weight, self.eps, d_x=d_value, d_weight=d_weight))
+        is_reference = weight.dtype == torch.float64  # kernels may not support fp64
+        normalized = rms_norm(value, weight, self.eps) if is_reference else self._forward_value(value, weight)
+        return make_dual_if_any(normalized, rms_norm_tangent(value, weight, self.eps, d_x=d_value, d_weight=d_weight))
 
-    def _plain(self, x: Tensor, weight: Tensor) -> Tensor:
-        # While the module runs, its weight may be hidden by a dual number (`vcore_ds.utility.forward_mode`), in whose
-        # place the forward finds that number's value.
-        stand_in = self.__dict__.get("weight")
-        if stand_in is None:
+    def _forward_value(self, x: Tensor, weight: Tensor) -> Tensor:
+        # In forward mode a dual tensor shadows the weight in `__dict__` (`vcore_ds.utility.forward_mode`). The class's
+        # forward must see its value.
+        dual = self.__dict__.get("weight")
+        if dual is None:
             return super().forward(x)
         self.__dict__["weight"] = weight
         try:
             return super().forward(x)
         finally:
-            self.__dict__["weight"] = stand_in
+            self.__dict__["weight"] = dual
 
 
 class PlainRMSNorm(nn.Module):
-    """Root mean square norm of the last dimension, in PyTorch's operations."""
+    """RMSNorm over the last dimension in PyTorch operations."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -84,57 +81,57 @@ class PlainRMSNorm(nn.Module):
 
 
 class RMSNorm(DualTensorNorm, PlainRMSNorm):
-    """The norm where TransformerEngine is not used."""
+    """The norm without TransformerEngine."""
 
 
-def norm(config: TransformerConfig, size: int) -> nn.Module:
-    """An RMSNorm of `size` features.
+def make_norm(config: TransformerConfig, size: int) -> nn.Module:
+    """Make an RMSNorm of `size` features.
 
     Raises:
-        UserError: see `norm_class`.
+        UserError: see `find_norm_class`.
     """
     with local_torch_dtype(config.params_dtype):
-        return norm_class()(size, config.layernorm_epsilon)
+        return find_norm_class()(size, config.layernorm_epsilon)
 
 
-def norm_class() -> type[nn.Module]:
-    """The class of the norms: TransformerEngine's on a GPU where it is installed.
+def find_norm_class() -> type[nn.Module]:
+    """Return TransformerEngine's norm on a GPU where it is installed, else PyTorch's.
 
     Raises:
-        UserError: it is installed, and cannot be imported.
+        UserError: it is installed, but cannot be imported.
     """
     if not uses_gpu() or importlib.util.find_spec("transformer_engine") is None:
         return RMSNorm
     try:
         return _transformer_engine_norm()
-    except Exception as error:  # its libraries raise whatever they find missing
+    except Exception as error:  # of any class: its libraries check their own requirements
         raise UserError(
             f"model.provider: found megatron and TransformerEngine, which cannot be imported ({type(error).__name__}: "
             f"{error}); expected a build for torch {torch.__version__} (pip install --no-build-isolation "
-            "'transformer_engine[pytorch]'), or none: without it PyTorch computes the norms (pip uninstall "
-            "transformer_engine)"
+            "'transformer_engine[pytorch]'), or none (pip uninstall transformer_engine): PyTorch then computes the "
+            "norms"
         ) from error
 
 
 @cache
 def _transformer_engine_norm() -> type[nn.Module]:
-    """TransformerEngine's RMSNorm for dual numbers; imported only where its kernels can run."""
+    """TransformerEngine's RMSNorm for dual tensors; imported only where its kernels can run."""
     from transformer_engine.pytorch import RMSNorm as KernelNorm
 
     class TransformerEngineNorm(DualTensorNorm, KernelNorm):
-        """One kernel each for the value and the gradient. In bf16 it rounds once, where `PlainRMSNorm` rounds the
-        normalized values and their product with the weight."""
+        """One fused kernel each for value and gradient. In bf16 it rounds once; `PlainRMSNorm` rounds the normalized
+        values, and again after multiplying by the weight."""
 
         def __init__(self, size: int, eps: float):
-            # Without a device it takes the current GPU, whatever PyTorch's default device is.
+            # Unless given a device it uses the current GPU, not PyTorch's default device.
             super().__init__(size, eps=eps, device=torch.empty(0).device)
 
     return TransformerEngineNorm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`w x / sqrt(mean(x^2) + eps)` over the last dimension, rounded where Hugging Face's models round, in fp32 or the
-    dtype of `x` where it is the more precise one.
+    """Compute `w x / sqrt(mean(x^2) + eps)` over the last dimension, in fp32 or fp64, rounding where Hugging Face's
+    models do.
 
     Args:
         x: `[..., size]`.
@@ -148,24 +145,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_tangent(
     x: Tensor, weight: Tensor, eps: float, *, d_x: Tensor | None = None, d_weight: Tensor | None = None
 ) -> Tensor | None:
-    """The tangent of `rms_norm`, without a graph; None where all tangents are missing.
+    """Compute the tangent of `rms_norm`, not differentiable; None without tangents.
 
-    With `r = 1 / sqrt(mean(x^2) + eps)` and `n = r x`, that of n is `r (dx - n mean(n dx))`.
+    With `r = 1 / sqrt(mean(x^2) + eps)` and `n = r x`: `dn = r (dx - n mean(n dx))`.
     """
     if d_x is None and d_weight is None:
         return None
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     inverse = _inverse_root_mean_square(exact, eps)
-    normalized, found = exact * inverse, None
+    normalized, tangent = exact * inverse, None
     if d_x is not None:
         d_exact = d_x.to(exact.dtype)
-        along = (normalized * d_exact).mean(-1, keepdim=True)
-        d_normalized = torch.addcmul(d_exact, normalized, along, value=-1).mul_(inverse)
-        found = weight * d_normalized.to(x.dtype)
+        projection = (normalized * d_exact).mean(-1, keepdim=True)
+        d_normalized = torch.addcmul(d_exact, normalized, projection, value=-1).mul_(inverse)
+        tangent = weight * d_normalized.to(x.dtype)
     if d_weight is not None:
-        of_weight = d_weight * normalized.to(x.dtype)
-        found = of_weight if found is None else found.add_(of_weight)
-    return found
+        weight_term = d_weight * normalized.to(x.dtype)
+        tangent = weight_term if tangent is None else tangent.add_(weight_term)
+    return tangent
 
 
 def _inverse_root_mean_square(exact: Tensor, eps: float) -> Tensor:
@@ -173,7 +170,7 @@ def _inverse_root_mean_square(exact: Tensor, eps: float) -> Tensor:
 
 
 Angles = tuple[Tensor, Tensor]
-"""Cosines and sines of the rotary positions, `[b, t, D]` each."""
+"""Cosines and sines of the rotary embedding, `[b, t, D]` each."""
 
 
 class ParallelAttention(nn.Module):
@@ -193,11 +190,11 @@ class ParallelAttention(nn.Module):
         )
         self.o_proj = make_row_linear(config, num_heads * self.head_dim, config.hidden_size)
         self.q_norm, self.k_norm = (
-            norm(config, self.head_dim) if config.qk_layernorm else nn.Identity() for _ in range(2)
+            make_norm(config, self.head_dim) if config.qk_layernorm else nn.Identity() for _ in range(2)
         )
 
     def forward(self, hidden: Tensor, angles: Angles, row_layout: RowLayout) -> Tensor:
-        """`[t / n, b, H]` to the same; all arguments are those of `DecoderLayer`."""
+        """Compute `[t / n, b, H]` from `[t / n, b, H]`; arguments as for `DecoderLayer`."""
         query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in self.qkv(hidden))  # [t, b, A or K, D]
         query, key, value = (x.permute(1, 2, 0, 3) for x in (self.q_norm(query), self.k_norm(key), value))
         query, key = apply_rotary_pos_emb(query, key, *angles)
@@ -205,8 +202,8 @@ class ParallelAttention(nn.Module):
         output, _ = attend(
             self, query, key, value, None, sliding_window=self._sliding_window, row_layout=row_layout
         )  # [b, t, A, D]
-        # Contiguous, since PyTorch chooses the kernel of a product with strides by whether a gradient is needed, and a
-        # checkpointed forward with tangents needs none: the last bit of a loss would depend on it.
+        # Contiguous: for strided inputs PyTorch chooses the matmul kernel by whether a gradient is needed. A
+        # checkpointed forward with tangents needs none, and the last bit of a loss would depend on it.
         return self.o_proj(output.transpose(0, 1).flatten(2).contiguous())
 
 
@@ -220,42 +217,42 @@ class ParallelMLP(nn.Module):
         self.down_proj = make_row_linear(config, config.ffn_hidden_size, config.hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(gated_silu(*self.gate_up(hidden)))  # no name keeps gate and up during the last product
+        # Nested, so that no local variable keeps gate and up alive during the last matmul.
+        return self.down_proj(gated_silu(*self.gate_up(hidden)))
 
 
 class DecoderLayer(GradientCheckpointingLayer):
-    """Norm, attention, norm, MLP, with residual sums. Its activations can be checkpointed as those of Hugging Face's
-    layers."""
+    """Norm, attention, norm, MLP, with residual connections and optional activation checkpointing."""
 
     def __init__(self, config: TransformerConfig, hf_config: PretrainedConfig, layer: int):
         super().__init__()
         self.self_attn = ParallelAttention(config, hf_config, layer)
         self.mlp = ParallelMLP(config)
-        self.input_layernorm = norm(config, config.hidden_size)
-        self.post_attention_layernorm = norm(config, config.hidden_size)
+        self.input_layernorm = make_norm(config, config.hidden_size)
+        self.post_attention_layernorm = make_norm(config, config.hidden_size)
 
     def checkpoint_activations(self) -> None:
-        """Keeps the layer's input alone for the backward, which computes the rest again."""
+        """Save only the layer's input, and recompute the rest in the backward."""
         self.gradient_checkpointing = True
         self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     def forward(self, hidden: Tensor, angles: Angles, row_layout: RowLayout) -> Tensor:
-        """Hidden states of this rank's tokens after the layer.
+        """Compute the hidden states of this rank's tokens after the layer.
 
         Args:
-            hidden: `[t / n, b, H]`; by position, so that ZeRO-3's hooks see it.
+            hidden: `[t / n, b, H]`; positional, so that ZeRO-3's hooks see it.
             angles: of all t tokens.
-            row_layout: which sequences the rows hold, and the sequence-parallel degree.
+            row_layout: the sequences of the rows, and the sequence-parallel size.
         """
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, row_layout)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, for dual numbers too: their tangents are used up.
+    """Compute `silu(gate) * up`; takes dual tensors, whose tangents it overwrites.
 
-    The rule writes into the tangents, which nothing else needs. PyTorch's makes three more tensors of the MLP's width,
-    where a checkpointed forward with tangents takes the most memory.
+    Nothing else needs these tangents. PyTorch's rule would allocate three more tensors of the MLP's width, at the peak
+    memory of a checkpointed forward with tangents.
     """
     (value, d_gate), (factor, d_up) = forward_ad.unpack_dual(gate), forward_ad.unpack_dual(up)
     activated = silu(value)
@@ -265,15 +262,15 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
             tangent = torch.ops.aten.silu_backward.grad_input(d_gate, value, grad_input=d_gate).mul_(factor)
         if d_up is not None:
             tangent = d_up.mul_(activated) if tangent is None else tangent.addcmul_(activated, d_up)
-    found = activated * factor if torch.is_grad_enabled() else activated.mul_(factor)
-    return make_dual_if_any(found, tangent)
+    gated = activated * factor if torch.is_grad_enabled() else activated.mul_(factor)
+    return make_dual_if_any(gated, tangent)
 
 
 def make_row_linear(config: TransformerConfig, num_inputs: int, num_outputs: int) -> RowLinear:
-    """A row-parallel layer: each rank has a part of its inputs. Without a bias; its weight is zero until it is read.
+    """Make a row-parallel layer without a bias. Its weight is zero until it is loaded.
 
     Args:
-        num_inputs, num_outputs: of all ranks together.
+        num_inputs, num_outputs: over all ranks.
     """
     return RowLinear(
         num_inputs,

@@ -1,11 +1,10 @@
-"""megatron-core's parallel layers with forwards that take dual numbers.
+"""megatron-core's parallel layers with forwards that take dual tensors.
 
-megatron-core decides which part of a weight a rank has, and makes it. Its own forwards end in autograd Functions
-without a rule for tangents, and take their buffers from a global one on the current CUDA device. The forwards here run
-wherever PyTorch runs, and compute the same value with tangents as without, so that one forward can serve for losses
-and utilities (`vcore_ds.utility.fused_forward`).
+megatron-core shards and allocates the weights. Its forwards use autograd Functions without a forward-mode rule, and
+buffers on the current CUDA device. The forwards here run wherever PyTorch runs, and compute the same value with and
+without tangents, so that one forward can give both losses and utilities (`vcore_ds.utility.fused_forward`).
 
-Between layers a rank has a part of the tokens, see `token_exchange`. Shapes as there; I input, O output size.
+Between layers each rank has a shard of the tokens, see `token_exchange`. Shapes as there; I input, O output size.
 """
 
 import warnings
@@ -24,11 +23,11 @@ from vcore_ds.models.lora_linear import linear_tangent, linear_with_addend
 from vcore_ds.models.megatron.adapters import (
     Adapter,
     Addend,
-    addend_gradients,
-    column_addends,
-    expanded,
-    expanded_tangent,
-    row_addend,
+    compute_addend_gradients,
+    expand,
+    expand_tangent,
+    make_column_addends,
+    make_row_addend,
 )
 from vcore_ds.models.megatron.token_exchange import (
     all_gather_tokens,
@@ -45,21 +44,23 @@ with warnings.catch_warnings(), without_compiler():
 
 
 class ColumnLinears(nn.Module):
-    """Linear layers with the same input, a part of the outputs of each for all tokens: `[t / n, b, I]` to
-    `[t, b, O / n]`. A collective: the tokens are gathered once.
+    """Column-parallel linear layers with a common input, `[t / n, b, I]` to `[t, b, O / n]`: one all-gather of tokens.
 
-    A parameter has the name of its layer, a bias that name and `_bias`. Each layer has a weight of its own, so that an
-    output is released as soon as it is used.
+    A weight has the name of its layer, a bias that name plus `_bias`. The weights are separate, so that each output can
+    be freed as soon as it is used.
     """
 
     def __init__(
         self, config: TransformerConfig, num_inputs: int, num_outputs: Mapping[str, int], *, bias: bool = False
     ):
-        """`num_outputs`: of all ranks, by the layer's name."""
+        """Args:
+        num_inputs: I.
+        num_outputs: O over all ranks, by the layer's name.
+        """
         super().__init__()
         self.names = tuple(num_outputs)
         for name in self.names:
-            made = ColumnParallelLinear(
+            linear = ColumnParallelLinear(
                 num_inputs,
                 num_outputs[name],
                 config=config,
@@ -67,12 +68,12 @@ class ColumnLinears(nn.Module):
                 bias=bias,
                 tp_group=layout.group("tensor"),
             )
-            self.register_parameter(name, made.weight)
-            self.register_parameter(f"{name}_bias", made.bias)
+            self.register_parameter(name, linear.weight)
+            self.register_parameter(f"{name}_bias", linear.bias)
         self.adapters = nn.ModuleDict()
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        addends, scaling, flat = column_addends(self.adapters, x), 1.0, []
+        addends, scaling, flat = make_column_addends(self.adapters, x), 1.0, []
         for name in self.names:
             weight, d_weight = unpack_parameter(self, name)
             has_bias = getattr(self, f"{name}_bias") is not None
@@ -82,12 +83,12 @@ class ColumnLinears(nn.Module):
                 adapter = self.adapters[name]
                 assert isinstance(adapter, Adapter)
                 scaling = adapter.scaling
-        found = _ColumnMatmuls.apply(scaling, *forward_ad.unpack_dual(x), *flat)
-        return [make_dual_if_any(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
+        outputs = _ColumnMatmuls.apply(scaling, *forward_ad.unpack_dual(x), *flat)
+        return [make_dual_if_any(*pair) for pair in zip(outputs[::2], outputs[1::2], strict=True)]
 
 
 class RowLinear(RowParallelLinear):
-    """All outputs of this rank's tokens: `[t, b, I / n]` to `[t / n, b, O]`, without a bias. A collective."""
+    """Row-parallel linear layer without a bias, `[t, b, I / n]` to `[t / n, b, O]`: a reduce-scatter of tokens."""
 
     def __init__(self, *sizes: int, **options: Any):
         super().__init__(*sizes, **options)
@@ -97,78 +98,81 @@ class RowLinear(RowParallelLinear):
         scaling = 1.0 if self.adapter is None else self.adapter.scaling
         value, d_value = forward_ad.unpack_dual(x)
         pair = unpack_parameter(self, "weight")
-        return make_dual_if_any(*_RowMatmul.apply(scaling, value, d_value, *pair, *row_addend(self.adapter, x)))
+        return make_dual_if_any(*_RowMatmul.apply(scaling, value, d_value, *pair, *make_row_addend(self.adapter, x)))
 
 
 class TokenEmbedding(VocabParallelEmbedding):
-    """`[b, t]` ids to `[t / n, b, H]`, of which each rank knows the rows of some tokens. A collective."""
+    """Vocabulary-parallel embedding, `[b, t]` token ids to `[t / n, b, H]`: a reduce-scatter of tokens."""
 
     def forward(self, ids: Tensor) -> Tensor:
         weight, d_weight = unpack_parameter(self, "weight")
         ids = ids.t()
-        is_other = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
-        rows = (ids - self.vocab_start_index).masked_fill(is_other, 0)
-        partial = embedding(rows, weight).masked_fill(is_other[..., None], 0.0)
+        is_remote = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
+        rows = (ids - self.vocab_start_index).masked_fill(is_remote, 0)
+        partial = embedding(rows, weight).masked_fill(is_remote[..., None], 0.0)
         d_partial = None
         if d_weight is not None:
             with torch.no_grad():
-                d_partial = embedding(rows, d_weight).masked_fill(is_other[..., None], 0.0)
+                d_partial = embedding(rows, d_weight).masked_fill(is_remote[..., None], 0.0)
         return scatter_tokens(make_dual_if_any(partial, d_partial))
 
 
 class _ColumnMatmuls(torch.autograd.Function):
-    """`x W^T + scaling * addend + b` of the tokens of all ranks, for each of several layers, of which W and b, their
-    tangents, and what makes the addend follow one another. Keeps this rank's tokens for the backward, and gathers them
-    again."""
+    """Computes `x W^T + scaling * addend + b` and its tangent for several layers on the gathered tokens.
+
+    `layers` has for each layer W, b, their tangents, and the four tensors of an `Addend`. Only this rank's tokens are
+    saved for the backward, which gathers them again.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, scaling: float, x: Tensor, d_x: Tensor | None, *layers: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        ctx.set_materialize_grads(False)  # or zeros would be made for each tangent
+        ctx.set_materialize_grads(False)  # otherwise zeros are allocated for each tangent
         ctx.save_for_backward(x, *layers[::8], *layers[4::8], *layers[5::8])
         ctx.scaling = scaling
-        whole, d_whole = all_gather_tokens(x, d_x)
-        found: list[Tensor | None] = []
+        tokens, d_tokens = all_gather_tokens(x, d_x)
+        outputs: list[Tensor | None] = []
         for i in range(0, len(layers), 8):
             weight, bias, d_weight, d_bias = layers[i : i + 4]
             assert weight is not None
             addend = Addend(*layers[i + 4 : i + 8])
-            tangents = dict(d_x=d_whole, d_weight=d_weight, d_bias=d_bias)
-            # Each addend is released before the next one is made.
-            found.append(linear_with_addend(whole, weight, bias, expanded(addend, x.dtype), scaling))
-            d_addend = expanded_tangent(addend, x.dtype)
-            found.append(linear_tangent(whole, weight, **tangents, d_addend=d_addend, scaling=scaling))
+            tangents = dict(d_x=d_tokens, d_weight=d_weight, d_bias=d_bias)
+            # Free each expanded addend before the next one is computed.
+            outputs.append(linear_with_addend(tokens, weight, bias, expand(addend, x.dtype), scaling))
+            d_addend = expand_tangent(addend, x.dtype)
+            outputs.append(linear_tangent(tokens, weight, **tangents, d_addend=d_addend, scaling=scaling))
             del d_addend
-        ctx.mark_non_differentiable(*(d_out for d_out in found[1::2] if d_out is not None))
-        return tuple(found)
+        ctx.mark_non_differentiable(*(d_out for d_out in outputs[1::2] if d_out is not None))
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *saved = ctx.saved_tensors
         num_layers = len(saved) // 3
         _, needs_x, _, *needs = ctx.needs_input_grad
-        whole = all_gather_tokens(x)[0].flatten(0, -2) if any(needs[::8]) else None
-        by_x, found = None, []
-        for i, (by_out, needs_weight, needs_bias) in enumerate(
+        tokens = all_gather_tokens(x)[0].flatten(0, -2) if any(needs[::8]) else None
+        x_gradient, layer_gradients = None, []
+        for i, (d_out, needs_weight, needs_bias) in enumerate(
             zip(gradients[::2], needs[::8], needs[1::8], strict=True)
         ):
-            assert by_out is not None  # the outputs of all layers are used
+            assert d_out is not None  # the outputs of all layers are used
             weight, reduced, b = saved[i::num_layers]
-            gradient = by_out.flatten(0, -2)
+            gradient = d_out.flatten(0, -2)
             if needs_x:
-                by_x = gradient @ weight if by_x is None else by_x.addmm_(gradient, weight)
-            by_weight = gradient.t() @ whole if needs_weight and whole is not None else None
-            by_addend = addend_gradients(by_out, reduced, b, ctx.scaling)
-            found += [by_weight, gradient.sum(0) if needs_bias else None, None, None, *by_addend, None, None]
-        del whole
-        if by_x is not None:
-            by_x = reduce_scatter_tokens(by_x.view(-1, *x.shape[1:]))[0]
-        return None, by_x, None, *found
+                x_gradient = gradient @ weight if x_gradient is None else x_gradient.addmm_(gradient, weight)
+            weight_gradient = gradient.t() @ tokens if needs_weight and tokens is not None else None
+            bias_gradient = gradient.sum(0) if needs_bias else None
+            addend_gradients = compute_addend_gradients(d_out, reduced, b, ctx.scaling)
+            layer_gradients += [weight_gradient, bias_gradient, None, None, *addend_gradients, None, None]
+        del tokens
+        if x_gradient is not None:
+            x_gradient = reduce_scatter_tokens(x_gradient.view(-1, *x.shape[1:]))[0]
+        return None, x_gradient, None, *layer_gradients
 
 
 class _RowMatmul(torch.autograd.Function):
-    """This rank's tokens of the sum of `x W^T + scaling * addend` over the ranks."""
+    """Reduce-scatters `x W^T + scaling * addend` and its tangent."""
 
     @staticmethod
     def forward(
@@ -178,26 +182,24 @@ class _RowMatmul(torch.autograd.Function):
         d_x: Tensor | None,
         weight: Tensor,
         d_weight: Tensor | None,
-        *of_adapter: Tensor | None,
+        *addend_tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        addend = Addend(*of_adapter)
+        addend = Addend(*addend_tensors)
         ctx.save_for_backward(x, weight, addend.reduced, addend.b)
         ctx.scaling = scaling
         if d_x is None and d_weight is None and addend.d_reduced is None and addend.d_b is None:
-            return reduce_scatter_tokens(linear_with_addend(x, weight, None, expanded(addend, x.dtype), scaling))[
-                0
-            ], None
-        # Each product goes to its place in what is sent before the next one is made.
+            return reduce_scatter_tokens(linear_with_addend(x, weight, None, expand(addend, x.dtype), scaling))[0], None
+        # Value and tangent are copied into one send buffer, so that only one of them is in memory besides.
         sent = x.new_empty(layout.size("tensor"), 2, len(x) // layout.size("tensor"), x.shape[1], len(weight))
-        product = linear_with_addend(x, weight, None, expanded(addend, x.dtype), scaling)
-        sent[:, 0] = product.view(sent[:, 0].shape)
-        del product
-        d_addend = expanded_tangent(addend, x.dtype)
-        d_product = linear_tangent(x, weight, d_x=d_x, d_weight=d_weight, d_addend=d_addend, scaling=scaling)
-        assert d_product is not None  # as there is a tangent
-        sent[:, 1] = d_product.view(sent[:, 1].shape)
-        del d_product, d_addend
+        output = linear_with_addend(x, weight, None, expand(addend, x.dtype), scaling)
+        sent[:, 0] = output.view(sent[:, 0].shape)
+        del output
+        d_addend = expand_tangent(addend, x.dtype)
+        d_output = linear_tangent(x, weight, d_x=d_x, d_weight=d_weight, d_addend=d_addend, scaling=scaling)
+        assert d_output is not None  # since there is a tangent
+        sent[:, 1] = d_output.view(sent[:, 1].shape)
+        del d_output, d_addend
         out, d_out = reduce_scatter_both(sent)
         ctx.mark_non_differentiable(d_out)
         return out, d_out
@@ -206,7 +208,8 @@ class _RowMatmul(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, reduced, b = ctx.saved_tensors
         _, needs_x, _, needs_weight, *_ = ctx.needs_input_grad
-        whole = all_gather_tokens(gradient)[0]
-        by_weight = whole.flatten(0, -2).t() @ x.flatten(0, -2) if needs_weight else None
-        by_addend = addend_gradients(whole, reduced, b, ctx.scaling)
-        return None, whole @ weight if needs_x else None, None, by_weight, None, *by_addend, None, None
+        gathered = all_gather_tokens(gradient)[0]
+        weight_gradient = gathered.flatten(0, -2).t() @ x.flatten(0, -2) if needs_weight else None
+        addend_gradients = compute_addend_gradients(gathered, reduced, b, ctx.scaling)
+        x_gradient = gathered @ weight if needs_x else None
+        return None, x_gradient, None, weight_gradient, None, *addend_gradients, None, None

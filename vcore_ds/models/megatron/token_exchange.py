@@ -1,13 +1,12 @@
-"""Exchanges over the tensor axis: between the layers a rank has a part of the tokens, within them all tokens.
+"""Collectives over the tensor axis: all-gather of tokens before a layer's matmuls, reduce-scatter after them.
 
-Megatron's sequence-parallel regions (https://arxiv.org/abs/2205.05198): embeddings, norms and residual sums are
-computed once for each token, instead of once on each rank. A layer's products gather the tokens before and scatter the
-sums of their partial results after.
+These are Megatron's sequence-parallel regions (https://arxiv.org/abs/2205.05198): between the layers each rank has a
+shard of the tokens, so that embeddings, norms and residual sums are computed once per token, not on every rank.
 
-Values and tangents travel in one collective. A value has a graph where gradients are enabled; its tangent has none, and
-forward mode needs no rule: dual numbers are taken apart before and put together after.
+Values and tangents travel in one collective. Values are differentiable if gradients are enabled; tangents are not
+recorded. Forward mode needs no rule, since dual tensors are unpacked before a collective and made again after it.
 
-Shapes: n ranks along the tensor axis, t tokens of the row on this rank's place along `sequence`, b rows.
+Shapes: n tensor-parallel ranks, t tokens of the row on this sequence-parallel rank, b rows.
 """
 
 from typing import Any
@@ -21,26 +20,25 @@ from vcore_ds.models.dual_tensors import make_dual
 
 
 def gather_tokens(part: Tensor) -> Tensor:
-    """`[t / n, b, ...]` of each rank to `[t, b, ...]`. A collective; takes dual numbers.
+    """All-gather `[t / n, b, ...]` to `[t, b, ...]`; takes dual tensors.
 
-    Its gradient is the sum over the ranks: each computes something else from the whole.
+    The backward is a reduce-scatter, since the ranks compute different outputs from the gathered tokens.
     """
     return make_dual_if_any(*_GatherTokens.apply(*forward_ad.unpack_dual(part)))
 
 
 def scatter_tokens(partial: Tensor) -> Tensor:
-    """The sum over the ranks of `[t, b, ...]`, of which each gets its tokens `[t / n, b, ...]`. A collective; takes
-    dual numbers, where either all ranks have one or none."""
+    """Reduce-scatter `[t, b, ...]` to `[t / n, b, ...]`; takes dual tensors, if all ranks have one or none."""
     return make_dual_if_any(*_ScatterTokens.apply(*forward_ad.unpack_dual(partial)))
 
 
 def make_dual_if_any(value: Tensor, tangent: Tensor | None) -> Tensor:
-    """A dual number where there is a tangent, else the value."""
+    """Return a dual tensor, or the value if the tangent is None."""
     return value if tangent is None else make_dual(value, tangent)
 
 
 def all_gather_tokens(part: Tensor, tangent: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """What `gather_tokens` gives, of a value and its tangent, without a graph."""
+    """`gather_tokens` of a value and its tangent, not differentiable."""
     if tangent is None:
         return layout.all_gather("tensor", part).flatten(0, 1), None
     gathered = layout.all_gather("tensor", torch.stack([part, tangent]))  # [n, 2, t / n, b, ...]
@@ -49,7 +47,7 @@ def all_gather_tokens(part: Tensor, tangent: Tensor | None = None) -> tuple[Tens
 
 
 def reduce_scatter_tokens(partial: Tensor, tangent: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """What `scatter_tokens` gives, of a value and its tangent, without a graph."""
+    """`scatter_tokens` of a value and its tangent, not differentiable."""
     num_ranks = layout.size("tensor")
     if tangent is None:
         return layout.reduce_scatter("tensor", partial.unflatten(0, (num_ranks, -1))), None
@@ -57,8 +55,8 @@ def reduce_scatter_tokens(partial: Tensor, tangent: Tensor | None = None) -> tup
 
 
 def reduce_scatter_both(sent: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's sums of values and tangents `[n, 2, t / n, b, ...]`. The value has memory of its own, or a graph that
-    keeps it would keep the tangent with it."""
+    """Reduce-scatter values and tangents, stacked as `[n, 2, t / n, b, ...]`. The value is cloned: a graph that saves a
+    view would keep the tangent's memory too."""
     value, d_value = layout.reduce_scatter("tensor", sent)
     return value.clone(), d_value
 
@@ -66,10 +64,10 @@ def reduce_scatter_both(sent: Tensor) -> tuple[Tensor, Tensor]:
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        found = all_gather_tokens(part, tangent)
+        gathered = all_gather_tokens(part, tangent)
         if tangent is not None:
-            ctx.mark_non_differentiable(found[1])
-        return found
+            ctx.mark_non_differentiable(gathered[1])
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
@@ -79,10 +77,10 @@ class _GatherTokens(torch.autograd.Function):
 class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        found = reduce_scatter_tokens(partial, tangent)
+        summed = reduce_scatter_tokens(partial, tangent)
         if tangent is not None:
-            ctx.mark_non_differentiable(found[1])
-        return found
+            ctx.mark_non_differentiable(summed[1])
+        return summed
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
