@@ -106,7 +106,7 @@ def test_experts_that_cannot_be_divided(tmp_path: Path, monkeypatch: pytest.Monk
     divided: dict[str, Any] = dict(attention="auto", lora=None, estimator="jvp", expert=2)
     check(MIXTURE, tmp_path, **divided)
     monkeypatch.setattr(architecture_check, "can_replace_experts", lambda module: False)
-    with pytest.raises(UserError, match="parallel.expert: found 2 .*own code; expected 1"):
+    with pytest.raises(UserError, match="parallel.expert: found 2 .*whose experts do not use .*; expected 1"):
         check(MIXTURE, tmp_path, **divided)
     check(MIXTURE, tmp_path, **{**divided, "expert": 1})
     check(DENSE, tmp_path, **divided)

@@ -117,5 +117,5 @@ def test_adapters_are_those_of_peft():
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_adapters_of_embeddings_are_refused(target):
     lora = LoraConfig(rank=4, alpha=8, target_modules=["q_proj", target])
-    with pytest.raises(UserError, match=f"lora.target_modules: .*{target} gets an adapter, together with"):
+    with pytest.raises(UserError, match=f"lora.target_modules: .*which adapts .*{target}, together with"):
         find_adapted_layers("m", Qwen3Config(**SIZES), lora)

@@ -56,7 +56,7 @@ def find_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> tuple[l
         if any(name.endswith(f".{EXPERTS}") and _expert_parameters(module) for name, module in modules):
             linear[EXPERTS] = None
         raise UserError(
-            f"lora.target_modules: found {', '.join(unknown)}, which match no layer of the model; expected "
+            f"lora.target_modules: found {', '.join(unknown)}, without a matching layer in the model; expected "
             f"all-linear, or names of layers, such as {', '.join(linear)}"
         )
     return layers, list(parameters)
