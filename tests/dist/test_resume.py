@@ -4,6 +4,7 @@ another; and checkpoints that cannot be written or read. The steps that the fide
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -77,6 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
     # Bit for bit also where it was resumed: the ranks have the same experts again.
     "expert_parallel_full": {"method": VCORE, "model": {"path": "mixture"}, "parallel": {"expert": 2}},
     "vcore_adam_lora": {"method": VCORE, "probe": {"direction": "adam", "batch_size": 2, "every": 3}, "lora": LORA},
+    "low_rank_full": {"method": VCORE, "probe": {"rank": 4, "every": 3, "batch_size": 2}},
     "vcore_trusted_full": {
         "method": VCORE | {"scope": "sequence_and_batch", "batch_kl_budget": 0.1, "base_measure": "dft"},
         "probe": {"every": 3, "batch_size": "all", "loss": "dft"},
@@ -484,6 +486,14 @@ def found(setup: Path, disk: Path | None) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_stopped_and_resumed_equals_straight_bit_for_bit(found: dict[str, Any], name: str):
     assert found[name] == []
+
+
+def test_what_a_low_rank_direction_loses_is_said_before_the_first_step(found: dict[str, Any], setup: Path):
+    said = (setup / "low_rank_full_stopped" / "start.txt").read_text()
+    energy, correlation = re.search(r"probe.rank 4 keeps ([\d.]+)% of .* correlate with ([\d.]+) ", said).groups()
+    lines = resumed_runs.timeless_metrics(setup / "low_rank_full_stopped")
+    assert float(energy) == pytest.approx(100 * lines[0]["direction_energy"], abs=2.0)  # another random sketch
+    assert 0.5 < float(correlation) < 1
 
 
 def test_only_what_is_kept_is_trained_on(found: dict[str, Any], setup: Path):

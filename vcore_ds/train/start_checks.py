@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vcore_ds.common.errors import UserError, first_line
+from vcore_ds.common.statistics import rank_correlation
 from vcore_ds.config.sections import EngineConfig
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate, pack
 from vcore_ds.data.tokenization import TokenizedSequence
@@ -30,8 +31,10 @@ from vcore_ds.models.loading import refuse_failing_code
 from vcore_ds.planning.memory_plan import Available, MemoryPlan, describe_shortage, describe_tightness
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import Feed
+from vcore_ds.train.settings import StepSettings
+from vcore_ds.train.step import take_direction
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import Estimator, ForwardMode
+from vcore_ds.utility.estimators import Estimator, ForwardMode, compute_jvp_utilities
 
 NUM_TOKENS = (32, 24)
 """Of two training sequences, their last ones: conversations often begin with the same system prompt. Not the same
@@ -271,6 +274,43 @@ def along_own_gradient(engine: Engine, estimator: ForwardMode, batch: Batch) -> 
         assert utilities is not None
         engine.backward(0.0 * losses.sum())  # ZeRO-3 expects one behind a forward with a graph
     return direction.norm**2, float(utilities.double().mean())
+
+
+LEAST_RANK_CORRELATION = 0.99
+"""Spearman's correlation below which a low-rank direction is a warning."""
+
+
+def check_low_rank(engine: Engine, estimator: Estimator, feed: Feed, settings: StepSettings, console: Console) -> None:
+    """Compare utilities along the low-rank direction of the first probe batch with those along the full-rank one, on
+    one micro-batch of each rank. A collective; with a full-rank direction nothing is done.
+
+    Parameters, the optimizer's state and the estimator's direction are not affected.
+    """
+    if estimator.direction is None or estimator.direction.rank is None:
+        return
+    mark("checking the low-rank direction")
+    started = time.perf_counter()
+    rank, batches = estimator.direction.rank, feed.step(0)
+    full = Direction(engine)
+    take_direction(full, settings, batches.probe)
+    (exact,) = compute_jvp_utilities(engine, full, batches.main[:1])
+    low_rank = full.with_rank(rank)
+    energy = low_rank.measure_energy()
+    (approximate,) = compute_jvp_utilities(engine, low_rank, batches.main[:1])
+    index = batches.main[0].sequence_index()
+    pairs = [(exact.cpu()[index == i], approximate.cpu()[index == i]) for i in range(batches.main[0].num_sequences)]
+    correlations = [rank_correlation(a.numpy(), b.numpy()) for a, b in pairs]
+    known = [x for of_rank in layout.gather_objects("job", correlations) for x in of_rank if x is not None]
+    correlation = float(np.mean(known)) if known else 1.0
+    agreement = (
+        f"probe.rank {rank} keeps {energy:.1%} of |v|^2; its utilities and those of the full-rank direction correlate "
+        f"with {correlation:.4f} (Spearman, mean over {len(known)} sequences)"
+    )
+    console.note(f"Low-rank direction: {agreement}, checked in {time.perf_counter() - started:.1f} s")
+    if correlation < LEAST_RANK_CORRELATION:
+        console.warn(f"{agreement}, expected at least {LEAST_RANK_CORRELATION}. Set it to {2 * rank}, or to null")
+    else:
+        console.say(f"Low-rank direction: {agreement}")
 
 
 def short_batch(engine: Engine, feed: Feed) -> Batch:

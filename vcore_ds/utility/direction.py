@@ -1,5 +1,6 @@
 """The probe direction: a gradient kept as this rank's ZeRO-3 shards, in the parameter dtype."""
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ class Direction:
             sequences = describe_sequences([i for b in batches for i in b.sequence_ids], batches[0].sequence_parallel)
             raise NonFiniteLoss(f"the {what} of the probe batch is not finite; it is summed over {sequences}")
         self._low_rank_seed, self._tangents = seed, None
-        return Probe(loss, norm, None if self.rank is None else self._measure_energy())
+        return Probe(loss, norm, None if self.rank is None else self.measure_energy())
 
     def _backward(self, batches: Sequence[Batch], normalization: Normalization, loss_weights: str) -> float:
         """Accumulate the probe gradient in the engine's shards; return this rank's part of the probe loss."""
@@ -168,7 +169,13 @@ class Direction:
             self._tangents = tangents
         return self._tangents
 
-    def _measure_energy(self) -> float:
+    def with_rank(self, rank: int | None) -> "Direction":
+        """The same `v`, in the same shards, of which JVP passes use an approximation of another rank."""
+        other = copy.copy(self)
+        other.rank, other._tangents = rank, None
+        return other
+
+    def measure_energy(self) -> float:
         """Share of `|v|^2` that the low-rank approximation keeps. A collective."""
         tangents, energy = self.low_rank_tangents(), 0.0
         for _, parameter in self._engine.trainable:
