@@ -121,14 +121,14 @@ def describe(combination: tuple[str, bool, int, str]) -> str:
     return f"{method}-{'lora' if lora else 'full'}-x{num_micro_batches}-{normalization}"
 
 
-def tested_on(world_size: int) -> list[tuple[str, bool, int, str]]:
+def combinations_on(world_size: int) -> list[tuple[str, bool, int, str]]:
     """Without `make soak` each method and number of ranks meets adapters, and 4 micro-batches, in one case."""
     chosen = {1: [(True, 4)], 2: [(False, 4), (True, 1)]}[world_size]
     return [one for one in COMBINATIONS if IS_SOAK or one[1:3] in chosen]
 
 
 def run_all() -> dict[tuple, dict[str, float]]:
-    return {combination: run_combination(*combination) for combination in tested_on(layout.size("shards"))}
+    return {combination: run_combination(*combination) for combination in combinations_on(layout.size("shards"))}
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def deviations() -> dict[int, list[dict[tuple, dict[str, float]]]]:
     [
         pytest.param(world_size, one, id=f"{describe(one)}-{world_size}")
         for world_size in (1, 2)
-        for one in tested_on(world_size)
+        for one in combinations_on(world_size)
     ],
 )
 def test_a_step_of_every_combination_equals_the_reference(deviations, world_size, combination):
