@@ -40,7 +40,7 @@ from vcore_ds.models.loading import checkpoint_activations
 from vcore_ds.planning.hardware import peak_flops
 from vcore_ds.planning.memory import MemorySettings, memory_of
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
-from vcore_ds.planning.time_model import StepPasses
+from vcore_ds.planning.step_cost import StepPasses
 from vcore_ds.train.run_folder import environment
 from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.step import take_direction

@@ -25,8 +25,7 @@ from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.packing import Waste
-from vcore_ds.planning.spread import RowLimit, spread
-from vcore_ds.planning.time_model import CPU, TimeModel
+from vcore_ds.planning.spread import CPU, RowLimit, TimeModel, spread
 
 QUICKSTART = Path("runs/quickstart_data")
 NUM_MAIN, NUM_PROBE, CUTOFF = 32, 4, 1024

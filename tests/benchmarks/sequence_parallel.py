@@ -25,8 +25,7 @@ from tests.helpers.ranks import run_ranks
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
-from vcore_ds.planning.spread import RowLimit, spread
-from vcore_ds.planning.time_model import CPU, TimeModel
+from vcore_ds.planning.spread import CPU, RowLimit, TimeModel, spread
 from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.estimators import compute_jvp_utilities

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from vcore_ds.planning.model_shape import QWEN3_32B
-from vcore_ds.planning.spread import RowLimit, possible_degrees, simulated_batches, spread
-from vcore_ds.planning.time_model import TimeModel
+from vcore_ds.planning.spread import RowLimit, TimeModel, possible_degrees, simulated_batches, spread
 
 CUTOFF = 16_384
 

@@ -16,8 +16,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.memory import AdapterShape, MemorySettings, parameter_counts
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.step_cost import StepModel
-from vcore_ds.planning.time_model import StepPasses
+from vcore_ds.planning.step_cost import StepModel, StepPasses
 
 pytestmark = pytest.mark.dist
 

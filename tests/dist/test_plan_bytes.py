@@ -28,8 +28,7 @@ from vcore_ds.planning.memory_plan import plan_memory
 from vcore_ds.planning.model_shape import QWEN3_32B, shape_on_disk
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import summarize
-from vcore_ds.planning.step_cost import StepModel
-from vcore_ds.planning.time_model import StepPasses
+from vcore_ds.planning.step_cost import StepModel, StepPasses
 
 pytestmark = pytest.mark.dist
 

@@ -23,9 +23,8 @@ from vcore_ds.planning.memory import MemorySettings, memory_of, parameter_counts
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, fullest_rank
 from vcore_ds.planning.run_plan import plan_run
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.planning.spread import RowLimit, spread
-from vcore_ds.planning.step_cost import StepCost, StepModel
-from vcore_ds.planning.time_model import StepPasses, TimeModel
+from vcore_ds.planning.spread import RowLimit, TimeModel, spread
+from vcore_ds.planning.step_cost import StepCost, StepModel, StepPasses
 from vcore_ds.train.console import Console
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -19,9 +19,8 @@ from vcore_ds.planning.hardware import (
 )
 from vcore_ds.planning.memory import AdapterShape, MemorySettings, ParameterCounts
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
-from vcore_ds.planning.spread import RowLimit, spread
-from vcore_ds.planning.step_cost import StepCost, StepModel
-from vcore_ds.planning.time_model import PassWork, StepPasses, TimeModel, forward_flops
+from vcore_ds.planning.spread import RowLimit, TimeModel, spread
+from vcore_ds.planning.step_cost import PassWork, StepCost, StepModel, StepPasses, forward_flops
 
 SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)
 """A layer has 1,000 linear parameters, the head 500."""

@@ -10,10 +10,12 @@ from vcore_ds.planning.hardware import Machine
 from vcore_ds.planning.model_shape import ModelShape, differences_refused
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import (
+    H100,
     SIMULATED_MEAN,
     Member,
     RowLimit,
     Spread,
+    TimeModel,
     Utilization,
     count,
     count_ranks,
@@ -23,7 +25,6 @@ from vcore_ds.planning.spread import (
     spread,
     summarize,
 )
-from vcore_ds.planning.time_model import H100, TimeModel
 
 # Which degrees of tensor, expert and sequence parallelism are possible, and what is said of one that is not.
 

@@ -16,8 +16,7 @@ from vcore_ds.planning.memory_plan import Available, MemoryPlan, describe_shorta
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, shape_on_disk
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import SIMULATED_MEAN, Utilization, summarize
-from vcore_ds.planning.step_cost import StepCost, StepModel
-from vcore_ds.planning.time_model import StepPasses
+from vcore_ds.planning.step_cost import StepCost, StepModel, StepPasses
 
 COALESCING_SHARE = 0.05
 """Share of a rank's memory that unsharded gradients may take with `engine.coalesce_gradient_reduction: auto`."""

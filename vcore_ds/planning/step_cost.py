@@ -5,7 +5,7 @@ does everything else; gathers and reductions hide behind a share of them. docs/p
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vcore_ds.planning.hardware import (
@@ -23,16 +23,167 @@ from vcore_ds.planning.memory import MemorySettings, ParameterCounts, Phase
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.packing import padded_rows
 from vcore_ds.planning.spread import Spread
-from vcore_ds.planning.time_model import (
-    FORWARD,
-    PassWork,
-    StepPasses,
-    attention_flops_per_square,
-    flops_of_all_weights,
-    linear_flops_per_token,
-    routed_flops_per_token,
-    tangents_beside,
-)
+
+# Arithmetic of a pass, for the share of a device's speed that a step uses (MFU).
+
+
+def linear_flops_per_token(shape: ModelShape) -> int:
+    """FLOP of a forward's linear layers and head for one token, which goes through few of a layer's experts."""
+    return 2 * (shape.num_layers * shape.layer_parameters + shape.vocabulary_size * shape.hidden_size)
+
+
+def flops_of_all_weights(shape: ModelShape) -> int:
+    """The same for a token that went through all experts: proportional to the weights that a pass reads."""
+    return linear_flops_per_token(shape) + 2 * shape.idle_parameters
+
+
+def routed_flops_per_token(shape: ModelShape) -> int:
+    """What of a forward's FLOP for one token its experts compute, without shared ones; 0 in a dense model."""
+    experts = shape.experts
+    return 0 if experts is None else 6 * shape.hidden_size * experts.num_layers * experts.per_token * experts.width
+
+
+def attention_flops_per_square(shape: ModelShape) -> int:
+    """FLOP of a forward's causal attention over a sequence, divided by the square of its tokens: scores and values,
+    half of them hidden."""
+    return 2 * shape.num_layers * shape.num_heads * shape.head_dim
+
+
+def forward_flops(shape: ModelShape, lengths: Iterable[int], *, linear: float = 1.0, attention: float = 1.0) -> float:
+    """FLOP of the products in one forward over sequences of so many tokens: linear layers, head, causal attention.
+
+    Args:
+        linear, attention: how often a pass takes the products of both.
+    """
+    per_token = linear * linear_flops_per_token(shape)
+    per_square = attention * attention_flops_per_square(shape)
+    return float(sum(per_token * n + per_square * n * n for n in lengths))
+
+
+# The passes of an optimizer step, each in multiples of what a plain forward does.
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """What one micro-step of a pass does, in multiples of what a plain forward does."""
+
+    linear: int
+    """Products of linear layers."""
+    attention: int
+    """Products of attention."""
+    gathers: int
+    """Gathers of all parameters."""
+    exchanges: int
+    """Exchanges of a forward within a sequence-parallel group."""
+    runs: int
+    """Runs through the layers."""
+    tangent_gathers: int = 0
+    """Gathers of the direction of all trained parameters."""
+    reduces: bool = False
+    """Whether the gradient is reduced."""
+
+    def exchanges_of_hidden_states(self, num_layers: int, *, is_full: bool) -> tuple[int, int]:
+        """Exchanges over a tensor-parallel group, of hidden states of all tokens or, where values and tangents
+        travel together, of twice as many: how many there are, and how many hidden states they hold of each token.
+
+        A layer gathers and scatters before and after attention and MLP, once more in a backward, and gathers the inputs
+        of trained weights again; the embedding and the head have one each. tests/dist/test_megatron.py counts them.
+
+        Args:
+            is_full: all parameters are trained; nothing is sent to a frozen embedding.
+        """
+        in_layers = 4 * self.exchanges + (2 if self.reduces and is_full else 0)
+        at_the_ends = 2 * self.runs - (1 if self.reduces and not is_full else 0)
+        held = num_layers * in_layers + at_the_ends
+        return held - self.tangent_gathers * (4 * num_layers + 2), held
+
+    def __add__(self, other: "PassWork") -> "PassWork":
+        return PassWork(
+            self.linear + other.linear,
+            self.attention + other.attention,
+            self.gathers + other.gathers,
+            self.exchanges + other.exchanges,
+            self.runs + other.runs,
+            self.tangent_gathers + other.tangent_gathers,
+            self.reduces or other.reduces,
+        )
+
+
+FORWARD = PassWork(1, 1, 1, 1, 1)
+
+
+def tangents_beside(settings: MemorySettings) -> PassWork:
+    """What tangents add to a forward."""
+    # Products of a weight with the input's tangent and, where it is trained, of its tangent with the input.
+    linear = 2 if settings.adapters is None else 1
+    return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1)
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOP of the products of an optimizer step, over all ranks."""
+
+    training: float
+    """Forward and backward of the main batch, as in plain fine-tuning."""
+    extra: float
+    """All others: probe, tangents, forwards for utilities or of a reference."""
+
+    @property
+    def total(self) -> float:
+        """What plain fine-tuning does, and what the method adds."""
+        return self.training + self.extra
+
+
+@dataclass(frozen=True)
+class StepPasses:
+    """The passes of an optimizer step; None for one that it does not have."""
+
+    training: PassWork
+    """What plain fine-tuning does with the main batch."""
+    main: PassWork
+    """The same, with the tangents where they travel along."""
+    probe: PassWork | None = None
+    utility: PassWork | None = None
+    """A pass of its own over the main batch."""
+    steps_per_probe: int = 1
+
+    @classmethod
+    def of(cls, settings: MemorySettings, *, reference_forwards: int = 0, steps_per_probe: int = 1) -> "StepPasses":
+        """Args:
+        reference_forwards: forwards over the main batch that serve no utilities, such as a reference model's.
+        """
+        # A backward takes the products for the inputs and, where weights are trained, those for the weights.
+        is_full, again = settings.adapters is None, int(settings.is_checkpointed)
+        linear = (3 if is_full else 2) + again
+        train = PassWork(linear, 3 + again, gathers=2, exchanges=2 + again, runs=2, reduces=True)
+        tangents = tangents_beside(settings)
+        forwards = reference_forwards
+        utility: PassWork | None = None
+        if settings.estimator == "jvp" and not settings.is_fused:
+            utility = FORWARD + tangents
+        elif settings.estimator == "finite_difference":
+            # With dropout the main forward has a mask, and cannot serve as the loss before the perturbation.
+            forwards += 2 if settings.adapters is not None and settings.adapters.has_dropout else 1
+        for _ in range(forwards):
+            utility = FORWARD if utility is None else utility + FORWARD
+        has_probe = settings.estimator is not None and settings.probe_tokens > 0
+        main = train + tangents if settings.is_fused else train
+        return cls(train, main, train if has_probe else None, utility, steps_per_probe)
+
+    def flops(self, shape: ModelShape, main: Sequence[int], probe: Sequence[int]) -> StepFlops:
+        """FLOP of a step with batches of sequences of so many tokens; without a probe batch none for the probe."""
+
+        def of(work: PassWork | None, lengths: Sequence[int]) -> float:
+            if work is None:
+                return 0.0
+            return forward_flops(shape, lengths, linear=work.linear, attention=work.attention)
+
+        training = of(self.training, main)
+        return StepFlops(training, of(self.main, main) - training + of(self.utility, main) + of(self.probe, probe))
+
+
+# Seconds and bytes of a step, from its passes.
+
 
 _FP32 = 4
 
