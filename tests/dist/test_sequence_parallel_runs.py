@@ -70,7 +70,11 @@ def chosen_sequences(degree: int) -> list[list[tuple[int, int]]]:
     for i in [*range(10), 4, 9][group::num_groups]:  # two of them twice
         n = 1 + i
         numbers, places = np.zeros(n, dtype=np.float32), np.arange(n, dtype=np.int32)
-        own.append(SequenceTokens(i, 0.1, 0.1, 1.0, places, places, numbers, None, numbers))
+        own.append(
+            SequenceTokens(
+                i, 0.1, 0.1, 1.0, positions=places, token_ids=places, losses=numbers, utilities=None, weights=numbers
+            )
+        )
     found = []
     for step in range(5):
         with patch.object(token_gather, "MOST_TOKENS", 30):
@@ -86,10 +90,24 @@ def said_where_no_record_can_be_written(folder: Path) -> list[str]:
     console = Console(enabled=layout.is_first())
     console.say = lambda text="": said.append(text) if console.enabled else None
     numbers, places = np.zeros(3, dtype=np.float32), np.arange(3, dtype=np.int32)
-    own = [SequenceTokens(layout.rank("shards"), 0.1, 0.1, 1.0, places, places, numbers, None, numbers)]
+    own = [
+        SequenceTokens(
+            layout.rank("shards"),
+            0.1,
+            0.1,
+            1.0,
+            positions=places,
+            token_ids=places,
+            losses=numbers,
+            utilities=None,
+            weights=numbers,
+        )
+    ]
     a_file = folder / "train.jsonl"
     record_tokens(a_file, 5, own, console, sequence_parallel=1, first_trusted_id=None, seed=3)
-    trace = TraceTokens(3, places, places, numbers, numbers, None, numbers)
+    trace = TraceTokens(
+        3, positions=places, token_ids=places, losses=numbers, entropies=numbers, utilities=None, weights=numbers
+    )
     origins = [Origin(True, "", i) for i in range(layout.size("shards"))]
     record_followed(a_file, 5, {layout.rank("shards"): trace}, origins, console)
     return said

@@ -66,11 +66,11 @@ def random_sequence(ids: Sequence[int], sequence_id: int, seed: int, share: floa
         share,
         share,
         0.9,
-        np.arange(5, 5 + n, dtype=np.int32),
-        np.array(ids, dtype=np.int32),
-        generator.exponential(0.8, n).astype(np.float32),
-        utilities.astype(np.float32),
-        (weights / weights.sum()).astype(np.float32),
+        positions=np.arange(5, 5 + n, dtype=np.int32),
+        token_ids=np.array(ids, dtype=np.int32),
+        losses=generator.exponential(0.8, n).astype(np.float32),
+        utilities=utilities.astype(np.float32),
+        weights=(weights / weights.sum()).astype(np.float32),
     )
 
 
@@ -78,7 +78,15 @@ def random_trace(ids: Sequence[int], seed: int) -> TraceTokens:
     """The same of a followed trace, all of whose tokens are in the file."""
     one = random_sequence(ids, 0, seed)
     entropies = np.random.default_rng(seed).exponential(0.5, len(ids)).astype(np.float32)
-    return TraceTokens(len(ids), one.positions, one.token_ids, one.losses, entropies, one.utilities, one.weights)
+    return TraceTokens(
+        len(ids),
+        positions=one.positions,
+        token_ids=one.token_ids,
+        losses=one.losses,
+        entropies=entropies,
+        utilities=one.utilities,
+        weights=one.weights,
+    )
 
 
 def step_line(step: int, **values: float | None) -> dict[str, float | None]:

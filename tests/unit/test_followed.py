@@ -91,7 +91,15 @@ def trace(n: int, *, whole: int | None = None, utilities: bool = True) -> TraceT
     drawn = np.random.default_rng(n)
     losses, entropies, own, weights = (drawn.exponential(size=n).astype(np.float32) for _ in range(4))
     ids, places = drawn.integers(0, 50, n, dtype=np.int32), np.arange(2, 2 + n, dtype=np.int32)
-    return TraceTokens(whole or n, places, ids, losses, entropies, own if utilities else None, weights)
+    return TraceTokens(
+        whole or n,
+        positions=places,
+        token_ids=ids,
+        losses=losses,
+        entropies=entropies,
+        utilities=own if utilities else None,
+        weights=weights,
+    )
 
 
 ORIGINS = [Origin(True, "correct", 7), Origin(False, "", 3)]

@@ -42,7 +42,17 @@ def sequence(i: int, n: int, *, utilities: bool = True, share: float = 0.5) -> S
     values = [drawn.normal(size=n).astype(np.float32) for _ in range(3)]
     ids = drawn.integers(0, 50, n, dtype=np.int32)
     places = np.arange(2, 2 + n, dtype=np.int32)
-    return SequenceTokens(i, share, 0.25, 0.9, places, ids, values[0], values[1] if utilities else None, values[2])
+    return SequenceTokens(
+        i,
+        share,
+        0.25,
+        0.9,
+        positions=places,
+        token_ids=ids,
+        losses=values[0],
+        utilities=values[1] if utilities else None,
+        weights=values[2],
+    )
 
 
 @pytest.mark.parametrize("utilities", [True, False])
@@ -107,9 +117,11 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
 
 
 def test_a_relative_weight_is_1_where_the_weight_is_uniform() -> None:
-    one = SequenceTokens(0, 0.25, 0.25, 0.3, *[np.zeros(4)] * 4, weights=np.array([0.25, 0.5, 0.0, 0.25], np.float32))
+    tokens = dict.fromkeys(("positions", "token_ids", "losses", "utilities"), np.zeros(4))
+    weights = np.array([0.25, 0.5, 0.0, 0.25], np.float32)
+    one = SequenceTokens(0, 0.25, 0.25, 0.3, **tokens, weights=weights)
     assert one.relative_weights.tolist() == [1.0, 2.0, 0.0, 1.0]
-    of_batch = SequenceTokens(0, 0.375, 0.25, 0.3, *[np.zeros(4)] * 4, weights=one.weights)
+    of_batch = SequenceTokens(0, 0.375, 0.25, 0.3, **tokens, weights=weights)
     assert of_batch.relative_weights.tolist() == [1.5, 3.0, 0.0, 1.5]
 
 

@@ -43,11 +43,11 @@ def sequence(
         share,
         uniform_share,
         0.7,
-        np.arange(first_position, first_position + n, dtype=np.int32),
-        ids,
-        np.array([1.0] * n if losses is None else losses, dtype=np.float32),
-        None if utilities is None else np.array(utilities, dtype=np.float32),
-        (relative / n).astype(np.float32),
+        positions=np.arange(first_position, first_position + n, dtype=np.int32),
+        token_ids=ids,
+        losses=np.array([1.0] * n if losses is None else losses, dtype=np.float32),
+        utilities=None if utilities is None else np.array(utilities, dtype=np.float32),
+        weights=(relative / n).astype(np.float32),
     )
 
 
@@ -181,7 +181,15 @@ def test_turns_apart_are_no_phrase() -> None:
     ids = LETTERS(" a b c d")["input_ids"]
     whole = sequence(" a b c d", [2.0, 1.5, 0.3, 0.2])
     apart = SequenceTokens(
-        0, 0.5, 0.5, 1.0, np.array([3, 4, 9, 10], dtype=np.int32), whole.token_ids, whole.losses, None, whole.weights
+        0,
+        0.5,
+        0.5,
+        1.0,
+        positions=np.array([3, 4, 9, 10], dtype=np.int32),
+        token_ids=whole.token_ids,
+        losses=whole.losses,
+        utilities=None,
+        weights=whole.weights,
     )
     assert len(ids) == 4
     found = tables(record(1, apart)).phrases
@@ -233,7 +241,8 @@ def test_a_tokenizer_that_strips_the_first_space() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     assert tokenizer.decode([0, 3]) == "theory"
     ids = np.array([0, 3, 0], dtype=np.int32)
-    one = SequenceTokens(0, 1.0, 1.0, 1.0, np.arange(3, dtype=np.int32), ids, *[np.ones(3, np.float32)] * 3)
+    numbers = dict.fromkeys(("losses", "utilities", "weights"), np.ones(3, np.float32))
+    one = SequenceTokens(0, 1.0, 1.0, 1.0, positions=np.arange(3, dtype=np.int32), token_ids=ids, **numbers)
     texts = TokenTexts(tokenizer, [one])
     assert texts.texts == {0: " the", 3: "ory"}
     assert texts.of(one).words == ["theory", "the"]

@@ -28,6 +28,8 @@ class Progress:
         title: str,
         total: float,
         *,
+        done: float = 0.0,
+        unit: str = "",
         enabled: bool = True,
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
@@ -35,12 +37,14 @@ class Progress:
         """Args:
         title: what is done, such as `Loading weights`.
         total: all of it, in any unit.
+        done: the part that was done before.
+        unit: name of a unit worth counting, such as `step`: the bar then shows numbers and rate, and stays.
         enabled: False shows nothing.
         say: takes the lines for a log file.
         clock: seconds.
         """
         self._title, self._total, self._say, self._clock = title, total, say, clock
-        self._enabled, self._done = enabled, 0.0
+        self._enabled, self._done = enabled, done
         self._started = clock()
         self._next_line = self._started + FIRST_LINE_SECONDS
         self._bar = None
@@ -49,10 +53,12 @@ class Progress:
 
             self._bar = tqdm(
                 total=total,
-                desc=title,
-                delay=BAR_SECONDS,
-                bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left",
-                leave=False,
+                initial=done,
+                desc=title or None,
+                unit=unit or "it",
+                delay=0 if unit else BAR_SECONDS,
+                bar_format=None if unit else "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left",
+                leave=bool(unit),
                 file=sys.stdout,
                 dynamic_ncols=True,
             )
@@ -68,6 +74,16 @@ class Progress:
             self._say(f"{self._title}: {self._done / self._total:.0%}, {duration(left)} left")
             sys.stdout.flush()
             self._next_line = now + max(LINE_SECONDS, 0.1 * seconds)
+
+    def show(self, text: str) -> None:
+        """Puts a text behind the bar."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text)
+
+    def write(self, text: str) -> None:
+        """Prints a line above the bar."""
+        if self._bar is not None:
+            self._bar.write(text)
 
     def over(self, items: Iterable[Item]) -> Iterator[Item]:
         """The items, each of which counts as one when the next is asked for."""

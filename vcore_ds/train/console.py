@@ -3,7 +3,6 @@
 import sys
 from typing import Any
 
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.progress import Progress, duration
@@ -21,13 +20,14 @@ class Console:
         self.enabled = enabled
         self.notes: list[str] = []
         """What was not worth a place on the screen, in order."""
-        self._bar: tqdm | None = None
+        self._steps: Progress | None = None
+        """The bar of the training steps, on a terminal."""
 
     def say(self, text: str = "") -> None:
         if not self.enabled:
             return
-        if self._bar is not None:
-            self._bar.write(text)
+        if self._steps is not None:
+            self._steps.write(text)
         else:
             print(text, flush=True)
 
@@ -45,20 +45,20 @@ class Console:
 
     def start_steps(self, num_steps: int, num_done: int = 0) -> None:
         if self.enabled and sys.stdout.isatty():
-            self._bar = tqdm(total=num_steps, initial=num_done, unit="step", file=sys.stdout, dynamic_ncols=True)
+            self._steps = Progress("", num_steps, done=num_done, unit="step")
 
     def step(self, number: int, num_steps: int, values: dict[str, Any], seconds_left: float, log: bool) -> None:
         """`number` counts from 1; `log` says whether this step gets a line in a log file."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(_short(values))
-            self._bar.update()
+        if self._steps is not None:
+            self._steps.show(_short(values))
+            self._steps.advance()
         elif log:
             self.say(f"step {number}/{num_steps}  {_short(values)}  {duration(seconds_left)} left")
 
     def end_steps(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if self._steps is not None:
+            self._steps.__exit__()
+            self._steps = None
 
 
 def _short(values: dict[str, Any]) -> str:

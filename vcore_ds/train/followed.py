@@ -138,12 +138,12 @@ def _tokens_of(
         own = index == number
         found[place] = TraceTokens(
             int(own.sum()),
-            positions[own].numpy(),
-            token_ids[own].numpy(),
-            losses[own].numpy(),
-            entropies[own].numpy(),
-            None if utilities is None else utilities[own].numpy(),
-            weights[own].numpy(),
+            positions=positions[own].numpy(),
+            token_ids=token_ids[own].numpy(),
+            losses=losses[own].numpy(),
+            entropies=entropies[own].numpy(),
+            utilities=None if utilities is None else utilities[own].numpy(),
+            weights=weights[own].numpy(),
         )
     return found
 

@@ -54,11 +54,11 @@ def sequences_of(
         if own.any():
             yield SequenceTokens(
                 *of_sequence,
-                positions[own].numpy(),
-                token_ids[own].numpy(),
-                losses[own].numpy(),
-                None if utilities is None else utilities[own].numpy(),
-                own_weights[own].numpy(),
+                positions=positions[own].numpy(),
+                token_ids=token_ids[own].numpy(),
+                losses=losses[own].numpy(),
+                utilities=None if utilities is None else utilities[own].numpy(),
+                weights=own_weights[own].numpy(),
             )
 
 

@@ -1,15 +1,15 @@
-"""Records of single tokens: what a run writes to `tokens/` at a few of its steps, and how to read it. numpy only.
+"""Records of single tokens: the files that a run writes to `tokens/` at a few of its steps, and how to read them.
 
-`tokens/step_00000012.npz` holds whole sequences of the main batch of optimizer step 12;
-docs/reading-a-report.md lists its arrays. The commands, the experiments and reports read it with `read_records`.
+`step_00000012.npz` holds whole sequences of the main batch of optimizer step 12, `followed_00000012.npz` the followed
+traces before the update of that step; docs/tokens.md lists the arrays. numpy only.
 """
 
 import io
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading, written_aside
 from vcore_ds.train.run_folder import TOKENS, followed_path, token_record_path
 
-# Files of arrays in a run's `tokens/`: written whole or not at all, and named where they are damaged. numpy only.
+FORMAT = 1
+MOST_TOKENS = 131_072
+"""Tokens of a file, unless its only sequence has more: about 2 MB, so that a run's files stay near 20 MB each."""
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
@@ -33,12 +35,11 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
 
 
 @contextmanager
-def arrays_of(path: Path, expected: str, file_format: int) -> Iterator[dict[str, np.ndarray]]:
-    """The arrays of a file, by name; what is wrong with them, here or in the block, becomes a UserError that names it.
+def read_arrays(path: Path, expected: str) -> Iterator[dict[str, np.ndarray]]:
+    """The arrays of a file, by name; an error in them, here or in the block, becomes a UserError that names the file.
 
     Args:
         expected: what the file should be, in words.
-        file_format: what its array `format` should hold.
 
     Raises:
         UserError: the file cannot be read, is damaged, or has another format.
@@ -46,8 +47,8 @@ def arrays_of(path: Path, expected: str, file_format: int) -> Iterator[dict[str,
     try:
         with reading("", path, expected), np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
-        if int(arrays["format"]) != file_format:
-            raise UserError(f"{path}: found format {int(arrays['format'])}; expected {file_format}, of this version")
+        if int(arrays["format"]) != FORMAT:
+            raise UserError(f"{path}: found format {int(arrays['format'])}; expected {FORMAT}, of this version")
         yield arrays
     except (ValueError, TypeError, KeyError, IndexError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(
@@ -55,35 +56,54 @@ def arrays_of(path: Path, expected: str, file_format: int) -> Iterator[dict[str,
         ) from None
 
 
-def join_tokens(sequences: Sequence[Sized], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """The tokens of sequences, one sequence behind the other, as arrays of a file; `num_tokens` tells them apart.
+@dataclass(frozen=True, eq=False)
+class RecordedTokens:
+    """Supervised tokens of one sequence in one optimizer step, in order."""
 
-    Args:
-        names: attributes of every sequence, each an array with a value for each token; None leaves the array out.
-    """
-    columns = {name: [getattr(sequence, name) for sequence in sequences] for name in names}
+    positions: np.ndarray = field(kw_only=True)
+    """int32 [n], of the token in its sequence, from 0"""
+    token_ids: np.ndarray = field(kw_only=True)
+    """int32 [n]"""
+    losses: np.ndarray = field(kw_only=True)
+    """fp32 [n], nats, before the update"""
+    entropies: np.ndarray | None = field(default=None, kw_only=True)
+    """fp32 [n], nats, of the distribution that predicts the token; None where it was not measured"""
+    utilities: np.ndarray | None = field(default=None, kw_only=True)
+    """fp32 [n], along the direction of the step; None for methods without"""
+    weights: np.ndarray = field(kw_only=True)
+    """fp32 [n], `q[i,t]`, within the whole sequence"""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+_TOKEN_ARRAYS = ("positions", "token_ids", "losses", "entropies", "utilities", "weights")
+_MAY_BE_ABSENT = ("entropies", "utilities")
+
+
+def join_tokens(sequences: Sequence[RecordedTokens]) -> dict[str, np.ndarray]:
+    """The tokens of all sequences as arrays of a file; `num_tokens` tells the sequences apart. Leaves out an array that
+    a sequence does not have."""
+    columns = {name: [getattr(sequence, name) for sequence in sequences] for name in _TOKEN_ARRAYS}
     joined = {name: np.concatenate(parts) for name, parts in columns.items() if all(part is not None for part in parts)}
     return {"num_tokens": np.array([len(sequence) for sequence in sequences], dtype=np.int64), **joined}
 
 
-def split_tokens(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
-    """Each sequence's own part of what `join_tokens` has joined, by name, without those that are not there. Raises
-    ValueError where their lengths do not add up."""
+def split_tokens(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    """The fields of `RecordedTokens` of each sequence, from the arrays of a file. Raises ValueError where lengths do
+    not add up, KeyError where an array is missing."""
     ends = np.cumsum(arrays["num_tokens"]).tolist()
-    if any(name in arrays and len(arrays[name]) != ends[-1] for name in names):
+    columns = {name: arrays[name] for name in _TOKEN_ARRAYS if name in arrays or name not in _MAY_BE_ABSENT}
+    if any(len(column) != ends[-1] for column in columns.values()):
         raise ValueError("arrays of different lengths")
-    own = [slice(*bounds) for bounds in zip([0, *ends], ends, strict=False)]
-    return [{name: arrays[name][part] for name in names if name in arrays} for part in own]
-
-
-FORMAT = 1
-MOST_TOKENS = 131_072
-"""Tokens of a record, unless its only sequence has more: about 2 MB, so that a run's records stay near 20 MB."""
+    slices = [slice(*bounds) for bounds in zip([0, *ends], ends, strict=False)]
+    return [{name: column[part] for name, column in columns.items()} for part in slices]
 
 
 @dataclass(frozen=True, eq=False)
-class SequenceTokens:
-    """The supervised tokens of one sequence in one optimizer step, in order."""
+class SequenceTokens(RecordedTokens):
+    """All supervised tokens of a sequence of the main batch. The loss of a token was multiplied by
+    `alpha * share * weights`."""
 
     sequence_id: int
     """Row of the trace in its data, from 0, as in messages; those of the trusted pool are moved behind them, see
@@ -95,19 +115,6 @@ class SequenceTokens:
     """The share under uniform weights: `1/|B|`, or `n_i / N` with `method.normalization: token`."""
     alpha: float
     """What the sequence's loss was scaled by, the same for all sequences where alpha belongs to the global batch."""
-    positions: np.ndarray
-    """int32 [n_i], of the token in its sequence, from 0"""
-    token_ids: np.ndarray
-    """int32 [n_i]"""
-    losses: np.ndarray
-    """fp32 [n_i], nats, before the update"""
-    utilities: np.ndarray | None
-    """fp32 [n_i]; None for methods without"""
-    weights: np.ndarray
-    """fp32 [n_i], `q[i,t]`: the loss of the token was multiplied by `alpha * share * weights`"""
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
 
     @property
     def relative_weights(self) -> np.ndarray:
@@ -142,7 +149,6 @@ class TokenRecord:
 
 
 _OF_SEQUENCE = {"sequence_ids": "sequence_id", "shares": "share", "uniform_shares": "uniform_share", "alphas": "alpha"}
-_OF_TOKEN = ("positions", "token_ids", "losses", "utilities", "weights")
 _OF_RECORD = ("step", "num_sequences_global", "num_supervised_tokens_global")
 _NONE = -1
 """How a file says that it has no `first_trusted_id`."""
@@ -168,10 +174,10 @@ def write_record(run: Path, record: TokenRecord) -> Path:
     arrays: dict[str, np.ndarray] = {"format": np.array(FORMAT)}
     arrays |= {name: np.array(getattr(record, name), dtype=np.int64) for name in _OF_RECORD}
     arrays["first_trusted_id"] = np.array(_NONE if record.first_trusted_id is None else record.first_trusted_id)
-    for name, field in _OF_SEQUENCE.items():
-        kind = np.int64 if field == "sequence_id" else np.float64
-        arrays[name] = np.array([getattr(sequence, field) for sequence in sequences], dtype=kind)
-    return write_arrays(token_record_path(run, record.step), arrays | join_tokens(sequences, _OF_TOKEN))
+    for name, attribute in _OF_SEQUENCE.items():
+        dtype = np.int64 if attribute == "sequence_id" else np.float64
+        arrays[name] = np.array([getattr(sequence, attribute) for sequence in sequences], dtype=dtype)
+    return write_arrays(token_record_path(run, record.step), arrays | join_tokens(sequences))
 
 
 def read_records(run: Path) -> list[TokenRecord]:
@@ -185,17 +191,10 @@ def read_records(run: Path) -> list[TokenRecord]:
 
 def read_record(path: Path) -> TokenRecord:
     """One file of `tokens/`. Raises UserError where it cannot be read."""
-    with arrays_of(path, "a record of tokens that a run has written", FORMAT) as arrays:
+    with read_arrays(path, "a record of tokens that a run has written") as arrays:
         sequences = [
-            SequenceTokens(
-                **{field: arrays[name][i].item() for name, field in _OF_SEQUENCE.items()},
-                positions=tokens["positions"],
-                token_ids=tokens["token_ids"],
-                losses=tokens["losses"],
-                utilities=tokens.get("utilities"),
-                weights=tokens["weights"],
-            )
-            for i, tokens in enumerate(split_tokens(arrays, _OF_TOKEN))
+            SequenceTokens(**{attribute: arrays[name][i].item() for name, attribute in _OF_SEQUENCE.items()}, **tokens)
+            for i, tokens in enumerate(split_tokens(arrays))
         ]
         first_trusted_id = int(arrays["first_trusted_id"])
         return TokenRecord(
@@ -205,14 +204,7 @@ def read_record(path: Path) -> TokenRecord:
         )
 
 
-# Followed traces: the same tokens at every recorded step, as a run writes them to `tokens/`, and how to read them.
-#
-# `tokens/followed_00000012.npz` holds them as they were before the update of optimizer step 12;
-# docs/reading-a-report.md lists its arrays. numpy only.
-
-
-FOLLOWED_FORMAT = 1
-_OF_FOLLOWED_TOKEN = ("positions", "token_ids", "losses", "entropies", "utilities", "weights")
+# Followed traces.
 
 
 @dataclass(frozen=True)
@@ -232,30 +224,17 @@ class Origin:
 
 
 @dataclass(frozen=True, eq=False)
-class TraceTokens:
-    """The first supervised tokens of one trace in one optimizer step, in order; all of them unless it is long."""
+class TraceTokens(RecordedTokens):
+    """The first supervised tokens of a followed trace; all of them unless it is long. Losses are without dropout, and
+    weights what the method would have given the token in this step."""
 
     num_supervised_tokens: int
     """`n_i`, of the whole trace."""
-    positions: np.ndarray
-    """int32 [n], of the token in its sequence, from 0"""
-    token_ids: np.ndarray
-    """int32 [n]"""
-    losses: np.ndarray
-    """fp32 [n], nats, before the update, without dropout"""
-    entropies: np.ndarray
-    """fp32 [n], nats, of the distribution that predicts the token"""
-    utilities: np.ndarray | None
-    """fp32 [n], along the direction of the step; None for methods without"""
-    weights: np.ndarray
-    """fp32 [n], `q[i,t]` within the whole trace: what the method would have given the token in this step"""
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
+    entropies: np.ndarray = field(kw_only=True)
 
     def first(self, most: int) -> "TraceTokens":
         """The trace with `most` tokens at most."""
-        arrays: dict[str, Any] = {name: getattr(self, name) for name in _OF_FOLLOWED_TOKEN}
+        arrays: dict[str, Any] = {name: getattr(self, name) for name in _TOKEN_ARRAYS}
         return replace(self, **{name: values[:most] for name, values in arrays.items() if values is not None})
 
     @property
@@ -296,13 +275,13 @@ def write_followed(run: Path, record: FollowedRecord) -> Path:
     """Writes the followed traces of a step into a run's folder, and returns their file. Raises OSError."""
     origins, traces = record.origins, record.traces
     arrays = {
-        "format": np.array(FOLLOWED_FORMAT),
+        "format": np.array(FORMAT),
         "step": np.array(record.step),
         "is_held_out": np.array([origin.is_held_out for origin in origins], dtype=np.bool_),
         "set_names": np.array([origin.set_name for origin in origins], dtype=np.str_),
         "sequence_ids": np.array([origin.sequence_id for origin in origins], dtype=np.int64),
         "num_supervised_tokens": np.array([trace.num_supervised_tokens for trace in traces], dtype=np.int64),
-        **join_tokens(traces, _OF_FOLLOWED_TOKEN),
+        **join_tokens(traces),
     }
     return write_arrays(followed_path(run, record.step), arrays)
 
@@ -318,7 +297,7 @@ def read_all_followed(run: Path) -> list[FollowedRecord]:
 
 def read_followed(path: Path) -> FollowedRecord:
     """One file of `tokens/`. Raises UserError where it cannot be read."""
-    with arrays_of(path, "followed traces that a run has written", FOLLOWED_FORMAT) as arrays:
+    with read_arrays(path, "followed traces that a run has written") as arrays:
         origins = [
             Origin(*values)
             for values in zip(
@@ -329,18 +308,9 @@ def read_followed(path: Path) -> FollowedRecord:
             )
         ]
         counts = arrays["num_supervised_tokens"].tolist()
-        traces = [
-            TraceTokens(
-                count,
-                tokens["positions"],
-                tokens["token_ids"],
-                tokens["losses"],
-                tokens["entropies"],
-                tokens.get("utilities"),
-                tokens["weights"],
-            )
-            for count, tokens in zip(counts, split_tokens(arrays, _OF_FOLLOWED_TOKEN), strict=True)
-        ]
+        if "entropies" not in arrays:
+            raise KeyError("entropies")
+        traces = [TraceTokens(count, **tokens) for count, tokens in zip(counts, split_tokens(arrays), strict=True)]
         if len(traces) != len(origins):
             raise ValueError("arrays of different lengths")
         return FollowedRecord(int(arrays["step"]), origins, traces)

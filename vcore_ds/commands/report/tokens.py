@@ -15,13 +15,13 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import answer_spans
-from vcore_ds.train.token_records import TokenRecord
+from vcore_ds.train.token_records import RecordedTokens, TokenRecord
 
 # What recorded tokens say: the text, kind and word of each. numpy only, with any tokenizer that is handed in.
 
@@ -44,16 +44,6 @@ _BREAK = re.compile("\n")
 _SENTENCE_ENDS = ".!?:;"
 _EDGES = ".,;:!?()[]\"'“”‘’*"
 """Punctuation that is no part of a word that it stands beside."""
-
-
-class RecordedTokens(Protocol):
-    """The tokens of one sequence in a file of a run."""
-
-    @property
-    def token_ids(self) -> np.ndarray: ...
-
-    @property
-    def positions(self) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, eq=False)

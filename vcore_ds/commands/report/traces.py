@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from vcore_ds.commands.report.read import ReportedRun
-from vcore_ds.commands.report.tokens import KINDS, SOURCES, UNIFORM_TOLERANCE, RecordedTokens, TokenTexts, are_uniform
-from vcore_ds.train.token_records import SequenceTokens, TokenRecord, TraceTokens
+from vcore_ds.commands.report.tokens import KINDS, SOURCES, UNIFORM_TOLERANCE, TokenTexts, are_uniform
+from vcore_ds.train.token_records import RecordedTokens, SequenceTokens, TokenRecord, TraceTokens
 
 # Measures of tokens in a byte each: 256 levels that a page knows, and the place of the nearest one.
 
