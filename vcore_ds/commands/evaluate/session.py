@@ -3,6 +3,7 @@
 import hashlib
 import json
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -93,7 +94,7 @@ def evaluate(model: NamedModel, settings: Settings) -> Evaluation:
         versions = {"vcore_ds": __version__} | {name: version(name) for name in PACKAGES}
         api: InProcessAPI | ServerAPI
         if settings.url is None:
-            api = InProcessAPI(model, tokenizer, settings.sampling, settings.precision, _batches(settings))
+            api = InProcessAPI(model, tokenizer, settings.sampling, settings.precision, _make_batches(settings))
             described |= {"precision": settings.precision, "batch_size": settings.batch_size, "device": api.device.type}
         else:
             api = ServerAPI(settings.url, settings.served_name, model, tokenizer, settings.sampling)
@@ -167,7 +168,7 @@ def answer_with_seed(task: str, seed: int) -> Solver:
     """Ask the model, with a seed per answer."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
-        return await generate(state, seed=answer_seed(seed, task, state.sample_id, state.epoch))
+        return await generate(state, seed=derive_seed(seed, task, state.sample_id, state.epoch))
 
     return solve
 
@@ -186,20 +187,19 @@ def final_answer_scorer(kind: Kind, checker: AnswerChecker) -> Scorer:
     return score
 
 
-def answer_seed(seed: int, task: str, problem_id: int | str | None, epoch: int) -> int:
+def derive_seed(seed: int, task: str, problem_id: int | str | None, epoch: int) -> int:
     """Derive a seed from the problem's id and the answer's number, in 31 bits: some servers take no more."""
     return torch_seed(Stream.EVALUATION, seed, zlib.crc32(f"{task}/{problem_id}".encode()), epoch - 1) % 2**31
 
 
-def _batches(settings: Settings) -> list[list[Request]]:
+def _make_batches(settings: Settings) -> list[list[Request]]:
     """Split the answers to generate into batches, in inspect's order of asking."""
     batches = []
     for task in settings.tasks:
         requests = [
-            Request(str(problem.input), answer_seed(settings.sampling.seed, task.name, problem.id, epoch), limit)
-            for limit in [task.max_new_tokens]
+            Request(str(one.input), derive_seed(settings.sampling.seed, task.name, one.id, epoch), task.max_new_tokens)
             for epoch in range(1, task.num_samples + 1)
-            for problem in task.problems
+            for one in task.problems
         ]
         batches += [requests[i : i + settings.batch_size] for i in range(0, len(requests), settings.batch_size)]
     return batches
@@ -268,17 +268,15 @@ def _write_generations(folder: Path, task: ChosenTask, samples: Sequence[SampleR
     LiveCodeBench: a JSON list of {question_id, code_list}. OJBench: a JSON line per answer, with the row's columns and
     `content`.
     """
-    by_problem: dict[str, list[SampleResult]] = {str(problem.id): [] for problem in task.problems}
+    by_problem: dict[str, list[SampleResult]] = defaultdict(list)
     for sample in samples:
         by_problem[sample.problem_id].append(sample)
-    columns = [problem.metadata or {} for problem in task.problems]
-    answers = list(zip(columns, by_problem.values(), strict=True))
+    answers = [(problem.metadata or {}, by_problem[str(problem.id)]) for problem in task.problems]
+    name = f"{task.name}.generations.{'json' if task.name == 'livecodebench' else 'jsonl'}"
     if task.name == "livecodebench":
-        name = f"{task.name}.generations.json"
         rows = [{**row, "code_list": [sample.answer or "" for sample in given]} for row, given in answers]
         text = json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
     else:
-        name = f"{task.name}.generations.jsonl"
         rows = [{**row, "content": sample.output} for row, given in answers for sample in given]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     with written_aside(folder / name) as unfinished:

@@ -95,9 +95,8 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     settings, seed = derive_step_settings(recipe), recipe.run.seed
     reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
     dataset = reader.read_training_data(recipe.method, seed)
-    trusted = None
-    if recipe.data.probe_path is not None:
-        trusted = reader.read_store(recipe.data.probe_path)
+    probe_path = recipe.data.probe_path
+    trusted = None if probe_path is None else reader.read_store(probe_path)
     feed = build_feed(settings, plan, dataset, reader.pad_token_id, seed=seed, probe_dataset=trusted)
     schedule = derive_schedule(recipe, len(dataset))
     options, notes = limit_to_recipe(options, schedule.num_steps)
@@ -113,9 +112,9 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
         notes.append(f"method {recipe.method.name} has no utilities; measured with method.name=vcore")
     lines = [*(f"Note: {note}" for note in notes), f"Model: {describe_model(recipe.model, recipe.lora, None)}"]
     lines.append(f"Data: {describe_data(recipe.data.train_path, dataset)}")
-    if trusted is not None and recipe.data.probe_path is not None:
-        lines.append(f"Trusted data: {describe_data(recipe.data.probe_path, trusted)}")
-    console.say("\n".join([*lines, f"Method: {describe_method(settings, recipe.data.probe_path)}"]))
+    if trusted is not None and probe_path is not None:
+        lines.append(f"Trusted data: {describe_data(probe_path, trusted)}")
+    console.say("\n".join([*lines, f"Method: {describe_method(settings, probe_path)}"]))
 
     engine = build_engine(derive_engine_settings(recipe), ds_config)
     check_start(engine, feed, console)
@@ -124,7 +123,7 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     def say(text: str) -> None:
         console.say(f"[{duration(time.perf_counter() - started)}] {text}")
 
-    bench = Bench(engine, weighted, feed, choice.measured)
+    bench = Bench(engine, weighted, feed, choice, say)
     training = train_steps(engine, settings, feed, schedule, say)
     deque(islice(training, options.after_steps), maxlen=0)
     report = FidelityReport(
@@ -141,11 +140,10 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
         notes=notes,
     )
     bench.take_direction(choice.small_probes[: report.probe_batch_size])
-    _measure_estimators(bench, report, options.epsilons, say)
+    bench.measure_estimators(report, options.epsilons)
     if choice.large_probe:
-        _measure_probe_sizes(bench, report, choice, say)
-        if options.stale_steps:
-            _measure_staleness(bench, report, choice, training, options.stale_steps, say)
+        bench.measure_probe_sizes(report)
+        report.stale_directions = list(bench.measure_staleness(training, options.stale_steps))
     engine.close()
     console.say("\n" + describe(report))
     if options.output is not None and layout.is_first():
@@ -162,91 +160,86 @@ def _with_utilities(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"method": method})
 
 
-def _measure_estimators(bench: "Bench", report: FidelityReport, epsilons: Sequence[float], say: Say) -> None:
-    """Compare jvp and finite differences along `bench.direction` with the reference."""
-    reference_losses, reference = bench.reference()
-    base = bench.losses()
-    report.utility_std = float(reference.std())
-    report.loss_error_nats = float((bench.gather([base]) - reference_losses).double().square().mean().sqrt())
-    report.uniform_weight_overlap = bench.agreement(torch.zeros_like(reference), reference).weight_overlap
-    say(f"reference in {report.reference_precision}")
-    agreement = bench.agreement(bench.jvp(), reference)
-    report.estimators.append(Estimate("jvp", None, agreement, of_recipe=bench.recipe.utility.estimator == "jvp"))
-    say(f"jvp: Spearman {show(agreement.spearman)}")
-    recipe_epsilon = bench.choose_epsilon()
-    if bench.recipe.utility.epsilon == "auto":
-        say(f"search for epsilon: {recipe_epsilon:.3g}")
-    for epsilon in sorted({*epsilons, *({recipe_epsilon} if recipe_epsilon is not None else ())}, reverse=True):
-        estimate = bench.estimate_finite_difference(epsilon, base, reference, of_recipe=epsilon == recipe_epsilon)
-        report.estimators.append(estimate)
-        say(f"finite difference, epsilon {epsilon:g}: Spearman {show(estimate.agreement.spearman)}")
-
-
-def _measure_probe_sizes(bench: "Bench", report: FidelityReport, choice: Choice, say: Say) -> None:
-    """Compare utilities along small probes with those along the large one; for both losses at the recipe's size."""
-    recipe_loss: ProbeLoss = bench.recipe.probe.loss
-    other_loss: ProbeLoss = "uniform" if recipe_loss == "dft" else "dft"
-    bench.take_direction(choice.large_probe)
-    along_large = bench.jvp()
-    say(f"large probe of {len(choice.large_probe)}")
-
-    def measure(size: int, loss: ProbeLoss) -> ProbeSize:
-        draws = []
-        for ids in choice.draws(size):
-            bench.take_direction(ids, loss)
-            draws.append(bench.agreement(bench.jvp(), along_large))
-            label = f"probe of {size}, draw {len(draws)}" + (f", loss {loss}" if loss != recipe_loss else "")
-            say(f"{label}: Spearman {show(draws[-1].spearman)}")
-        known = [draw.spearman for draw in draws if draw.spearman is not None]
-        return ProbeSize(
-            size,
-            len(draws),
-            mean(known),
-            min(known) if len(known) == len(draws) else None,
-            mean([draw.weight_overlap for draw in draws]),
-            of_recipe=size == report.probe_batch_size and loss == recipe_loss,
-            loss=loss,
-        )
-
-    report.probe_sizes = [measure(size, recipe_loss) for size in choice.probe_sizes]
-    report.other_probe_loss = measure(report.probe_batch_size, other_loss)
-
-
-def _measure_staleness(
-    bench: "Bench",
-    report: FidelityReport,
-    choice: Choice,
-    training: Iterator[None],
-    stale_steps: Sequence[int],
-    say: Say,
-) -> None:
-    """Train on, and compare utilities along the large probe's old direction with those along its current one."""
-    bench.take_direction(choice.large_probe)
-    old = Direction(bench.engine)
-    for buffer, current in zip(old.buffers, bench.direction.buffers, strict=True):
-        buffer.copy_(current)
-    for before, steps in pairwise([0, *sorted(stale_steps)]):
-        deque(islice(training, steps - before), maxlen=0)
-        stale = bench.jvp(old)
-        bench.take_direction(choice.large_probe)
-        agreement = bench.agreement(stale, bench.jvp())
-        report.stale_directions.append(StaleDirection(steps, agreement.spearman, agreement.weight_overlap))
-        say(f"direction of {steps} steps ago: Spearman {show(agreement.spearman)}")
-
-
 class Bench:
     """Passes over the measured sequences. Methods are collective; tensors hold all ranks' tokens, on the CPU."""
 
-    def __init__(self, engine: Engine, recipe: Recipe, feed: Feed, measured: Sequence[int]):
+    def __init__(self, engine: Engine, recipe: Recipe, feed: Feed, choice: Choice, say: Say):
         """`recipe`: one with utilities (`_with_utilities`)."""
-        self.engine, self.recipe, self.feed = engine, recipe, feed
+        self.engine, self.recipe, self.feed, self.choice, self.say = engine, recipe, feed, choice, say
         self.direction = Direction(engine)
         self._rounding_seed = recipe.run.seed if recipe.utility.rounding == "stochastic" else None
         self.reference_precision = REFERENCE_PRECISION[recipe.model.precision]
-        self.batches = feed.batches(measured, feed.plan.utility_micro_batch_size_per_rank)
+        self.batches = feed.batches(choice.measured, feed.plan.utility_micro_batch_size_per_rank)
         ids = [torch.tensor(b.sequence_ids, dtype=torch.int64)[b.sequence_index()] for b in self.batches]
         self.index = torch.unique(self.gather(ids), return_inverse=True)[1]
         """`[N]`, each token's sequence, from 0."""
+
+    def measure_estimators(self, report: FidelityReport, epsilons: Sequence[float]) -> None:
+        """Compare jvp and finite differences along `self.direction` with the reference."""
+        with forward_mode(self.engine, self.direction, DTYPES[self.reference_precision]):
+            losses, utilities = zip(*(compute_losses_and_utilities(self.engine, b) for b in self.batches), strict=True)
+        reference_losses, reference = self.gather(losses), self.gather(utilities)
+        base = self.losses()
+        report.utility_std = float(reference.std())
+        report.loss_error_nats = float((self.gather([base]) - reference_losses).double().square().mean().sqrt())
+        report.uniform_weight_overlap = self.agreement(torch.zeros_like(reference), reference).weight_overlap
+        self.say(f"reference in {report.reference_precision}")
+        agreement = self.agreement(self.jvp(), reference)
+        report.estimators.append(Estimate("jvp", None, agreement, of_recipe=self.recipe.utility.estimator == "jvp"))
+        self.say(f"jvp: Spearman {show(agreement.spearman)}")
+        recipe_epsilon = self.recipe.utility.epsilon
+        if recipe_epsilon == "auto":
+            recipe_epsilon = choose_epsilon(self.engine, self.direction, self.batches, self._rounding_seed)
+            self.say(f"search for epsilon: {recipe_epsilon:.3g}")
+        for epsilon in sorted({*epsilons, *({recipe_epsilon} if recipe_epsilon is not None else ())}, reverse=True):
+            estimate = self.estimate_finite_difference(epsilon, base, reference)
+            report.estimators.append(replace(estimate, of_recipe=epsilon == recipe_epsilon))
+            self.say(f"finite difference, epsilon {epsilon:g}: Spearman {show(estimate.agreement.spearman)}")
+
+    def measure_probe_sizes(self, report: FidelityReport) -> None:
+        """Compare utilities along small probes with those along the large one; for both losses at the recipe's size."""
+        recipe_loss: ProbeLoss = self.recipe.probe.loss
+        other_loss: ProbeLoss = "uniform" if recipe_loss == "dft" else "dft"
+        self.take_direction(self.choice.large_probe)
+        along_large = self.jvp()
+        self.say(f"large probe of {len(self.choice.large_probe)}")
+
+        def measure(size: int, loss: ProbeLoss) -> ProbeSize:
+            draws = []
+            for ids in self.choice.draws(size):
+                self.take_direction(ids, loss)
+                draws.append(self.agreement(self.jvp(), along_large))
+                label = f"probe of {size}, draw {len(draws)}" + (f", loss {loss}" if loss != recipe_loss else "")
+                self.say(f"{label}: Spearman {show(draws[-1].spearman)}")
+            known = [draw.spearman for draw in draws if draw.spearman is not None]
+            return ProbeSize(
+                size,
+                len(draws),
+                mean(known),
+                min(known) if len(known) == len(draws) else None,
+                mean([draw.weight_overlap for draw in draws]),
+                of_recipe=size == report.probe_batch_size and loss == recipe_loss,
+                loss=loss,
+            )
+
+        report.probe_sizes = [measure(size, recipe_loss) for size in self.choice.probe_sizes]
+        report.other_probe_loss = measure(report.probe_batch_size, other_loss)
+
+    def measure_staleness(self, training: Iterator[None], stale_steps: Sequence[int]) -> Iterator[StaleDirection]:
+        """Train on, and compare utilities along the large probe's old direction with those along its current one."""
+        if not stale_steps:
+            return
+        self.take_direction(self.choice.large_probe)
+        old = Direction(self.engine)
+        for buffer, current in zip(old.buffers, self.direction.buffers, strict=True):
+            buffer.copy_(current)
+        for before, steps in pairwise([0, *sorted(stale_steps)]):
+            deque(islice(training, steps - before), maxlen=0)
+            stale = self.jvp(old)
+            self.take_direction(self.choice.large_probe)
+            agreement = self.agreement(stale, self.jvp())
+            self.say(f"direction of {steps} steps ago: Spearman {show(agreement.spearman)}")
+            yield StaleDirection(steps, agreement.spearman, agreement.weight_overlap)
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
         """All-gather the parts, always in the same order, from one rank of each sequence-parallel group."""
@@ -263,25 +256,11 @@ class Bench:
     def jvp(self, direction: Direction | None = None) -> Tensor:
         return self.gather(compute_jvp_utilities(self.engine, direction or self.direction, self.batches))
 
-    def reference(self) -> tuple[Tensor, Tensor]:
-        """Compute losses and utilities in `reference_precision`."""
-        with forward_mode(self.engine, self.direction, DTYPES[self.reference_precision]):
-            losses, utilities = zip(*(compute_losses_and_utilities(self.engine, b) for b in self.batches), strict=True)
-        return self.gather(losses), self.gather(utilities)
-
     def losses(self) -> Tensor:
         """Compute the losses of this rank's tokens."""
         return torch.cat(compute_losses(self.engine, self.batches, batches_per_pass=1))
 
-    def choose_epsilon(self) -> float | None:
-        """Return the recipe's epsilon, after a search for `auto`; None with jvp."""
-        if self.recipe.utility.epsilon != "auto":
-            return self.recipe.utility.epsilon
-        return choose_epsilon(self.engine, self.direction, self.batches, self._rounding_seed)
-
-    def estimate_finite_difference(
-        self, epsilon: float, base: Tensor, reference: Tensor, *, of_recipe: bool
-    ) -> Estimate:
+    def estimate_finite_difference(self, epsilon: float, base: Tensor, reference: Tensor) -> Estimate:
         """Compare a finite difference with the reference; `base`: this rank's `losses()`."""
         (losses_below, changed_fraction), (losses_above, _) = (
             compute_perturbed_losses(self.engine, self.direction, self.batches, signed, 1, self._rounding_seed)
@@ -296,7 +275,6 @@ class Bench:
             changed_fraction=changed_fraction,
             signal_to_noise=signal_to_noise(below, base, above),
             rounding_floor_nats=float((symmetric.square().mean() / 6).sqrt()),
-            of_recipe=of_recipe,
         )
 
     def agreement(self, utilities: Tensor, reference: Tensor) -> Agreement:
