@@ -49,7 +49,7 @@ def test_without_the_variable_the_cpu_decides_bit_for_bit(
     found: dict[str | None, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(cpu_products.VARIABLE, raising=False)
-    assert found[None] == found[cpu_products.cpu_products()]
+    assert found[None] == found[cpu_products.cpu_matmul_precision()]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -50,11 +50,11 @@ def run(arguments: Sequence[str]) -> int:
     watchdog.LEAVING_SECONDS = HANG_SECONDS
     stop_signals.listen()
     start_process_group(timeout_minutes=2)
-    rank, of_rank_0 = int(os.environ["RANK"]), layout.gather_objects("job", Identity.own())[0].process()
+    rank, of_rank_0 = int(os.environ["RANK"]), layout.gather_objects("job", Identity.current())[0].process()
     # 0.2 minutes: a rank is stuck after 10.8 s, long before the collectives of this group give up.
     timeout_minutes = 0.2 if case == "stuck" else HANG_SECONDS / 60
     try:
-        with watchdog.watching(HANG_SECONDS, timeout_minutes), stop_signals.held_back():
+        with watchdog.watching(HANG_SECONDS, timeout_minutes), stop_signals.deferred():
             fail(case, rank)
     except UserError as error:
         print(error, file=sys.stderr)

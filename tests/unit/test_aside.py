@@ -13,7 +13,7 @@ def names(folder: Path) -> list[str]:
 
 
 def write_folder(path: Path, text: str) -> None:
-    with aside.written_aside(path) as unfinished:
+    with aside.write_atomically(path) as unfinished:
         (unfinished / "inner").mkdir(parents=True)
         (unfinished / "inner" / "file").write_text(text)
         assert unfinished == aside.unfinished_path(path) and not path.exists()
@@ -22,7 +22,7 @@ def write_folder(path: Path, text: str) -> None:
 def test_a_file_is_made_with_its_folder_and_replaced(tmp_path: Path):
     path = tmp_path / "new" / "file"
     for text in ("one", "two"):
-        with aside.written_aside(path) as unfinished:
+        with aside.write_atomically(path) as unfinished:
             unfinished.write_text(text)
             assert not path.exists() or path.read_text() == "one"
         assert path.read_text() == text
@@ -31,7 +31,7 @@ def test_a_file_is_made_with_its_folder_and_replaced(tmp_path: Path):
 
 def test_a_folder_gets_its_name_at_the_end_and_is_never_replaced(tmp_path: Path):
     write_folder(tmp_path / "folder", "one")
-    with pytest.raises(OSError, match="not empty"), aside.written_aside(tmp_path / "folder") as unfinished:
+    with pytest.raises(OSError, match="not empty"), aside.write_atomically(tmp_path / "folder") as unfinished:
         unfinished.mkdir()
     assert (tmp_path / "folder" / "inner" / "file").read_text() == "one" and names(tmp_path) == ["folder"]
 
@@ -40,7 +40,7 @@ def test_a_folder_gets_its_name_at_the_end_and_is_never_replaced(tmp_path: Path)
 def test_a_block_that_raises_leaves_the_old_file_alone(tmp_path: Path, error: type[BaseException]):
     (tmp_path / "file").write_text("old")
     for target in ("file", "folder"):
-        with pytest.raises(error), aside.written_aside(tmp_path / target) as unfinished:  # noqa: PT012  raised within
+        with pytest.raises(error), aside.write_atomically(tmp_path / target) as unfinished:  # noqa: PT012  raised within
             unfinished.mkdir() if target == "folder" else unfinished.write_text("new")
             raise error
     assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
@@ -64,11 +64,11 @@ def test_the_leftover_of_a_killed_attempt_is_removed_at_the_next_begin(tmp_path:
 
 def test_several_writers_of_a_file_do_not_meet(tmp_path: Path):
     path, content = tmp_path / "file", "the same in both"
-    with aside.written_aside(path, several_writers=True) as unfinished:
+    with aside.write_atomically(path, several_writers=True) as unfinished:
         unfinished.write_text(content[:5])
         child = os.fork()
         if child == 0:
-            with aside.written_aside(path, several_writers=True) as of_child:
+            with aside.write_atomically(path, several_writers=True) as of_child:
                 of_child.write_text(content)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

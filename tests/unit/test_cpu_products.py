@@ -296,11 +296,11 @@ def test_the_cpu_decides_unless_the_variable_does(
     monkeypatch.delenv(cpu_products.VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(cpu_products.VARIABLE, value)
-    cpu_products.use_fast_cpu_products()
-    cpu_products.use_fast_cpu_products()
+    cpu_products.use_fast_cpu_matmul()
+    cpu_products.use_fast_cpu_matmul()
     assert len(replaced) == (expected == "fp32")
-    assert cpu_products.cpu_products() == expected
-    sentence = cpu_products.describe_cpu_products()
+    assert cpu_products.cpu_matmul_precision() == expected
+    sentence = cpu_products.describe_cpu_matmul()
     assert (sentence is None) == (expected == "native")
     if sentence is not None:
         assert ("no bf16 instructions" in sentence) == (value is None)
@@ -309,4 +309,4 @@ def test_the_cpu_decides_unless_the_variable_does(
 def test_another_value_of_the_variable_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cpu_products.VARIABLE, "fast")
     with pytest.raises(UserError, match="VCORE_DS_CPU_BF16: found 'fast'; expected fp32 or native"):
-        cpu_products.use_fast_cpu_products()
+        cpu_products.use_fast_cpu_matmul()

@@ -8,7 +8,7 @@ import pytest
 
 from vcore_ds.common import locks
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.locks import LOCK, RunLock, alone_in
+from vcore_ds.common.locks import LOCK, RunLock, lock_folder
 
 HOLD = """
 import sys
@@ -69,11 +69,11 @@ def test_a_folder_that_cannot_be_locked_causes_a_warning(tmp_path: Path, monkeyp
 
 def test_a_second_command_is_refused_until_the_first_is_killed(tmp_path: Path, holder) -> None:
     with pytest.raises(UserError, match=f"--output: {tmp_path}: found another process writing into it"):
-        alone_in(tmp_path).__enter__()
+        lock_folder(tmp_path).__enter__()
     holder.kill()
     holder.wait()
     for _ in range(2):  # the lock is free again after the block
-        with alone_in(tmp_path):
+        with lock_folder(tmp_path):
             assert (tmp_path / LOCK).exists()
 
 
@@ -83,5 +83,5 @@ def test_a_command_goes_on_where_there_are_no_locks(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(locks.FileLock, "acquire", refuse)
     said: list[str] = []
-    with alone_in(tmp_path / "new", said.append):
+    with lock_folder(tmp_path / "new", said.append):
         assert len(said) == 1 and "cannot be locked (No locks available)" in said[0]

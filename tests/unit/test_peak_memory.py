@@ -15,16 +15,16 @@ MIB = 2**20
 memory = PeakMemory()
 large = torch.ones(100 * MIB)  # 400 MiB, resident because they are written to
 del large
-highest = memory.of_process()
+highest = memory.process_bytes()
 memory.start_phase()
 small = torch.ones(25 * MIB)
-first = memory.of_phase()
+first = memory.phase_bytes()
 del small
 memory.start_phase()
-second = memory.of_phase()
+second = memory.phase_bytes()
 assert first is not None and second is not None
 assert highest - first > 200 * MIB and 50 * MIB < first - second < 150 * MIB, (highest, first, second)
-assert memory.of_process() >= highest
+assert memory.process_bytes() >= highest
 """
 
 
@@ -42,4 +42,4 @@ def test_a_phase_is_not_counted_where_the_kernel_does_not_offer_it(monkeypatch, 
     monkeypatch.setattr("vcore_ds.distributed.device.CLEAR_REFS", tmp_path / "absent" / "clear_refs")
     memory = PeakMemory()
     memory.start_phase()
-    assert memory.of_phase() is None and memory.of_process() > 0
+    assert memory.phase_bytes() is None and memory.process_bytes() > 0

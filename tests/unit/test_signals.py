@@ -61,7 +61,7 @@ def test_held_back_it_is_noted_and_echoes_are_not_a_second_signal():
         requests, request = [], stop_signals.request
         stop_signals.request = lambda name: (request(name), requests.append(name))
         stop_signals.listen()
-        with stop_signals.held_back():
+        with stop_signals.deferred():
             for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
                 num_before = len(requests)
                 os.kill(os.getpid(), number)
@@ -77,7 +77,7 @@ def test_held_back_it_is_noted_and_echoes_are_not_a_second_signal():
 def test_second_signal_ends_a_process_that_is_stuck():
     done = run("""
         stop_signals.listen()
-        with stop_signals.held_back():
+        with stop_signals.deferred():
             after(0.1, signal.SIGTERM)
             threading.Thread(target=once_noted, args=(signal.SIGTERM,)).start()
             block()
@@ -89,7 +89,7 @@ def test_second_signal_ends_a_process_that_is_stuck():
 def test_what_is_pending_at_the_end_of_training_is_not_forgotten():
     done = run("""
         stop_signals.listen()
-        with stop_signals.held_back():
+        with stop_signals.deferred():
             os.kill(os.getpid(), signal.SIGTERM)
             wait_until_noted()
         print("went on")
@@ -140,7 +140,7 @@ def test_end_of_the_launcher(launcher: str, tmp_path: Path):
     """Three generations: a command, the launcher that it starts (for deepspeed), and a rank that outlives them."""
     done = run(
         """
-        signals.SECONDS_BETWEEN_LOOKS_AT_THE_LAUNCHER = 0.1
+        signals.LAUNCHER_POLL_SECONDS = 0.1
         generation, launcher, ready = int(sys.argv[1]), *sys.argv[2:4]
         if launcher == "torchrun":
             os.environ["TORCHELASTIC_RUN_ID"] = "1"
@@ -162,7 +162,7 @@ def test_end_of_the_launcher(launcher: str, tmp_path: Path):
 
         signals._launchers = look_up_and_say
         stop_signals.listen()
-        with stop_signals.held_back():
+        with stop_signals.deferred():
             deadline = time.monotonic() + (2 if launcher == "a shell" else 200)
             while stop_signals.received is None and time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -37,21 +37,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_no_reason(tmp_path: Path):
-    assert Stops(tmp_path, None).agreed_reason() is None
-    assert Stops(tmp_path, 60.0).agreed_reason() is None
+    assert Stops(tmp_path, None).agree_on_reason() is None
+    assert Stops(tmp_path, 60.0).agree_on_reason() is None
 
 
 def test_stop_file_is_removed_when_it_is_honoured(tmp_path: Path):
     here = Stops(tmp_path, None)
     (tmp_path / "STOP").touch()
-    assert here.agreed_reason() == "the STOP file"
+    assert here.agree_on_reason() == "the STOP file"
     assert not (tmp_path / "STOP").exists()
-    assert here.agreed_reason() is None
+    assert here.agree_on_reason() is None
 
 
 def test_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stops.stop_signals, "received", "SIGUSR1")
-    assert Stops(tmp_path, None).agreed_reason() == "SIGUSR1"
+    assert Stops(tmp_path, None).agree_on_reason() == "SIGUSR1"
 
 
 def test_another_rank_has_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -59,28 +59,28 @@ def test_another_rank_has_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         layout, "sum_over", lambda axis, values: [a + b for a, b in zip(values, of_rank_1, strict=True)]
     )
-    assert Stops(tmp_path, None).agreed_reason() == "SIGTERM"
+    assert Stops(tmp_path, None).agree_on_reason() == "SIGTERM"
 
 
 def test_time_limit_leaves_room_for_a_step_and_a_save(tmp_path: Path, clock: Clock):
     here = Stops(tmp_path, 10.0)
     here.record_save(20.0)
     clock.now += 20.0 + 100.0
-    assert here.agreed_reason() is None  # 480 s are left, 1.5 x (100 s + 20 s) = 180 s are needed
+    assert here.agree_on_reason() is None  # 480 s are left, 1.5 x (100 s + 20 s) = 180 s are needed
     clock.now += 150.0
-    assert here.agreed_reason() is None  # 330 s, and 255 s
+    assert here.agree_on_reason() is None  # 330 s, and 255 s
     clock.now += 80.0
-    assert here.agreed_reason() == "run.time_limit_minutes"  # 250 s, and still 255 s: the longest step counts
+    assert here.agree_on_reason() == "run.time_limit_minutes"  # 250 s, and still 255 s: the longest step counts
 
 
 def test_the_time_of_a_save_is_no_step(tmp_path: Path, clock: Clock):
     here = Stops(tmp_path, 10.0)
     clock.now += 10.0
-    assert here.agreed_reason() is None
+    assert here.agree_on_reason() is None
     clock.now += 200.0
     here.record_save(200.0)
     clock.now += 10.0
-    assert here.agreed_reason() is None  # 380 s are left, 1.5 x (10 s + 200 s) = 315 s are needed
+    assert here.agree_on_reason() is None  # 380 s are left, 1.5 x (10 s + 200 s) = 315 s are needed
 
 
 def test_what_is_left_counts_from_the_start_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -92,7 +92,7 @@ def test_what_is_left_counts_from_the_start_of_the_process(tmp_path: Path, monke
         (24 * 3600 - 400.0, 24 * 60.0, "run.time_limit_minutes"),
     ]:
         monkeypatch.setattr(stops, "process_age_seconds", lambda age=age_seconds: age)
-        assert Stops(tmp_path, limit_minutes).agreed_reason() == reason
+        assert Stops(tmp_path, limit_minutes).agree_on_reason() == reason
 
 
 def test_age_of_a_process():

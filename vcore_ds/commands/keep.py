@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for scores that cannot be used, sources that are not what was scored, or an output that is
     there already or cannot be written."""
-    from vcore_ds.common.paths import written_aside
+    from vcore_ds.common.paths import write_atomically
     from vcore_ds.train.selection import read_selection  # here alone: torch takes seconds to import
 
     if arguments.above is not None and arguments.within == "source":
@@ -63,8 +63,8 @@ def main(arguments: argparse.Namespace) -> None:
     entries = {"data": scores.data.path, "model": scores.model, "scored": scores.date, **selection.origin()}
     with (
         writing("--output", arguments.output, NEW_FILE),
-        written_aside(origin) as unfinished_origin,
-        written_aside(arguments.output) as unfinished,
+        write_atomically(origin) as unfinished_origin,
+        write_atomically(arguments.output) as unfinished,
     ):
         with unfinished.open("w", encoding="utf-8") as file:
             for line in kept_lines(selection, arguments.with_utility):

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading
 from vcore_ds.config.resume import read_resolved_recipe
-from vcore_ds.distributed.cpu_matmul import use_fast_cpu_products
+from vcore_ds.distributed.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.models.loading import load_causal_lm
 from vcore_ds.models.lora import add_trained_adapter
@@ -147,7 +147,7 @@ def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> AnsweringMode
     except UserError as error:
         raise UserError(f"RUN|MODEL: {str(error).removeprefix('model.path: ')}") from None
     if not uses_gpu():
-        use_fast_cpu_products()
+        use_fast_cpu_matmul()
     base.config.use_cache = True
     causal_lm: nn.Module = base
     if model.adapter is not None:

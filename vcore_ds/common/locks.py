@@ -63,7 +63,7 @@ class RunLock:
 
 
 @contextmanager
-def alone_in(folder: Path, say: Callable[[str], None] = print) -> Iterator[FileLock]:
+def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[FileLock]:
     """A context in which this process alone writes into an --output, which is made where needed; warns where the file
     system has no locks. The kernel releases the lock of a process that is killed.
 
@@ -79,7 +79,7 @@ def alone_in(folder: Path, say: Callable[[str], None] = print) -> Iterator[FileL
 
 
 def remove_locked(folder: Path, lock: FileLock) -> None:
-    """Removes the folder of `alone_in`, and releases its lock. Nothing else is to be done in the context.
+    """Removes the folder of `lock_folder`, and releases its lock. Nothing else is to be done in the context.
 
     The folder loses its name while it is locked: a process that gets the lock afterwards sees that, and makes a new
     folder (`_lock`). What is in it is removed after that: NFS keeps a file that is open, and with it the folder.
@@ -148,7 +148,7 @@ def unfinished_work(output: Path, say: Callable[[str], None]) -> Iterator[Path]:
         OSError: the folder cannot be made.
     """
     folder = unfinished_path(output)
-    with alone_in(folder, say) as lock:
+    with lock_folder(folder, say) as lock:
         try:
             yield folder
         except BaseException:

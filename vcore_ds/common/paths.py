@@ -31,7 +31,7 @@ class NoRoom(OSError):
 
 
 @contextmanager
-def written_aside(path: Path, *, several_writers: bool = False) -> Iterator[Path]:
+def write_atomically(path: Path, *, several_writers: bool = False) -> Iterator[Path]:
     """Yields the name to write a file or a folder under, where nothing is; `path` gets its name when the block ends.
 
     A block that raises leaves neither name behind. An existing file is replaced; an existing folder with something in
@@ -302,5 +302,5 @@ def parse_json(text: bytes, contents: TypeAdapter[Contents], where: str, expecte
 def write_json(path: Path, value: Any) -> None:
     """Readable JSON, written aside."""
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    with written_aside(path, several_writers=True) as unfinished:
+    with write_atomically(path, several_writers=True) as unfinished:
         unfinished.write_text(text, encoding="utf-8")

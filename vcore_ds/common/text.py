@@ -14,7 +14,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's, which stay apart for colour-blind readers."""
 
 
-def aligned(rows: Sequence[Sequence[str]], left: Collection[str] = ()) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], left: Collection[str] = ()) -> list[str]:
     """The lines of a table with columns two spaces apart: the first one and those with a heading in `left` begin at the
     left, all others end at the right.
 

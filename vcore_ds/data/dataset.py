@@ -13,7 +13,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import written_aside
+from vcore_ds.common.paths import write_atomically
 from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import TokenizedSequence, TokenizedSequences
@@ -211,7 +211,7 @@ def write_reference(path: Path, dataset: Dataset, log_probabilities: Sequence[fl
     """Writes a `.npz`: `log_probability` fp64 [n] in nats, in the order of the data, with the data's digest and the
     model's name."""
     # Into an open file: np.savez would add .npz to a name that lacks it.
-    with written_aside(path) as unfinished, unfinished.open("wb") as file:
+    with write_atomically(path) as unfinished, unfinished.open("wb") as file:
         np.savez(
             file,
             log_probability=np.array(log_probabilities, dtype=np.float64),

@@ -29,7 +29,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.common.paths import read_json, reading, written_aside
+from vcore_ds.common.paths import read_json, reading, write_atomically
 
 if TYPE_CHECKING:
     import numpy as np
@@ -136,7 +136,7 @@ def utility_columns(name: str) -> tuple[str, str, str, str]:
 def write_scores(folder: Path, scores: Scores) -> None:
     """Writes scores.json. Raises OSError."""
     text = json.dumps({"format": scores.format, **asdict(scores)}, indent=2, ensure_ascii=False) + "\n"
-    with written_aside(folder / SCORES) as unfinished:
+    with write_atomically(folder / SCORES) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
@@ -171,7 +171,7 @@ def write_tokens(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def _write_table(path: Path, table: Any) -> None:
     import pyarrow.parquet as pq
 
-    with written_aside(path) as unfinished:
+    with write_atomically(path) as unfinished:
         pq.write_table(table, unfinished)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.imports import without_compiler
-from vcore_ds.common.paths import reading, written_aside
+from vcore_ds.common.paths import reading, write_atomically
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.store_checks import (
     COPY_AGAIN,
@@ -217,7 +217,7 @@ def write_store(
     folder = Path(folder)
     if folder.exists():
         raise UserError(f"{folder}: is there already; delete it or write the store to another folder")
-    with written_aside(folder) as unfinished:
+    with write_atomically(folder) as unfinished:
         unfinished.mkdir()
         entries = _write_sequences(folder, unfinished, sequences)
         entries |= {"tokenizer": describe_tokenizer(tokenizer), **manifest}

@@ -1,12 +1,11 @@
-"""Products of bf16 matrices, and attention in bf16, at the speed of fp32 on CPUs without instructions for bf16.
+"""bf16 matrix multiplications and attention at fp32 speed on CPUs without bf16 instructions.
 
-PyTorch falls back to loops on such a CPU (AVX2 alone: most laptops, many machines in the cloud), 10 to 100 times slower
-than its kernels for fp32. The kernels here widen their operands, compute in fp32 and round once. That is what
-instructions for bf16 do: products and sums in fp32, one rounding.
+On such a CPU (AVX2 only: most laptops, many cloud machines) PyTorch falls back to loops, 10 to 100 times slower than
+its fp32 kernels. The kernels here convert their operands to fp32, compute, and round once, which is also what bf16
+instructions do.
 
-They take the place of PyTorch's own for the whole process, below autograd: forward, backward, forward mode and autocast
-all end in the operators listed here. Wherever the CPU has the instructions, nothing is replaced. fp16 is treated in the
-same way.
+They replace PyTorch's kernels in the whole process, below autograd: forward, backward, forward mode and autocast all
+call the operators listed here. Nothing is replaced on CPUs with the instructions. fp16 is treated alike.
 """
 
 import os
@@ -21,61 +20,62 @@ from torch._C import DispatchKey, DispatchKeySet
 from vcore_ds.common.errors import UserError
 
 VARIABLE = "VCORE_DS_CPU_BF16"
-"""Environment variable: `fp32` replaces the kernels on any CPU, `native` on none."""
+"""Environment variable: `fp32` replaces the kernels on every CPU, `native` on none."""
 
 PIECE_ELEMENTS = 2**22
-"""Elements in fp32 of a piece of a product, 16 MiB. Memory above 32 MiB comes fresh from the system for every tensor,
-and costs a large product up to a third of its speed; 8 rows times an output embedding 4/5."""
+"""fp32 elements of a piece of a matrix multiplication, 16 MiB. Tensors above 32 MiB get fresh memory from the system,
+which costs a large multiplication up to a third of its speed, and 8 rows times an output embedding 4/5."""
 
 MAX_NATIVE_ROWS = 2
-"""Up to here PyTorch's loops are faster where they read the weight along its rows, as in `x W^T`: a generated token
-would wait for each weight to be widened."""
+"""Up to this number of rows PyTorch's loops are faster if they read the weight along its rows, as in `x W^T`: a
+generated token would wait for the conversion of each weight."""
 
-PRODUCTS = ("mm", "mm.out", "addmm", "addmm_", "addmm.out")
-BATCHED_PRODUCTS = ("bmm", "bmm.out", "baddbmm", "baddbmm_", "baddbmm.out")
+MATMULS = ("mm", "mm.out", "addmm", "addmm_", "addmm.out")
+BATCHED_MATMULS = ("bmm", "bmm.out", "baddbmm", "baddbmm_", "baddbmm.out")
 ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 )
 
 Kernel = Callable[..., Any]
-"""Of an operator, boxed: arguments after the dispatch keys."""
+"""A boxed kernel of an operator: takes the dispatch keys, then the arguments."""
 
 _CPU = DispatchKeySet(DispatchKey.CPU)
-_NOTHING = torch.zeros(())
+_ZERO = torch.zeros(())
 _replaced: torch.library.Library | None = None
 
 
 def computes_in_fp32() -> bool:
-    """Whether products of bf16 matrices on this CPU are to be computed in fp32.
+    """Whether bf16 matrix multiplications on this CPU are computed in fp32.
 
     Raises:
-        UserError: the variable has another value than `fp32` and `native`.
+        UserError: the environment variable is neither `fp32` nor `native`.
     """
-    found = os.environ.get(VARIABLE)
-    if found not in (None, "fp32", "native"):
-        raise UserError(f"{VARIABLE}: found {found!r}; expected fp32 or native, or no such variable")
-    return found == "fp32" if found is not None else torch.bfloat16 in _types_without_instructions()
+    choice = os.environ.get(VARIABLE)
+    if choice not in (None, "fp32", "native"):
+        raise UserError(f"{VARIABLE}: found {choice!r}; expected fp32 or native, or no such variable")
+    return choice == "fp32" if choice is not None else torch.bfloat16 in _types_without_instructions()
 
 
-def describe_cpu_products() -> str | None:
-    """A sentence for the start of a run; None where PyTorch's own kernels compute."""
+def describe_cpu_matmul() -> str | None:
+    """A sentence for the start screen of a run; None if PyTorch's kernels are used."""
     if not computes_in_fp32():
         return None
     if os.environ.get(VARIABLE) == "fp32":
-        return f"Products of bf16 matrices are computed in fp32 ({VARIABLE}=fp32)"
-    return "This CPU has no bf16 instructions: products of bf16 matrices are computed in fp32"
+        return f"bf16 matrix multiplications are computed in fp32 ({VARIABLE}=fp32)"
+    return "This CPU has no bf16 instructions: bf16 matrix multiplications are computed in fp32"
 
 
-def cpu_products() -> Literal["fp32", "native"]:
-    """What computes products of bf16 matrices on this CPU, for records."""
+def cpu_matmul_precision() -> Literal["fp32", "native"]:
+    """How bf16 matrix multiplications are computed on this CPU, for environment.json."""
     return "fp32" if computes_in_fp32() else "native"
 
 
-def use_fast_cpu_products() -> None:
-    """Replaces the kernels of this process where that is faster; forked processes inherit them. Again: nothing.
+def use_fast_cpu_matmul() -> None:
+    """Replace the kernels of this process if that is faster; forked processes inherit them. Calling it again has no
+    effect.
 
-    Raises UserError as `computes_in_fp32` does.
+    Raises UserError like `computes_in_fp32`.
     """
     global _replaced
     if _replaced is None and computes_in_fp32():
@@ -92,66 +92,66 @@ def _types_without_instructions() -> set[torch.dtype]:
 
 
 def _replace_kernels() -> torch.library.Library:
-    """The kernels are replaced as long as the result lives."""
+    """Replace the kernels for the lifetime of the result."""
     dtypes = _types_without_instructions() | {torch.bfloat16}
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel is replaced
-        for names, add_product in ((PRODUCTS, _add_product), (BATCHED_PRODUCTS, _add_batched_product)):
+        warnings.simplefilter("ignore")  # PyTorch warns about every replaced kernel
+        for names, addmm in ((MATMULS, _addmm), (BATCHED_MATMULS, _baddbmm)):
             wide: Kernel = torch.library.get_kernel(f"aten::{names[2]}", "CPU").call_boxed
             for name in names:
                 native: Kernel = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
-                library.impl(name, _product_kernel(name, native, wide, add_product, dtypes), "CPU", allow_override=True)
+                library.impl(name, _make_matmul_kernel(name, native, wide, addmm, dtypes), "CPU", allow_override=True)
         for name in ATTENTION:
             native = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
-            library.impl(name, _attention_kernel(native, dtypes), "CPU", allow_override=True)
+            library.impl(name, _make_attention_kernel(native, dtypes), "CPU", allow_override=True)
     return library
 
 
-def _product_kernel(name: str, native: Kernel, wide: Kernel, add_product: Kernel, dtypes: set[torch.dtype]) -> Kernel:
-    """A kernel with the operator's own signature.
+def _make_matmul_kernel(name: str, native: Kernel, wide: Kernel, addmm: Kernel, dtypes: set[torch.dtype]) -> Kernel:
+    """Make a kernel with the operator's signature.
 
     Args:
-        native: the operator's kernel.
-        wide: the kernel of the operator that adds a product.
-        add_product: `beta * addend + alpha * left @ right`, from operands of one of the `dtypes`.
+        native: PyTorch's kernel of the operator.
+        wide: PyTorch's kernel of `addmm` or `baddbmm`.
+        addmm: computes `beta * addend + alpha * left @ right` from operands of one of the `dtypes`.
     """
 
-    def is_served(left: Tensor, right: Tensor, *others: Tensor) -> bool:
+    def is_replaced(left: Tensor, right: Tensor, *others: Tensor) -> bool:
         if left.dtype not in dtypes or any(other.dtype is not left.dtype for other in (right, *others)):
             return False
         return left.dim() == 3 or left.shape[0] > MAX_NATIVE_ROWS or right.stride(0) != 1
 
-    def product(left: Tensor, right: Tensor) -> Tensor:
-        if not is_served(left, right):
+    def matmul(left: Tensor, right: Tensor) -> Tensor:
+        if not is_replaced(left, right):
             return native(_CPU, left, right)
-        return add_product(wide, _NOTHING, left, right, 0, 1)
+        return addmm(wide, _ZERO, left, right, 0, 1)
 
-    def product_out(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
-        if not is_served(left, right, out):
+    def matmul_out(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
+        if not is_replaced(left, right, out):
             return native(_CPU, left, right, out=out)
-        return _put(out, add_product(wide, _NOTHING, left, right, 0, 1))
+        return _write_out(out, addmm(wide, _ZERO, left, right, 0, 1))
 
     def add(addend: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-        if not is_served(left, right, addend):
+        if not is_replaced(left, right, addend):
             return native(_CPU, addend, left, right, beta=beta, alpha=alpha)
-        return add_product(wide, addend, left, right, beta, alpha)
+        return addmm(wide, addend, left, right, beta, alpha)
 
     def add_in_place(addend: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-        if not is_served(left, right, addend):
+        if not is_replaced(left, right, addend):
             return native(_CPU, addend, left, right, beta=beta, alpha=alpha)
-        return addend.copy_(add_product(wide, addend, left, right, beta, alpha))
+        return addend.copy_(addmm(wide, addend, left, right, beta, alpha))
 
     def add_out(
         addend: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor
     ) -> Tensor:
-        if not is_served(left, right, addend, out):
+        if not is_replaced(left, right, addend, out):
             return native(_CPU, addend, left, right, beta=beta, alpha=alpha, out=out)
-        return _put(out, add_product(wide, addend, left, right, beta, alpha))
+        return _write_out(out, addmm(wide, addend, left, right, beta, alpha))
 
     kernels: dict[str, Kernel] = {
-        "mm": product,
-        "mm.out": product_out,
+        "mm": matmul,
+        "mm.out": matmul_out,
         "addmm": add,
         "addmm_": add_in_place,
         "addmm.out": add_out,
@@ -159,10 +159,10 @@ def _product_kernel(name: str, native: Kernel, wide: Kernel, add_product: Kernel
     return kernels[name.replace("baddbmm", "addmm").replace("bmm", "mm")]
 
 
-def _add_product(wide: Kernel, addend: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
-    """`beta * addend + alpha * left @ right`, rounded once, `[m, n]`; the addend `[m, n]` or what expands to it.
+def _addmm(wide: Kernel, addend: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
+    """`beta * addend + alpha * left @ right`, `[m, n]`, rounded once; the addend is expandable to `[m, n]`.
 
-    Large ones in pieces along their longest dimension, so that hardly more than `PIECE_ELEMENTS` are in fp32 at a time.
+    Large multiplications are split along their longest dimension, into pieces of about `PIECE_ELEMENTS` fp32 elements.
     """
     (m, k), n = left.shape, right.shape[-1]
     num_pieces = -(-(m * k + k * n + m * n) // PIECE_ELEMENTS)
@@ -190,22 +190,20 @@ def _add_product(wide: Kernel, addend: Tensor, left: Tensor, right: Tensor, beta
     return result
 
 
-def _add_batched_product(
-    wide: Kernel, addend: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float
-) -> Tensor:
-    """The same for `[b, m, n]`."""
+def _baddbmm(wide: Kernel, addend: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
+    """`beta * addend + alpha * left @ right`, `[b, m, n]`, rounded once."""
     operands = (addend.float(), left.float(), right.float())
     return wide(_CPU, *operands, beta=beta, alpha=alpha).to(left.dtype)
 
 
-def _put(out: Tensor, result: Tensor) -> Tensor:
+def _write_out(out: Tensor, result: Tensor) -> Tensor:
     if out.shape != result.shape:
         out.resize_(result.shape)
     return out.copy_(result)
 
 
-def _attention_kernel(native: Kernel, dtypes: set[torch.dtype]) -> Kernel:
-    """Forward or backward; the log-sum-exp of the scores is in fp32 with any operands, and stays so."""
+def _make_attention_kernel(native: Kernel, dtypes: set[torch.dtype]) -> Kernel:
+    """Make a kernel for the forward or backward of attention. The log-sum-exp of the scores is always fp32."""
 
     def attend(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
         dtype = arguments[0].dtype

@@ -1,4 +1,4 @@
-"""The device of this rank, how much memory it has, and how much of it was used."""
+"""This rank's device, its total and available memory, and the peak of memory used."""
 
 import os
 import resource
@@ -8,17 +8,15 @@ from pathlib import Path
 import psutil
 import torch
 
-# The node of this rank, from the environment variables of the launcher that started it. Standard library only.
-
 
 def local_rank() -> int:
-    """This rank's position among the ranks of its node, from 0."""
+    """This rank's index on its node, from 0."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def num_local_ranks() -> int:
-    """Number of ranks on this node: LOCAL_WORLD_SIZE under torchrun, LOCAL_SIZE under the deepspeed launcher. Where
-    neither is set, all ranks of the job are taken to be on this node."""
+    """Number of ranks on this node: LOCAL_WORLD_SIZE under torchrun, LOCAL_SIZE under the deepspeed launcher. If
+    neither is set, all ranks of the job are assumed to be on this node."""
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"):
         if name in os.environ:
             return int(os.environ[name])
@@ -26,18 +24,18 @@ def num_local_ranks() -> int:
 
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
-"""Limits of the container that the process runs in (version 2)."""
+"""The container's cgroup (version 2), with its limits."""
 
 STATUS = Path("/proc/self/status")
-"""What Linux says of this process, the peak of its resident memory (VmHWM) among it."""
+"""Linux's status of this process, with the peak of its resident memory (VmHWM)."""
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
-"""What Linux takes there to count a process's peak from now on (proc_pid_clear_refs(5))."""
+"""Value that resets the peak of resident memory, see proc_pid_clear_refs(5)."""
 
 
 def uses_gpu() -> bool:
-    """Whether ranks compute on GPUs; DS_ACCELERATOR=cpu, DeepSpeed's own variable, keeps them on the CPU."""
+    """Whether ranks compute on GPUs; DeepSpeed's variable DS_ACCELERATOR=cpu keeps them on the CPU."""
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
 
 
@@ -47,15 +45,15 @@ def device() -> torch.device:
 
 
 class PeakMemory:
-    """The highest memory that this rank has used, of the process and of a phase: allocated on the GPU, or resident on a
-    machine without one. Asking waits for nothing."""
+    """Peak memory of this rank, of the process and of a phase: allocated on the GPU, or resident on a CPU-only machine.
+    Reading it does not synchronise with the device."""
 
     def __init__(self) -> None:
         self._before = 0
         self._counts_phases = True
 
     def start_phase(self) -> None:
-        """Makes `of_phase` count from here."""
+        """Start a phase for `phase_bytes`."""
         self._before = max(self._before, _peak_bytes())
         if uses_gpu():
             torch.cuda.reset_peak_memory_stats()
@@ -65,23 +63,23 @@ class PeakMemory:
             except OSError:
                 self._counts_phases = False
 
-    def of_phase(self) -> int | None:
-        """Bytes since `start_phase`; None where the kernel cannot count a part of a process's life."""
+    def phase_bytes(self) -> int | None:
+        """Peak bytes since `start_phase`; None if the kernel cannot reset a process's peak."""
         return _peak_bytes() if self._counts_phases else None
 
-    def of_process(self) -> int:
-        """Bytes since the first use."""
+    def process_bytes(self) -> int:
+        """Peak bytes of the process."""
         return max(self._before, _peak_bytes())
 
 
 peak_memory = PeakMemory()
-"""That of this process: the device counts once for all who ask."""
+"""The instance of this process; more than one would reset each other's peaks."""
 
 
 def _peak_bytes() -> int:
     if uses_gpu():
         return torch.cuda.max_memory_allocated()
-    # Not getrusage where there is a choice: its peak never falls below that of the process that started this one.
+    # Rather than getrusage, whose peak includes that of the parent process.
     with suppress(OSError):
         for line in STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -90,14 +88,14 @@ def _peak_bytes() -> int:
 
 
 def total_memory_bytes() -> int:
-    """The memory of this rank's GPU, or on a CPU-only machine its share of the host's: the same in every attempt."""
+    """Total memory of this rank's GPU, or on a CPU-only machine its share of the host's memory."""
     if uses_gpu():
         return torch.cuda.mem_get_info()[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_local_ranks()
 
 
 def available_memory_bytes() -> int:
-    """What this rank may use of its device: what other processes leave of a GPU, or its share of the host's memory."""
+    """Memory available to this rank: that not used by other processes on its GPU, or its share of the host's."""
     if not uses_gpu():
         return available_host_bytes()
     free, _ = torch.cuda.mem_get_info()
@@ -105,13 +103,13 @@ def available_memory_bytes() -> int:
 
 
 def available_host_bytes() -> int:
-    """This rank's share of the memory that the machine, or the container's limit, has left."""
+    """This rank's share of the available memory of the machine, or of the container."""
     num_bytes = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # no control group, or none with a limit
+    with suppress(OSError, ValueError):  # no cgroup, or no limit
         limit = int((CONTROL_GROUP / "memory.max").read_text())
         used = int((CONTROL_GROUP / "memory.current").read_text())
         for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines():
             if line.startswith("inactive_file "):
-                used -= int(line.split()[1])  # given back where memory is short
+                used -= int(line.split()[1])  # page cache that the kernel can reclaim
         num_bytes = min(num_bytes, max(0, limit - used))
     return num_bytes // num_local_ranks()

@@ -1,6 +1,6 @@
 """Stop requests to this process: SIGTERM, SIGINT, SIGUSR1, and the end of the launcher that started it.
 
-Standard library only, so that they are handled before torch and deepspeed are imported, which can take a minute.
+Standard library only, to handle them before torch and deepspeed are imported, which can take a minute.
 """
 
 import multiprocessing
@@ -18,29 +18,28 @@ from vcore_ds.common.errors import EXIT_STOPPED
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 SAME_REQUEST_SECONDS = 3.0
-"""One request arrives in several ways at about the same time: a terminal sends Ctrl-C to the ranks and to the launcher,
-which sends them SIGTERM; `scancel` reaches the ranks and the batch script, which forwards it."""
+"""Signals within this time are one request: a terminal sends Ctrl-C to the ranks and to the launcher, which sends them
+SIGTERM; `scancel` reaches the ranks and the batch script, which forwards it."""
 
 LAST_WORDS_SECONDS = 10.0
-"""Time for a rank that exits with a message: the launcher ends the other ranks as soon as one has ended, and must not
-cut the message short."""
+"""Time for a rank to print its last message and exit: the launcher sends SIGTERM to all ranks once one has ended."""
 
-SECONDS_BETWEEN_LOOKS_AT_THE_LAUNCHER = 1.0
+LAUNCHER_POLL_SECONDS = 1.0
 
 
 class StopSignals:
-    """What happens on a stop request.
+    """Handler of stop requests.
 
-    While nothing can be lost (loading, exporting) it ends the process at once with EXIT_STOPPED. Inside `held_back`
-    (training) the first request is only recorded, for the end of the step; a second one, unless it is an echo of the
-    first, ends the process at once.
+    While nothing can be lost (loading, exporting) a request ends the process at once with EXIT_STOPPED. Inside
+    `deferred` (training) the first request is only recorded, for the end of the step; a second one ends the process at
+    once, unless it belongs to the first (SAME_REQUEST_SECONDS).
 
-    A separate thread reads the signals from the pipe that Python's C handler writes to: a Python handler would wait
-    for the main thread, which may sit in a collective that never returns.
+    A separate thread reads the signals from the pipe to which Python's C handler writes: a Python handler would wait
+    for the main thread, which may hang in a collective.
 
     Attributes:
-        received: the first request, such as "SIGTERM"; None while there is none.
-        before_exit: called with the request before the process ends outside `held_back`; has two seconds.
+        received: the first request, such as "SIGTERM", or None.
+        before_exit: called with the request before the process ends outside `deferred`; has two seconds.
     """
 
     def __init__(self) -> None:
@@ -48,29 +47,29 @@ class StopSignals:
         self.before_exit: Callable[[str], None] | None = None
         self._received_at = 0.0
         self._held_back = False
-        self._leaves_at: float | None = None
+        self._exits_at: float | None = None
         self._lock = threading.Lock()
         self._pipe: tuple[int, int] | None = None
 
     def listen(self) -> None:
-        """Starts to handle stop requests; call it in the main thread. Does nothing the second time."""
+        """Start to handle stop requests; call it in the main thread. Calling it again has no effect."""
         if self._pipe is not None:
             return
-        _stderr()  # before anything is in its place
+        _stderr()  # duplicate it before anything redirects it
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         for number in STOPPING:
-            if signal.getsignal(number) != signal.SIG_IGN:  # `nohup command &` ignores SIGINT, on purpose
+            if signal.getsignal(number) != signal.SIG_IGN:  # `nohup command &` ignores SIGINT
                 signal.signal(number, lambda *_: None)
-        # A forked child would write its signals into this process's pipe, and ignore its own.
-        os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget)
+        # A forked child would write its signals into this process's pipe and ignore them itself.
+        os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_reset_in_child)
         threading.Thread(target=self._listen, name="stop signals", daemon=True).start()
 
     @contextmanager
-    def held_back(self) -> Iterator[None]:
-        """Around code that must not be cut short; that code polls `received`. A request that is pending at the end ends
-        the process then."""
+    def deferred(self) -> Iterator[None]:
+        """A context for code that must not be interrupted and polls `received`. A request that is pending at its end
+        ends the process."""
         with self._lock:
             self._held_back = True
         try:
@@ -84,21 +83,21 @@ class StopSignals:
             self._exit(self.received)
 
     def leave(self, last_words_seconds: float = LAST_WORDS_SECONDS) -> None:
-        """Announces that the process exits by itself, with a message and an exit code: signals are ignored until then
-        and end the process afterwards."""
-        self._leaves_at = time.monotonic() + last_words_seconds
+        """Announce that the process will exit, with a message and an exit code: signals are ignored for
+        `last_words_seconds`, and end the process afterwards."""
+        self._exits_at = time.monotonic() + last_words_seconds
 
     def request(self, name: str) -> None:
-        """Acts as if a signal of that name had arrived. Callable from any thread."""
+        """Act as if the signal `name` had arrived. Callable from any thread."""
         now = time.monotonic()
         with self._lock:
-            held_back, first = self._held_back, self.received is None
+            deferred, first = self._held_back, self.received is None
             if first:
                 self.received, self._received_at = name, now
-        if self._leaves_at is not None:
-            if now > self._leaves_at:
+        if self._exits_at is not None:
+            if now > self._exits_at:
                 os._exit(128 + getattr(signal, name, 0))
-        elif not held_back:
+        elif not deferred:
             self._exit(name)
         elif first:
             _say(f"{name}: this step is finished and saved, then the run stops (a second signal ends it at once)")
@@ -114,7 +113,7 @@ class StopSignals:
             telling = threading.Thread(target=self.before_exit, args=(name,), daemon=True)
             telling.start()
             telling.join(2.0)
-        for child in multiprocessing.active_children():  # such as those that prepare data
+        for child in multiprocessing.active_children():  # such as the processes that prepare data
             child.kill()
         os._exit(EXIT_STOPPED)
 
@@ -122,7 +121,7 @@ class StopSignals:
         assert self._pipe is not None
         launchers = _launchers()
         while True:
-            if select.select([self._pipe[0]], [], [], SECONDS_BETWEEN_LOOKS_AT_THE_LAUNCHER)[0]:
+            if select.select([self._pipe[0]], [], [], LAUNCHER_POLL_SECONDS)[0]:
                 for number in os.read(self._pipe[0], 64):
                     if number in STOPPING:
                         self.request(signal.Signals(number).name)
@@ -139,7 +138,7 @@ def _unblock() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
-def _forget() -> None:
+def _reset_in_child() -> None:
     signal.set_wakeup_fd(-1)
     for number in STOPPING:
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -148,22 +147,21 @@ def _forget() -> None:
 
 
 def _say(text: str) -> None:
-    # Not print: the main thread may hold the buffer's lock for good.
+    # Not print: the main thread may never release the buffer's lock.
     os.write(_stderr(), f"vcore-ds: rank {os.environ.get('RANK', '0')}: {text}\n".encode())
 
 
 @cache
 def _stderr() -> int:
-    """A descriptor of its own: while DeepSpeed tries the compiler (`OpBuilder.has_function`), 2 is another file."""
+    """A duplicate of stderr: while DeepSpeed tests the compiler (`OpBuilder.has_function`), 2 is redirected."""
     return os.dup(2)
 
 
 def _launchers() -> list[int]:
-    """Process ids of the launcher that started this process, nearest first; empty where there is none that ends its
-    ranks.
+    """Process ids of the launcher's processes above this one, nearest first; empty without a known launcher.
 
-    `kill` of the `deepspeed` command ends that command only; the launcher it started and the ranks would train on.
-    torchrun's ranks outlive it when it is killed with SIGKILL.
+    `kill` of the `deepspeed` command ends only that command; its launcher process and the ranks would go on training.
+    torchrun's ranks survive it when it is killed with SIGKILL.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _ancestors(1)
@@ -175,15 +173,15 @@ def _launchers() -> list[int]:
 
 def _ancestors(count: int) -> list[int]:
     """Process ids of the parent, its parent, ..."""
-    found = [os.getppid()]
-    while len(found) < count:
+    pids = [os.getppid()]
+    while len(pids) < count:
         # "pid (name) state parent ..."; the name may hold spaces and brackets.
-        found.append(int(_read(found[-1], "stat").rpartition(b")")[2].split()[1] or 0))
-    return found
+        pids.append(int(_read(pids[-1], "stat").rpartition(b")")[2].split()[1] or 0))
+    return pids
 
 
 def _read(pid: int, name: str) -> bytes:
-    """A file of /proc; `0 (gone) X 0` where there is none, which is no launcher's name and has parent 0."""
+    """Read a file of /proc; without it `0 (gone) X 0`, which is no launcher's command line and has parent 0."""
     try:
         with open(f"/proc/{pid}/{name}", "rb") as file:
             return file.read()
@@ -192,4 +190,4 @@ def _read(pid: int, name: str) -> bytes:
 
 
 stop_signals = StopSignals()
-"""The one of this process: signal handlers belong to a process."""
+"""The instance of this process."""

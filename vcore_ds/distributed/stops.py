@@ -1,4 +1,4 @@
-"""When a run stops before its end: a signal, a STOP file, a time limit, agreed on by all ranks."""
+"""Early stops of a run, on which all ranks agree: a signal, a STOP file or a time limit."""
 
 import math
 import time
@@ -11,21 +11,22 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.signals import stop_signals
 
 STOP_FILE = "STOP"
-"""Made by hand in the run's folder, it ends the run like SIGTERM, from any machine that sees the folder."""
+"""Name of a file in the run's folder that stops the run like SIGTERM, from any machine that shares the folder."""
 
 REASONS = ("SIGTERM", "SIGINT", "SIGUSR1", "the end of its launcher", "the STOP file", "run.time_limit_minutes")
 
 UNMEASURED_SAVE_SECONDS = 300.0
-"""Assumed duration of a save before the first one; a tenth of the time limit where that is less."""
+"""Assumed duration of the first save; a tenth of the time limit if that is less."""
 
 
 class Stops:
-    """Every rank asks after every step. A request may reach one rank only, or two ranks in different steps."""
+    """Stop requests, checked by all ranks after every step: a request may reach only one rank, or ranks at different
+    steps."""
 
     def __init__(self, folder: Path, time_limit_minutes: float | None):
         """Args:
-        folder: the run's, where the STOP file is looked for.
-        time_limit_minutes: wall clock, from the start of this process to the end of its last save; None for no limit.
+        folder: the run's folder, for the STOP file.
+        time_limit_minutes: wall-clock limit from the start of this process to the end of its last save; None for none.
         """
         self._stop_file = folder / STOP_FILE
         self._ends_at = math.inf
@@ -34,41 +35,41 @@ class Stops:
             limit_seconds = 60.0 * time_limit_minutes
             self._ends_at = time.monotonic() + limit_seconds - process_age_seconds()
             self._seconds_save = min(UNMEASURED_SAVE_SECONDS, 0.1 * limit_seconds)
-        # The longest of the last hundred also covers a validation now and then.
+        # The maximum of the last hundred steps also covers occasional validations.
         self._seconds_steps: deque[float] = deque(maxlen=100)
-        self._asked_at = time.monotonic()
+        self._step_started_at = time.monotonic()
 
-    def agreed_reason(self) -> str | None:
-        """Why the run has to stop after this step, the same on all ranks; None where it continues. A collective, one
-        small reduction."""
+    def agree_on_reason(self) -> str | None:
+        """Why the run must stop after this step, the same on all ranks; None if it continues. A collective (one small
+        reduction)."""
         now = time.monotonic()
-        self._seconds_steps.append(now - self._asked_at)
-        self._asked_at = now
-        own = self._own_reason()
-        num_ranks = layout.sum_over("job", [float(own == reason) for reason in REASONS])
+        self._seconds_steps.append(now - self._step_started_at)
+        self._step_started_at = now
+        local = self._local_reason()
+        num_ranks = layout.sum_over("job", [float(local == reason) for reason in REASONS])
         agreed = next((reason for reason, num in zip(REASONS, num_ranks, strict=True) if num > 0), None)
         if agreed is not None and layout.is_first():
-            # Left there, it would also stop the run when it is resumed.
+            # Or it would stop the run again when it is resumed.
             self._stop_file.unlink(missing_ok=True)
         return agreed
 
     def record_save(self, seconds: float) -> None:
-        """Call it after every checkpoint: the next one is expected to take as long, and saving is no part of a step."""
+        """Record the duration of a checkpoint, which is not part of a step; the next is expected to take as long."""
         self._seconds_save = seconds
-        self._asked_at += seconds
+        self._step_started_at += seconds
 
-    def _own_reason(self) -> str | None:
-        """This rank's reason. Rank 0 looks at file and clock for all: file systems and clocks of nodes differ."""
+    def _local_reason(self) -> str | None:
+        """This rank's reason. Only rank 0 checks file and clock, because file systems and clocks of nodes differ."""
         if stop_signals.received is not None or not layout.is_first():
             return stop_signals.received
         if self._stop_file.exists():
             return "the STOP file"
-        # One more step has to fit, and the save. Half again, as neither always takes the same time.
+        # One more step and the save must fit; the factor 1.5 allows for their variation.
         if time.monotonic() + 1.5 * (max(self._seconds_steps) + self._seconds_save) > self._ends_at:
             return "run.time_limit_minutes"
         return None
 
 
 def process_age_seconds() -> float:
-    """Age of this process, its imports included."""
+    """Seconds since the start of this process, with its imports."""
     return time.time() - psutil.Process().create_time()

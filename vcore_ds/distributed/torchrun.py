@@ -1,8 +1,8 @@
-"""torchrun, for runs that stop on request: `python -m vcore_ds.distributed.torchrun <torchrun's arguments>`.
+"""torchrun for runs that stop on request: `python -m vcore_ds.distributed.torchrun <torchrun's arguments>`.
 
-torchrun turns every exit code of a rank into 1, and told to end it ends the ranks within 30 seconds, whatever they are
-doing. This one passes on what a job script has to tell apart (2 and 85, see `vcore_ds.common.errors`), and hands a
-request to stop to the ranks, which end their step, save, and exit by themselves.
+torchrun turns every exit code of a rank into 1, and kills the ranks within 30 seconds after a signal. This wrapper
+keeps the exit codes that a job script distinguishes (2 and 85, see `vcore_ds.common.errors`), and forwards stop signals
+to the ranks, which finish their step, save and exit.
 """
 
 import logging
@@ -18,8 +18,8 @@ import psutil
 
 from vcore_ds.common.errors import EXIT_STOPPED, UserError
 
-# torch reads it when it is imported. At the end of every run on several nodes the node that holds the rendezvous leaves
-# first, and the others would print a stack trace of C++ about it. What matters is raised in Python too.
+# Read by torch on import. At the end of every multi-node run, the node that hosts the rendezvous leaves first, and the
+# others would print a C++ stack trace about it. Real errors are also raised in Python.
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _is_chosen = LOG_LEVEL in os.environ
 os.environ.setdefault(LOG_LEVEL, "ERROR")
@@ -27,47 +27,47 @@ from torch.distributed import run  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
 
 if not _is_chosen:
-    del os.environ[LOG_LEVEL]  # not for the ranks
+    del os.environ[LOG_LEVEL]  # not inherited by the ranks
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 SECONDS_FOR_OTHER_NODES = 10.0
-"""Ranks that end together do so within seconds of each other."""
+"""Wait for the ranks of other nodes to end, which end within seconds of each other."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 2 or 85 where a rank ended with it; else 1, with torchrun's table of failed ranks."""
+    """Run torchrun. Returns 0, 2 or 85 like the first rank that failed, or 1 with torchrun's table of failed ranks."""
     parsed = run.parse_args(arguments)
-    parsed.signals_to_handle = "SIGHUP,SIGQUIT"  # torchrun's own way for these: end the ranks
+    parsed.signals_to_handle = "SIGHUP,SIGQUIT"  # for these torchrun still kills the ranks
     received: list[int] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
         received.append(number)
         ranks = psutil.Process().children()
         if not ranks:
-            sys.exit(EXIT_STOPPED)  # still waiting for the other nodes: there is nothing to save
+            sys.exit(EXIT_STOPPED)  # still waiting for the other nodes, so there is nothing to save
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(number)
 
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
-    # "failed (exitcode: 85)" is no error here, and the table that is printed below says more about a real one.
+    # "failed (exitcode: 85)" is not an error here, and the table printed below describes real ones.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
         lambda record: not str(record.msg).startswith("failed (exitcode")
     )
     try:
         run.run(parsed)
     except ChildFailedError as error:
-        # The first: the others were ended because of it.
+        # The other ranks were ended because of the first failure.
         code = error.get_first_failure()[1].exitcode
-        stopped_early = -code in received  # it came before the rank had a handler, so before there was anything to save
+        stopped_early = -code in received  # before the rank had a signal handler, so there was nothing to save
         if code not in (UserError.EXIT_CODE, EXIT_STOPPED) and not stopped_early:
             print(error, file=sys.stderr, flush=True)
             return 1
         if parsed.nnodes not in ("1", "1:1"):
-            # The store of the rendezvous may live in this process (as long as `error` does). Where it is gone before
-            # the ranks of another node have ended, their torchrun kills them and ends with another code.
+            # The rendezvous store may live in this process (as long as `error`). If it is gone before the ranks of
+            # another node have ended, their torchrun kills them and exits with another code.
             time.sleep(SECONDS_FOR_OTHER_NODES)
         return EXIT_STOPPED if stopped_early else code
     return 0

@@ -38,7 +38,7 @@ def start_deepspeed() -> None:
         # DeepSpeed keeps groups of a process group that was destroyed, by the last command in this process.
         groups._release_process_group_references()
         # For reductions. A group that DeepSpeed makes itself would have PyTorch's timeout, not the recipe's.
-        groups._WORLD_GROUP = layout.copy_of_job()
+        groups._WORLD_GROUP = layout.duplicate_job_group()
         _process_group = torch.distributed.group.WORLD
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.utils.logger.addFilter(_concerns_the_user)

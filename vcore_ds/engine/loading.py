@@ -18,7 +18,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.progress import Progress
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import first_rank_first
+from vcore_ds.distributed.process_group import run_first_rank_first
 from vcore_ds.engine.deepspeed_start import start_deepspeed
 from vcore_ds.engine.flat_shards import PartitionedParameter, as_partitioned
 from vcore_ds.models.causal_lm import auto_class
@@ -110,7 +110,7 @@ def find_on_all_ranks(path: str) -> tuple[PretrainedConfig, StoredWeights]:
         config = training_config(path)
         return config, find_stored_weights(path, config)
 
-    config, weights = first_rank_first(find)
+    config, weights = run_first_rank_first(find)
     _check_same_files(path, weights)
     return config, weights
 

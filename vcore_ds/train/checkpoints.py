@@ -12,7 +12,7 @@ from vcore_ds.common.paths import discard, unfinished_path
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import on_first_rank
+from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.engine import checkpoint_folder
 from vcore_ds.engine.checkpoint_shards import (
     CheckpointFailed,
@@ -199,7 +199,7 @@ class Checkpoints:
                 they are not trained.
         """
         folder, state = found
-        on_first_rank(lambda: self._check_frozen(found))
+        run_on_first_rank(lambda: self._check_frozen(found))
         shapes = _shapes(engine)
         for name in sorted(shapes.keys() | state.shapes.keys()):
             if shapes.get(name) != state.shapes.get(name):

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import parse_json, read_json, reading, written_aside
+from vcore_ds.common.paths import parse_json, read_json, reading, write_atomically
 
 EVALUATION = "evaluation.json"
 OF_A_RUN = "evaluation"
@@ -102,7 +102,7 @@ def write_samples(folder: Path, task: str, samples: Iterable[SampleResult]) -> N
     """Writes NAME.jsonl, sorted by problem, then sample. Raises OSError."""
     ordered = sorted(samples, key=lambda sample: (sample.problem_id, sample.sample))
     lines = "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in ordered)
-    with written_aside(samples_path(folder, task)) as unfinished:
+    with write_atomically(samples_path(folder, task)) as unfinished:
         unfinished.write_text(lines, encoding="utf-8")
 
 
@@ -110,7 +110,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
     """Writes evaluation.json, when all NAME.jsonl are there. Raises OSError."""
     contents = {"format": evaluation.format, **asdict(evaluation)}  # first in the file
     text = json.dumps(contents, indent=2, ensure_ascii=False) + "\n"
-    with written_aside(folder / EVALUATION) as unfinished:
+    with write_atomically(folder / EVALUATION) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 

@@ -27,7 +27,7 @@ from vcore_ds.data.store_checks import check_contents
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import local_rank
-from vcore_ds.distributed.process_group import first_rank_first
+from vcore_ds.distributed.process_group import run_first_rank_first
 from vcore_ds.models.configuration import read_vocabulary_size
 from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.spread import Spread, Utilization, summarize
@@ -179,7 +179,7 @@ class DataReader:
         keep = self.settings.keep
         if keep is None:
             return dataset
-        selection = first_rank_first(lambda: selection_for(keep, store, self.model))
+        selection = run_first_rank_first(lambda: selection_for(keep, store, self.model))
         # Nodes may have copies of the scores. From different ones, ranks would draw different batches unnoticed.
         if len(set(layout.gather_objects("job", selection.digest))) > 1:
             raise UserError(
@@ -196,7 +196,7 @@ class DataReader:
         Raises UserError where it cannot be made, is damaged, or does not fit the model.
         """
         store = TokenStore(
-            first_rank_first(lambda: self._find_store(path)),
+            run_first_rank_first(lambda: self._find_store(path)),
             self.tokenizer,
             cutoff_length=self.settings.cutoff_length,
             vocabulary_size=read_vocabulary_size(self.model),

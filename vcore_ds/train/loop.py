@@ -15,7 +15,7 @@ from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.data.dataset import Dataset
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
-from vcore_ds.distributed.process_group import first_rank_first
+from vcore_ds.distributed.process_group import run_first_rank_first
 from vcore_ds.distributed.stops import Stops
 from vcore_ds.distributed.watchdog import mark
 from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss, describe_sequences
@@ -217,7 +217,7 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
         console.step(done, num_steps, line, seconds_left, log=done % settings.log_every == 0 or done == num_steps)
         if done == num_done + 1:
             say_rest(console, seconds * (num_steps - done), num_steps - done, run.log.advice_if_long)
-        reason = stops.agreed_reason()
+        reason = stops.agree_on_reason()
         if reason is not None or run.checkpoints.due(done, num_steps):
             saved = save(run, done)
             of_checkpoint = saved.metrics  # its cost stands in the next line
@@ -243,7 +243,7 @@ def save(run: Run, done: int) -> Saved:
     """A checkpoint after `done` steps. A collective."""
     mark("checkpoint")
     # No checkpoint without the lines of its steps; the log is on rank 0, and where it fails all ranks fail.
-    first_rank_first(lambda: None if run.log.metrics is None else run.log.metrics.flush())
+    run_first_rank_first(lambda: None if run.log.metrics is None else run.log.metrics.flush())
     return run.checkpoints.save(done, run.trainer.engine, run.trainer.estimator, run.data.feed)
 
 

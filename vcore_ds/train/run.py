@@ -15,9 +15,9 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.data.dataset import Dataset, KeptDataset
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.cpu_matmul import describe_cpu_products
+from vcore_ds.distributed.cpu_matmul import describe_cpu_matmul
 from vcore_ds.distributed.device import device
-from vcore_ds.distributed.process_group import first_rank_first, on_first_rank
+from vcore_ds.distributed.process_group import run_first_rank_first, run_on_first_rank
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.export_shards import save_hugging_face
@@ -107,12 +107,12 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     plan_settings, settings = derive_plan_settings(recipe), derive_step_settings(recipe)
     plan, folder = plan_ranks(plan_settings), Path(recipe.run.output_dir)
     ds_config = deepspeed_config(plan_settings, plan)
-    on_first_rank(lambda: run_folder.check_output_folder(folder))
+    run_on_first_rank(lambda: run_folder.check_output_folder(folder))
 
     checkpoints = Checkpoints(recipe, console)
     found = None
     if resumes:
-        first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
+        run_first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
         found = checkpoints.newest()
         if found is None:
             console.say(f"{recipe.run.output_dir} holds this run without a checkpoint: it begins at its first step")
@@ -131,7 +131,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     memory = plan_memory(plan_settings, plan, ds_config, utilization, parameters)
     if console.enabled:
         lines = [describe_run(recipe, feed, validation, parameters, num_done, num_steps)]
-        if device().type == "cpu" and (sentence := describe_cpu_products()) is not None:
+        if device().type == "cpu" and (sentence := describe_cpu_matmul()) is not None:
             lines.append(sentence)
         say_start(console, "\n".join(lines))
     for part, used in utilization.items():
@@ -143,7 +143,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
 
     mark("loading the model")
     engine = build_engine(derive_engine_settings(recipe), ds_config)
-    on_first_rank(lambda: checkpoints.frozen_digest)  # of what was loaded, not of what is there at the first save
+    run_on_first_rank(lambda: checkpoints.frozen_digest)  # of what was loaded, not of what is there at the first save
     estimator = build_estimator(settings, engine, batches_per_pass=plan.batches_per_utility_pass)
     for line in describe_engine(recipe.engine, settings, engine, estimator.direction):
         console.note(line)
@@ -157,10 +157,10 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     if resumes:
         checkpoints.clear_above(num_done)
     else:  # not earlier: what the user has to fix is found before anything is written
-        first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
-    log = on_first_rank(lambda: begin_folder(recipe, feed, num_done, checkpoints, console))
+        run_first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
+    log = run_on_first_rank(lambda: begin_folder(recipe, feed, num_done, checkpoints, console))
     counts = count_data(recipe.data, feed, validation)
-    on_first_rank(lambda: run_folder.write_data_counts(folder, counts))
+    run_on_first_rank(lambda: run_folder.write_data_counts(folder, counts))
     passes = None if memory is None else derive_needed_passes(plan_settings, memory.settings)
     run = Run(
         recipe.run,
@@ -279,7 +279,7 @@ def run_training(run: Run, num_done: int, is_new: bool) -> StepMetrics | None:
         losses = ", ".join(f"{name} {loss:.4f}".strip() for name, loss in before.items())
         console.say(f"Held-out loss before training: {losses}")
     # A signal after the steps ends the process at once: the last checkpoint holds that very state.
-    with stop_signals.held_back():
+    with stop_signals.deferred():
         return run_steps(run, num_done)
 
 
@@ -291,9 +291,9 @@ def write_result(
     after = validate(run.trainer.engine, run.data, run.log.console)
     mark("export")
     if after:
-        on_first_rank(lambda: run_folder.write_held_out(run.folder, before, after))
+        run_on_first_rank(lambda: run_folder.write_held_out(run.folder, before, after))
     folder = run_folder.export_folder(run.folder, is_adapter=recipe.lora is not None)
-    card = on_first_rank(lambda: describe_result(recipe))
+    card = run_on_first_rank(lambda: describe_result(recipe))
     save_hugging_face(run.trainer.engine, tokenizer, recipe.model.path, folder, card=card)
     if run.log.metrics is not None:
         run.log.metrics.close()

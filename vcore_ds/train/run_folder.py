@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from vcore_ds import __version__
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import LOCK
-from vcore_ds.common.paths import check_folder, read_json, unfinished_path, writing, written_aside
+from vcore_ds.common.paths import check_folder, read_json, unfinished_path, write_atomically, writing
 from vcore_ds.config.resume import differing_keys, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
 
@@ -196,7 +196,7 @@ def move_lost_tokens(folder: Path, step: int) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    with written_aside(path) as unfinished:
+    with write_atomically(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
@@ -211,7 +211,7 @@ def environment(world_size: int) -> dict[str, Any]:
     """Command, versions, commit and devices: what it takes to repeat a run."""
     import torch  # here, because `vcore-ds check` asks for the folder alone and torch takes seconds to import
 
-    from vcore_ds.distributed.cpu_matmul import cpu_products
+    from vcore_ds.distributed.cpu_matmul import cpu_matmul_precision
 
     # As `distributed.device.uses_gpu` has it, which this level does without.
     num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
@@ -222,7 +222,7 @@ def environment(world_size: int) -> dict[str, Any]:
         "git_commit": _git_commit(),
         "host": platform.node(),
         "devices": [torch.cuda.get_device_name(i) for i in range(num_gpus)] or [platform.machine()],
-        "cpu": {"instructions": torch.backends.cpu.get_cpu_capability(), "bf16_products": cpu_products()},
+        "cpu": {"instructions": torch.backends.cpu.get_cpu_capability(), "bf16_products": cpu_matmul_precision()},
         "world_size": world_size,
     }
 

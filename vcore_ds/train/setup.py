@@ -8,7 +8,7 @@ import torch
 from vcore_ds.config.sections import EngineConfig, MethodConfig, ParallelConfig
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, num_local_ranks, total_memory_bytes
-from vcore_ds.distributed.process_group import first_rank_first, start_process_group
+from vcore_ds.distributed.process_group import run_first_rank_first, start_process_group
 from vcore_ds.engine.flat_shards import unsharded_gradient_bytes
 from vcore_ds.engine.loading import load_sharded
 from vcore_ds.engine.parallel_weights import partition_experts
@@ -45,7 +45,7 @@ def plan_ranks(settings: PlanSettings) -> BatchPlan:
     Raises UserError where a rank cannot read the model's configuration, and RecipeError as `plan_batch` does, on all
     ranks alike.
     """
-    shape = first_rank_first(lambda: read_model_shape(settings.model.path))
+    shape = run_first_rank_first(lambda: read_model_shape(settings.model.path))
     # The first rank's: where nodes differ, all ranks still have to come to the same spread.
     shape, ranks_per_node = layout.gather_objects("job", (shape, num_local_ranks()))[0]
     plan = plan_batch(

@@ -221,7 +221,7 @@ class StepRecorder:
         started = self._now()
         peak_memory.start_phase()
         yield
-        self._peak_bytes[name] = peak_memory.of_phase()
+        self._peak_bytes[name] = peak_memory.phase_bytes()
         self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - started
 
     def add(self, result: MicroBatchResult) -> None:
@@ -319,7 +319,7 @@ class StepRecorder:
             **{f"seconds_{name}": value for name, value in self._seconds.items()},
             "supervised_tokens_per_second": counts.num_supervised_tokens_global
             / (seconds - self._seconds.get("followed", 0.0)),
-            "peak_memory_bytes": peak_memory.of_process(),
+            "peak_memory_bytes": peak_memory.process_bytes(),
             **{f"peak_memory_bytes_{name}": value for name, value in self._peak_bytes.items()},
         }
         return StepMetrics(values, tokens, self.followed)

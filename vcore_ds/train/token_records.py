@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import reading, written_aside
+from vcore_ds.common.paths import reading, write_atomically
 from vcore_ds.train.run_folder import TOKENS, followed_path, token_record_path
 
 FORMAT = 1
@@ -29,7 +29,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
     # In memory first, so that a disk without room fails in one place, with an OSError.
     content = io.BytesIO()
     np.savez_compressed(content, **arrays)  # type: ignore[arg-type]  # one may be called allow_pickle; none is
-    with written_aside(path) as unfinished:
+    with write_atomically(path) as unfinished:
         unfinished.write_bytes(content.getbuffer())
     return path
 

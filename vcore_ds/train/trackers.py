@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vcore_ds.common.errors import first_line
-from vcore_ds.common.paths import written_aside
+from vcore_ds.common.paths import write_atomically
 from vcore_ds.config.sections import TrackConfig, TrackerName
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.train.console import Console
@@ -136,7 +136,7 @@ def keep_id(folder: Path, name: str, run_id: str) -> None:
     """For the attempts after this one."""
     path = folder / TRACKERS / f"{name}_run_id"
     path.parent.mkdir(exist_ok=True)
-    with written_aside(path) as unfinished:
+    with write_atomically(path) as unfinished:
         unfinished.write_text(f"{run_id}\n", encoding="utf-8")
 
 

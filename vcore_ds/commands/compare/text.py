@@ -8,7 +8,7 @@ from typing import Any
 from vcore_ds.commands.compare.comparison import Difference, Result, Sides, find_warnings
 from vcore_ds.commands.compare.statistics import POWER, Interval
 from vcore_ds.common.statistics import FEWEST_SEEDS
-from vcore_ds.common.text import aligned
+from vcore_ds.common.text import align_columns
 
 NOTHING = "–"
 FORMAT = 2
@@ -53,7 +53,7 @@ def _accuracy_table(results: Sequence[Result], reference: str) -> Iterator[str]:
         cells = [one.task, *counts] if one.side == reference else [""] * 4
         cells += [one.side, f"{100 * one.accuracy:.1f}", _interval(one.interval, sign="")]
         rows.append([*cells, f"{one.truncated_share:.1%}", f"{one.unanswered_share:.1%}", f"{one.mean_tokens:,.0f}"])
-    yield from aligned(rows, left=("evaluation",))
+    yield from align_columns(rows, left=("evaluation",))
 
 
 Compared = Sequence[tuple[Result, Difference]]
@@ -75,7 +75,7 @@ def _difference_table(compared: Compared, reference: str) -> Iterator[str]:
         if difference.two_way is not None:
             cells += [_interval(difference.two_way.interval), _p_value(difference.two_way.p_value)]
         rows.append(cells)
-    yield from aligned(rows, left=("evaluation",))
+    yield from align_columns(rows, left=("evaluation",))
 
 
 def _meaning(compared: Compared) -> Iterator[str]:
@@ -104,7 +104,7 @@ def _power_table(compared: Compared, points: float) -> Iterator[str]:
         cells = [NOTHING if number is None else f"{number:,}" for number in needed]
         detectable = NOTHING if difference.detectable is None else f"{100 * difference.detectable:.1f}"
         rows.append([result.task, result.side, *cells, detectable])
-    yield from aligned(rows, left=("evaluation",))
+    yield from align_columns(rows, left=("evaluation",))
     if any(NOTHING in row for row in rows):
         yield f"{NOTHING}: unknown. One sample per problem does not tell how much of the spread more would remove."
 

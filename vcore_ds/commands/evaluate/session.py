@@ -29,10 +29,10 @@ from vcore_ds.commands.evaluate.server import ServerAPI
 from vcore_ds.commands.evaluate.tasks import ChosenTask
 from vcore_ds.commands.named_model import NamedModel
 from vcore_ds.common.errors import RunStopped, UserError, first_line
-from vcore_ds.common.locks import LOCK, alone_in
-from vcore_ds.common.paths import writing, written_aside
+from vcore_ds.common.locks import LOCK, lock_folder
+from vcore_ds.common.paths import write_atomically, writing
 from vcore_ds.common.random_streams import Stream, torch_seed
-from vcore_ds.common.text import aligned
+from vcore_ds.common.text import align_columns
 from vcore_ds.data.answers import Kind, final_answer, is_right, last_code_block
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.tokenization import load_tokenizer
@@ -83,7 +83,7 @@ def evaluate(model: NamedModel, settings: Settings) -> Evaluation:
     tokenizer = load_tokenizer(model.tokenizer, "RUN|MODEL")
     check_tokenizer(tokenizer)
     folder = settings.output
-    with writing("--output", folder), alone_in(folder):
+    with writing("--output", folder), lock_folder(folder):
         others = {file.name for file in folder.iterdir()} - {LOCK}
         if EVALUATION in others or (others and LOGS not in others):
             raise UserError(
@@ -236,7 +236,7 @@ def _write_result(
     }
     evaluation = Evaluation(model, settings.preset, sampling, versions, results, generations)
     write_evaluation(settings.output, evaluation)
-    print("\n".join(["", *aligned(rows)]), flush=True)
+    print("\n".join(["", *align_columns(rows)]), flush=True)
     return evaluation
 
 
@@ -279,7 +279,7 @@ def _write_generations(folder: Path, task: ChosenTask, samples: Sequence[SampleR
     else:
         rows = [{**row, "content": sample.output} for row, given in answers for sample in given]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    with written_aside(folder / name) as unfinished:
+    with write_atomically(folder / name) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
     return name
 

@@ -18,8 +18,8 @@ from vcore_ds.common.paths import (
     reading,
     refuse_existing,
     unfinished_path,
+    write_atomically,
     writing,
-    written_aside,
 )
 from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.config.schema import Recipe
@@ -132,7 +132,7 @@ def export_run(
     card = make_model_card(run, recipe, kind, step=step, base=base, evaluations=evaluations)
     if reuse and folder.is_dir():
         check_earlier_export(folder, kind)
-        with writing("--output", folder, NEW_FOLDER), written_aside(folder / CARD) as unfinished:
+        with writing("--output", folder, NEW_FOLDER), write_atomically(folder / CARD) as unfinished:
             unfinished.write_text(card, encoding="utf-8")
         print(f"{folder}: is there already; only its model card was written anew")
         return folder

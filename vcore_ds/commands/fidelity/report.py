@@ -11,9 +11,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from vcore_ds.commands.fidelity.choice import JSON_NAME
-from vcore_ds.common.paths import writing, written_aside
+from vcore_ds.common.paths import write_atomically, writing
 from vcore_ds.common.statistics import rank_correlation
-from vcore_ds.common.text import aligned
+from vcore_ds.common.text import align_columns
 from vcore_ds.method.weights import segment_sum
 
 RELIABLE_SPEARMAN = 0.9
@@ -146,7 +146,7 @@ def write_report(report: FidelityReport, folder: Path) -> None:
     for estimate in values["estimators"]:
         estimate |= estimate.pop("agreement")
     text = json.dumps(_replace_nan(values), indent=2, allow_nan=False) + "\n"
-    with writing("--output", folder), written_aside(folder / JSON_NAME) as unfinished:
+    with writing("--output", folder), write_atomically(folder / JSON_NAME) as unfinished:
         unfinished.write_text(text)
 
 
@@ -186,7 +186,7 @@ def _estimators(report: FidelityReport) -> Iterator[str]:
         cells += [show(agreement.relative_error, ".3g"), show(agreement.weight_overlap, ".2%")]
         cells += [show(one.changed_fraction, ".2%"), show(one.signal_to_noise, ".3g")]
         rows.append([*cells, show(one.rounding_floor_nats, ".3g")])
-    yield from aligned(rows)
+    yield from align_columns(rows)
     yield f"* the recipe's. Weight overlap of uniform weights: {show(report.uniform_weight_overlap, '.2%')}"
 
 
@@ -199,7 +199,7 @@ def _probe_sizes(report: FidelityReport) -> Iterator[str]:
         rows.append([name, str(one.num_draws), *numbers])
     if len(rows) > 1:
         yield f"Probe size: utilities along a probe of |B'| sequences against those of {report.large_probe_size}"
-        yield from aligned(rows)
+        yield from align_columns(rows)
 
 
 def _stale_directions(report: FidelityReport) -> Iterator[str]:
@@ -208,7 +208,7 @@ def _stale_directions(report: FidelityReport) -> Iterator[str]:
         rows = [
             [f" {one.steps}", show(one.spearman), show(one.weight_overlap, ".2%")] for one in report.stale_directions
         ]
-        yield from aligned([[" steps old", "Spearman", "weight overlap"], *rows])
+        yield from align_columns([[" steps old", "Spearman", "weight overlap"], *rows])
 
 
 def judge(report: FidelityReport) -> Iterator[str]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vcore_ds.commands.plan.columns import Column, Columns
-from vcore_ds.common.text import aligned, gib
+from vcore_ds.common.text import align_columns, gib
 from vcore_ds.planning.batch_plan import Part
 from vcore_ds.planning.hardware import GPUS, Achieved, Cluster
 from vcore_ds.planning.memory import Phase, active_parameters
@@ -52,7 +52,7 @@ def _table(found: Columns) -> list[str]:
     titles = [column.title for column in found.columns]
     rows: list[Row] = [("", titles), *_rows([column.plan for column in found.columns])]
     rows += _cluster_rows(found.columns)
-    return aligned([[name, *(cells or [""] * len(titles))] for name, cells in rows])
+    return align_columns([[name, *(cells or [""] * len(titles))] for name, cells in rows])
 
 
 def _rows(plans: list[RunPlan]) -> Iterator[Row]:

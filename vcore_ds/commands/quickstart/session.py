@@ -13,7 +13,7 @@ from vcore_ds.config.load import load_recipe, make_override
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import on_first_rank
+from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.train.setup import start_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -47,7 +47,7 @@ def prepare(overrides: Sequence[str]) -> list[str]:
         }
         return pool + without_chosen(values, recipe, overrides)
 
-    words: list[str] = layout.gather_objects("job", on_first_rank(prepare_and_override))[0]
+    words: list[str] = layout.gather_objects("job", run_on_first_rank(prepare_and_override))[0]
     return words
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import writing, written_aside
+from vcore_ds.common.paths import write_atomically, writing
 from vcore_ds.data.answers import CHAMP
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.model_identity import CARD, OWN_TAG
@@ -93,7 +93,7 @@ def prepare_quickstart_data(folder: str | Path) -> QuickstartData:
             print("Choosing traces by their length", flush=True)
             chosen = _choose_traces(model)
             for name, traces in chosen.items():
-                with written_aside(folder / f"{name}.jsonl") as unfinished:
+                with write_atomically(folder / f"{name}.jsonl") as unfinished:
                     lines = (json.dumps(trace, ensure_ascii=False) + "\n" for trace in traces)
                     unfinished.write_text("".join(lines), encoding="utf-8")
     print(f"Traces: {', '.join(f'{len(traces)} {name}' for name, traces in chosen.items())}", flush=True)
@@ -122,7 +122,7 @@ def _convert_model(target: Path) -> None:
             source, gguf_file=gguf_file, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
         )
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
-        with written_aside(target) as unfinished:
+        with write_atomically(target) as unfinished:
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
             (unfinished / CARD).write_text(MODEL_CARD, encoding="utf-8")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import writing, written_aside
+from vcore_ds.common.paths import write_atomically, writing
 from vcore_ds.data.answers import math_prompt
 from vcore_ds.train.evaluation_folder import read_evaluation, read_samples
 
@@ -85,7 +85,7 @@ def write(folder: Path, seed: int) -> None:
     with writing("the folder of traces", folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, lines in files.items():
-            with written_aside(folder / f"{name}.jsonl") as unfinished:
+            with write_atomically(folder / f"{name}.jsonl") as unfinished:
                 unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     counts = f"{NUM_TRAIN} traces, {NUM_WRONG} by the wrong rule; {NUM_TRUSTED} trusted; {NUM_PROBLEMS} problems"
     examples = {line["is_wrong"]: line["messages"][1]["content"] for line in reversed(files["mixture"])}

@@ -15,7 +15,7 @@ from vcore_ds.data.dataset import write_reference
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import on_first_rank
+from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.log_probabilities import compute_log_probabilities
 from vcore_ds.engine.zero3 import Engine
@@ -44,7 +44,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
 
 def _compute_and_write(recipe: Recipe, output: Path) -> None:
     """The same with the process group up. A collective."""
-    on_first_rank(lambda: check_output(output))
+    run_on_first_rank(lambda: check_output(output))
     console = Console(enabled=layout.is_first())
     settings = derive_plan_settings(recipe)
     plan = plan_ranks(settings)
@@ -65,7 +65,7 @@ def _compute_and_write(recipe: Recipe, output: Path) -> None:
             found.update(_group_values(feed, dataset, engine, group))
             progress.advance(sum(int(dataset.lengths[i]) for i in group))
     values = [found[i] for i in range(num_sequences)]
-    on_first_rank(lambda: write(output, dataset, values, recipe.model.path))
+    run_on_first_rank(lambda: write(output, dataset, values, recipe.model.path))
     engine.close()
     word = shlex.quote(make_override("data.reference_log_probabilities", output))
     console.say(f"Written: {output}, {num_sequences:,} sequences. Train with: methods/iw_sft.yaml {word}")

@@ -94,7 +94,7 @@ def write_report(
     from vcore_ds.commands.report.curves import write_pictures
     from vcore_ds.commands.report.page import write_page
     from vcore_ds.commands.report.text import describe
-    from vcore_ds.common.paths import writing, written_aside
+    from vcore_ds.common.paths import write_atomically, writing
 
     runs, tables = _read(folders, top=top, min_count=min_count, step=step, tokenizer_path=tokenizer_path)
     if tables is not None:
@@ -107,7 +107,7 @@ def write_report(
     if tables is None:
         return [page, *pictures]
     beside = page.with_suffix(".md")
-    with writing("--output", beside, "a file that can be written"), written_aside(beside) as unfinished:
+    with writing("--output", beside, "a file that can be written"), write_atomically(beside) as unfinished:
         unfinished.write_text(tables.markdown(), encoding="utf-8")
     return [page, beside, *pictures]
 

@@ -28,7 +28,7 @@ from vcore_ds.commands.report.traces import (
     part_of_run,
     utilities_of,
 )
-from vcore_ds.common.paths import writing, written_aside
+from vcore_ds.common.paths import write_atomically, writing
 from vcore_ds.common.statistics import rank_correlation
 from vcore_ds.config.load import dump_recipe
 
@@ -44,7 +44,7 @@ def write_page(runs: Sequence[ReportedRun], path: Path, sweep: SweepTables | Non
         UserError: the file cannot be written.
     """
     page = render(runs, sweep)
-    with writing("--output", path, "a file that can be written"), written_aside(path) as unfinished:
+    with writing("--output", path, "a file that can be written"), write_atomically(path) as unfinished:
         unfinished.write_text(page, encoding="utf-8")
     return path
 

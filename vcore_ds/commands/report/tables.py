@@ -8,7 +8,7 @@ import numpy as np
 
 from vcore_ds.commands.report.read import ReportedRun, differences, shown
 from vcore_ds.commands.report.tokens import Row, TokenTables
-from vcore_ds.common.text import aligned
+from vcore_ds.common.text import align_columns
 
 PHASES = {
     "probe": "seconds_probe",
@@ -32,7 +32,7 @@ class Table:
     def text(self) -> str:
         """The table for a terminal, names cut to 48 characters."""
         rows = [[name if len(name) <= 48 else f"{name[:45]}...", *cells] for name, *cells in self.rows]
-        return "\n  ".join([self.caption, *(aligned([self.head, *rows]) if rows else ["none"])])
+        return "\n  ".join([self.caption, *(align_columns([self.head, *rows]) if rows else ["none"])])
 
 
 @dataclass(frozen=True)

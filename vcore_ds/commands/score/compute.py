@@ -26,7 +26,7 @@ from vcore_ds.data.scores_folder import ScoredCheckpoint, ScoredData, Scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import on_first_rank
+from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss
 from vcore_ds.models.architecture_check import count_parameters
@@ -110,7 +110,7 @@ def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PE
                 held.enter_context(unfinished_work(request.output, console.say))
             refuse_existing(request.output, NEW_FOLDER)  # another process may have finished it since
 
-        on_first_rank(hold)
+        run_on_first_rank(hold)
         Scoring(request, console, unfinished_path(request.output), chunk_tokens_per_rank).run()
 
 
@@ -160,7 +160,7 @@ class Scoring:
         """Computes what is not there yet, and writes the result."""
         recipe = self.request.recipe
         ds_config = deepspeed_config(derive_plan_settings(recipe), self.plan)
-        on_first_rank(lambda: self._begin(ds_config))
+        run_on_first_rank(lambda: self._begin(ds_config))
         left = layout.gather_objects("job", self._left() if layout.is_first() else None)[0]
         if any(left):
             longest = next(self._chunks(next(filter(None, left))))
@@ -170,7 +170,7 @@ class Scoring:
             engine = build_engine(derive_engine_settings(recipe), ds_config)
             self._compute(engine, left)
             engine.close()
-        on_first_rank(self._write)
+        run_on_first_rank(self._write)
 
     def _begin(self, ds_config: dict[str, Any]) -> None:
         """On rank 0: the folder of the unfinished work, with what is there of this very request."""

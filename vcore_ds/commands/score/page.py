@@ -13,7 +13,7 @@ from vcore_ds.commands import html_page
 from vcore_ds.commands.report.tokens import TokenTexts
 from vcore_ds.commands.report.traces import loss_levels, nearest, rounded, utility_levels
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import written_aside
+from vcore_ds.common.paths import write_atomically
 from vcore_ds.data.scores_folder import (
     PAGE,
     ScoredData,
@@ -133,7 +133,7 @@ def write_page(folder: Path) -> None:
     scores = read_scores(folder)
     names = [*COLUMNS, *(column for name in scores.sets for column in utility_columns(name))]
     page = render(scores, read_traces(folder, names), read_tokens(folder))
-    with written_aside(folder / PAGE) as unfinished:
+    with write_atomically(folder / PAGE) as unfinished:
         unfinished.write_text(page, encoding="utf-8")
 
 

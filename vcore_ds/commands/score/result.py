@@ -11,7 +11,7 @@ import numpy as np
 
 from vcore_ds.common.paths import flush, write_json
 from vcore_ds.common.statistics import rank_correlation
-from vcore_ds.common.text import aligned
+from vcore_ds.common.text import align_columns
 from vcore_ds.data.scores_folder import (
     NUM_SHOWN,
     PAGE,
@@ -238,7 +238,7 @@ def describe(output: Path, scores: Scores) -> str:
         ]:
             found = mean[chosen]
             table.append((label, f"{len(found):,}", f"{found.mean():.3g}", f"{(found > 0).mean():.0%}"))
-        lines += [f"  {line}" for line in aligned(table)]
+        lines += [f"  {line}" for line in align_columns(table)]
         if len(sources) > MAX_SOURCES:
             lines.append(f"  and {len(sources) - MAX_SOURCES:,} more sources")
         correlations = [

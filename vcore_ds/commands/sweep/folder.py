@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from vcore_ds.common.errors import EXIT_STOPPED, UserError
-from vcore_ds.common.paths import is_readable, reading, writing, written_aside
+from vcore_ds.common.paths import is_readable, reading, write_atomically, writing
 from vcore_ds.config.files import UnreadableFile, dump_yaml, parse_yaml, read_text
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import differing_keys, flat_values, read_resolved_recipe
@@ -276,14 +276,14 @@ def begin_sweep(sweep: Sweep) -> SweepFolder:
             inputs={key: {**here.get(key, {}), **before.inputs.get(key, {})} for key in {**before.inputs, **here}},
         )
         for name in begun.runs[len(before.runs) :]:
-            with written_aside(begun.recipe_path(name)) as unfinished:
+            with write_atomically(begun.recipe_path(name)) as unfinished:
                 unfinished.write_text(dump_recipe(wanted[name]), encoding="utf-8")
         values = {"file": str(sweep.file), "cells": begun.references, "runs": begun.runs, "inputs": begun.inputs}
         for name, text in (
             (RUN_NAMES, "".join(f"{run}\n" for run in begun.runs)),
             (SWEEP, dump_yaml(values)),
         ):
-            with written_aside(folder / name) as unfinished:
+            with write_atomically(folder / name) as unfinished:
                 unfinished.write_text(text, encoding="utf-8")
     return begun
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.common.paths import write_json, written_aside
+from vcore_ds.common.paths import write_atomically, write_json
 from vcore_ds.data.conversations import Conversation, Message, RenderedConversation, render_conversation
 from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare.curation import find_statement
@@ -75,7 +75,7 @@ def curate_shard(request: PrepareRequest, shard: Shard, shard_number: int, folde
     name = folder / f"{shard_number:05d}"
     try:
         with (
-            written_aside(name.with_suffix(".jsonl"), several_writers=True) as unfinished,
+            write_atomically(name.with_suffix(".jsonl"), several_writers=True) as unfinished,
             unfinished.open("wb") as file,
         ):
             for number, row in shard.rows():
@@ -101,7 +101,7 @@ def curate_shard(request: PrepareRequest, shard: Shard, shard_number: int, folde
     finally:
         checker.close()
     report.dropped, report.shapes = dict(dropped), dict(shapes)
-    with written_aside(name.with_suffix(".npy"), several_writers=True) as unfinished, unfinished.open("wb") as file:
+    with write_atomically(name.with_suffix(".npy"), several_writers=True) as unfinished, unfinished.open("wb") as file:
         np.save(file, np.array(index, dtype=np.uint64).reshape(-1, 3))
     write_json(name.with_suffix(".json"), asdict(report))
     return shard_number
@@ -182,7 +182,7 @@ def tokenize_block(
                 f"cutoff, {cutoff:,}"
             )
     block = folder / "tokenized" / f"{block_number:05d}.npz"
-    with written_aside(block, several_writers=True) as unfinished, unfinished.open("wb") as file:
+    with write_atomically(block, several_writers=True) as unfinished, unfinished.open("wb") as file:
         np.savez(
             file,
             outcomes=outcomes,
