@@ -27,7 +27,7 @@ from vcore_ds.common.errors import EXIT_STOPPED, UserError
 from vcore_ds.config.files import SHIPPED_RECIPES
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.train.evaluation_folder import OF_A_RUN, TaskResult, read_evaluation, read_samples
+from vcore_ds.train.evaluation_folder import RUN_EVALUATION, TaskResult, read_evaluation, read_samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 
@@ -227,7 +227,7 @@ def test_an_evaluation_after_training(base: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     after_training(str(SHIPPED_RECIPES / "quickstart.yaml"), [f"run.output_dir={run}"])
-    written = read_evaluation(run / OF_A_RUN)
+    written = read_evaluation(run / RUN_EVALUATION)
     assert {name: task.num_problems for name, task in written.tasks.items()} == {"arithmetic": 200, "champ": 30}
     assert written.sampling["max_new_tokens"] == {"arithmetic": 96, "champ": 256}
 

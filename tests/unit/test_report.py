@@ -31,7 +31,7 @@ from vcore_ds.commands.report.traces import (
     weight_levels,
 )
 from vcore_ds.common.errors import UserError
-from vcore_ds.train.evaluation_folder import OF_A_RUN, Evaluation, TaskResult, write_evaluation
+from vcore_ds.train.evaluation_folder import RUN_EVALUATION, Evaluation, TaskResult, write_evaluation
 from vcore_ds.train.token_records import FollowedRecord, Origin
 
 TOKENIZER = make_tokenizer()
@@ -254,8 +254,8 @@ def evaluated(run: Path, accuracy: float) -> Path:
     """The run with held-out losses, and an evaluation of its result."""
     (run / "held_out.json").write_text(json.dumps({"before": {"a": 1.5}, "after": {"a": 1.25, "b": 0.5}}))
     task = TaskResult(40, 1, accuracy, truncated_share=0.0, unanswered_share=0.0, mean_tokens=9.0)
-    (run / OF_A_RUN).mkdir()
-    write_evaluation(run / OF_A_RUN, Evaluation({"path": str(run)}, None, {}, {}, {"arithmetic": task}))
+    (run / RUN_EVALUATION).mkdir()
+    write_evaluation(run / RUN_EVALUATION, Evaluation({"path": str(run)}, None, {}, {}, {"arithmetic": task}))
     return run
 
 

@@ -16,7 +16,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import parse_json, read_json, reading, write_atomically
 
 EVALUATION = "evaluation.json"
-OF_A_RUN = "evaluation"
+RUN_EVALUATION = "evaluation"
 """Folder, in a run's, of the evaluation of its result that training with --eval ends with."""
 _EXPECTED = "the folder of a finished evaluation (vcore-ds eval --output)"
 _REMEDY = "Evaluate again, with this version"

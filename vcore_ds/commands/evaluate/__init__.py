@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vcore_ds.commands.arguments import positive, share, temperature
 from vcore_ds.common.errors import UserError
-from vcore_ds.train.evaluation_folder import OF_A_RUN
+from vcore_ds.train.evaluation_folder import RUN_EVALUATION
 
 HELP = "accuracy on benchmarks, or on two small tasks that need no download"
 DESCRIPTION = (
@@ -114,7 +114,7 @@ def after_training(recipe: str, overrides: Sequence[str]) -> None:
         return
     run = Path(load_recipe(recipe, overrides).run.output_dir)
     print("\nEvaluating the result on arithmetic and held-out problems (a few minutes):", flush=True)
-    words = ["eval", str(run), "--output", str(run / OF_A_RUN)]
+    words = ["eval", str(run), "--output", str(run / RUN_EVALUATION)]
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # with what a script added
     if subprocess.run([sys.executable, "-m", "vcore_ds.commands.cli", *words], env=environment).returncode != 0:

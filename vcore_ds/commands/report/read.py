@@ -10,7 +10,7 @@ from vcore_ds.commands.report.tokens import TokenTables, TokenTexts, are_uniform
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
-from vcore_ds.train.evaluation_folder import EVALUATION, OF_A_RUN, TaskResult, read_evaluation
+from vcore_ds.train.evaluation_folder import EVALUATION, RUN_EVALUATION, TaskResult, read_evaluation
 from vcore_ds.train.metrics_log import notes_on
 from vcore_ds.train.run_folder import TOKENS, export_folder, read_environment
 from vcore_ds.train.run_reader import (
@@ -111,7 +111,7 @@ def _read_run(
     environment, metrics = read_environment(folder), read_metrics_of(folder)
     records, followed = _select_step(read_records(folder), step, folder), read_all_followed(folder)
     held_out = read_held_out_losses(folder)
-    evaluation = folder / OF_A_RUN
+    evaluation = folder / RUN_EVALUATION
     evaluated = read_evaluation(evaluation).tasks if (evaluation / EVALUATION).is_file() else {}
     has_result = export_folder(folder, is_adapter=recipe.lora is not None).is_dir()
     notes = notes_on(folder, has_result, environment, metrics)
