@@ -18,7 +18,7 @@ from tests.benchmarks.overhead import MODEL, OurLoop, Variant, ratio
 from tests.helpers import step_runs
 from tests.helpers.ranks import run_ranks
 from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, pack
-from vcore_ds.data.cache import store_of
+from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.dataset import MainOrder
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     tokenizer = load_tokenizer(str(QUICKSTART / "SmolLM2-135M-Instruct"))
-    folder = store_of(str(QUICKSTART / "train.jsonl"), tokenizer, cutoff_length=CUTOFF, overlong="drop")
+    folder = find_or_make_store(str(QUICKSTART / "train.jsonl"), tokenizer, cutoff_length=CUTOFF, overlong="drop")
     measured = run_ranks(measure, 2, arguments.rounds, str(folder), timeout_seconds=3600)[0]
     *unpacked, packed = LAYOUTS
     for name, pairs in measured["wastes"].items():

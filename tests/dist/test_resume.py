@@ -32,7 +32,7 @@ from vcore_ds.commands.reference.compute import write_reference_log_probabilitie
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.data.cache import store_of
+from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
@@ -176,7 +176,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_conversations(folder / "train.jsonl", sums(range(12)))
     write_conversations(folder / "other.jsonl", sums(range(1, 13)))
     write_conversations(folder / "pool.jsonl", sums(range(20, 23)))
-    store = store_of(
+    store = find_or_make_store(
         str(folder / "train.jsonl"),
         load_tokenizer(str(folder / "model")),
         cutoff_length=16384,

@@ -13,7 +13,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import answer_spans
 from vcore_ds.data.batches import collate
 from vcore_ds.data.conversations import Conversation
-from vcore_ds.data.dataset import keep_random_tokens, with_reference, write_reference
+from vcore_ds.data.dataset import add_reference, keep_random_tokens, write_reference
 from vcore_ds.data.store import TokenStore
 
 
@@ -56,13 +56,13 @@ def dataset(tmp_path: Path) -> Callable[..., TokenStore]:
     return make
 
 
-def text_of(sequence, mask: np.ndarray) -> str:
+def require_text(sequence, mask: np.ndarray) -> str:
     return make_tokenizer().decode(sequence.input_ids[mask])
 
 
 def test_only_the_assistants_answer_counts(dataset) -> None:
     (sequence,) = dataset(r"It is \boxed{\frac{3}{4}}, or \boxed{0.75}.")
-    assert text_of(sequence, sequence.in_answer) == r"\frac{3}{4}" + "0.75"
+    assert require_text(sequence, sequence.in_answer) == r"\frac{3}{4}" + "0.75"
     assert not sequence.in_answer[~sequence.supervised].any()
 
 
@@ -72,7 +72,7 @@ def test_the_kept_tokens_of_a_batch(dataset) -> None:
     for sequence in (first, second):
         assert sequence.kept.sum() == round(0.2 * sequence.supervised.sum())
         assert not sequence.kept[~sequence.supervised].any()
-    assert "777" in text_of(first, first.kept)
+    assert "777" in require_text(first, first.kept)
 
     batch = collate(list(data), pad_token_id=0)
     assert batch.num_kept_tokens().tolist() == [first.kept.sum(), second.kept.sum()]
@@ -95,7 +95,7 @@ def test_reference_log_probabilities_come_back_to_their_sequences(dataset, tmp_p
     data, path = dataset("abc", "defgh", "ij"), tmp_path / "deep" / "reference"
     write_reference(path, data, [-1.5, -2.25, -1e4], model="some/model")
     assert [p.name for p in path.parent.iterdir()] == ["reference"]  # nothing unfinished, no name changed
-    found = with_reference(data, str(path))
+    found = add_reference(data, str(path))
     assert [sequence.reference_log_probability for sequence in found] == [-1.5, -2.25, -1e4]
     assert collate(found[:2], 0).reference_log_probability.tolist() == [-1.5, -2.25]
 
@@ -105,7 +105,7 @@ def test_a_reference_of_other_data_is_refused(dataset, tmp_path, other: tuple[st
     path = tmp_path / "reference.npz"
     write_reference(path, dataset("abc", "defgh", "ij"), [-1.0, -2.0, -3.0], model="m")
     with pytest.raises(UserError, match="of 3 other sequences.*vcore-ds reference"):
-        with_reference(dataset(*other), str(path))
+        add_reference(dataset(*other), str(path))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a zip file", b"PK\x03\x04 cut off"])
@@ -114,4 +114,4 @@ def test_what_is_no_reference_file_is_refused(dataset, tmp_path, content: bytes 
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match="data.reference_log_probabilities: .*reference.npz: found no such"):
-        with_reference(dataset("abc"), str(path))
+        add_reference(dataset("abc"), str(path))

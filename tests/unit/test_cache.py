@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.cache import store_of
+from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.store import TokenStore
 
 GOOD_ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -36,7 +36,7 @@ def make(path: Path, tokenizer_folder: Path, cutoff_length: int = 1000, overlong
     from transformers import AutoTokenizer
 
     said: list[str] = []
-    folder = store_of(
+    folder = find_or_make_store(
         str(path),
         AutoTokenizer.from_pretrained(tokenizer_folder),
         cutoff_length=cutoff_length,

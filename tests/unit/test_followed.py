@@ -81,10 +81,10 @@ def test_held_out_traces_get_what_the_methods_weights_need() -> None:
     random = recipe(method={"name": "random", "kl_budget": None})
     chosen = choose_traces(random.run, random.data, random.method, dataset(60), {"": dataset(60)})
     assert all(sequence.kept is not None for origin, sequence in chosen if origin.is_held_out)
-    with_reference = recipe(
+    add_reference = recipe(
         method={"name": "iw_sft", "kl_budget": None}, data={"reference_log_probabilities": "reference.npz"}
     )
-    assert not any(origin.is_held_out for origin in origins(with_reference, 60, main=60))
+    assert not any(origin.is_held_out for origin in origins(add_reference, 60, main=60))
 
 
 def trace(n: int, *, whole: int | None = None, utilities: bool = True) -> TraceTokens:

@@ -14,7 +14,7 @@ from tests.helpers.setups import make_tokenizer
 from vcore_ds.commands.cli import parse
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import _BOXED, _BRACE, answer_spans
-from vcore_ds.data.cache import store_of
+from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.store import TokenStore
@@ -91,7 +91,7 @@ def test_line_in_a_recipes_data_is_refused(line: bytes, tmp_path: Path, tokenize
     source = tmp_path / "rows.jsonl"
     source.write_bytes(json.dumps(GOOD).encode() + b"\n" + line)
     with pytest.raises(UserError, match=f"The first: {source}:2: "):
-        store_of(
+        find_or_make_store(
             str(source),
             load_tokenizer(str(tokenizer_folder)),
             cutoff_length=100,

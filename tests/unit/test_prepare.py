@@ -481,8 +481,8 @@ def test_code_goes_the_same_way(run, tmp_path: Path, statements: str) -> None:
 
 
 def test_lengths_are_summarized() -> None:
-    assert LengthSummary.of(list(range(1, 101))) == LengthSummary(mean=50.5, p50=50, p95=95, max=100)
-    assert LengthSummary.of([7]) == LengthSummary(mean=7, p50=7, p95=7, max=7)
+    assert LengthSummary.summarize(list(range(1, 101))) == LengthSummary(mean=50.5, p50=50, p95=95, max=100)
+    assert LengthSummary.summarize([7]) == LengthSummary(mean=7, p50=7, p95=7, max=7)
 
 
 def test_a_sample_is_the_rows_with_the_smallest_keys_that_fit(run, tmp_path: Path, monkeypatch) -> None:

@@ -26,8 +26,8 @@ from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.resume import differing_keys, flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import KeepConfig
-from vcore_ds.data.cache import store_of
-from vcore_ds.data.dataset import KeptDataset, kept_positions
+from vcore_ds.data.cache import find_or_make_store
+from vcore_ds.data.dataset import KeptDataset, select_positions
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.scores_folder import read_scores, write_scores
@@ -55,13 +55,13 @@ SOURCES = np.array(list("aaaabbbb"))
     ],
 )
 def test_the_kept_traces_by_hand(top: float | None, above: float | None, within: str, expected: list[int]) -> None:
-    assert kept_positions(UTILITIES, SOURCES, top=top, above=above, within=within).tolist() == expected
+    assert select_positions(UTILITIES, SOURCES, top=top, above=above, within=within).tolist() == expected
 
 
 def test_a_share_of_each_source_is_not_one_of_all() -> None:
     utilities = np.array([9.0, 8.0, 7.0, 6.0, 1.0, 2.0, 3.0, 4.0])
-    assert kept_positions(utilities, SOURCES, top=0.5, above=None, within="all").tolist() == [0, 1, 2, 3]
-    assert kept_positions(utilities, SOURCES, top=0.5, above=None, within="source").tolist() == [0, 1, 6, 7]
+    assert select_positions(utilities, SOURCES, top=0.5, above=None, within="all").tolist() == [0, 1, 2, 3]
+    assert select_positions(utilities, SOURCES, top=0.5, above=None, within="source").tolist() == [0, 1, 6, 7]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "model")
     data = write_conversations(folder / "train.jsonl", sums(range(12)))
     tokenizer = load_tokenizer(str(folder / "model"))
-    store = store_of(
+    store = find_or_make_store(
         str(data), tokenizer, cutoff_length=256, overlong="drop", cache_folder=str(folder), say=lambda _: None
     )
     store.rename(folder / "store")
@@ -316,7 +316,7 @@ def two_files(tmp_path: Path, setup: Path) -> Path:
     lines = [json.dumps(row) for row in (rows[0], rows[1], dropped, rows[2])]
     (tmp_path / "data" / "a.jsonl").write_text(f"{lines[0]}\n\n" + "\n".join(lines[1:]) + "\n")
     (tmp_path / "data" / "b.json").write_text(json.dumps(rows[3:]))
-    folder = store_of(
+    folder = find_or_make_store(
         str(tmp_path / "data"),
         load_tokenizer(str(setup / "model")),
         cutoff_length=200,

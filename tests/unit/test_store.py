@@ -204,8 +204,8 @@ INDICES = {
         "found lengths of 5 to 1,000,000 tokens, expected 1 to",
     ),
     "empty sequence": (HEADER_BYTES, np.int32(0).tobytes(), "found lengths of 0 to "),
-    "place outside the file": (HEADER_BYTES + 7 * 4 + 8, np.int64(10**9).tobytes(), "places that do not follow"),
-    "place of another sequence": (HEADER_BYTES + 7 * 4, np.int64(4).tobytes(), "places that do not follow"),
+    "place outside the file": (HEADER_BYTES + 7 * 4 + 8, np.int64(10**9).tobytes(), "offsets that do not follow"),
+    "place of another sequence": (HEADER_BYTES + 7 * 4, np.int64(4).tobytes(), "offsets that do not follow"),
     "other type": (
         17,
         b"\x05",

@@ -1,4 +1,4 @@
-"""The token store of raw data that a recipe names: made once, and kept for every later run."""
+"""Token stores of the raw data that recipes name, made once and cached for later runs."""
 
 import hashlib
 import json
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ONE_PROCESS_BYTES = 32 * 2**20
-"""Smaller raw data are tokenized before further processes would have started."""
+"""Smaller data are tokenized before further processes would have started."""
 
 
 def cache_root(cache_folder: str | None) -> Path:
-    """The folder for what later runs find again; None for `$XDG_CACHE_HOME/vcore_ds`, or `~/.cache/vcore_ds`."""
+    """The cache folder; None for `$XDG_CACHE_HOME/vcore_ds`, or `~/.cache/vcore_ds`."""
     return Path(cache_folder or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vcore_ds")).expanduser()
 
 
-def store_of(
+def find_or_make_store(
     path: str,
     tokenizer: "PreTrainedTokenizerBase",
     *,
@@ -39,19 +39,19 @@ def store_of(
     say: Callable[[str], None] = print,
     note: Callable[[str], None] | None = None,
 ) -> Path:
-    """The folder of the token store of `path`: `path` itself, or one in the cache that is made where needed.
+    """Return the token store of `path`: `path` itself, or one in the cache, which is made if it does not exist.
 
-    Raw data may be anything that `vcore-ds prepare chat` takes. Processes that ask for the same store at the same time
-    wait for the first one.
+    Raw data may be anything that `vcore-ds prepare chat` takes. Of processes that need the same store, the first makes
+    it and the others wait.
 
     Args:
         cache_folder: see `cache_root`.
-        say: takes what the user waits for, and what is wrong.
-        note: takes what was found in the data; None for `say`.
+        say: called with progress and problems.
+        note: called with the formats and counts of the data; None for `say`.
 
     Raises:
-        UserError: the data are not there, hold a row that is no conversation, or nothing to learn from; or the cache
-            cannot be written.
+        UserError: the data do not exist, have a row that is no conversation, or have nothing to learn from; or the
+            cache cannot be written.
     """
     with reading("", Path(path), "data, or a token store, that can be read"):
         if (Path(path) / MANIFEST).is_file():
@@ -64,10 +64,10 @@ def store_of(
     name = str(tokenizer.name_or_path)
     request = PrepareRequest("chat", (path,), name, "train", cutoff_length=cutoff_length, overlong=overlong)
     shards = find_shards(request.sources, request.split)
-    # A large file's fingerprint covers its first and last MiB; a change between them shows in its modification time.
+    # The fingerprint of a large file covers its first and last MiB only; changes in between show in its mtime.
     files = sorted({Path(shard.source) for shard in shards if shard.kind != "hub"})
-    made_from = [describe_origin(request, shards, tokenizer), [(str(f.resolve()), f.stat().st_mtime_ns) for f in files]]
-    key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
+    origin = [describe_origin(request, shards, tokenizer), [(str(f.resolve()), f.stat().st_mtime_ns) for f in files]]
+    key = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_root(cache_folder) / f"{Path(path).stem}-{key}"
     with writing("data.cache_dir", folder, "a folder that can be written, with room for the token store"):
         if (folder / MANIFEST).is_file():
@@ -82,7 +82,7 @@ def store_of(
         try:
             is_small = sum(file.stat().st_size for file in files) < _ONE_PROCESS_BYTES
             processes = 1 if is_small else len(os.sched_getaffinity(0))
-            # Its name tells all other requests apart, and nobody has chosen it and can be asked.
+            # The folder's name is a hash of everything else in the request, and no user chose it or could be asked.
             is_of_another_version = read_request(unfinished_path(folder)).get("version") != __version__
             prepare(
                 request,

@@ -1,4 +1,4 @@
-"""Conversations: their messages, checked."""
+"""Conversations: checked messages, and rendering by the tokenizer's chat template."""
 
 import json
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jinja2 import TemplateError, TemplateRuntimeError
 from vcore_ds.common.errors import UserError, first_line
 
 Message = dict[str, Any]
-"""`role` and `content` are strings; further keys (`reasoning_content`, ..) are there for the chat template."""
+"""`role` and `content` are strings; further keys (`reasoning_content`, ...) are for the chat template."""
 
 _EXPECTED = 'Expected {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
@@ -23,16 +23,16 @@ class Conversation:
     messages: list[Message]
     """At least one of them by the assistant."""
     path: str = ""
-    """The file, for messages about this conversation."""
+    """The file, for error messages."""
 
     @property
     def location(self) -> str:
-        """`path:row`, with which messages about it begin."""
+        """`path:row`, for error messages."""
         return f"{self.path}:{self.row}"
 
 
 def split_thinking(text: str) -> tuple[str, str] | None:
-    """(thinking, answer) of a text that is exactly one `<think>` pair and what follows it; else None."""
+    """Split a text into (thinking, answer); None unless it is exactly one `<think>` pair and the answer after it."""
     thinking, closing, answer = text.partition("</think>")
     before, opening, thinking = thinking.partition("<think>")
     if before.strip() or not (opening and closing) or "<think>" in thinking + answer or "</think>" in answer:
@@ -41,7 +41,7 @@ def split_thinking(text: str) -> tuple[str, str] | None:
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """The messages of a conversation, without their null keys. Raises ValueError with what was found and expected."""
+    """Return the messages without null keys. Raises ValueError where they are no conversation."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"`messages` is {_kind(messages)}. {_EXPECTED}.")
     checked = [_message(message, f"message {i}") for i, message in enumerate(messages, start=1)]
@@ -79,9 +79,6 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-# Conversations rendered by the tokenizer's chat template, and the parts of the text that the model would generate.
-
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -93,7 +90,7 @@ _PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raises `UserError` for a tokenizer without chat template or without character offsets."""
+    """Raise UserError for a tokenizer without a chat template or without character offsets."""
     if not tokenizer.chat_template:
         raise UserError(
             f"The tokenizer of {tokenizer.name_or_path} has no chat template, so conversations cannot be rendered. "
@@ -107,7 +104,7 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def render_prompt(messages: list[Message], tokenizer: "PreTrainedTokenizerBase") -> str:
-    """What the model is given to answer: the same text in training and in evaluation.
+    """Render the prompt of the next answer: the same text in training and in evaluation.
 
     Raises jinja2's `TemplateError` where the chat template refuses the messages.
     """
@@ -116,21 +113,20 @@ def render_prompt(messages: list[Message], tokenizer: "PreTrainedTokenizerBase")
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """A conversation as the tokenizer's chat template writes it."""
+    """A conversation rendered by the chat template."""
 
     conversation: Conversation
     text: str
     spans: list[tuple[int, int] | None]
-    """For each assistant turn the range of characters that the model generates; None where there is none."""
+    """Characters that the model generates in each assistant turn; None where the turn cannot be supervised."""
 
 
 def render_conversation(conversation: Conversation, tokenizer: "PreTrainedTokenizerBase") -> RenderedConversation:
-    """The whole text and, by rendering its beginnings too, what of it the model generates.
+    """Render a conversation, and its prefixes to find the characters that the model generates.
 
-    A span is None where what the model sees and generates turn by turn is no beginning of the whole text: templates
-    may rewrite earlier turns (Qwen3 removes their thinking). The last turn is written behind its generation prompt
-    where the template would write it otherwise; its thinking, inside one `<think>` pair or as `reasoning_content`, is
-    always kept.
+    A span is None where prompt and turn, rendered alone, are no prefix of the full text, because the template rewrites
+    earlier turns (Qwen3 removes their thinking). The last turn is appended to its generation prompt where the template
+    would render it differently; its thinking, in one `<think>` pair or as `reasoning_content`, is always kept.
 
     Raises `UserError` for a conversation that the template refuses.
     """
@@ -152,14 +148,14 @@ def render_conversation(conversation: Conversation, tokenizer: "PreTrainedTokeni
         try:
             prompt = render_prompt(messages[:turn], tokenizer)
             prompt_and_turn = _render(messages[: turn + 1], tokenizer)
-        except TemplateError:  # fine as a whole, refused in part: no prompt leads to this turn
+        except TemplateError:  # the template accepts the conversation but not this prefix
             return None
         if not (text.startswith(prompt_and_turn) and prompt_and_turn.startswith(prompt)):
             return None
-        # Templates end a turn with its end-of-turn token and a newline that no model ever generates.
+        # Templates end a turn with the end-of-turn token and a newline, which the model never generates.
         return len(prompt), len(prompt_and_turn.rstrip())
 
-    # A first turn without any prompt has nothing to be predicted from.
+    # A turn without a prompt cannot be predicted from anything.
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     return RenderedConversation(conversation, text, [span(turn) if turn > 0 else None for turn in turns])
 
@@ -172,20 +168,20 @@ def _render(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **_TEMPLATE_ARGUMENTS
         )
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        # A template is a program about the keys of a message, which may be of any type.
+        # Templates compute with the keys of messages, which may be of any type.
         raise TemplateRuntimeError(f"{type(error).__name__}: {first_line(error)}") from None
-    assert isinstance(text, str)  # as a single conversation is rendered and not tokenized
+    assert isinstance(text, str)  # one conversation, not tokenized
     return text
 
 
 def _last_turn_as_generated(
     messages: list[Message], text: str, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[str, str] | None:
-    """(prompt, last turn) where the rendered `text` is not what the model would see and generate; else None.
+    """Return (prompt, last turn) where `text` differs from what the model would see and generate; else None.
 
-    The R1 distillations' template drops thinking from every turn, templates without a notion of thinking drop
-    `reasoning_content`, Mistral's moves the system message once an answer follows. Whether the prompt ends in `<think>`
-    already is seen from the prompt.
+    The R1 distillations' template drops thinking from every turn, templates that do not know thinking drop
+    `reasoning_content`, and Mistral's moves the system message once an answer follows. Some generation prompts already
+    end in `<think>`.
     """
     *before, last = messages
     if last["role"] != "assistant" or not before:
@@ -205,7 +201,7 @@ def _last_turn_as_generated(
     if thinking:
         opening = "" if opened_by_prompt and prompt.endswith("\n") else "\n" if opened_by_prompt else "<think>\n"
         answer = f"{opening}{thinking}\n</think>\n\n{answer}"
-    elif opened_by_prompt:  # the model would have to think first, and there is nothing to learn that from
+    elif opened_by_prompt:  # the model would have to think first, and the row has no thinking
         return None
     # Some templates put a space between a prompt and its answer.
     space = header[len(header.rstrip()) :] if prompt.endswith(header.rstrip()[-8:]) else ""
@@ -213,7 +209,7 @@ def _last_turn_as_generated(
 
 
 def _thinking_and_answer(message: Message) -> tuple[str, str]:
-    """Thinking is empty where there is none."""
+    """Return (thinking, answer); thinking is empty where there is none."""
     if isinstance(message.get("reasoning_content"), str):
         parts: tuple[str, str] | None = (message["reasoning_content"].strip("\n"), message["content"].lstrip("\n"))
     else:

@@ -1,6 +1,5 @@
-"""The datasets that training reads: a token store, one whose sequences are extended as they are read, or some of the
-sequences of either.
-"""
+"""Data sets of training: a token store, a view that extends its sequences or selects some of them, and the sequences of
+each step."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +20,10 @@ from vcore_ds.method.baselines import random_mask
 
 
 class ChangedDataset(TokenizedSequences):
-    """A dataset whose sequences are changed as they are read, so that none is held in memory."""
+    """A data set whose sequences are changed when they are read, so that none is held in memory."""
 
     def __init__(self, dataset: "Dataset", change: Callable[[int, TokenizedSequence], TokenizedSequence]) -> None:
-        """`change`: takes a position and the sequence there, and returns a sequence of the same length."""
+        """`change`: called with a position and its sequence; returns a sequence of the same length."""
         self.dataset, self.change = dataset, change
 
     @property
@@ -50,15 +49,13 @@ class ChangedDataset(TokenizedSequences):
 
 
 class KeptDataset(TokenizedSequences):
-    """Some sequences of a data set, in their order, under the ids that they have there."""
+    """A selection of a data set's sequences, with their order and ids."""
 
     def __init__(self, dataset: "Dataset", positions: np.ndarray, description: str, origin: Mapping[str, Any]) -> None:
-        """Keeps at least one.
-
-        Args:
-            positions: int64 [k], of the kept sequences in `dataset`, ascending.
-            description: which ones they are, in words.
-            origin: the same for environment.json.
+        """Args:
+        positions: int64 [k], at least one, of the kept sequences in `dataset`, ascending.
+        description: of the selection, for the screen.
+        origin: of the selection, for environment.json.
         """
         self.dataset, self.positions, self.description, self.origin = dataset, positions, description, origin
         self.lengths: np.ndarray = dataset.lengths[positions]
@@ -68,7 +65,7 @@ class KeptDataset(TokenizedSequences):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the digest of all sequences and of which of them are kept: a run is resumed on the same ones."""
+        """SHA-256 of the data set's digest and the kept positions, which a resumed run compares."""
         return hashlib.sha256(self.dataset.digest.encode() + self.positions.astype("<i8").tobytes()).hexdigest()
 
     def __len__(self) -> int:
@@ -79,12 +76,12 @@ class KeptDataset(TokenizedSequences):
 
 
 class JoinedDataset(TokenizedSequences):
-    """A dataset followed by another. The ids of the second one's sequences are moved behind those of the first, so that
-    ids stay different: dropout, messages and records of tokens know a sequence by its id."""
+    """Two data sets, one after the other. The second one's ids are shifted past those of the first, because dropout
+    masks, messages and token records identify a sequence by its id."""
 
     def __init__(self, first: "Dataset", second: "Dataset") -> None:
         self.first, self.second = first, second
-        # Ids are numbers of rows, of which a store may have dropped some.
+        # Not its length: ids are row numbers, and a store may have dropped rows.
         self.first_id_of_second = int(first.sequence_ids.max()) + 1
         self.lengths: np.ndarray = np.concatenate([first.lengths, second.lengths])
         """int32 [n], tokens of each sequence, without reading any."""
@@ -104,14 +101,14 @@ Dataset = TokenStore | ChangedDataset | KeptDataset
 
 
 def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> ChangedDataset:
-    """The dataset with `kept` set: all of the answer and a random part of the rest, `keep_share` of the supervised
-    tokens in total (the method `random`)."""
+    """Set `kept` to the answer's tokens and random others, `keep_share` of the supervised tokens in total (the method
+    `random`)."""
 
     def keep(_: int, sequence: TokenizedSequence) -> TokenizedSequence:
-        assert sequence.in_answer is not None  # a store has it
+        assert sequence.in_answer is not None  # every store has it
         kept = np.zeros(len(sequence), dtype=np.bool_)
         in_answer = sequence.in_answer[sequence.supervised]
-        # The same in every epoch, on any rank, after any resumption.
+        # The same in every epoch, on every rank, and after a resumption.
         drawn = generator(Stream.RANDOM_MASK, seed, sequence.sequence_id)
         kept[sequence.supervised] = random_mask(in_answer, keep_share, drawn)
         return replace(sequence, kept=kept)
@@ -119,14 +116,12 @@ def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> Change
     return ChangedDataset(dataset, keep)
 
 
-# Which sequences a step sees.
-#
-# Both streams are functions of the step number alone: resuming needs no state, and neither the number of ranks nor
-# the size of a micro-batch changes which sequences form a step. Ids here are positions in the data set.
+# Both orders below are functions of the step number: resuming needs no state, and neither the number of ranks nor the
+# size of a micro-batch changes which sequences form a step. Ids are positions in the data set.
 
 
 class MainOrder:
-    """The main batches: consecutive slices of one shuffled epoch after the other. A batch may span two epochs."""
+    """The main batches: consecutive slices of shuffled epochs. A batch may span two epochs."""
 
     def __init__(self, num_sequences: int, batch_size: int, seed: int) -> None:
         """`batch_size`: sequences per optimizer step over all ranks and micro-batches."""
@@ -142,15 +137,15 @@ class MainOrder:
 
 
 class RandomDraws:
-    """Batches drawn from all sequences, whatever `MainOrder` does: the probe batches B' (Algorithm 1 of the paper), and
-    the trusted part of the main batches."""
+    """Random batches, independent of `MainOrder`: the probe batches B' (Algorithm 1 of the paper), and the trusted part
+    of the main batches."""
 
     def __init__(self, num_sequences: int, batch_size: int, seed: int, stream: Stream) -> None:
         """`batch_size`: sequences per optimizer step over all ranks."""
         self.num_sequences, self.batch_size, self.seed, self.stream = num_sequences, batch_size, seed, stream
 
     def step(self, k: int) -> list[int]:
-        """Ids [batch_size] of optimizer step k, from 0; none comes twice before all came once."""
+        """Ids [batch_size] of optimizer step k, from 0; none repeats before all were drawn."""
         drawn = generator(self.stream, self.seed, k)
         ids: list[int] = []
         while len(ids) < self.batch_size:
@@ -159,15 +154,12 @@ class RandomDraws:
         return ids
 
 
-@lru_cache(maxsize=4)  # a step needs one or two epochs; more data sets may take turns
+@lru_cache(maxsize=4)  # a step needs one or two epochs, for each data set
 def _epoch_permutation(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
     return generator(Stream.MAIN_ORDER, seed, epoch).permutation(num_sequences)
 
 
-# The traces with the highest utilities, as positions in the token store that holds all of them.
-
-
-def kept_positions(
+def select_positions(
     utilities: np.ndarray,
     sources: np.ndarray,
     *,
@@ -175,15 +167,15 @@ def kept_positions(
     above: float | None,
     within: Literal["all", "source"],
 ) -> np.ndarray:
-    """Positions of the traces with the highest utility, int64 [k], ascending.
+    """Positions of the traces with the highest utility in their token store, int64 [k], ascending.
 
-    Of equal utilities the first come first. One that is not finite is never kept.
+    Ties go to the lower position. A utility that is not finite is never selected.
 
     Args:
         utilities: float [n], of every trace.
-        sources: [n], where each trace came from.
-        top: share that is kept of all traces, or of those of each source, rounded to whole traces; None with `above`.
-        above: utility that the kept traces exceed; None with `top`.
+        sources: [n], file or data set of each trace.
+        top: share of the traces to select, rounded to whole traces; None with `above`.
+        above: select traces of higher utility; None with `top`.
         within: whether `top` is a share of all traces or of those of each source.
     """
     utilities = np.where(np.isfinite(utilities), utilities, -np.inf)
@@ -192,24 +184,21 @@ def kept_positions(
     assert top is not None  # one of the two is given
     groups = np.unique(sources, return_inverse=True)[1] if within == "source" else np.zeros(len(utilities), np.int64)
     descending = np.argsort(-utilities, kind="stable")
-    found = []
+    selected = []
     for group in range(groups.max(initial=-1) + 1):
-        own = descending[groups[descending] == group]
-        best = own[: round(top * len(own))]
-        found.append(best[np.isfinite(utilities[best])])
-    return np.sort(np.concatenate([np.zeros(0, np.int64), *found]))
+        members = descending[groups[descending] == group]
+        best = members[: round(top * len(members))]
+        selected.append(best[np.isfinite(utilities[best])])
+    return np.sort(np.concatenate([np.zeros(0, np.int64), *selected]))
 
 
-# Log-probabilities of the training sequences under the frozen reference model, computed once before training (iw-
-# SFT).
-#
-# The importance ratio needs one number per sequence, so no second model is resident during training. The numbers are
-# in a file of their own, not in the store: models that share a tokenizer share a store.
+# iw-SFT: the importance ratio needs one log-probability per sequence, computed before training, so that no second model
+# is in memory. They are not in the token store, because models that share a tokenizer share a store.
 
 
 def write_reference(path: Path, dataset: Dataset, log_probabilities: Sequence[float], model: str) -> None:
-    """Writes a `.npz`: `log_probability` fp64 [n] in nats, in the order of the data, with the data's digest and the
-    model's name."""
+    """Write a `.npz`: `log_probability` fp64 [n] in nats, in the order of the data, the data's digest and the model's
+    name."""
     # Into an open file: np.savez would add .npz to a name that lacks it.
     with write_atomically(path) as unfinished, unfinished.open("wb") as file:
         np.savez(
@@ -220,11 +209,11 @@ def write_reference(path: Path, dataset: Dataset, log_probabilities: Sequence[fl
         )
 
 
-def with_reference(dataset: Dataset, path: str) -> ChangedDataset:
-    """The dataset with `reference_log_probability` of every sequence.
+def add_reference(dataset: Dataset, path: str) -> ChangedDataset:
+    """Set `reference_log_probability` of every sequence from a file of `write_reference`.
 
     Raises:
-        UserError: the file cannot be read, or belongs to other tokens than the dataset's.
+        UserError: the file cannot be read, or was made from other tokens.
     """
     remedy = "make it with `vcore-ds reference RECIPE --output FILE`"
     try:

@@ -1,9 +1,9 @@
-"""The folder of `vcore-ds score`: what every trace of a token store is worth to sets of trusted traces.
+"""The folder of `vcore-ds score`: utilities of all traces of a token store for trusted sets.
 
-    scores.json       what was scored, with which weights, along which gradients
+    scores.json       data, checkpoints and trusted sets of the scores
     scores.parquet    a row for each trace, in the order of the store
-    tokens.parquet    the tokens of the traces with the highest and the lowest mean utility of each set
-    scores.html       the same as a page
+    tokens.parquet    tokens of the traces with the highest and the lowest mean utility for each set
+    scores.html       the page
 
 The columns of scores.parquet: `sequence` (int64, position in the store), `source` (string, the file or data set it came
 from), `row` (int64, row or line within that, from 0), `num_supervised_tokens` (int64), `loss` (float32, nats, mean over
@@ -11,12 +11,12 @@ the trace's supervised tokens), and for each set NAME `utility_sum.NAME` and `ut
 trace's supervised tokens), `rank.NAME` (int64, 1 for the highest mean) and `percentile.NAME` (float32, 100 for the
 highest mean, 0 for the lowest).
 
-Those of tokens.parquet: `set` (string), `sequence` (int64), `tokens` (list of int32, all of the trace), `supervised`
-(list of bool, as long), `utilities` and `losses` (lists of float32, of the supervised tokens alone). A trace that is
-among the highest and the lowest stands there once.
+The columns of tokens.parquet: `set` (string), `sequence` (int64), `tokens` (list of int32, all of the trace),
+`supervised` (list of bool, of the same length), `utilities` and `losses` (lists of float32, for supervised tokens
+only). A trace among the highest and the lowest has one row.
 
 A utility is `<gradient of the token's loss, gradient of the set's loss>`: positive where a step of gradient descent on
-the token's loss lowers the loss of the set.
+the token's loss lowers the set's loss.
 """
 
 import json
@@ -48,7 +48,7 @@ class ScoredData:
     """The token store that was scored."""
 
     path: str
-    """As it was named: a store, or raw data that became one."""
+    """As the user gave it: a store, or raw data."""
     digest: str
     """SHA-256 of the tokens and their marks, in order (`TokenStore.digest`)."""
     tokenizer_hash: str
@@ -56,58 +56,58 @@ class ScoredData:
     num_sequences: int
     num_supervised_tokens: int
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """Source file -> hash of its size, beginning and end: whether its rows are still those that were scored."""
+    """Source file -> hash of its size, beginning and end, to notice changes since the scoring."""
     num_rows: int | None = None
-    """Rows that the store was made of; None where it does not say."""
+    """Rows read to make the store; None where its manifest does not say."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """Why rows are not in the store, such as their length, and how many for each reason."""
+    """Reason, such as the length -> rows that are not in the store."""
 
 
 @dataclass(frozen=True, config=_EXACT)
 class TrustedSet:
-    """A set of trusted traces, along whose gradient utilities were taken."""
+    """A trusted set (the validation or target set of LESS): utilities are along its gradient."""
 
     path: str
     digest: str
-    """As of `ScoredData`."""
+    """As in `ScoredData`."""
     num_sequences: int
     loss: float
     """Nats; at the last checkpoint where there are several."""
     gradient_norm: float
     """2-norm over all trained parameters; of the same checkpoint."""
     length_correlation_sum: float | None
-    """Spearman's, over the traces, of `utility_sum` with the number of supervised tokens; None where one of the two is
-    the same for all traces."""
+    """Spearman's correlation, over the traces, of `utility_sum` and the number of supervised tokens; None where one of
+    them is constant."""
     length_correlation_mean: float | None
     """The same of `utility_mean`."""
     num_rows: int | None = None
     dropped: dict[str, int] = field(default_factory=dict)
-    """As of `ScoredData`."""
+    """As in `ScoredData`."""
 
 
 @dataclass(frozen=True, config=_EXACT)
 class ScoredCheckpoint:
-    """A checkpoint with whose weights utilities were taken."""
+    """A checkpoint that the data were scored with."""
 
     run: str
     step: int
     weight: float
-    """What its utilities are multiplied by in the sum over checkpoints: 1 for a single one, else its learning rate."""
+    """Factor of its utilities in the sum over checkpoints: 1 for a single one, else its learning rate."""
     digest: str = ""
-    """SHA-256 of its manifest, and so of its contents; empty in scores of version 0.7 and before."""
+    """SHA-256 of its manifest; empty in scores of version 0.7 and before."""
 
 
 @dataclass(frozen=True, config=_EXACT)
 class Scores:
-    """What scores.json holds."""
+    """The content of scores.json."""
 
     data: ScoredData
     model: str
-    """model.path: the base model, or what the run of the checkpoints began with."""
+    """model.path of the recipe or run."""
     model_digest: str
-    """`compute_model_digest` of it."""
+    """Its `compute_model_digest`."""
     checkpoints: list[ScoredCheckpoint]
-    """Empty where the base model itself was scored with."""
+    """Empty where the data were scored with the base model."""
     direction: Literal["sgd", "adam"]
     """`sgd` along the gradient of a set's loss, `adam` along that times the Jacobian of Adam's update."""
     normalization: Literal["sequence", "token"]
@@ -119,7 +119,7 @@ class Scores:
     date: str
     """UTC, ISO 8601."""
     format: Literal[1] = 1
-    """Number of the format described here."""
+    """Version of the format described here."""
 
 
 _SCORES = TypeAdapter(Scores)
@@ -130,18 +130,15 @@ def utility_columns(name: str) -> tuple[str, str, str, str]:
     return f"utility_sum.{name}", f"utility_mean.{name}", f"rank.{name}", f"percentile.{name}"
 
 
-# ---- writing -------------------------------------------------------------------------------------------------------
-
-
 def write_scores(folder: Path, scores: Scores) -> None:
-    """Writes scores.json. Raises OSError."""
+    """Write scores.json. Raises OSError."""
     text = json.dumps({"format": scores.format, **asdict(scores)}, indent=2, ensure_ascii=False) + "\n"
     with write_atomically(folder / SCORES) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
 def write_traces(folder: Path, columns: Mapping[str, "np.ndarray | Sequence[str]"]) -> None:
-    """Writes scores.parquet: the columns by their names, a value for each trace. Raises OSError."""
+    """Write scores.parquet: the columns by their names, a value for each trace. Raises OSError."""
     import pyarrow as pa
 
     arrays = {
@@ -152,7 +149,7 @@ def write_traces(folder: Path, columns: Mapping[str, "np.ndarray | Sequence[str]
 
 
 def write_tokens(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes tokens.parquet, from rows with the columns by their names. Raises OSError."""
+    """Write tokens.parquet, from rows with the columns by their names. Raises OSError."""
     import pyarrow as pa
 
     schema = pa.schema(
@@ -175,15 +172,11 @@ def _write_table(path: Path, table: Any) -> None:
         pq.write_table(table, unfinished)
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------
-
-
 def read_scores(folder: Path, where: str = "") -> Scores:
-    """What scores.json says.
+    """Read scores.json.
 
     Args:
-        where: the recipe's key or the command's option that names the folder; empty where messages begin with the
-            folder.
+        where: the recipe's key or the command's option that names the folder, for messages; may be empty.
 
     Raises:
         UserError: it is missing, damaged or of another format.

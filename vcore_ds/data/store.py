@@ -1,10 +1,10 @@
-r"""Tokenized sequences on disk, mapped into memory: all ranks of a node share the pages, and none reads all of them.
+r"""Token stores: tokenized sequences on disk, memory-mapped, so that the ranks of a node share their pages.
 
 A store is a folder, written once by one process:
 
     manifest.json                    its origin: hashes of tokenizer and chat template, filters, seed, counts
-    tokens.bin, tokens.idx           int32, the ids of all sequences, in megatron-core's IndexedDataset format
-    marks.bin, marks.idx             uint8, for each token: 1 supervised, 2 inside \boxed{..}
+    tokens.bin, tokens.idx           int32, token ids of all sequences, in megatron-core's IndexedDataset format
+    marks.bin, marks.idx             uint8, for each token: 1 supervised, 2 inside \boxed{...}
     sequence_id.npy                  int64 [n], the position of each sequence among all rows read, from 0
     num_supervised_tokens.npy        int32 [n]
 """
@@ -49,11 +49,11 @@ SUPERVISED, IN_ANSWER = 1, 2
 """Bits of a mark."""
 
 _CHUNK_TOKENS = 2**24
-"""Tokens looked at together where a whole store is read; 64 MiB."""
+"""Tokens read at once from stores without `max_token_id`; 64 MiB."""
 
 
 class TokenStore(TokenizedSequences):
-    """An open store. Sequences are read from the mapped files when they are indexed, and are copies."""
+    """An open store. Indexing reads a sequence from the mapped files, as a copy."""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class TokenStore(TokenizedSequences):
         cutoff_length: int | None = None,
         vocabulary_size: int | None = None,
     ) -> None:
-        """Checks all that can be checked without reading the tokens; see `check_contents` for the rest.
+        """Check everything that does not need reading the tokens; `check_contents` checks the rest.
 
         Args:
             tokenizer: the tokenizer of the model to train; the store must have been made with it and its chat template.
-            cutoff_length: longest sequence in tokens that the caller can take.
+            cutoff_length: longest allowed sequence, tokens.
             vocabulary_size: rows of the model's input embedding.
 
         Raises:
-            UserError: there is no store, its files are not whole or do not belong together, or the store is of another
-                tokenizer, template, vocabulary or cutoff.
+            UserError: there is no store, its files are incomplete or do not belong together, or it was made with
+                another tokenizer, template, vocabulary or cutoff.
         """
         self.folder = Path(folder)
         with reading("", self.folder, "a token store that can be read"):
@@ -92,10 +92,10 @@ class TokenStore(TokenizedSequences):
         """int64 [n]"""
         self.num_supervised_tokens: np.ndarray = load_array(self.folder / "num_supervised_tokens.npy", np.int32)
         """int32 [n]"""
-        found = {len(self.sequence_ids), len(self.num_supervised_tokens)}
-        if found != {self.manifest["num_sequences"]}:
+        sizes = {len(self.sequence_ids), len(self.num_supervised_tokens)}
+        if sizes != {self.manifest["num_sequences"]}:
             raise UserError(
-                f"{self.folder}: found arrays of {' and '.join(f'{n:,}' for n in sorted(found))} sequences, expected "
+                f"{self.folder}: found arrays of {' and '.join(f'{n:,}' for n in sorted(sizes))} sequences, expected "
                 f"{self.manifest['num_sequences']:,} ({MANIFEST}); {REMEDY}"
             )
         if vocabulary_size is not None:
@@ -104,7 +104,7 @@ class TokenStore(TokenizedSequences):
     @cached_property
     def lengths(self) -> np.ndarray:
         """int32 [n], the tokens of each sequence; from the index."""
-        # A copy: megatron-core unmaps the index with its data set, and reading the array then ends the process.
+        # A copy: megatron-core unmaps the index when it frees the data set, and reading the array would then crash.
         return np.array(self._tokens.sequence_lengths)
 
     @property
@@ -113,38 +113,39 @@ class TokenStore(TokenizedSequences):
         return self.manifest["digest"]
 
     def origins(self) -> tuple[list[str], np.ndarray]:
-        """Of each sequence the source (file or data set), and its row (or line) there, from 0, int64 [n].
+        """Source (file or data set) of each sequence, and its row or line there, from 0, int64 [n].
 
-        A store of several sources that was made before the manifest held their first rows counts as one source.
+        A store of several sources whose manifest, of an early version, lacks their first rows counts as one source.
         """
         first_rows = self.manifest.get("first_rows")
         if first_rows is None:
-            made_from = self.manifest.get("source", [])
-            only = made_from[0] if len(made_from) == 1 else {}
+            sources = self.manifest.get("source", [])
+            only = sources[0] if len(sources) == 1 else {}
             first_rows = [(only.get("file") or only.get("hub") or str(self.folder), 0)]
         names, starts = zip(*first_rows, strict=True)
-        of_source = np.searchsorted(starts, self.sequence_ids, side="right") - 1
-        return [names[i] for i in of_source], self.sequence_ids - np.array(starts, dtype=np.int64)[of_source]
+        numbers = np.searchsorted(starts, self.sequence_ids, side="right") - 1
+        return [names[i] for i in numbers], self.sequence_ids - np.array(starts, dtype=np.int64)[numbers]
 
     def dropped_rows(self) -> tuple[int | None, dict[str, int]]:
-        """Rows that the store was made of, None where it does not say, and how many were dropped for each reason."""
+        """Rows read to make the store (None where the manifest does not say), and rows dropped for each reason."""
         counts = self.manifest.get("counts", {})
         return counts.get("rows"), counts.get("dropped", {})
 
     def max_token_id(self) -> int:
-        """The largest id among the tokens. Stores made before the manifest held it are read through: 0.3 s a GB."""
+        """The largest token id. Stores of early versions, whose manifest lacks it, are read through: 0.3 s per GB."""
         if "max_token_id" in self.manifest:
             return self.manifest["max_token_id"]
         tokens = np.memmap(self.folder / "tokens.bin", dtype=np.int32, mode="r")
         return max(int(tokens[i : i + _CHUNK_TOKENS].max()) for i in range(0, len(tokens), _CHUNK_TOKENS))
 
     def describe(self) -> str:
-        """A line on the amount of data, and one for each rule that dropped rows and each peculiarity noticed."""
-        found, counts = self.manifest, self.manifest.get("counts", {})
-        of_rows = f" of {counts['rows']:,} rows" if "rows" in counts else ""
+        """A line on the amount of data, and one for each rule that dropped rows and each observation."""
+        manifest, counts = self.manifest, self.manifest.get("counts", {})
+        rows_read = f" of {counts['rows']:,} rows" if "rows" in counts else ""
         lines = [
-            f"{len(self):,}{of_rows} kept: {found['num_tokens']:,} tokens, {found['num_supervised_tokens']:,} of them "
-            f"supervised; {found['num_tokens'] / len(self):,.0f} tokens a sequence, up to {found['max_length']:,}"
+            f"{len(self):,}{rows_read} kept: {manifest['num_tokens']:,} tokens, "
+            f"{manifest['num_supervised_tokens']:,} of them supervised; "
+            f"{manifest['num_tokens'] / len(self):,.0f} tokens a sequence, up to {manifest['max_length']:,}"
         ]
         lines += [f"{number:,} dropped: {rule}" for rule, number in counts.get("dropped", {}).items()]
         lines += [f"{number:,} {what}" for what, number in counts.get("noticed", {}).items()]
@@ -157,7 +158,7 @@ class TokenStore(TokenizedSequences):
         marks = self._marks[i]
         return TokenizedSequence(
             sequence_id=int(self.sequence_ids[i]),
-            input_ids=np.array(self._tokens[i]),  # a copy: torch wants writable memory
+            input_ids=np.array(self._tokens[i]),  # a copy, because torch warns of read-only memory
             supervised=(marks & SUPERVISED).astype(np.bool_),
             in_answer=(marks & IN_ANSWER).astype(np.bool_),
         )
@@ -166,7 +167,7 @@ class TokenStore(TokenizedSequences):
         return (self[i] for i in range(len(self)))
 
     def _open_index(self, name: str, dtype: type[np.generic]) -> "IndexedDataset":
-        """megatron-core's reader of `name`.bin and `name`.idx, after its structure has been checked."""
+        """Open `name`.bin and `name`.idx with megatron-core, after checking the index."""
         check_index_header(self.folder / f"{name}.idx", dtype, self.manifest["num_sequences"])
         try:
             dataset = _indexed_dataset().IndexedDataset(str(self.folder / name))
@@ -205,11 +206,11 @@ def write_store(
     tokenizer: "PreTrainedTokenizerBase",
     **manifest: Any,
 ) -> None:
-    """Writes a store, aside until it is whole; the same input gives the same bytes.
+    """Write a store under another name, and rename it when it is complete. The same input gives the same bytes.
 
     Args:
-        sequences: at least one, each with at least one supervised token; read once, one at a time.
-        manifest: further entries for the manifest, to be written as JSON (source, filters, seed, counts ..).
+        sequences: at least one, each with at least one supervised token; iterated once.
+        manifest: further entries of the manifest, as JSON (source, filters, seed, counts, ...).
 
     Raises:
         UserError: the folder exists, there is no sequence, or a sequence has no supervised token.
@@ -226,7 +227,7 @@ def write_store(
 
 
 def _write_sequences(folder: Path, unfinished: Path, sequences: Iterable[TokenizedSequence]) -> dict[str, Any]:
-    """Writes all files but the manifest into `unfinished`, and returns the manifest's entries on them.
+    """Write all files but the manifest into `unfinished`; return the manifest's entries about them.
 
     Args:
         folder: the store, for messages.
@@ -272,7 +273,7 @@ def _write_sequences(folder: Path, unfinished: Path, sequences: Iterable[Tokeniz
 
 
 def describe_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
-    """Name, and hashes of everything that decides which tokens a conversation becomes."""
+    """Name, and hashes of everything that decides how conversations are tokenized."""
     return {
         "name": str(tokenizer.name_or_path),
         "hash": tokenizer_hash(tokenizer),
@@ -281,8 +282,8 @@ def describe_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """SHA-256 of vocabulary, merges, normalisation and special tokens; without truncation and padding, which are
-    settings of the last call."""
+    """SHA-256 of vocabulary, merges, normalisation and special tokens; without truncation and padding, which remember
+    the last call."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     del parts["truncation"], parts["padding"]
     return _sha256(json.dumps(parts, sort_keys=True))
@@ -298,9 +299,9 @@ def _sha256(text: str) -> str:
 
 
 def _indexed_dataset() -> "ModuleType":
-    """megatron-core's module, imported on first use: it brings 700 others (0.6 s), which warn of missing GPU packages
-    that a store does not need, and compile functions that nothing here calls."""
-    # Of a build for CUDA that finds no GPU, as where tests keep to the CPU.
+    """Import megatron-core's module on first use: it imports 700 others (0.6 s), which warn of missing GPU packages and
+    compile functions, and a store needs neither."""
+    # It warns in a CUDA build of PyTorch without a visible GPU.
     builder = logging.getLogger("torch.utils.cpp_extension")
     level = builder.level
     builder.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Whether the files of a token store are whole, are those that were written, and belong together."""
+"""Checks that the files of a token store are complete, unchanged, and belong together."""
 
 import hashlib
 import json
@@ -18,20 +18,20 @@ REMEDY = "make it again with `vcore-ds prepare`"
 COPY_AGAIN = f"copy the whole folder again, or {REMEDY}"
 
 _INDEX_HEADER = struct.Struct("<9sQBQQ")
-"""Beginning of an index in megatron-core's format: magic, version, type of the values, sequences, documents."""
+"""Header of megatron-core's index: magic, version, type of the values, sequences, documents."""
 
 _INDEX_MAGIC, _INDEX_VERSION = b"MMIDIDX\x00\x00", 1
 
 _INDEX_TYPES = {np.uint8: 1, np.int32: 4}
-"""megatron-core's number of each type."""
+"""megatron-core's codes of types."""
 
 _DIGESTED = ("tokens.idx", "tokens.bin", "marks.bin")
-"""Files that decide the tokens and which of them are supervised; the index holds the lengths."""
+"""Files that decide the tokens, the lengths (index) and the supervision."""
 
 _FILES = {*_DIGESTED, "marks.idx", "sequence_id.npy", "num_supervised_tokens.npy"}
 
 _LARGE_BYTES = 10**9
-"""Files from here on are announced before they are read through: seconds."""
+"""Checksums of larger stores take seconds, so they are announced."""
 
 _ENTRIES: dict[str, tuple[type, ...]] = {
     "num_sequences": (int,),
@@ -45,9 +45,9 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, with every entry that opening a store needs.
+    """Read and check the manifest.
 
-    Raises UserError where there is no store, or one whose manifest is damaged.
+    Raises UserError where there is no store, or its manifest is damaged.
     """
     path = folder / MANIFEST
     if not folder.is_dir():
@@ -67,7 +67,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_entries(manifest: dict[str, Any]) -> None:
-    """Raises KeyError or ValueError for the first entry that is missing or not of its type."""
+    """Raise KeyError or ValueError for the first entry that is missing or of a wrong type."""
     for key, types in _ENTRIES.items():
         if type(manifest[key]) not in types:
             raise ValueError(f"{key} is {type(manifest[key]).__name__}, expected {types[0].__name__}")
@@ -93,7 +93,7 @@ def _check_entries(manifest: dict[str, Any]) -> None:
 
 
 def check_files(folder: Path, sizes: dict[str, int]) -> None:
-    """Raises UserError for a file that is missing or has another size.
+    """Raise UserError for a file that is missing or has another size.
 
     Args:
         sizes: bytes of each file, as written.
@@ -102,17 +102,17 @@ def check_files(folder: Path, sizes: dict[str, int]) -> None:
         path = folder / name
         if Path(name).name != name or not path.is_file():
             raise UserError(f"{path}: the file is missing from its store; {COPY_AGAIN}")
-        found = path.stat().st_size
-        if found != expected:
-            state = "truncated" if found < expected else "not the file that was written"
-            raise UserError(f"{path}: {state}: found {found:,} bytes, expected {expected:,} ({MANIFEST}); {COPY_AGAIN}")
+        size = path.stat().st_size
+        if size != expected:
+            state = "truncated" if size < expected else "not the file that was written"
+            raise UserError(f"{path}: {state}: found {size:,} bytes, expected {expected:,} ({MANIFEST}); {COPY_AGAIN}")
 
 
 def load_array(path: Path, dtype: type[np.generic]) -> np.ndarray:
-    """The one-dimensional array in a `.npy` file, mapped. Raises UserError where the file holds something else."""
+    """Map the one-dimensional array of a `.npy` file. Raises UserError where the file has something else."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # the header is Python text, which numpy evaluates: of any class
+    except Exception as error:  # of any class: numpy evaluates the header as Python
         raise UserError(f"{path}: not a readable array ({first_line(error)}); {COPY_AGAIN}") from None
     if array.dtype != dtype or array.ndim != 1:
         raise UserError(
@@ -122,63 +122,62 @@ def load_array(path: Path, dtype: type[np.generic]) -> np.ndarray:
 
 
 def check_index_header(path: Path, dtype: type[np.generic], num_sequences: int) -> None:
-    """Raises UserError where an index is none of `num_sequences` sequences of this type: megatron-core's reader is not
-    made for that."""
+    """Raise UserError unless the index is of `num_sequences` sequences of this type, which megatron-core does not
+    check."""
     with path.open("rb") as file:
         beginning = file.read(_INDEX_HEADER.size)
     if not beginning.startswith(_INDEX_MAGIC) or len(beginning) < _INDEX_HEADER.size:
         raise UserError(f"{path}: not an index of megatron-core's format; {REMEDY}")
-    found = _INDEX_HEADER.unpack(beginning)[1:]
+    header = _INDEX_HEADER.unpack(beginning)[1:]
     expected = (_INDEX_VERSION, _INDEX_TYPES[dtype], num_sequences, num_sequences + 1)
     num_bytes = _INDEX_HEADER.size + 12 * num_sequences + 8 * (num_sequences + 1)
-    if found != expected or path.stat().st_size != num_bytes:
+    if header != expected or path.stat().st_size != num_bytes:
         raise UserError(
-            f"{path}: damaged, or of another store: found version, type, sequences and documents {found} in "
+            f"{path}: damaged, or of another store: found version, type, sequences and documents {header} in "
             f"{path.stat().st_size:,} bytes, expected {expected} in {num_bytes:,}; {COPY_AGAIN}"
         )
 
 
 def check_index(folder: Path, name: str, index: Any, dtype: type[np.generic], manifest: dict[str, Any]) -> None:
-    """Raises UserError where an index leads outside its file or contradicts the manifest: then no sequence can be read,
-    or a wrong one.
+    """Raise UserError where an index points outside its file or contradicts the manifest.
 
     Args:
         name: `tokens` or `marks`.
         index: megatron-core's reader of the index.
         dtype: type of the values in the file.
     """
-    lengths, places = np.asarray(index.sequence_lengths), np.asarray(index.sequence_pointers)
+    lengths, offsets = np.asarray(index.sequence_lengths), np.asarray(index.sequence_pointers)
     num_bytes, itemsize = manifest["files"][f"{name}.bin"], np.dtype(dtype).itemsize
     ends = np.cumsum(lengths, dtype=np.int64)
     if lengths.min() < 1 or lengths.max() != manifest["max_length"]:
         problem = f"lengths of {lengths.min():,} to {lengths.max():,} tokens, expected 1 to {manifest['max_length']:,}"
     elif ends[-1] != manifest["num_tokens"] or ends[-1] * itemsize != num_bytes:
         problem = f"{ends[-1]:,} tokens, expected {manifest['num_tokens']:,} in {num_bytes:,} bytes"
-    elif places[0] != 0 or not np.array_equal(places[1:], ends[:-1] * itemsize):
-        problem = "places that do not follow from the lengths"
+    elif offsets[0] != 0 or not np.array_equal(offsets[1:], ends[:-1] * itemsize):
+        problem = "offsets that do not follow from the lengths"
     else:
         return
     raise UserError(f"{folder / name}.idx: damaged, or of another store: found {problem}; {COPY_AGAIN}")
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file of the folder, by name."""
+    """SHA-256 of every file in the folder, by name."""
     return {path.name: _sha256(path) for path in sorted(folder.iterdir())}
 
 
 def combined_digest(hashes: dict[str, str]) -> str:
-    """SHA-256 of the tokens and of which of them are supervised, from those of the files."""
+    """SHA-256 of tokens and supervision, from the hashes of the files."""
     return hashlib.sha256(b"".join(bytes.fromhex(hashes[name]) for name in _DIGESTED)).hexdigest()
 
 
 def check_contents(folder: Path, cache_folder: Path, say: Callable[[str], None] = print) -> None:
-    """Holds the checksums of the files against the manifest: once, until a file has another size, time or inode.
+    """Compare the files' checksums with the manifest, once for each size, mtime and inode of the files.
 
-    Reading costs about a second a GB. That it has been done is remembered by an empty file in `cache_folder`, whose
-    name is a hash of the manifest and of the files' states; where none can be written, each run reads the store.
+    This reads the store: about a second per GB. An empty file in `cache_folder`, named by a hash of the manifest and of
+    the files' states, records that it was done; where none can be written, each run reads the store.
 
     Raises:
-        UserError: a file was exchanged or damaged.
+        UserError: a file was replaced or damaged.
     """
     manifest = read_manifest(folder)
     check_files(folder, manifest["files"])
@@ -208,8 +207,8 @@ def check_contents(folder: Path, cache_folder: Path, say: Callable[[str], None] 
 
 
 def _state(folder: Path, manifest: dict[str, Any]) -> str:
-    files = {name: (folder / name).stat() for name in manifest["files"]}
-    states = {name: (found.st_size, found.st_mtime_ns, found.st_ino) for name, found in files.items()}
+    stats = {name: (folder / name).stat() for name in manifest["files"]}
+    states = {name: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
     text = json.dumps([str(folder.resolve()), manifest, states], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -1,4 +1,4 @@
-"""Conversations to tokens; those that the assistant would have had to generate are marked as targets."""
+"""Conversations to tokens; the tokens that the assistant generates are marked as supervised."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-"""Patterns of which a folder with a tokenizer has at least one file."""
+"""A folder with a tokenizer has a file that matches one of these."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,40 +28,40 @@ class TokenizedSequence:
     input_ids: np.ndarray
     """int32 [n]"""
     supervised: np.ndarray
-    """bool [n]; supervised[t]: token t is a target, predicted from the tokens before it. Token 0 never is."""
+    """bool [n]; supervised[t]: token t is a target, predicted from the tokens before it. supervised[0] is False."""
     in_answer: np.ndarray | None = None
-    """bool [n], supervised tokens inside `\\boxed{...}`; None where they were not sought"""
+    """bool [n], supervised tokens inside `\\boxed{...}`; None where not computed"""
     kept: np.ndarray | None = None
     """bool [n], the supervised tokens that carry loss; None for all of them (see `keep_random_tokens`)"""
     reference_log_probability: float | None = None
-    """nats, of the supervised tokens together under the reference model (see `with_reference`)"""
+    """nats, summed over the supervised tokens, under the reference model (see `add_reference`)"""
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
 
 def load_tokenizer(path: str, key: str = "model.path") -> "PreTrainedTokenizerBase":
-    """The tokenizer of a folder or hub id.
+    """Load the tokenizer of a folder or hub id.
 
     Args:
-        key: the setting that named it, for the message.
+        key: the key or option that names it, for messages.
 
     Raises:
-        UserError: no tokenizer can be loaded from there.
+        UserError: no tokenizer can be loaded.
     """
-    from transformers import AutoTokenizer  # seconds to import, and processes that only read data do without
+    from transformers import AutoTokenizer  # takes seconds, and processes that only read data do not need it
 
     folder, failed = Path(path), f"{key}: {path}: no tokenizer can be loaded from there"
     if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
-        # transformers makes an empty tokenizer of the model's type for some of these.
+        # For some of these folders transformers makes an empty tokenizer of the model's type.
         raise UserError(
             f"{failed}: found no tokenizer.json in this folder; copy tokenizer.json, tokenizer_config.json and "
             "chat_template.jinja into it from the model that these weights were trained from"
         )
     try:
-        # Without a decision about code of the tokenizer's own, transformers asks at the terminal.
+        # Without trust_remote_code transformers asks at the terminal whether to run the tokenizer's code.
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # the Rust library raises that very class
+    except Exception as error:  # the Rust library raises this class
         where = "" if folder.is_dir() else f" A folder of this name was not found either (looked from {Path.cwd()})"
         raise UserError(f"{failed}: {first_line(error)}{where}") from None
 
@@ -69,12 +69,12 @@ def load_tokenizer(path: str, key: str = "model.path") -> "PreTrainedTokenizerBa
 def tokenize_rendered(
     rendered: Sequence[RenderedConversation], tokenizer: "PreTrainedTokenizerBase"
 ) -> list[TokenizedSequence]:
-    """Whole sequences, with `in_answer`; ids are rows from 0. A sequence may be without supervision.
+    """Tokenize without a cutoff, and set `in_answer`; ids are rows from 0. A sequence may have no supervised token.
 
     A turn is supervised from the end of the generation prompt (`render_prompt`) up to and including the end-of-turn
-    token: its thinking too, with the marker `<think>` unless the generation prompt already ends in it.
+    token. That includes its thinking, and the marker `<think>` unless the generation prompt ends in it.
     """
-    # The template writes the special tokens itself.
+    # The template has written the special tokens.
     encoded = tokenizer(
         [item.text for item in rendered],
         add_special_tokens=False,
@@ -95,10 +95,10 @@ def tokenize_rendered(
 
 
 def _tokens_within(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:
-    """bool [n]: which of the tokens with character `offsets` [n, 2] lie within one of the `spans`.
+    """bool [n]: tokens with character `offsets` [n, 2] that lie within one of the `spans`.
 
-    Tokens across the border of a span do not: the model never generates them after the prompt. Some tokenizers give
-    white space empty offsets; such tokens count where they stand between tokens of the span.
+    A token that crosses the border of a span does not, since the model cannot generate it after the prompt. Some
+    tokenizers give white space empty offsets; such tokens count if they are between tokens of the span.
     """
     starts, ends = offsets[:, 0], offsets[:, 1]
     supervised = np.zeros(len(offsets), dtype=np.bool_)
@@ -110,29 +110,26 @@ def _tokens_within(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.
 
 
 def _tokens_touching(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:
-    """bool [n]: which of the tokens with character `offsets` [n, 2] share a character with one of the `spans`."""
+    """bool [n]: tokens with character `offsets` [n, 2] that overlap one of the `spans`."""
     touching = np.zeros(len(offsets), dtype=np.bool_)
     for start, end in spans:
         touching |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
     return touching
 
 
-# Sequences by position: what every data set offers.
-
-
 class TokenizedSequences(Sequence[TokenizedSequence]):
-    """Sequences that are read when they are indexed."""
+    """The base class of data sets: sequences that are read when they are indexed."""
 
     @abstractmethod
     def sequence_at(self, i: int) -> TokenizedSequence:
-        """The sequence at a position, from 0 to less than the number of sequences."""
+        """The sequence at a position from 0 to `len(self) - 1`."""
 
     @overload
     def __getitem__(self, index: int) -> TokenizedSequence: ...
     @overload
     def __getitem__(self, index: slice) -> list[TokenizedSequence]: ...
     def __getitem__(self, index: int | slice) -> TokenizedSequence | list[TokenizedSequence]:
-        """The sequence at a position, which may count from the end; a list of them for a slice."""
+        """The sequence at a position, negative ones from the end; a list for a slice."""
         positions = range(len(self))[index]
         if isinstance(positions, range):
             return [self.sequence_at(i) for i in positions]

@@ -1,8 +1,8 @@
 """Mathematical answers compared by math-verify in a child process, because comparing can hang inside C code.
 
-The child is this file, run as a script so that it loads math-verify and nothing else. It reads a line of JSON, expected
-answer and answer, and writes a line `true` or `false`, until its input ends. The kernel ends it where a pair takes too
-much CPU time or memory.
+The child is this file, run as a script, so that it imports math-verify only. For each line of JSON, expected answer and
+answer, it writes a line, `true` or `false`. The kernel's resource limits end it where a pair takes too much CPU time or
+memory.
 """
 
 import json
@@ -20,11 +20,11 @@ Verdict = Literal["equivalent", "different", "unfinished"]
 
 MAX_MEMORY_BYTES = 4 * 2**30
 _WALL_SECONDS_PER_CPU_SECOND = 30
-"""Limit for a child that waits, which takes no CPU time."""
+"""Bounds the wait for a child that hangs without using CPU time."""
 
 
 class AnswerChecker:
-    """Compares answers in a child process, which is replaced whenever it has to be killed."""
+    """Compares answers in a child process, which is replaced when it was killed."""
 
     def __init__(self, limit_seconds: int) -> None:
         """`limit_seconds`: CPU time for one pair of answers, whole seconds, at least 1."""
@@ -34,10 +34,9 @@ class AnswerChecker:
         self.check = lru_cache(maxsize=4096)(self._check)
 
     def _check(self, expected: str, answer: str) -> Verdict:
-        """Whether `answer` is equivalent to `expected`, both in LaTeX; `unfinished` where that took too long, or too
-        much memory."""
+        """Compare two answers in LaTeX; `unfinished` where that took too much time or memory."""
         if self._process is None:
-            # -P: the script's folder is no place to import from.
+            # -P: keep the script's folder out of sys.path.
             command = [sys.executable, "-P", __file__, str(self._limit_seconds)]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -57,7 +56,7 @@ class AnswerChecker:
         return "equivalent" if json.loads(line) else "different"
 
     def close(self) -> None:
-        """Ends the child, if there is one."""
+        """End the child process, if there is one."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -65,20 +64,20 @@ class AnswerChecker:
 
 
 def _compare_lines(limit_seconds: int) -> None:
-    """What the child does."""
-    logging.disable(logging.CRITICAL)  # math-verify warns that its time limits, which cannot end C code, are off
+    """The loop of the child process."""
+    logging.disable(logging.CRITICAL)  # math-verify warns that its time limits are off; they cannot end C code
     from math_verify import parse, verify
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     hard_seconds = resource.getrlimit(resource.RLIMIT_CPU)[1]
     for line in sys.stdin:
-        # Whole seconds of CPU time, which other load does not change: at least the limit, less than a second more.
+        # CPU time, so that other load does not change the result; in whole seconds, rounded up.
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + limit_seconds, hard_seconds))
         try:
             gold, given = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in json.loads(line))
             result = bool(gold and given) and verify(gold, given, timeout_seconds=None)
-        except Exception:  # whatever sympy raises about an expression: it is not shown to be equivalent
+        except Exception:  # sympy raises exceptions of many classes; equivalence is not shown
             result = False
         print(json.dumps(result), flush=True)
 

@@ -12,15 +12,15 @@ from vcore_ds.common.paths import reading
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.config.sections import DataConfig, MethodConfig
 from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, pack
-from vcore_ds.data.cache import cache_root, store_of
+from vcore_ds.data.cache import cache_root, find_or_make_store
 from vcore_ds.data.dataset import (
     Dataset,
     JoinedDataset,
     KeptDataset,
     MainOrder,
     RandomDraws,
+    add_reference,
     keep_random_tokens,
-    with_reference,
 )
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.store_checks import check_contents
@@ -175,7 +175,7 @@ class DataReader:
         if method.drops_tokens:
             dataset = keep_random_tokens(store, method.keep_share, seed)
         elif self.settings.reference_log_probabilities is not None:
-            dataset = with_reference(store, self.settings.reference_log_probabilities)
+            dataset = add_reference(store, self.settings.reference_log_probabilities)
         keep = self.settings.keep
         if keep is None:
             return dataset
@@ -208,7 +208,7 @@ class DataReader:
 
     def _find_store(self, path: str) -> Path:
         settings = self.settings
-        folder = store_of(
+        folder = find_or_make_store(
             path,
             self.tokenizer,
             cutoff_length=settings.cutoff_length,

@@ -15,7 +15,7 @@ from vcore_ds.common.paths import is_readable, reading, unfinished_path
 from vcore_ds.config.problems import did_you_mean
 from vcore_ds.config.sections import KeepConfig
 from vcore_ds.data import scores_folder
-from vcore_ds.data.dataset import kept_positions
+from vcore_ds.data.dataset import select_positions
 from vcore_ds.data.scores_folder import Scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.models.model_identity import RULE, compute_model_digest
@@ -92,7 +92,7 @@ def read_selection(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}
             f"{where('scores')}: {folder}: found {len(utilities):,} traces in {scores_folder.TRACES} and "
             f"{scores.data.num_sequences:,} in {scores_folder.SCORES}; expected as many. Copy the whole folder again"
         )
-    positions = kept_positions(utilities, sources, top=keep.top, above=keep.above, within=keep.within)
+    positions = select_positions(utilities, sources, top=keep.top, above=keep.above, within=keep.within)
     if not len(positions):
         key, value = ("top", keep.top) if keep.above is None else ("above", keep.above)
         raise UserError(

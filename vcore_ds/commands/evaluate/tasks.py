@@ -12,7 +12,7 @@ from inspect_ai.dataset import Sample
 from vcore_ds.commands.quickstart.traces import HELD_OUT, champ_problems
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.data.answers import CHAMP, Kind, choice_prompt, code_prompt, math_prompt
-from vcore_ds.data.prepare.sources import Broken, problem_rows, text_of
+from vcore_ds.data.prepare.sources import Broken, problem_rows, require_text
 
 SUBSET_SEED = 42
 SUBSET_SIZE = 1_000
@@ -127,26 +127,27 @@ def read_math(row: Row) -> Sample:
     answers = row.get("final_answer")
     if isinstance(answers, list) and all(isinstance(answer, str) for answer in answers):
         row = {**row, "final_answer": ", ".join(answers)}
-    question, answer = text_of(row, "problem", "question", "Problem"), text_of(row, "answer", "Answer", "final_answer")
+    question = require_text(row, "problem", "question", "Problem")
+    answer = require_text(row, "answer", "Answer", "final_answer")
     return _problem(row, ("unique_id", "id", "ID"), math_prompt(question), answer.replace("$", "").strip())
 
 
 def _read_gsm8k(row: Row) -> Sample:
     """Read a problem of GSM8K: the answer is the number after `####` at the end of the solution."""
-    _, mark, number = text_of(row, "answer").rpartition("####")
+    _, mark, number = require_text(row, "answer").rpartition("####")
     if not mark or not number.strip():
         raise ValueError("found no number behind #### in `answer`")
-    return _problem(row, ("id",), math_prompt(text_of(row, "question")), number.replace(",", "").strip())
+    return _problem(row, ("id",), math_prompt(require_text(row, "question")), number.replace(",", "").strip())
 
 
 def _read_choice(row: Row) -> Sample:
     """Read a problem of SuperGPQA, with a list of options, or R-Bench-T, with a column per option, from A."""
-    options = row.get("options", [text_of(row, letter) for letter in "ABCDEF" if letter in row])
+    options = row.get("options", [require_text(row, letter) for letter in "ABCDEF" if letter in row])
     options = list(map(str, options)) if isinstance(options, list) else []
-    letter = text_of(row, "answer_letter", "answer")
+    letter = require_text(row, "answer_letter", "answer")
     if letter not in [chr(ord("A") + i) for i in range(len(options))]:
         raise ValueError(f"found {len(options)} options and the answer {letter!r:.40}")
-    prompt = choice_prompt(text_of(row, "question"), options)
+    prompt = choice_prompt(require_text(row, "question"), options)
     return _problem(row, ("uuid", "index", "id"), prompt, letter, discipline=str(row.get("discipline", "")))
 
 
@@ -174,14 +175,14 @@ def supergpqa_1k(problems: list[Sample]) -> list[Sample]:
 
 def _read_livecodebench(row: Row) -> Sample:
     """Read a problem of LiveCodeBench, with the training prompt, which asks for C++."""
-    identifier = text_of(row, "question_id")
-    return _problem(row, ("question_id",), code_prompt(text_of(row, "question_content")), question_id=identifier)
+    identifier = require_text(row, "question_id")
+    return _problem(row, ("question_id",), code_prompt(require_text(row, "question_content")), question_id=identifier)
 
 
 def _read_ojbench(row: Row) -> Sample:
     """Read a prompt of OJBench, which has one in C++ and one in Python per problem."""
     columns = {name: row.get(name) for name in ("id", "prompt", "dataset", "language", "difficulty")}
-    return Sample(id=f"{row.get('id')}-{row.get('language')}", input=text_of(row, "prompt"), metadata=columns)
+    return Sample(id=f"{row.get('id')}-{row.get('language')}", input=require_text(row, "prompt"), metadata=columns)
 
 
 def _only_cpp(problems: list[Sample]) -> list[Sample]:

@@ -301,7 +301,7 @@ def find_text(row: dict[str, Any], *names: str) -> str | None:
     return None
 
 
-def text_of(row: dict[str, Any], *names: str) -> str:
+def require_text(row: dict[str, Any], *names: str) -> str:
     """The same for columns of which a row must have one. Raises ValueError where it has none, or nothing in them."""
     text = find_text(row, *names)
     if text is None:
