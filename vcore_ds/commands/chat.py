@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,8 @@ def chat(arguments: argparse.Namespace) -> None:
     model = load_to_answer(named, "auto")
     if arguments.seed is not None:
         set_seed(arguments.seed)
-    make_prompt = {"plain": str, "math": math_prompt, "code": code_prompt}[arguments.prompt]
+    prompts: dict[str, Callable[[str], str]] = {"plain": str, "math": math_prompt, "code": code_prompt}
+    make_prompt = prompts[arguments.prompt]
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(system)
     for question in read_questions():

@@ -172,14 +172,16 @@ def compare(sides: Sides, *, two_way: bool = False, power_difference: float | No
         expected = np.stack([one.correct[task] for one in reference])
         for name, seeds in sides.items():
             correct = np.stack([one.correct[task] for one in seeds])
-            summaries = [one.evaluation.tasks[task] for one in seeds]
-            lengths = [(one.truncated_share, one.unanswered_share, one.mean_tokens) for one in summaries]
+            read = [one.evaluation.tasks[task] for one in seeds]
+            lengths = [(one.truncated_share, one.unanswered_share, one.mean_tokens) for one in read]
+            truncated, unanswered, tokens = np.mean(lengths, axis=0).tolist()
             interval: Interval | None = statistics.accuracy_interval(correct[0])
             if len(seeds) > 1:
                 interval = statistics.t_estimate(correct.mean((1, 2))).interval
             difference = None if seeds is reference else _difference(correct, expected, two_way, power_difference)
-            values = float(correct.mean()), interval, *np.mean(lengths, axis=0).tolist(), difference
-            results.append(Result(task, name, *correct.shape, *values))
+            counts, accuracy = correct.shape, float(correct.mean())
+            values = (accuracy, interval, truncated, unanswered, tokens, difference)
+            results.append(Result(task, name, counts[0], counts[1], counts[2], *values))
     tested = [one.difference for one in results if one.difference is not None and one.difference.p_value is not None]
     for difference, p_value in zip(tested, statistics.holm([one.p_value or 0.0 for one in tested]), strict=True):
         difference.holm_p_value = p_value
