@@ -191,8 +191,6 @@ def find_trained_weights(run: Path, name: str | None, recipe: Recipe) -> Trained
         for skipped in problems:
             say(f"skipped checkpoint {skipped}")
         if recipe.model.provider == "megatron":
-            from vcore_ds.commands.export.write import ParallelCheckpointWeights  # it takes seconds to import
-
             return ParallelCheckpointWeights(usable, recipe)
         return CheckpointWeights(usable)
     if problems:
